@@ -1,0 +1,1 @@
+"""Agents: learning algorithms as pure functions."""

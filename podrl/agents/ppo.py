@@ -1,0 +1,128 @@
+"""Proximal policy optimisation with generalised advantages."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from podrl import losses
+from podrl import returns
+from podrl.agents.actor_critic import clip_reward, make_policy
+from podrl.distributions import Distribution
+from podrl.types import Agent, Array, Metrics, Trajectory, Tree
+
+
+class Batch(NamedTuple):
+  """One row per slot: time is folded into the batch, N = T B.
+
+  Attributes:
+    obs: `[N, ...]`.
+    action: `[N, ...]`.
+    log_prob: `[N]` float32, under the policy that acted.
+    advantage: `[N]` float32.
+    target: `[N]` float32, of the value.
+    weight: `[N]` float32, 0 at joints.
+  """
+  obs: Tree
+  action: Array
+  log_prob: Array
+  advantage: Array
+  target: Array
+  weight: Array
+
+
+def normalize(
+    advantage: Array, weight: Array, mean: Callable[[Tree], Tree]) -> Array:
+  """Scales advantages to mean 0 and deviation 1 over the global batch.
+
+  Args:
+    advantage: float32, any shape.
+    weight: the same shape, 0 at joints, which do not count.
+    mean: averages over devices.
+  """
+  share, first, second = mean(jnp.stack([
+      jnp.mean(weight), jnp.mean(weight * advantage),
+      jnp.mean(weight * jnp.square(advantage))]))
+  share = jnp.maximum(share, 1e-8)  # A batch may hold joints alone.
+  first, second = first / share, second / share
+  deviation = jnp.sqrt(jnp.maximum(second - jnp.square(first), 0.))
+  return (advantage - first) / (deviation + 1e-8)
+
+
+def make_agent(
+    network: nn.Module,
+    distribution: Distribution,
+    obs: Tree,
+    *,
+    gamma: float = 0.99,
+    lambda_: float = 0.95,
+    clip: float = 0.2,
+    entropy_cost: float = 0.01,
+    value_cost: float = 0.5,
+    normalize_advantages: bool = True,
+    reward_clip: float = 0.,
+) -> Agent:
+  """A PPO agent.
+
+  Args:
+    network: from observations `[N, ...]` to a policy head and values `[N]`.
+    distribution: what the policy head means.
+    obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
+    gamma: discount per step.
+    lambda_: of the generalised advantages.
+    clip: how far the probability ratio may move from 1 and still pay.
+    entropy_cost: weight of the entropy bonus.
+    value_cost: weight of the value loss.
+    normalize_advantages: over the global batch, once per unroll.
+    reward_clip: clip rewards to plus and minus this; 0 is off.
+
+  Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
+  """
+
+  def prepare(
+      params: Tree, trajectory: Trajectory, mean: Callable[[Tree], Tree]
+  ) -> Batch:
+    timestep = trajectory.timestep
+    last_obs = jax.tree.map(lambda x: x[-1], timestep.obs)
+    _, last_value = network.apply(params, last_obs)
+    values = jnp.concatenate([trajectory.extras.value, last_value[None]])
+    weight = returns.weights(timestep)
+    advantage = returns.vtrace(
+        values,
+        clip_reward(timestep.reward[1:], reward_clip),
+        gamma * timestep.discount[1:],
+        weight,
+        lambda_=lambda_).errors
+    target = values[:-1] + advantage
+    if normalize_advantages:
+      advantage = normalize(advantage, weight, mean)
+    batch = Batch(
+        obs=jax.tree.map(lambda x: x[:-1], timestep.obs),
+        action=trajectory.action,
+        log_prob=trajectory.extras.log_prob,
+        advantage=advantage,
+        target=target,
+        weight=weight)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+
+  def loss(
+      params: Tree, target_params: Tree, batch: Batch, rng_key: chex.PRNGKey
+  ) -> tuple[Array, Metrics]:
+    del target_params, rng_key
+    head, value = network.apply(params, batch.obs)
+    log_ratio = distribution.log_prob(head, batch.action) - batch.log_prob
+    policy_loss = losses.ppo_clip(
+        log_ratio, batch.advantage, batch.weight, clip=clip)
+    value_loss = losses.value(value, batch.target, batch.weight)
+    entropy = losses.entropy(distribution.entropy(head), batch.weight)
+    total = policy_loss + value_cost * value_loss - entropy_cost * entropy
+    # An estimate of KL(old, new) that is never negative: Schulman 2020.
+    approx_kl = jnp.mean(batch.weight * (jnp.expm1(log_ratio) - log_ratio))
+    return total, {'policy_loss': policy_loss, 'value_loss': value_loss,
+                   'entropy': entropy, 'approx_kl': approx_kl}
+
+  return Agent(
+      *make_policy(network, distribution, obs), prepare=prepare, loss=loss)

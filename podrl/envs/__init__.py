@@ -1,0 +1,1 @@
+"""Adapters from environment libraries to podrl's types."""

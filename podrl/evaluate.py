@@ -1,0 +1,103 @@
+"""Evaluation: the first whole episode of each of N environments."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrl.types import Agent, Array, DeviceEnv, TimeStep, Tree
+
+_CHUNK_STEPS = 128  # Between two looks at whether to stop.
+
+
+class Evaluation(NamedTuple):
+  """Finished evaluation.
+
+  Attributes:
+    returns: float32 `[N]`, undiscounted sums of raw rewards.
+    lengths: int32 `[N]`, steps.
+  """
+  returns: np.ndarray
+  lengths: np.ndarray
+
+
+class _State(NamedTuple):
+  """Evaluation under way; leaves `[N, ...]`."""
+  env_state: Tree
+  timestep: TimeStep
+  carry: Tree
+  is_over: Array
+  returns: Array
+  lengths: Array
+
+
+def make_evaluate(
+    env: DeviceEnv,
+    agent: Agent,
+    *,
+    num_episodes: int,
+    max_episode_steps: int,
+    greedy: bool,
+) -> Callable[..., Evaluation | None]:
+  """Builds an evaluation on one device.
+
+  Args:
+    env: one environment, vmapped here.
+    agent: whose `act` is evaluated.
+    num_episodes: how many, one per environment.
+    max_episode_steps: where an episode that does not end is cut; it counts
+      with the return that it has by then.
+    greedy: take the policy's mode rather than a sample.
+
+  Returns:
+    `(params, rng_key, should_stop) -> Evaluation`, or None where
+    `should_stop()` became true before the end.
+  """
+  fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+
+  @jax.jit
+  def start(rng_key: chex.PRNGKey) -> tuple[_State, chex.PRNGKey]:
+    keys = jax.random.split(rng_key, (2, num_episodes))
+    env_state, timestep = jax.vmap(env.reset)(keys[0])
+    # Distinct buffers: they are donated.
+    return _State(
+        env_state, timestep, agent.initial_carry(num_episodes),
+        jnp.zeros(num_episodes, bool), jnp.zeros(num_episodes),
+        jnp.zeros(num_episodes, jnp.int32)), keys[1]
+
+  def step(params: Tree, keys: chex.PRNGKey, t: Array, state: _State) -> _State:
+    action, _, carry = agent.act(
+        params, fold_in(keys, t), state.timestep, state.carry, greedy=greedy)
+    env_state, timestep = jax.vmap(env.step)(state.env_state, action)
+    is_over = jnp.logical_or(state.is_over, timestep.is_first)
+    return _State(
+        env_state, timestep, carry, is_over,
+        state.returns + jnp.where(is_over, 0., timestep.reward),
+        state.lengths + jnp.where(is_over, 0, 1))
+
+  @jax.jit
+  def run_chunk(
+      params: Tree, keys: chex.PRNGKey, t: Array, end: Array, state: _State
+  ) -> tuple[Array, _State]:
+    return jax.lax.while_loop(
+        lambda loop: (loop[0] < end) & ~jnp.all(loop[1].is_over),
+        lambda loop: (loop[0] + 1, step(params, keys, loop[0], loop[1])),
+        (t, state))
+
+  def evaluate(
+      params: Tree, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
+  ) -> Evaluation | None:
+    state, keys = start(rng_key)
+    for t in range(0, max_episode_steps, _CHUNK_STEPS):
+      if should_stop():
+        return None
+      end = min(t + _CHUNK_STEPS, max_episode_steps)
+      _, state = run_chunk(params, keys, t, end, state)
+      if np.all(state.is_over):
+        break
+    return Evaluation(np.asarray(state.returns), np.asarray(state.lengths))
+
+  return evaluate

@@ -1,0 +1,226 @@
+"""Networks: from an observation to features, and from features to heads.
+
+Torsos are flax modules from `[N, *obs_shape]` to `[N, features]`. They take
+observations as environments give them (bool, uint8, CHW) and convert inside
+the compiled program, so that the small dtype is what is stored and moved.
+"""
+
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrl.types import Array, EnvSpec, Tree
+
+
+def as_vector(obs: Tree) -> Array:
+  """Joins an observation's leaves, `[N, ...]` each, into float32 `[N, D]`."""
+  leaves = [x.reshape(x.shape[0], -1) for x in jax.tree.leaves(obs)]
+  return jnp.concatenate([x.astype(jnp.float32) for x in leaves], axis=-1)
+
+
+def as_image(obs: Tree, channels_first: bool) -> Array:
+  """An image observation as float32 `[N, H, W, C]`; uint8 is scaled to 0..1."""
+  (image,) = jax.tree.leaves(obs)
+  scale = 255. if image.dtype == jnp.uint8 else 1.
+  image = jnp.moveaxis(image, 1, -1) if channels_first else image
+  return image.astype(jnp.float32) / scale
+
+
+class MLP(nn.Module):
+  """A multilayer perceptron over the flattened observation.
+
+  Attributes:
+    hidden_sizes: width of each layer.
+    activation: after each layer.
+  """
+  hidden_sizes: Sequence[int] = (64, 64)
+  activation: Callable[[Array], Array] = nn.tanh
+
+  @nn.compact
+  def __call__(self, obs: Tree) -> Array:
+    x = as_vector(obs)
+    for size in self.hidden_sizes:
+      init = nn.initializers.orthogonal(np.sqrt(2))
+      x = self.activation(nn.Dense(size, kernel_init=init)(x))
+    return x
+
+
+def _extract_patches(
+    x: Array, kernel: int, stride: int, padding: str) -> Array:
+  """`[N, H, W, C]` to `[N, H', W', kernel * kernel * C]`, as strided slices."""
+  height, width = x.shape[1:3]
+  if padding == 'SAME':
+    pads = jax.lax.padtype_to_pads(
+        (height, width), (kernel, kernel), (stride, stride), 'SAME')
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    height, width = x.shape[1:3]
+  rows, columns = (height - kernel) // stride, (width - kernel) // stride
+  return jnp.concatenate([
+      x[:, i:i + rows * stride + 1:stride, j:j + columns * stride + 1:stride]
+      for i in range(kernel) for j in range(kernel)], axis=-1)
+
+
+class Conv(nn.Module):
+  """A two-dimensional convolution, `[N, H, W, C]` to `[N, H', W', features]`.
+
+  Attributes:
+    features: output channels.
+    kernel: height and width of the kernel.
+    stride: in both directions.
+    padding: 'VALID' or 'SAME'.
+    matmul: compute it as one matrix product over patches, which gives the same
+      numbers; by default where the backend is the CPU.
+  """
+  features: int
+  kernel: int
+  stride: int = 1
+  padding: str = 'VALID'
+  matmul: bool | None = None
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    shape = (self.kernel, self.kernel, x.shape[-1], self.features)
+    kernel = self.param('kernel', nn.initializers.orthogonal(np.sqrt(2)), shape)
+    bias = self.param('bias', nn.initializers.zeros_init(), (self.features,))
+    # XLA's CPU convolution is some ten times slower in a gradient in a scan.
+    matmul = (
+        jax.default_backend() == 'cpu' if self.matmul is None else self.matmul)
+    if matmul:
+      patches = _extract_patches(x, self.kernel, self.stride, self.padding)
+      x = patches @ kernel.reshape(-1, self.features)
+    else:
+      x = jax.lax.conv_general_dilated(
+          x, kernel, (self.stride, self.stride), self.padding,
+          dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+    return x + bias[None, None, None]
+
+
+class ConvNet(nn.Module):
+  """Convolutions, each with a ReLU, and one hidden layer.
+
+  Attributes:
+    channels_first: whether observations are CHW.
+    layers: (features, kernel, stride) of each convolution.
+    hidden_size: width of the layer after them.
+  """
+  channels_first: bool
+  layers: Sequence[tuple[int, int, int]]
+  hidden_size: int
+
+  @nn.compact
+  def __call__(self, obs: Tree) -> Array:
+    x = as_image(obs, self.channels_first)
+    for features, kernel, stride in self.layers:
+      x = nn.relu(Conv(features, kernel, stride)(x))
+    init = nn.initializers.orthogonal(np.sqrt(2))
+    x = x.reshape(x.shape[0], -1)
+    return nn.relu(nn.Dense(self.hidden_size, kernel_init=init)(x))
+
+
+class ImpalaResNet(nn.Module):
+  """The deep residual torso of IMPALA.
+
+  Attributes:
+    channels_first: whether observations are CHW.
+    channels: of the sections, each of which halves the image.
+    hidden_size: width of the last layer.
+
+  Source: Espeholt et al. 2018, arXiv:1802.01561, figure 3 (right).
+  """
+  channels_first: bool
+  channels: Sequence[int] = (16, 32, 32)
+  hidden_size: int = 256
+
+  @nn.compact
+  def __call__(self, obs: Tree) -> Array:
+    x = as_image(obs, self.channels_first)
+    for features in self.channels:
+      x = Conv(features, 3, padding='SAME')(x)
+      x = nn.max_pool(x, (3, 3), strides=(2, 2), padding='SAME')
+      for _ in range(2):
+        residual = x
+        x = Conv(features, 3, padding='SAME')(nn.relu(x))
+        x = Conv(features, 3, padding='SAME')(nn.relu(x)) + residual
+    x = nn.relu(x).reshape(x.shape[0], -1)
+    init = nn.initializers.orthogonal(np.sqrt(2))
+    return nn.relu(nn.Dense(self.hidden_size, kernel_init=init)(x))
+
+
+class ActorCritic(nn.Module):
+  """A policy head and a value head on one torso, or on one torso each.
+
+  Attributes:
+    make_torso: builds a torso, an `nn.Module`.
+    num_policy_params: width of the policy head.
+    shared_torso: whether the two heads share one torso.
+  """
+  make_torso: Callable[[], nn.Module]
+  num_policy_params: int
+  shared_torso: bool = True
+
+  @nn.compact
+  def __call__(self, obs: Tree) -> tuple[Array, Array]:
+    """Returns the policy head `[N, num_policy_params]` and values `[N]`."""
+    policy_features = self.make_torso()(obs)
+    value_features = (
+        policy_features if self.shared_torso else self.make_torso()(obs))
+    # A small policy head starts the policy close to uniform.
+    policy = nn.Dense(
+        self.num_policy_params,
+        kernel_init=nn.initializers.orthogonal(0.01))(policy_features)
+    value = nn.Dense(
+        1, kernel_init=nn.initializers.orthogonal(1.))(value_features)
+    return policy, value[:, 0]
+
+
+# Nature CNN: Mnih et al. 2015, methods. Small conv: MinAtar's network, Young
+# and Tian 2019, arXiv:1903.03176.
+_NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
+_SMALL_LAYERS = ((16, 3, 1),)
+_SMALLEST_NATURE_IMAGE = 36  # Smaller, its last convolution has no room.
+
+NETWORKS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
+
+
+def make_torso(
+    name: str, spec: EnvSpec, *, hidden_sizes: Sequence[int]
+) -> Callable[[], nn.Module]:
+  """A torso that fits an observation.
+
+  Args:
+    name: one of `NETWORKS`; 'auto' takes 'nature_cnn' for images of at least
+      36 x 36, 'conv' for smaller ones, else 'mlp'.
+    spec: of the environment.
+    hidden_sizes: widths of the MLP's layers; the last is also that of the
+      layer after the convolutions.
+
+  Returns:
+    A function without arguments that builds the torso.
+
+  Raises:
+    ValueError: if the name is unknown or the observation too small for it.
+  """
+  shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
+  is_image = len(shapes) == 1 and len(shapes[0]) == 3
+  size = min(shapes[0][1:] if spec.channels_first else shapes[0][:2]) if (
+      is_image) else 0
+  if name == 'auto':
+    name = ('mlp' if size < 3 else
+            'conv' if size < _SMALLEST_NATURE_IMAGE else 'nature_cnn')
+  if name == 'mlp':
+    return lambda: MLP(hidden_sizes)
+  smallest = {'conv': 3, 'nature_cnn': _SMALLEST_NATURE_IMAGE,
+              'impala_resnet': 3}
+  if size < smallest[name]:
+    raise ValueError(
+        f'network.name={name} needs an image of at least {smallest[name]} x '
+        f'{smallest[name]}, and observations are {shapes}; try '
+        'network.name=auto')
+  if name == 'impala_resnet':
+    return lambda: ImpalaResNet(
+        spec.channels_first, hidden_size=hidden_sizes[-1])
+  layers = _NATURE_LAYERS if name == 'nature_cnn' else _SMALL_LAYERS
+  return lambda: ConvNet(spec.channels_first, layers, hidden_sizes[-1])

@@ -1,0 +1,56 @@
+"""Mapping over devices: one mesh of one axis, and jit(shard_map) over it.
+
+This is what `jax.pmap` itself has been since JAX 0.8. It is the only file that
+names a mesh.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from podrl.types import DEVICE_AXIS, Tree
+
+REPLICATED = PartitionSpec()
+BATCH = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
+TRAJECTORY = PartitionSpec(None, DEVICE_AXIS)  # Time, then the batch.
+
+
+def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
+  """A one-axis mesh over devices."""
+  return Mesh(np.asarray(devices), (DEVICE_AXIS,))
+
+
+def device_map(
+    function: Callable,
+    mesh: Mesh,
+    in_specs: Tree,
+    out_specs: Tree,
+    donate: tuple[int, ...] = (),
+) -> Callable:
+  """Maps a function over a mesh and compiles it.
+
+  Args:
+    function: of per-device shards; it may average over `DEVICE_AXIS`.
+    mesh: of `make_mesh`.
+    in_specs: a partition spec, or a tree prefix of them, for each argument.
+    out_specs: the same for what it returns.
+    donate: positions of arguments whose buffers the outputs may reuse.
+  """
+  # check_vma=False: with the default, pmean(grad(...)) of replicated
+  # parameters returns the sum of the per-device gradients.
+  mapped = jax.shard_map(
+      function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+      check_vma=False)
+  return jax.jit(mapped, donate_argnums=donate)
+
+
+def place(tree: Tree, mesh: Mesh, spec: PartitionSpec) -> Tree:
+  """Copies a tree of arrays onto a mesh, replicated or split by `spec`."""
+  return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def set_num_cpu_devices(num_devices: int) -> None:
+  """Makes so many CPU devices; call it before the first use of a device."""
+  jax.config.update('jax_num_cpu_devices', num_devices)

@@ -1,0 +1,152 @@
+"""The types that every part of podrl shares.
+
+An unroll is fence-posts and rails: T + 1 time steps and the T actions between
+them. Shapes are written with T for time, B for the batch of environments.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import numpy as np
+
+Array = chex.Array
+Tree = chex.ArrayTree
+Metrics = dict[str, Array]
+
+# The name of the one mesh axis over which a batch is split.
+DEVICE_AXIS = 'devices'
+
+
+class TimeStep(NamedTuple):
+  """What an environment says on arrival.
+
+  Attributes:
+    obs: `[..., *obs_shape]`, in the smallest dtype that holds it exactly.
+    reward: `[...]` float32, raw; 0 where `is_first`.
+    discount: `[...]` float32, 0 if the episode terminated, else 1. It is 1 on
+      truncation and does not include the agent's gamma.
+    is_first: `[...]` bool; the first step of an episode. The action sent
+      before it was ignored: the pair is the joint between two episodes.
+  """
+  obs: Tree
+  reward: Array
+  discount: Array
+  is_first: Array
+
+
+class Trajectory(NamedTuple):
+  """An unroll of a batch of environments; every leaf has time, then batch.
+
+  Attributes:
+    timestep: leaves `[T+1, B, ...]`.
+    action: `[T, B, ...]`; `action[t]` was chosen at `timestep[t]`.
+    extras: leaves `[T, B, ...]`, what `Agent.act` noted beside each action.
+    carry: leaves `[1, B, ...]`, the recurrent state at the first step; `()`
+      for a feed-forward agent.
+  """
+  timestep: TimeStep
+  action: Array
+  extras: Tree
+  carry: Tree
+
+
+class LearnerState(NamedTuple):
+  """Everything that learning changes; replicated over devices.
+
+  Attributes:
+    params: the network's parameters.
+    target_params: a periodic copy of them, or `()`.
+    opt_state: the optax state.
+    num_updates: int32 `[]`, calls of `Learner.update`.
+    num_sgd_steps: int32 `[]`, optimiser steps.
+    memory: `[capacity, T, B, ...]`, sharded on axis 2, or `()`.
+  """
+  params: Tree
+  target_params: Tree
+  opt_state: Tree
+  num_updates: Array
+  num_sgd_steps: Array
+  memory: Tree
+
+
+class Discrete(NamedTuple):
+  """Actions 0, 1 ... num_actions - 1, as int32 `[]`."""
+  num_actions: int
+
+
+class Box(NamedTuple):
+  """Actions float32 `[*shape]` between `low` and `high` (arrays of that shape)."""
+  shape: tuple[int, ...]
+  low: np.ndarray
+  high: np.ndarray
+
+
+class EnvSpec(NamedTuple):
+  """What an agent and a driver need to know of one environment.
+
+  Attributes:
+    obs: tree of `jax.ShapeDtypeStruct`, without a batch axis.
+    channels_first: whether images are CHW (Atari) rather than HWC.
+    action: the action space.
+    frame_skip: raw frames per environment step.
+    max_episode_steps: after so many steps an episode is truncated.
+  """
+  obs: Tree
+  channels_first: bool
+  action: Discrete | Box
+  frame_skip: int
+  max_episode_steps: int
+
+
+class DeviceEnv(NamedTuple):
+  """One environment written in JAX; drivers vmap it.
+
+  Attributes:
+    spec: its `EnvSpec`.
+    reset: `(rng_key) -> (env_state, TimeStep)`, the time step having
+      `is_first` set, reward 0 and discount 1.
+    step: `(env_state, action) -> (env_state, TimeStep)`. The step after an
+      episode's last ignores its action and returns the next episode's first
+      time step, as dm_env does. What it needs of randomness `env_state` holds.
+  """
+  spec: EnvSpec
+  reset: Callable[[chex.PRNGKey], tuple[Tree, TimeStep]]
+  step: Callable[[Tree, Array], tuple[Tree, TimeStep]]
+
+
+class Agent(NamedTuple):
+  """A learning algorithm, as pure functions.
+
+  Attributes:
+    init: `(rng_key) -> params`.
+    initial_carry: `(batch_size) -> carry`, leaves `[B, ...]`.
+    act: `(params, rng_key, timestep, carry, *, greedy=False) -> (action,
+      extras, carry)`, all `[B, ...]`. `rng_key` holds one key for each
+      environment, `[B]`, so that an environment's actions do not depend on
+      which others share its batch.
+    prepare: `(params, trajectory, mean) -> batch`, once per unroll and without
+      gradients. `mean` averages a small tree over all devices. The leading
+      axis of every leaf of `batch` is the one that minibatches divide.
+    loss: `(params, target_params, batch, rng_key) -> (scalar, metrics)`; a
+      mean over the batch's slots.
+  """
+  init: Callable[[chex.PRNGKey], Tree]
+  initial_carry: Callable[[int], Tree]
+  act: Callable[..., tuple[Array, Tree, Tree]]
+  prepare: Callable[[Tree, Trajectory, Callable[[Tree], Tree]], Tree]
+  loss: Callable[[Tree, Tree, Tree, chex.PRNGKey], tuple[Array, Metrics]]
+
+
+class Learner(NamedTuple):
+  """How an agent's parameters change, as pure functions.
+
+  Attributes:
+    init: `(rng_key, example_trajectory) -> LearnerState`.
+    update: `(state, trajectory, rng_key) -> (state, metrics)`. Call it under a
+      mapping over `DEVICE_AXIS`, the trajectory being this device's shard.
+  """
+  init: Callable[[chex.PRNGKey, Trajectory], LearnerState]
+  update: Callable[[LearnerState, Trajectory, chex.PRNGKey],
+                   tuple[LearnerState, Metrics]]
