@@ -22,6 +22,11 @@ from podrl.types import (
 _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM, _ACT_STREAM = range(4)
 
 
+def _strongly_typed(tree: Tree) -> Tree:
+  """Drops weak types: a state that gains one compiles the program again."""
+  return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
+
+
 class Actors(NamedTuple):
   """The environments; every leaf is `[B, ...]`, split over devices.
 
@@ -123,7 +128,8 @@ def make_anakin(
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
     """Starts the environments whose global indices are `index` `[B]`."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng_key, index)
-    env_state, timestep = jax.vmap(env.reset)(fold_in(keys, _RESET_STREAM))
+    env_state, timestep = _strongly_typed(
+        jax.vmap(env.reset)(fold_in(keys, _RESET_STREAM)))
     return Actors(
         env_state, timestep, agent.initial_carry(index.size),
         fold_in(keys, _ACT_STREAM),
@@ -140,7 +146,8 @@ def make_anakin(
     def step(actors, rng_key):
       action, extras, carry = agent.act(
           params, rng_key, actors.timestep, actors.carry)
-      env_state, timestep = jax.vmap(env.step)(actors.env_state, action)
+      env_state, timestep = _strongly_typed(
+          jax.vmap(env.step)(actors.env_state, action))
       is_first = timestep.is_first
       length = actors.episode_length
       ended = (is_first, jnp.where(is_first, actors.episode_return, 0.),

@@ -54,3 +54,8 @@ def place(tree: Tree, mesh: Mesh, spec: PartitionSpec) -> Tree:
 def set_num_cpu_devices(num_devices: int) -> None:
   """Makes so many CPU devices; call it before the first use of a device."""
   jax.config.update('jax_num_cpu_devices', num_devices)
+
+
+def copy_to_first_device(tree: Tree) -> Tree:
+  """A copy of a replicated tree on this process's first device of it."""
+  return jax.tree.map(lambda x: jax.numpy.copy(x.addressable_data(0)), tree)

@@ -98,9 +98,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
   def reset(rng_key: chex.PRNGKey) -> tuple[GymnaxState, TimeStep]:
     reset_key, step_key = jax.random.split(rng_key)
     obs, env_state = env.reset_env(reset_key, params)
-    # Strongly typed, as steps return it: a scan's state may not change type.
-    env_state = jax.tree.map(
-        lambda x: jnp.asarray(x, jnp.asarray(x).dtype), env_state)
+    env_state = jax.tree.map(jnp.asarray, env_state)  # Some are Python numbers.
     state = GymnaxState(
         env_state, step_key, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
     return state, TimeStep(
@@ -122,8 +120,8 @@ def make(name: str, **options: Any) -> DeviceEnv:
     timestep = TimeStep(
         obs=select(is_first, observe(reset_obs), observe(obs)),
         reward=jnp.where(is_first, 0., jnp.asarray(reward, jnp.float32)),
-        discount=jnp.where(
-            jnp.logical_or(is_first, jnp.logical_not(terminated)), 1., 0.),
+        discount=jnp.logical_or(
+            is_first, jnp.logical_not(terminated)).astype(jnp.float32),
         is_first=is_first)
     return GymnaxState(
         env_state, state.rng_key, state.num_steps + 1,

@@ -1,0 +1,28 @@
+"""Anakin on MinAtar's Breakout: 10 x 10 images, 1 point per brick.
+
+  python experiments/anakin_breakout.py [--agent=ppo|impala|a2c]
+      [--variant=conv|mlp]
+"""
+
+from ml_collections import ConfigDict
+
+from podrl import train
+from podrl.config import base_config, check_choice
+
+
+def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
+  """The configuration for an agent; 'conv' is the default variant."""
+  check_choice('variant', variant, ('', 'conv', 'mlp'))
+  config = base_config(agent)
+  config.env.name = 'Breakout-MinAtar'  # 10 x 10 x 4 images, 3 actions.
+  config.network.name = variant or 'conv'  # MinAtar's own network, or an MLP.
+  config.total_env_steps = 5_000_000  # About the knee of the curve.
+  config.log.every_updates = 40  # About a record per second.
+  if config.network.name == 'conv':
+    config.network.hidden_sizes = (128,)  # Of the layer after the convolution.
+    config.network.shared_torso = True  # Both heads can use what it sees.
+  return config
+
+
+if __name__ == '__main__':
+  train.main(get_config)

@@ -1,0 +1,21 @@
+"""Anakin on CartPole-v1: balance a pole for 500 steps.
+
+  python experiments/anakin_cartpole.py [--agent=ppo|impala|a2c]
+"""
+
+from ml_collections import ConfigDict
+
+from podrl import train
+from podrl.config import base_config, check_choice
+
+
+def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
+  """The configuration for an agent; there are no variants."""
+  check_choice('variant', variant, ('',))
+  config = base_config(agent)
+  config.env.name = 'CartPole-v1'  # 4 numbers, 2 actions, 500 steps at most.
+  return config
+
+
+if __name__ == '__main__':
+  train.main(get_config)

@@ -1,0 +1,22 @@
+"""Anakin on gymnax's Pong-misc: one paddle, a ball, and 1 point per step.
+
+  python experiments/anakin_pong.py [--agent=ppo|impala|a2c]
+"""
+
+from ml_collections import ConfigDict
+
+from podrl import train
+from podrl.config import base_config, check_choice
+
+
+def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
+  """The configuration for an agent; there are no variants."""
+  check_choice('variant', variant, ('',))
+  config = base_config(agent)
+  config.env.name = 'Pong-misc'  # 30 x 40 x 3 images, 1,000 steps at most.
+  config.network.name = 'mlp'  # Images this sparse need no convolution.
+  return config
+
+
+if __name__ == '__main__':
+  train.main(get_config)

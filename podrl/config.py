@@ -1,0 +1,188 @@
+"""The configuration that every Anakin experiment starts from, and overrides."""
+
+import ast
+from collections.abc import Sequence
+import difflib
+from typing import Any
+
+from ml_collections import ConfigDict
+
+AGENTS = ('ppo', 'impala', 'a2c')
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+  """Raises a ValueError, with near names, if `value` is not a choice."""
+  if value not in choices:
+    near = difflib.get_close_matches(str(value), choices, 3, 0.4)
+    listed = f'did you mean {" or ".join(near)}' if near else (
+        f'choose from {", ".join(choices)}')
+    raise ValueError(f'{name}={value} is unknown; {listed}')
+
+
+def base_config(agent: str) -> ConfigDict:
+  """A whole configuration for one agent; locked, `env.options` excepted.
+
+  Args:
+    agent: one of `AGENTS`; what goes with it (epochs, unroll length, learning
+      rate) follows from it.
+
+  Raises:
+    ValueError: if the agent is unknown.
+  """
+  check_choice('agent', agent, AGENTS)
+  is_ppo = agent == 'ppo'
+  config = ConfigDict()
+  config.seed = 0  # Everything random derives from it.
+  config.total_env_steps = 1_000_000  # Over all environments; rounded up.
+  config.num_devices = 0  # 0 is all of an accelerator's; one per core on CPUs.
+  config.unroll_length = 64 if is_ppo else 16  # Steps per update.
+  config.num_epochs = 2 if is_ppo else 1  # Passes over each unroll.
+  config.num_minibatches = 4 if is_ppo else 1  # Optimiser steps in each pass.
+  # A directory for XLA's compiled programs; 'auto' is the user's cache
+  # directory, 'off' compiles afresh in every run.
+  config.compilation_cache = 'auto'
+
+  config.env = ConfigDict()
+  config.env.suite = 'gymnax'  # The library that the environment is from.
+  config.env.name = ''  # As the library names it.
+  config.env.num_envs = 64  # In total, over all devices.
+  config.env.options = ConfigDict()  # Passed to the library.
+
+  config.agent = ConfigDict()
+  config.agent.name = agent  # Set by --agent; overriding it is an error.
+  config.agent.gamma = 0.99  # Discount per step.
+  config.agent.lambda_ = 0.95 if is_ppo else 1.0  # 0 one step, 1 full returns.
+  config.agent.entropy_cost = 0.01  # Weight of the entropy bonus.
+  config.agent.value_cost = 0.5  # Weight of the value loss.
+  config.agent.reward_clip = 0.0  # Clip rewards to plus and minus; 0 is off.
+  if is_ppo:
+    config.agent.clip = 0.2  # How far the probability ratio may pay.
+    config.agent.normalize_advantages = True  # Over the global batch.
+
+  config.network = ConfigDict()
+  config.network.name = 'auto'  # Or mlp, conv, nature_cnn, impala_resnet.
+  config.network.hidden_sizes = (64, 64)  # Of an MLP; the last, of any torso.
+  config.network.shared_torso = False  # One torso for both heads, or one each.
+
+  config.optimizer = ConfigDict()
+  config.optimizer.name = 'adam'  # Or rmsprop, sgd.
+  config.optimizer.learning_rate = 1e-3  # At the start.
+  config.optimizer.anneal = True  # Linearly to 0 over the run.
+  config.optimizer.max_grad_norm = 0.5  # Of the global norm; 0 is off.
+
+  config.eval = ConfigDict()
+  config.eval.num_episodes = 128  # Each the first of its own environment.
+  config.eval.every_env_steps = 0  # 0 evaluates only at the end.
+  config.eval.greedy = True  # The policy's mode, or a sample.
+  config.eval.max_episode_steps = 0  # Cut there; 0 is the environment's limit.
+
+  config.log = ConfigDict()
+  config.log.every_updates = 10  # Updates to a record.
+  config.log.tensorboard = True  # Write TensorBoard events as well.
+
+  config.lock()
+  config.env.options.unlock()
+  return config
+
+
+def _parse(name: str, text: str, default: Any) -> Any:
+  """Reads an override's text as a value of its default's type."""
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    value = {'true': True, 'false': False}.get(text.lower(), text)
+  kind = type(default)
+  if isinstance(default, str):
+    return text
+  if isinstance(default, bool):
+    if value in (0, 1):
+      return bool(value)
+  elif isinstance(value, bool):
+    pass
+  elif isinstance(default, int):
+    if isinstance(value, int) or isinstance(value, float) and (
+        value.is_integer()):
+      return int(value)
+  elif isinstance(default, float):
+    if isinstance(value, int | float):
+      return float(value)
+  elif isinstance(default, tuple):
+    value = value if isinstance(value, tuple | list) else (value,)
+    if all(type(x) is type(default[0]) for x in value):
+      return tuple(value)
+  raise ValueError(
+      f'config.{name}={text} is not of type {kind.__name__}; '
+      f'its default is {default!r}')
+
+
+def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> None:
+  """Sets fields from `--config.FIELD=VALUE` arguments, in place.
+
+  `1e6` is an integer where one is meant. New fields may be made only under
+  `env.options`.
+
+  Raises:
+    ValueError: for an argument of another form, an unknown field (with near
+      names) or a value of the wrong type.
+  """
+  arguments = list(arguments)
+  while arguments:
+    argument = arguments.pop(0)
+    name, equals, text = argument.lstrip('-').partition('=')
+    if not argument.startswith('-') or not name.startswith('config.'):
+      near = difflib.get_close_matches(
+          name, ('config', 'agent', 'variant', 'workdir', 'help'), 1)
+      raise ValueError(
+          f'{argument} is not understood; ' + (
+              f'did you mean --{near[0]}' if near and near[0] != name else
+              'overrides have the form --config.FIELD=VALUE'))
+    if not equals:
+      if not arguments:
+        raise ValueError(f'{argument} has no value; write {argument}=VALUE')
+      text = arguments.pop(0)
+    name = name.removeprefix('config.')
+    *path, field = name.split('.')
+    node = config
+    for part in path:
+      node = node.get(part) if isinstance(node, ConfigDict) else None
+    if path == ['env', 'options'] and field:
+      default = node.get(field)
+      node[field] = _parse_option(text) if default is None else _parse(
+          name, text, default)
+      continue
+    known = sorted(dict(_flatten(config)))
+    if name not in known:
+      near = difflib.get_close_matches(name, known, 3, 0.5) or [
+          x for x in known if field and x.endswith(field)]
+      raise ValueError(f'config.{name} is not a field; ' + (
+          f'did you mean config.{" or config.".join(near)}' if near else
+          f'the fields are {", ".join(known)}'))
+    if name == 'agent.name':
+      raise ValueError(
+          f'config.agent.name={text} cannot be overridden, because what goes '
+          f'with the agent would not follow; use --agent={text}')
+    node[field] = _parse(name, text, node[field])
+
+
+def _parse_option(text: str) -> Any:
+  """Reads a library's option as a Python literal, else as a string."""
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return {'true': True, 'false': False}.get(text.lower(), text)
+
+
+def _flatten(config: ConfigDict, prefix: str = '') -> list[tuple[str, Any]]:
+  """The fields as (dotted name, value), `env.options` left out."""
+  fields = []
+  for key, value in config.items():
+    if not isinstance(value, ConfigDict):
+      fields.append((prefix + key, value))
+    elif prefix + key != 'env.options':
+      fields.extend(_flatten(value, f'{prefix}{key}.'))
+  return fields
+
+
+def describe(config: ConfigDict) -> str:
+  """The fields and their values, a line each, as overrides are written."""
+  return '\n'.join(f'  --config.{k}={v}' for k, v in _flatten(config))

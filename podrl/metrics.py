@@ -1,0 +1,203 @@
+"""Records of a run: what is measured, and where it is written."""
+
+from collections.abc import Iterable
+import json
+import math
+import os
+import time
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn)
+from rich.table import Table
+
+from podrl.anakin import Episodes, Records
+
+Record = dict[str, Any]
+
+
+class CompileClock:
+  """Sums the seconds that XLA spends compiling or reading its cache."""
+
+  def __init__(self):
+    self.seconds = 0.
+    jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+  def _listen(self, event: str, seconds: float, **_) -> None:
+    if event == '/jax/core/compile/backend_compile_duration':
+      self.seconds += seconds
+
+  def close(self) -> None:
+    """Stops listening."""
+    jax.monitoring.unregister_event_duration_listener(self._listen)
+
+
+class Window:
+  """Counts a run's updates and sums them up, a record for each window."""
+
+  def __init__(self, num_envs: int, unroll_length: int, frame_skip: int):
+    self._steps_per_update = num_envs * unroll_length
+    self._frame_skip = frame_skip
+    self.env_steps = 0
+    self.num_updates = 0
+    self._clear()
+
+  def _clear(self) -> None:
+    self._rows: list[dict[str, np.ndarray]] = []
+    self._episodes = np.zeros(len(Episodes._fields))
+    self._seconds = 0.
+    self._updates = 0
+
+  def add(self, records: Records, num_updates: int, seconds: float) -> None:
+    """Adds the first `num_updates` rows of a call that took so many seconds."""
+    records = jax.device_get(records)
+    # In float64 and row by row: the sums do not depend on how calls divide.
+    self._episodes += np.asarray(
+        [x[:num_updates].astype(np.float64).sum() for x in records.episodes])
+    self._rows.append({k: v[:num_updates] for k, v in records.metrics.items()})
+    self._seconds += seconds
+    self._updates += num_updates
+    self.num_updates += num_updates
+    self.env_steps += num_updates * self._steps_per_update - int(
+        records.episodes.num_joints[:num_updates].sum(dtype=np.int64))
+
+  def record(self) -> Record:
+    """The record of what was added since the last one."""
+    episodes = Episodes(*self._episodes)
+    steps = self._updates * self._steps_per_update - episodes.num_joints
+    rate = 1. / max(self._seconds, 1e-9)
+    record = {
+        'env_steps': self.env_steps,
+        'frames': self.env_steps * self._frame_skip,
+        'num_updates': self.num_updates,
+        'steps_per_second': steps * rate,
+        'frames_per_second': steps * self._frame_skip * rate,
+        'updates_per_second': self._updates * rate,
+        'predictions_per_second': self._updates * self._steps_per_update * rate,
+    }
+    if episodes.num_episodes:
+      record['episode_return'] = episodes.return_sum / episodes.num_episodes
+      record['episode_length'] = episodes.length_sum / episodes.num_episodes
+    for name in self._rows[0] if self._rows else ():
+      values = np.concatenate([row[name] for row in self._rows])
+      if values.size:
+        record[name] = float(values.mean(dtype=np.float64))
+    self._clear()
+    return record
+
+
+def to_json(record: Record, indent: int | None = None) -> str:
+  """Strict JSON: NaN and infinities, which it does not have, become null."""
+  def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+      return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, np.generic):
+      value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(
+        value) else value
+  return json.dumps(plain(record), indent=indent, allow_nan=False)
+
+
+class Sink(Protocol):
+  """Where records go."""
+
+  def write(self, record: Record) -> None:
+    """Takes one record."""
+
+  def close(self) -> None:
+    """Flushes."""
+
+
+class JsonLines:
+  """`metrics.jsonl`: one object a line, complete after each record."""
+
+  def __init__(self, workdir: str):
+    self._file = open(
+        os.path.join(workdir, 'metrics.jsonl'), 'a', encoding='utf-8')
+
+  def write(self, record: Record) -> None:
+    self._file.write(to_json(record) + '\n')
+    self._file.flush()
+
+  def close(self) -> None:
+    self._file.close()
+
+
+class TensorBoard:
+  """TensorBoard events, by environment steps."""
+
+  def __init__(self, workdir: str):
+    from tensorboardX import SummaryWriter  # Only where it is wanted.
+    self._writer = SummaryWriter(workdir)
+
+  def write(self, record: Record) -> None:
+    for name, value in record.items():
+      self._writer.add_scalar(name, value, record['env_steps'])
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+def compact(value: float) -> str:
+  """A number in a few characters: 1234567 is 1.23M."""
+  for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
+    if abs(value) >= size:
+      return f'{value / size:.3g}{unit}'
+  return f'{value:.4g}'
+
+
+class Terminal:
+  """A live line in a terminal, plain lines elsewhere."""
+
+  def __init__(self, name: str, num_updates: int):
+    self._console = Console(highlight=False)
+    self._num_updates = num_updates
+    self._start = time.perf_counter()
+    self._name = name
+    self._progress = None
+    if self._console.is_terminal:
+      self._progress = Progress(
+          TextColumn('{task.description}'), BarColumn(bar_width=None),
+          TaskProgressColumn(), TimeRemainingColumn(compact=True),
+          TextColumn('{task.fields[status]}'),
+          console=self._console, expand=True)
+      self._task = self._progress.add_task(
+          name, total=num_updates, status='compiling')
+      self._progress.start()
+
+  def say(self, status: str) -> None:
+    """Shows what the run is doing."""
+    if self._progress:
+      self._progress.update(self._task, status=status)
+    else:
+      self._console.print(f'{self._name}: {status}', soft_wrap=True)
+
+  def write(self, record: Record) -> None:
+    done = record['num_updates']
+    status = f'{compact(record["steps_per_second"])} steps/s'
+    if 'episode_return' in record:
+      status += f'  return {compact(record["episode_return"])}'
+    if self._progress:
+      self._progress.update(self._task, completed=done, status=status)
+      return
+    share = done / self._num_updates
+    left = (time.perf_counter() - self._start) * (1 / max(share, 1e-9) - 1)
+    if 'eval_return' in record:
+      status += f'  evaluated {compact(record["eval_return"])}'
+    self.say(f'{share:4.0%}  {compact(record["env_steps"])} steps  '
+             f'{left:.0f} s left  {status}')
+
+  def close(self) -> None:
+    if self._progress:
+      self._progress.stop()
+      self._progress = None
+
+  def print_summary(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Prints a table of two columns."""
+    table = Table(title=title, show_header=False, title_justify='left')
+    for row in rows:
+      table.add_row(*row)
+    self._console.print(table)
