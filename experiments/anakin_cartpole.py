@@ -14,6 +14,9 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   check_choice('variant', variant, ('',))
   config = base_config(agent)
   config.env.name = 'CartPole-v1'  # 4 numbers, 2 actions, 500 steps at most.
+  if agent != 'ppo':
+    config.total_env_steps = 2_000_000  # One pass over each unroll needs more,
+    config.optimizer.learning_rate = 3e-3  # and larger steps.
   return config
 
 

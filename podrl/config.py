@@ -35,7 +35,7 @@ def base_config(agent: str) -> ConfigDict:
   config.seed = 0  # Everything random derives from it.
   config.total_env_steps = 1_000_000  # Over all environments; rounded up.
   config.num_devices = 0  # 0 is all of an accelerator's; one per core on CPUs.
-  config.unroll_length = 64 if is_ppo else 16  # Steps per update.
+  config.unroll_length = 64 if is_ppo else 32  # Steps per update.
   config.num_epochs = 2 if is_ppo else 1  # Passes over each unroll.
   config.num_minibatches = 4 if is_ppo else 1  # Optimiser steps in each pass.
   # A directory for XLA's compiled programs; 'auto' is the user's cache

@@ -86,7 +86,7 @@ def make_learner(
         state.params, state.target_params, batch, rng_key)
     grads, metrics = _all_mean((grads, metrics | {'loss': loss}))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    metrics['grad_norm'] = optax.global_norm(grads)
+    metrics['grad_norm'] = optax.tree.norm(grads)
     return state._replace(
         params=optax.apply_updates(state.params, updates),
         opt_state=opt_state,

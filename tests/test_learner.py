@@ -1,0 +1,215 @@
+"""The learner core: device counts, shuffling, minibatches, collectives."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from podrl import distributions
+from podrl import learner as learner_lib
+from podrl import networks
+from podrl import spmd
+from podrl.agents import actor_critic
+from podrl.agents import ppo
+from podrl.types import Agent, TimeStep, Trajectory
+
+_OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
+_T, _B = 12, 8
+
+
+def _agent(name):
+  dist = distributions.categorical(3)
+  network = networks.ActorCritic(lambda: networks.MLP((16, 16)), 3, False)
+  if name == 'ppo':
+    return ppo.make_agent(network, dist, _OBS)
+  return actor_critic.make_agent(
+      network, dist, _OBS, off_policy_correction=name == 'impala')
+
+
+def _trajectory(seed=0, length=_T, batch=_B):
+  """Random, with terminations, truncations and joints, one at each end."""
+  rng = np.random.default_rng(seed)
+  is_first = rng.random((length + 1, batch)) < 0.15
+  is_first[1, 0] = is_first[-1, 1] = True
+  ended = np.roll(is_first, -1, 0)
+  discount = np.where(ended & (rng.random(ended.shape) < .5), 0., 1.)
+  timestep = TimeStep(
+      rng.normal(size=(length + 1, batch, 5)).astype(np.float32),
+      np.where(is_first, 0., rng.normal(size=is_first.shape)).astype(np.float32),
+      discount.astype(np.float32), is_first)
+  extras = actor_critic.Extras(
+      np.log(rng.uniform(.2, .5, (length, batch))).astype(np.float32),
+      rng.normal(size=(length, batch)).astype(np.float32))
+  action = rng.integers(0, 3, (length, batch)).astype(np.int32)
+  return Trajectory(timestep, action, extras, ())
+
+
+def _update(agent, optimizer, num_devices, **kwargs):
+  learner = learner_lib.make_learner(agent, optimizer, **kwargs)
+  mesh = spmd.make_mesh(jax.devices()[:num_devices])
+  return learner, spmd.device_map(
+      learner.update, mesh,
+      (spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED), spmd.REPLICATED)
+
+
+def _with_idle_leaf(agent):
+  """The agent with one parameter that its loss does not use."""
+  unused = lambda f: lambda params, *args, **kw: f(params['used'], *args, **kw)
+  return agent._replace(
+      init=lambda key: {'used': agent.init(key), 'idle': jnp.ones(3)},
+      act=unused(agent.act), prepare=unused(agent.prepare),
+      loss=unused(agent.loss))
+
+
+@pytest.mark.parametrize('name', ['ppo', 'impala', 'a2c'])
+def test_one_two_and_four_devices_agree(name):
+  agent = _with_idle_leaf(_agent(name))
+  trajectory = _trajectory()
+  outcomes = []
+  for num_devices in (1, 2, 4):
+    learner, update = _update(agent, optax.sgd(1.), num_devices)
+    state = learner.init(jax.random.key(0), trajectory)
+    new, metrics = update(state, trajectory, jax.random.key(1))
+    grads = jax.tree.map(lambda a, b: a - b, state.params, new.params)
+    outcomes.append(jax.device_get((grads, new.params, metrics)))
+  assert not np.any(outcomes[0][0]['idle'])
+  assert max(np.abs(x).max() for x in jax.tree.leaves(outcomes[0][0])) > 0.01
+  for other in outcomes[1:]:
+    for a, b in zip(jax.tree.leaves(outcomes[0]), jax.tree.leaves(other)):
+      np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_an_update_is_the_gradient_of_the_loss():
+  agent = _agent('ppo')
+  trajectory = _trajectory()
+  learner, update = _update(agent, optax.sgd(1.), 1)
+  state = learner.init(jax.random.key(0), trajectory)
+  new, _ = update(state, trajectory, jax.random.key(1))
+  batch = agent.prepare(state.params, trajectory, lambda x: x)
+  grads = jax.grad(
+      lambda p: agent.loss(p, (), batch, jax.random.key(0))[0])(state.params)
+  for old, new, grad in zip(*map(jax.tree.leaves, (
+      state.params, new.params, grads))):
+    np.testing.assert_allclose(new, old - grad, atol=1e-6)
+  assert int(state.num_updates) == 0
+
+
+def _all_reduces(hlo):
+  """Bytes of each collective in an HLO text, by kind."""
+  kinds = ('all-reduce', 'all-gather', 'all-to-all', 'collective-permute',
+           'reduce-scatter', 'collective-broadcast', 'ragged-all-to-all')
+  found = []
+  for line in hlo.splitlines():
+    match = re.search(
+        r'= (.*?) (' + '|'.join(kinds) + r')(-start)?\(', line)
+    if match:
+      shapes = re.findall(r'(f32|s32|u32|f16|bf16)\[([\d,]*)\]', match[1])
+      found.append((match[2], sum(
+          int(re.search(r'\d+', dtype)[0]) // 8 * int(np.prod(
+              [int(d) for d in dims.split(',') if d]))
+          for dtype, dims in shapes)))
+  return found
+
+
+@pytest.mark.parametrize('name,num_epochs,num_minibatches', [
+    ('ppo', 1, 1), ('ppo', 3, 4), ('impala', 1, 1), ('impala', 2, 2),
+    ('a2c', 1, 1)])
+def test_collectives_of_the_compiled_update(name, num_epochs, num_minibatches):
+  agent = _agent(name)
+  trajectory = _trajectory()
+  learner, update = _update(
+      agent, optax.adam(1e-3), 4, num_epochs=num_epochs,
+      num_minibatches=num_minibatches)
+  state = learner.init(jax.random.key(0), trajectory)
+  compiled = update.lower(state, trajectory, jax.random.key(1)).compile()
+  found = sorted(_all_reduces(compiled.as_text()), key=lambda x: x[1])
+  assert {kind for kind, _ in found} == {'all-reduce'}
+  num_bytes = sum(x.size * 4 for x in jax.tree.leaves(state.params))
+  *small, (_, largest) = found
+  # The scans hold one instruction for all their steps.
+  assert num_bytes <= largest <= num_bytes + 1024
+  assert len(small) == (1 if name == 'ppo' else 0)
+  assert all(size <= 1024 for _, size in small)
+
+
+def test_the_hlo_reader_sees_a_collective_too_many():
+  agent = _agent('a2c')
+  wasteful = agent._replace(prepare=lambda params, trajectory, mean: (
+      agent.prepare(params, jax.tree.map(
+          lambda x: x + mean(x) if x.dtype == jnp.float32 else x,
+          trajectory), mean)))
+  learner, update = _update(wasteful, optax.sgd(1.), 2)
+  state = learner.init(jax.random.key(0), _trajectory())
+  text = update.lower(
+      state, _trajectory(), jax.random.key(1)).compile().as_text()
+  assert len(_all_reduces(text)) > 1
+
+
+@pytest.mark.parametrize('size', [2, 64, 4096, 15, 96])
+def test_shuffle_is_a_permutation_and_differs(size):
+  orders = [np.asarray(learner_lib.shuffle(jax.random.key(i), size))
+            for i in range(8)]
+  for order in orders:
+    np.testing.assert_array_equal(np.sort(order), np.arange(size))
+  if size > 2:
+    assert len({tuple(order) for order in orders}) > 4
+
+
+def _counting_agent():
+  """Its gradient is the sum of the rows seen: each row has a bit of its own."""
+  return Agent(
+      init=lambda key: jnp.zeros(16), initial_carry=lambda n: (), act=None,
+      prepare=lambda params, trajectory, mean: trajectory,
+      loss=lambda params, target, batch, key: (
+          -jnp.sum(params * jnp.sum(batch, 0)), {'target': jnp.sum(
+              target) if not isinstance(target, tuple) else 0.}))
+
+
+@pytest.mark.parametrize('num_epochs,num_minibatches', [(1, 4), (3, 8), (2, 1)])
+def test_every_row_is_learnt_once_per_epoch(num_epochs, num_minibatches):
+  learner, update = _update(
+      _counting_agent(), optax.sgd(1.), 1, num_epochs=num_epochs,
+      num_minibatches=num_minibatches)
+  state = learner.init(jax.random.key(0), ())
+  state, _ = update(state, jnp.eye(16)[:, None].swapaxes(0, 1).reshape(16, 16),
+                    jax.random.key(1))
+  np.testing.assert_array_equal(state.params, num_epochs * np.ones(16))
+  assert int(state.num_sgd_steps) == num_epochs * num_minibatches
+  assert int(state.num_updates) == 1
+
+
+def test_minibatches_that_do_not_divide_are_refused():
+  learner, update = _update(
+      _counting_agent(), optax.sgd(1.), 1, num_minibatches=5)
+  with pytest.raises(ValueError, match='num_minibatches=5 .* 16'):
+    update(learner.init(jax.random.key(0), ()), jnp.eye(16), jax.random.key(1))
+
+
+def test_target_params_follow_every_period():
+  learner, update = _update(
+      _counting_agent(), optax.sgd(1.), 1, target_period=3)
+  state = learner.init(jax.random.key(0), ())
+  targets = []
+  for i in range(7):
+    state, _ = update(state, jnp.eye(16), jax.random.key(i))
+    targets.append(float(state.target_params[0]))
+  # Each update adds 1 to each parameter.
+  assert targets == [0., 0., 3., 3., 3., 6., 6.]
+
+
+def test_advantages_are_normalized_over_the_global_batch():
+  # Two devices whose own moments differ: normalised alone they would agree.
+  advantage = jnp.concatenate([jnp.arange(8.), 100. + jnp.arange(8.)])
+  weight = jnp.ones(16).at[3].set(0.)
+  mesh = spmd.make_mesh(jax.devices()[:2])
+  mean = functools.partial(jax.lax.pmean, axis_name='devices')
+  ours = spmd.device_map(
+      lambda a, w: ppo.normalize(a, w, mean), mesh,
+      (spmd.BATCH, spmd.BATCH), spmd.BATCH)(advantage, weight)
+  valid = np.delete(np.asarray(advantage), 3)
+  expected = (np.asarray(advantage) - valid.mean()) / valid.std()
+  np.testing.assert_allclose(ours, expected, atol=1e-4)
