@@ -202,7 +202,7 @@ def make_anakin(
     episodes = jax.tree.map(lambda x: x[:, None], episodes)
     return state, Records(metrics, episodes, is_finite)
 
-  sharding = AnakinState(spmd.REPLICATED, spmd.BATCH, spmd.REPLICATED)
+  sharding = AnakinState(spmd.LEARNER_STATE, spmd.BATCH, spmd.REPLICATED)
   map_reset = spmd.device_map(
       reset, mesh, (spmd.REPLICATED, spmd.BATCH), spmd.BATCH)
 
@@ -215,7 +215,7 @@ def make_anakin(
     _, trajectory, _ = jax.eval_shape(unroll, params, actors, 0)
     state = jax.jit(lambda key: learner.init(key, trajectory))(learner_key)
     return AnakinState(
-        spmd.place(state, mesh, spmd.REPLICATED), actors,
+        spmd.place(state, mesh, spmd.LEARNER_STATE), actors,
         spmd.place(update_key, mesh, spmd.REPLICATED))
 
   return Anakin(init, spmd.device_map(

@@ -10,11 +10,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from podrl.types import DEVICE_AXIS, Tree
+from podrl.types import DEVICE_AXIS, LearnerState, Tree
 
 REPLICATED = PartitionSpec()
 BATCH = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
 TRAJECTORY = PartitionSpec(None, DEVICE_AXIS)  # Time, then the batch.
+LEARNER_STATE = LearnerState(*[REPLICATED] * 5, memory=PartitionSpec(
+    None, None, DEVICE_AXIS))  # Of remembered trajectories.
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
@@ -46,9 +48,10 @@ def device_map(
   return jax.jit(mapped, donate_argnums=donate)
 
 
-def place(tree: Tree, mesh: Mesh, spec: PartitionSpec) -> Tree:
-  """Copies a tree of arrays onto a mesh, replicated or split by `spec`."""
-  return jax.device_put(tree, NamedSharding(mesh, spec))
+def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
+  """Copies a tree of arrays onto a mesh, by a tree prefix of specs."""
+  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+  return jax.device_put(tree, shardings)
 
 
 def set_num_cpu_devices(num_devices: int) -> None:

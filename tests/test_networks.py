@@ -14,10 +14,11 @@ def _spec(shape, dtype=jnp.uint8, channels_first=False):
   return EnvSpec(obs, channels_first, Discrete(3), 1, 100)
 
 
-@pytest.mark.parametrize('padding', ['VALID', 'SAME'])
-@pytest.mark.parametrize('kernel,stride', [(3, 1), (4, 2), (8, 4), (3, 2)])
-@pytest.mark.parametrize('size', [(10, 10), (13, 16)])
-def test_matmul_convolution_equals_lax(kernel, stride, padding, size):
+@pytest.mark.parametrize('padding,kernel,stride,size', [
+    ('VALID', 3, 1, (10, 10)), ('SAME', 3, 1, (9, 10)),
+    ('VALID', 4, 2, (13, 16)), ('SAME', 3, 2, (13, 16)),
+    ('SAME', 4, 3, (13, 16))])
+def test_matmul_convolution_equals_lax(padding, kernel, stride, size):
   x = jax.random.normal(jax.random.key(0), (2, *size, 3))
   ours = networks.Conv(5, kernel, stride, padding, matmul=True)
   lax = networks.Conv(5, kernel, stride, padding, matmul=False)
@@ -56,7 +57,7 @@ def test_images_may_be_channels_first_and_uint8(name):
       name, _spec(chw.shape[1:], channels_first=True), hidden_sizes=(8,))()
   params = last.init(jax.random.key(0), image)
   expected = last.apply(params, image)
-  np.testing.assert_allclose(first.apply(params, chw), expected, rtol=1e-5)
+  np.testing.assert_allclose(first.apply(params, chw), expected, rtol=1e-4, atol=1e-4)
   # uint8 means 0 ... 255 for 0 ... 1.
   np.testing.assert_allclose(
       last.apply(params, (image / 255.).astype(np.float32)), expected,

@@ -1,0 +1,72 @@
+"""Evaluation: first whole episodes, greedy or sampled, bounded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl import evaluate
+from podrl.types import Agent, DeviceEnv, Discrete, EnvSpec, TimeStep
+
+_SPEC = EnvSpec(jax.ShapeDtypeStruct((), jnp.int32), False, Discrete(2), 1, 0)
+
+
+def _env():
+  """Episode i has 1 + i % 5 steps (i from the key); the reward is the action.
+
+  After its end the environment pays 100 a step, which must not count.
+  """
+  def reset(rng_key):
+    length = 1 + jax.random.randint(rng_key, (), 0, 5)
+    state = (length, jnp.zeros((), jnp.int32))
+    return state, TimeStep(length, jnp.zeros(()), jnp.ones(()), jnp.array(True))
+
+  def step(state, action):
+    length, t = state
+    t = t + 1
+    reward = jnp.where(t > length, 100., action.astype(jnp.float32))
+    is_first = t == length + 1
+    return (length, t), TimeStep(
+        length, jnp.where(is_first, 0., reward),
+        jnp.where(t == length, 0., 1.), is_first)
+
+  return DeviceEnv(_SPEC, reset, step)
+
+
+def _act(params, rng_key, timestep, carry, *, greedy=False):
+  sampled = jax.vmap(lambda k: jax.random.bernoulli(k, 0.5))(rng_key)
+  action = jnp.ones_like(sampled) if greedy else sampled
+  return action.astype(jnp.int32), (), carry
+
+
+_AGENT = Agent(None, lambda n: (), _act, None, None)
+
+
+def _evaluate(max_steps=1000, greedy=True, stop=lambda: False):
+  return evaluate.make_evaluate(
+      _env(), _AGENT, num_episodes=64, max_episode_steps=max_steps,
+      greedy=greedy)((), jax.random.key(0), stop)
+
+
+def test_first_whole_episodes():
+  outcome = _evaluate()
+  assert outcome.returns.shape == outcome.lengths.shape == (64,)
+  # Greedy earns 1 in each step of an episode of 1 to 5.
+  np.testing.assert_array_equal(outcome.returns, outcome.lengths)
+  assert set(outcome.lengths) == {1, 2, 3, 4, 5}
+
+
+def test_sampled_actions_differ_from_greedy_ones():
+  outcome = _evaluate(greedy=False)
+  share = outcome.returns.sum() / outcome.lengths.sum()
+  assert 0.3 < share < 0.7
+
+
+@pytest.mark.parametrize('max_steps', [1, 2, 3])
+def test_an_episode_that_does_not_end_is_cut(max_steps):
+  outcome = _evaluate(max_steps)
+  assert outcome.lengths.max() == max_steps
+
+
+def test_it_stops_when_asked():
+  assert _evaluate(stop=lambda: True) is None
