@@ -16,11 +16,16 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config = base_config(agent)
   config.env.name = 'Breakout-MinAtar'  # 10 x 10 x 4 images, 3 actions.
   config.network.name = variant or 'conv'  # MinAtar's own network, or an MLP.
-  config.total_env_steps = 5_000_000  # About the knee of the curve.
-  config.log.every_updates = 40  # About a record per second.
+  config.total_env_steps = 5_000_000  # Still climbing there.
+  if agent == 'ppo':
+    config.unroll_length = 128  # Bricks are rare: look further,
+    config.num_epochs = 4  # learn more from each unroll,
+    config.num_minibatches = 8  # in smaller batches,
+    config.optimizer.learning_rate = 5e-3  # and leave the first habit fast.
   if config.network.name == 'conv':
     config.network.hidden_sizes = (128,)  # Of the layer after the convolution.
     config.network.shared_torso = True  # Both heads can use what it sees.
+    config.total_env_steps = 2_000_000  # It learns from fewer steps.
   return config
 
 

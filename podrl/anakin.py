@@ -27,6 +27,10 @@ def _strongly_typed(tree: Tree) -> Tree:
   return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
 
 
+# Of keys `[B]` and one counter.
+_fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+
+
 class Actors(NamedTuple):
   """The environments; every leaf is `[B, ...]`, split over devices.
 
@@ -102,45 +106,22 @@ class Anakin(NamedTuple):
   train: Callable[[AnakinState, Array], tuple[AnakinState, Records]]
 
 
-def make_anakin(
-    env: DeviceEnv,
-    agent: Agent,
-    learner: Learner,
-    mesh: Mesh,
-    *,
-    num_envs: int,
-    unroll_length: int,
-    max_updates: int,
-) -> Anakin:
-  """Builds the driver.
+def make_unroll(
+    env: DeviceEnv, agent: Agent, unroll_length: int
+) -> Callable[[Tree, Actors, Array], tuple[Actors, Trajectory, Episodes]]:
+  """Builds `(params, actors, num_updates) -> (actors, trajectory, episodes)`.
 
   Args:
     env: one environment, vmapped here.
     agent: chooses actions.
-    learner: of that agent.
-    mesh: of `spmd.make_mesh`.
-    num_envs: over all devices, which divide it.
     unroll_length: steps of an unroll.
-    max_updates: bound of the updates in one call.
   """
-  fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-
-  def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
-    """Starts the environments whose global indices are `index` `[B]`."""
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng_key, index)
-    env_state, timestep = _strongly_typed(
-        jax.vmap(env.reset)(fold_in(keys, _RESET_STREAM)))
-    return Actors(
-        env_state, timestep, agent.initial_carry(index.size),
-        fold_in(keys, _ACT_STREAM),
-        jnp.zeros(index.shape), jnp.zeros(index.shape, jnp.int32))
-
   def unroll(
       params: Tree, actors: Actors, num_updates: Array
   ) -> tuple[Actors, Trajectory, Episodes]:
-    update_keys = fold_in(actors.rng_key, num_updates)
+    update_keys = _fold_in(actors.rng_key, num_updates)
     # All at once: one call for T B keys costs little more than one for B.
-    keys = jax.vmap(lambda t: fold_in(update_keys, t))(
+    keys = jax.vmap(lambda t: _fold_in(update_keys, t))(
         jnp.arange(unroll_length))
 
     def step(actors, rng_key):
@@ -169,6 +150,42 @@ def make_anakin(
     episodes = Episodes(
         num_joints, num_joints, jnp.sum(returns), jnp.sum(lengths))
     return actors, Trajectory(timesteps, actions, extras, carry), episodes
+
+  return unroll
+
+
+def make_anakin(
+    env: DeviceEnv,
+    agent: Agent,
+    learner: Learner,
+    mesh: Mesh,
+    *,
+    num_envs: int,
+    unroll_length: int,
+    max_updates: int,
+) -> Anakin:
+  """Builds the driver.
+
+  Args:
+    env: one environment, vmapped here.
+    agent: chooses actions.
+    learner: of that agent.
+    mesh: of `spmd.make_mesh`.
+    num_envs: over all devices, which divide it.
+    unroll_length: steps of an unroll.
+    max_updates: bound of the updates in one call.
+  """
+  def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
+    """Starts the environments whose global indices are `index` `[B]`."""
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng_key, index)
+    env_state, timestep = _strongly_typed(
+        jax.vmap(env.reset)(_fold_in(keys, _RESET_STREAM)))
+    return Actors(
+        env_state, timestep, agent.initial_carry(index.size),
+        _fold_in(keys, _ACT_STREAM),
+        jnp.zeros(index.shape), jnp.zeros(index.shape, jnp.int32))
+
+  unroll = make_unroll(env, agent, unroll_length)
 
   def update(
       state: AnakinState) -> tuple[AnakinState, Metrics, Episodes]:

@@ -20,7 +20,7 @@ from podrl.config import check_choice
 from podrl.envs import gymnax_env
 from podrl.evaluate import Evaluation, make_evaluate
 from podrl.learner import make_learner
-from podrl.types import Agent, DeviceEnv, EnvSpec
+from podrl.types import Agent, DeviceEnv, EnvSpec, Learner
 
 _OPTIMIZERS = {
     'adam': lambda rate: optax.adam(rate, eps=1e-5),
@@ -216,6 +216,13 @@ def make_optimizer(
   return optimizer
 
 
+def learner_for(config: ConfigDict, agent: Agent, num_updates: int) -> Learner:
+  """The learner of an agent over a run of `num_updates` updates."""
+  return make_learner(
+      agent, make_optimizer(config, num_updates),
+      num_epochs=config.num_epochs, num_minibatches=config.num_minibatches)
+
+
 def make_run(config: ConfigDict) -> Run:
   """All that `train` needs.
 
@@ -227,10 +234,8 @@ def make_run(config: ConfigDict) -> Run:
   agent = make_agent(config, env.spec)
   steps_per_update = config.unroll_length * config.env.num_envs
   num_updates = -(-config.total_env_steps // steps_per_update)
-  learner = make_learner(
-      agent, make_optimizer(config, num_updates),
-      num_epochs=config.num_epochs, num_minibatches=config.num_minibatches)
   mesh = spmd.make_mesh(devices(config))
+  learner = learner_for(config, agent, num_updates)
   driver = anakin.make_anakin(
       env, agent, learner, mesh,
       num_envs=config.env.num_envs, unroll_length=config.unroll_length,

@@ -114,7 +114,7 @@ def _parse(
     raise ValueError(str(error)) from error
   config = get_config(values.agent, values.variant)
   if values.help:
-    print(f'usage: python {argv[0]} [flags]\n{values.main_module_help()}'
+    print(f'usage: python {argv[0]} [flags]\n{values.get_help()}'
           f'\nfields, with their defaults:\n{describe(config)}')
     return None, ''
   apply_overrides(config, rest)

@@ -1,0 +1,80 @@
+"""Who may import whom, and what importing podrl costs."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parent.parent / 'podrl'
+_FILES = sorted(_ROOT.rglob('*.py'))
+
+
+def _imports(path):
+  """The modules that a file imports, anywhere in it, dotted."""
+  found = set()
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.Import):
+      found |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      found |= {f'{node.module}.{alias.name}' for alias in node.names}
+      found.add(node.module)
+  return found
+
+
+def _podrl_imports(path):
+  modules = {'.'.join(f.relative_to(_ROOT).with_suffix('').parts)
+             for f in _FILES}
+  return {x.removeprefix('podrl.') for x in _imports(path)
+          if x.removeprefix('podrl.') in modules}
+
+
+def _name(path):
+  return '.'.join(path.relative_to(_ROOT).with_suffix('').parts)
+
+
+_MAY = {  # What each may import of podrl; who is absent may import anything.
+    'types': set(), '__init__': set(), 'config': set(),
+    'agents.__init__': set(), 'envs.__init__': set(),
+    'returns': {'types'}, 'losses': {'types'}, 'distributions': {'types'},
+    'networks': {'types'}, 'learner': {'types'}, 'spmd': {'types'},
+    'evaluate': {'types'}, 'envs.gymnax_env': {'types'},
+    'anakin': {'types', 'spmd'},
+    'agents.actor_critic': {'types', 'returns', 'losses', 'distributions'},
+    'agents.ppo': {'types', 'returns', 'losses', 'distributions',
+                   'agents.actor_critic'},
+    'metrics': {'anakin'},
+}
+_FREE = {'build', 'train'}
+
+
+def test_every_file_is_ruled():
+  assert {_name(f) for f in _FILES} == set(_MAY) | _FREE
+
+
+@pytest.mark.parametrize('path', _FILES, ids=_name)
+def test_imports(path):
+  name, source, imports = _name(path), path.read_text(), _imports(path)
+  if name in _MAY:
+    assert _podrl_imports(path) <= _MAY[name]
+  assert 'threading' not in imports and 'concurrent' not in imports
+  if name != 'spmd':
+    assert not re.search(r'shard_map\(|Mesh\(|NamedSharding', source)
+  if name != 'learner':
+    assert not re.search(
+        r'lax\.(p(mean|sum|max|min|permute)|all_gather|all_to_all|psum_scatter)',
+        source)
+  if name not in ('config', 'build', 'train'):
+    assert not any('ml_collections' in x for x in imports)
+  assert len(source.splitlines()) <= 320
+
+
+def test_podrl_imports_no_environment_library():
+  code = ('import sys, podrl, podrl.build, podrl.train; '
+          'print([m for m in ("gymnax", "envpool", "matplotlib", "gymnasium") '
+          'if m in sys.modules])')
+  outcome = subprocess.run(
+      [sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert outcome.stdout.strip() == '[]'

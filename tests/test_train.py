@@ -1,0 +1,245 @@
+"""Whole runs: files, records, exit codes, mistakes, signals, NaN."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from podrl import build
+from podrl import train
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_SCRIPTS = sorted((_ROOT / 'experiments').glob('anakin_*.py'))
+_TINY = ['--config.total_env_steps=512', '--config.env.num_envs=8',
+         '--config.unroll_length=8', '--config.eval.num_episodes=4',
+         '--config.log.every_updates=3', '--config.num_devices=2',
+         '--config.compilation_cache=off']
+
+
+def _get_config(name):
+  spec = importlib.util.spec_from_file_location(
+      name, _ROOT / 'experiments' / f'{name}.py')
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.get_config
+
+
+def _run(workdir, *arguments, name='anakin_catch', tiny=True):
+  argv = [f'{name}.py', f'--workdir={workdir}', *(_TINY if tiny else ()),
+          *arguments]
+  return train.run(_get_config(name), argv)
+
+
+def _read(workdir):
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  summary = json.loads((workdir / 'summary.json').read_text())
+  return [json.loads(line) for line in lines], summary
+
+
+_TIMINGS = {'steps_per_second', 'frames_per_second', 'updates_per_second',
+            'predictions_per_second', 'wall_seconds', 'compile_seconds'}
+
+
+@pytest.mark.parametrize('agent', ['ppo', 'impala', 'a2c'])
+@pytest.mark.parametrize('path', _SCRIPTS, ids=lambda p: p.stem)
+def test_every_experiment_runs_tiny(path, agent, tmp_path):
+  workdir = tmp_path / 'run'
+  assert _run(workdir, f'--agent={agent}', name=path.stem) == 0
+  records, summary = _read(workdir)
+  # 512 / (8 x 8) = 8 updates; records at 3, 6 and at the end.
+  assert [r['num_updates'] for r in records] == [3, 6, 8]
+  assert summary['exit'] == 'done' and summary['eval_episodes'] == 4
+  config = json.loads((workdir / 'config.json').read_text())
+  assert config['agent']['name'] == agent
+  per_update = config['num_epochs'] * config['num_minibatches']
+  assert summary['num_sgd_steps'] == 8 * per_update
+  assert list(workdir.glob('events.out.tfevents.*'))
+
+
+def test_env_steps_leave_joints_out(tmp_path):
+  _run(tmp_path / 'run')
+  records, _ = _read(tmp_path / 'run')
+  # Catch ends after 9 steps: in 64 steps of an environment 6 joints (9, 19
+  # ... 59), 8 environments. In its first 24 steps there are 2 (9 and 19).
+  assert records[0]['env_steps'] == 8 * (24 - 2)
+  assert records[-1]['env_steps'] == 8 * (64 - 6)
+  assert records[0]['episode_length'] == 9
+  assert records[-1]['frames'] == records[-1]['env_steps']
+
+
+def test_two_runs_are_equal_but_for_their_timings(tmp_path):
+  for name in 'ab':
+    _run(tmp_path / name, '--config.seed=3')
+  _run(tmp_path / 'c', '--config.seed=4')
+  a, b, c = (
+      [{k: v for k, v in r.items() if k not in _TIMINGS} for r in _read(
+          tmp_path / name)[0]] for name in 'abc')
+  assert a == b != c
+
+
+def test_parameters_are_bitwise_reproducible():
+  def params(num_calls):
+    config = _get_config('anakin_catch')()
+    config.env.num_envs = 8
+    run = build.make_run(config)
+    state = run.driver.init(run.init_key)
+    for _ in range(num_calls):
+      state, _ = run.driver.train(state, np.int32(4 // num_calls))
+    return jax.device_get(state.learner.params)
+
+  for x, y in zip(*map(jax.tree.leaves, (params(2), params(1)))):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize('arguments,message', [
+    (['--agent=pp'], 'agent=pp is unknown; did you mean ppo'),
+    (['--variant=x'], 'variant=x is unknown'),
+    (['--config.env.name=Catch'], 'Catch-bsuite'),
+    (['--config.env.suite=gym'], 'did you mean gymnax'),
+    (['--config.env.options.size=3'], 'max_steps_in_episode'),
+    (['--config.env.name=Pendulum-v1'], 'discrete'),
+    (['--config.env.num_envs=9'], 'try 8 or 10'),
+    (['--config.env.num_envs=0'], 'at least 1'),
+    (['--config.unroll_length=-1'], 'at least 1'),
+    (['--config.num_minibatches=7'], 'try 4 or 8'),
+    (['--config.num_devices=5', '--config.env.num_envs=5',
+      '--config.num_minibatches=1'], '5, and there are 4'),
+    (['--config.num_devices=-1'], 'at least 0'),
+    (['--config.agent.gamma=2'], 'from 0 to 1'),
+    (['--config.optimizer.learning_rate=nan'], 'not of type float'),
+    (['--config.optimizer.learning_rate=0'], 'more than 0'),
+    (['--config.optimizer.name=adm'], 'did you mean adam'),
+    (['--config.network.name=cnn'], 'config.network.name=cnn'),
+    (['--config.network.name=nature_cnn'], '36 x 36'),
+    (['--config.network.hidden_sizes=(0,)'], 'at least 1'),
+    (['--agent=a2c', '--config.num_epochs=2'], '--agent=impala'),
+    (['--confg.seed=1'], 'not understood'),
+    (['extra'], 'not understood')])
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments, message, tmp_path, capsys):
+  assert _run(tmp_path / 'run', *arguments) == train.MISTAKE
+  stderr = capsys.readouterr().err
+  assert message in stderr and stderr.count('\n') == 1
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_workdir_is_never_overwritten(tmp_path, capsys):
+  assert _run(tmp_path) == 0
+  before = (tmp_path / 'metrics.jsonl').read_text()
+  assert _run(tmp_path) == train.MISTAKE
+  assert 'holds another run' in capsys.readouterr().err
+  assert (tmp_path / 'metrics.jsonl').read_text() == before
+  (tmp_path / 'file').write_text('')
+  assert _run(tmp_path / 'file') == train.MISTAKE
+  assert _run(tmp_path / 'file' / 'below') == train.MISTAKE
+  assert 'cannot be written' in capsys.readouterr().err
+
+
+def test_help_tells_the_fields(capsys):
+  assert train.run(_get_config('anakin_catch'), ['x.py', '--help']) == 0
+  out = capsys.readouterr().out
+  assert '--config.optimizer.learning_rate=0.001' in out and '--workdir' in out
+
+
+def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
+  # The first step makes the parameters so large that the next loss overflows.
+  code = _run(tmp_path / 'run', '--config.optimizer.learning_rate=1e30',
+              '--config.optimizer.name=sgd', '--agent=impala')
+  assert code == train.FAILED
+  records, summary = _read(tmp_path / 'run')
+  assert 'update 2' in summary['error'] and 'update 2' in capsys.readouterr().err
+  assert summary['exit'] == 'failed'
+  assert records[-1]['num_updates'] == 1 and np.isfinite(records[-1]['loss'])
+
+
+def test_evaluation_between(tmp_path):
+  assert _run(tmp_path / 'run', '--config.eval.every_env_steps=128') == 0
+  records, _ = _read(tmp_path / 'run')
+  # Every 128 / 64 = 2 updates, besides records every 3.
+  assert [r['num_updates'] for r in records if 'eval_return' in r] == [
+      2, 4, 6, 8]
+
+
+@pytest.mark.parametrize('number,code,outcome', [
+    (signal.SIGINT, 130, 'interrupted'), (signal.SIGTERM, 75, 'preempted')])
+@pytest.mark.parametrize('moment', ['compiling', 'training'])
+def test_signals_end_a_run_with_its_summary(
+    number, code, outcome, moment, tmp_path):
+  workdir = tmp_path / 'run'
+  process = subprocess.Popen(
+      [sys.executable, str(_ROOT / 'experiments' / 'anakin_catch.py'),
+       f'--workdir={workdir}', '--config.total_env_steps=1e9',
+       '--config.log.every_updates=1'],
+      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+      env=os.environ | {'XDG_CACHE_HOME': str(tmp_path)})
+  wanted = workdir / (
+      'config.json' if moment == 'compiling' else 'metrics.jsonl')
+  while process.poll() is None and not (
+      wanted.exists() and wanted.stat().st_size):
+    time.sleep(0.05)
+  process.send_signal(number)
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode == code, out
+  _, summary = _read(workdir)
+  assert summary['exit'] == outcome and 'Traceback' not in out
+  assert ('num_updates' in summary) or moment == 'compiling'
+
+
+def test_a_second_run_finds_its_programs_compiled(tmp_path):
+  seconds = []
+  for name in 'ab':
+    subprocess.run(
+        [sys.executable, str(_ROOT / 'experiments' / 'anakin_catch.py'),
+         f'--workdir={tmp_path / name}', *_TINY[:-1],
+         f'--config.compilation_cache={tmp_path / "cache"}'],
+        check=True, capture_output=True)
+    seconds.append(_read(tmp_path / name)[1]['compile_seconds'])
+  assert seconds[1] <= seconds[0] / 4
+
+
+
+
+@pytest.mark.parametrize('agent', ['ppo', 'impala', 'a2c'])
+def test_every_field_is_read(agent, tmp_path, monkeypatch):
+  from ml_collections import ConfigDict
+  reads = set()
+  original = ConfigDict.__getitem__
+
+  def recording(self, key):
+    value = original(self, key)
+    # A branch is no field; `.to_dict()` reads all of the agent's.
+    if not isinstance(value, ConfigDict):
+      reads.add((id(self), key))
+    return value
+
+  config = _get_config('anakin_catch')(agent)
+  config.total_env_steps, config.env.num_envs = 64, 8
+  config.eval.num_episodes = 2
+  config.compilation_cache = 'off'
+  fields = {
+      (id(node), key): f'{prefix}{key}'
+      for prefix, node in [('', config)] + [
+          (f'{k}.', v) for k, v in config.items() if isinstance(v, ConfigDict)]
+      for key, value in node.items() if not isinstance(value, ConfigDict)}
+  # Agents take all of theirs as keyword arguments, which fails on one too many.
+  fields = {k: v for k, v in fields.items() if not v.startswith('agent.')}
+  with monkeypatch.context() as patch:
+    patch.setattr(ConfigDict, '__getitem__', recording)
+    patch.setattr(ConfigDict, '__getattr__', lambda self, key: recording(
+        self, key) if key in object.__getattribute__(self, '_fields') else (
+            object.__getattribute__(self, key)))
+    patch.setattr(
+        train, '_parse', lambda *_: (config, str(tmp_path / 'run')))
+    patch.setattr(ConfigDict, 'to_dict', lambda self, **kw: dict(
+        (k, v) for k, v in object.__getattribute__(self, '_fields').items()
+        if not isinstance(v, ConfigDict)))
+    assert train.run(None, ['x.py']) == 0
+  assert sorted(v for k, v in fields.items() if k not in reads) == []
