@@ -198,6 +198,8 @@ class Terminal:
   def print_summary(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
     """Prints a table of two columns."""
     table = Table(title=title, show_header=False, title_justify='left')
+    table.add_column()
+    table.add_column(overflow='fold')
     for row in rows:
       table.add_row(*row)
     self._console.print(table)

@@ -209,11 +209,13 @@ def _train(
     state = run.driver.init(run.init_key)
     # No update: it compiles, so that the first window is not the compiler's.
     state, _ = jax.block_until_ready(run.driver.train(state, np.int32(0)))
-    period, updates_per_call = config.log.every_updates, 1
+    updates_per_call, periods = 1, [config.log.every_updates]
+    if run.eval_every_updates:
+      periods.append(run.eval_every_updates)
     while window.num_updates < run.num_updates and not signals.is_set():
       num_updates = min(
-          updates_per_call, period - window.num_updates % period,
-          run.num_updates - window.num_updates)
+          updates_per_call, run.num_updates - window.num_updates,
+          *(period - window.num_updates % period for period in periods))
       call_start = time.perf_counter()
       state, records = run.driver.train(state, np.int32(num_updates))
       is_finite = bool(records.is_finite)
@@ -232,7 +234,8 @@ def _train(
       is_last = window.num_updates == run.num_updates
       is_eval = is_last or run.eval_every_updates and (
           window.num_updates % run.eval_every_updates == 0)
-      if is_eval or window.num_updates % period == 0 or signals.is_set():
+      is_due = window.num_updates % config.log.every_updates == 0
+      if is_eval or is_due or signals.is_set():
         record = window.record()
         write(record | evaluate() if is_eval else record)
     exit_code = DONE if signals.exit_code is None else signals.exit_code
