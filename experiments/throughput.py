@@ -167,6 +167,8 @@ def main(argv: Sequence[str]) -> None:
   names = [n for n in _NAMES if _FILTER.value.lower() in n.lower()]
   if not names:
     raise app.UsageError(f'--filter={_FILTER.value} leaves none of {_NAMES}')
+  if not all(n.isdecimal() and int(n) for n in _NUM_ENVS.value):
+    raise app.UsageError('--num_envs takes counts, such as 64,1024')
   rows, console = [], Console(highlight=False)
   configs = [get_config(name, int(n)) for name in names
              for n in _NUM_ENVS.value]
@@ -174,6 +176,7 @@ def main(argv: Sequence[str]) -> None:
     spmd.set_num_cpu_devices(build.num_cpu_devices(configs[0]))
   for config in configs:
     build.check(config)
+  for config in configs:
     rows.append({
         'environment_name': config.env.name, 'num_envs': config.env.num_envs,
         'num_minibatches': config.num_minibatches,

@@ -32,6 +32,8 @@ _OPTIMIZERS = {
 # device for each core; past eight the shards of the usual batches get small.
 _MAX_CPU_DEVICES = 8
 
+_MAX_UPDATES = 1024  # In one call of training.
+
 
 class Run(NamedTuple):
   """What `train` runs.
@@ -44,6 +46,7 @@ class Run(NamedTuple):
     init_key: of the training.
     eval_key: of the evaluations; the number of updates is folded in.
     num_updates: after which training ends.
+    max_updates_per_call: bound of `Anakin.train`.
     eval_every_updates: between two evaluations; 0 is only at the end.
   """
   spec: EnvSpec
@@ -53,6 +56,7 @@ class Run(NamedTuple):
   init_key: chex.PRNGKey
   eval_key: chex.PRNGKey
   num_updates: int
+  max_updates_per_call: int
   eval_every_updates: int
 
 
@@ -99,6 +103,21 @@ def _multiples_near(value: int, divisor: int) -> str:
   return f'{below} or {below + divisor}' if below else f'{divisor}'
 
 
+def _slots(config: ConfigDict, num_devices: int) -> tuple[int, str]:
+  """What minibatches divide on one device: how many, and of what."""
+  size = config.env.num_envs // num_devices
+  if config.agent.name == 'ppo':  # It learns from steps, the others from unrolls.
+    return size * config.unroll_length, 'steps'
+  return size, 'environments'
+
+
+def _divides(config: ConfigDict, num_devices: int) -> bool:
+  """Whether the batch divides over devices and then over minibatches."""
+  size, _ = _slots(config, num_devices)
+  return (config.env.num_envs % num_devices == 0
+          and size % config.num_minibatches == 0)
+
+
 def _check_division(config: ConfigDict, num_devices: int) -> None:
   """Raises a ValueError where the batch does not divide."""
   num_envs, num_minibatches = config.env.num_envs, config.num_minibatches
@@ -106,12 +125,10 @@ def _check_division(config: ConfigDict, num_devices: int) -> None:
     raise ValueError(
         f'config.env.num_envs={num_envs} does not divide over {num_devices} '
         f'devices; try {_multiples_near(num_envs, num_devices)}')
-  size = num_envs // num_devices
-  unit = 'environments'
-  if config.agent.name == 'ppo':  # It learns from steps, the others from unrolls.
-    size, unit = size * config.unroll_length, 'steps'
+  size, unit = _slots(config, num_devices)
   if size % num_minibatches:
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    divisors = [n for n in range(1, min(size, 2 * num_minibatches) + 1)
+                if size % n == 0]
     near = sorted(divisors, key=lambda n: abs(n - num_minibatches))[:2]
     raise ValueError(
         f'config.num_minibatches={num_minibatches} does not divide the {size} '
@@ -142,15 +159,10 @@ def num_cpu_devices(config: ConfigDict) -> int:
   """How many devices to make of a CPU: one per core, as far as they divide."""
   if config.num_devices:
     return config.num_devices
-  cores = min(len(os.sched_getaffinity(0)), _MAX_CPU_DEVICES) if hasattr(
-      os, 'sched_getaffinity') else min(os.cpu_count() or 1, _MAX_CPU_DEVICES)
-  for num_devices in range(cores, 0, -1):
-    try:
-      _check_division(config, num_devices)
-      return num_devices
-    except ValueError:  # Of the choices, the first that divides.
-      continue
-  return 1
+  cores = len(os.sched_getaffinity(0)) if hasattr(
+      os, 'sched_getaffinity') else os.cpu_count() or 1
+  return max(n for n in range(1, min(cores, _MAX_CPU_DEVICES) + 1)
+             if n == 1 or _divides(config, n))
 
 
 def devices(config: ConfigDict) -> Sequence[jax.Device]:
@@ -234,12 +246,14 @@ def make_run(config: ConfigDict) -> Run:
   agent = make_agent(config, env.spec)
   steps_per_update = config.unroll_length * config.env.num_envs
   num_updates = -(-config.total_env_steps // steps_per_update)
+  # A call reports each of its updates, and ends with a record at the latest.
+  max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
   mesh = spmd.make_mesh(devices(config))
   learner = learner_for(config, agent, num_updates)
   driver = anakin.make_anakin(
       env, agent, learner, mesh,
       num_envs=config.env.num_envs, unroll_length=config.unroll_length,
-      max_updates=config.log.every_updates)
+      max_updates=max_updates)
   evaluate = make_evaluate(
       env, agent,
       num_episodes=config.eval.num_episodes,
@@ -249,4 +263,5 @@ def make_run(config: ConfigDict) -> Run:
   init_key, eval_key = jax.random.split(jax.random.key(config.seed))
   return Run(
       env.spec, mesh, driver, evaluate, init_key, eval_key, num_updates,
+      max_updates,
       -(-config.eval.every_env_steps // steps_per_update))

@@ -14,6 +14,7 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
+import podrl
 from podrl import build
 from podrl import metrics
 from podrl import spmd
@@ -205,10 +206,11 @@ def _train(
 
   exit_code, error = FAILED, None
   try:
-    terminal.say('compiling')
-    state = run.driver.init(run.init_key)
-    # No update: it compiles, so that the first window is not the compiler's.
-    state, _ = jax.block_until_ready(run.driver.train(state, np.int32(0)))
+    if not signals.is_set():
+      terminal.say('compiling')
+      state = run.driver.init(run.init_key)
+      # No update: it compiles, so that the first window is not the compiler's.
+      state, _ = jax.block_until_ready(run.driver.train(state, np.int32(0)))
     updates_per_call, periods = 1, [config.log.every_updates]
     if run.eval_every_updates:
       periods.append(run.eval_every_updates)
@@ -229,7 +231,7 @@ def _train(
             f'the loss is NaN or infinite at update {window.num_updates + 1}; '
             'try a smaller optimizer.learning_rate')
       updates_per_call = min(
-          2 * updates_per_call,
+          2 * updates_per_call, run.max_updates_per_call,
           max(1, int(_SECONDS_PER_CALL * num_updates / seconds)))
       is_last = window.num_updates == run.num_updates
       is_eval = is_last or run.eval_every_updates and (
@@ -268,12 +270,13 @@ def _train(
 
 def _describe_machine(run: build.Run) -> metrics.Record:
   """What the run ran on."""
-  packages = ('podrl', 'jax', 'jaxlib', 'flax', 'optax', 'gymnax')
+  packages = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax')
   return {
       'platform': run.mesh.devices.flat[0].platform,
       'devices': run.mesh.size,
       'processes': jax.process_count(),
-      'versions': {p: importlib.metadata.version(p) for p in packages}}
+      'versions': {'podrl': podrl.__version__} | {
+          p: importlib.metadata.version(p) for p in packages}}
 
 
 def _summary_rows(

@@ -127,6 +127,8 @@ def test_spaces():
 @pytest.mark.parametrize('name,options,message', [
     ('CartPole-v2', {}, 'CartPole-v1'),
     ('zzz', {}, 'choose from'),
+    ('MNISTBandit-bsuite', {}, 'downloads'),
+    ('CartPole-v1', {'max_steps_in_episode': 0}, 'at least 1'),
     ('CartPole-v1', {'max_steps': 3}, 'max_steps_in_episode'),
     ('CartPole-v1', {'gravity': 'high'}, 'not a number')])
 def test_mistakes_are_named(name, options, message):

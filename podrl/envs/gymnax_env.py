@@ -65,6 +65,9 @@ def make(name: str, **options: Any) -> DeviceEnv:
         f'env.name={name} is not a gymnax environment; '
         f'{"near names: " if near else "choose from: "}'
         f'{", ".join(near or gymnax.registered_envs)}')
+  if name == 'MNISTBandit-bsuite':
+    raise ValueError(
+        f'env.name={name} downloads a data set when made; choose another')
   env, params = gymnax.make(name)
   fields = sorted(vars(params))
   for key, value in options.items():
@@ -78,6 +81,10 @@ def make(name: str, **options: Any) -> DeviceEnv:
       raise ValueError(f'env.options.{key}={value!r} is not a number like '
                        f'its default, {default}')
   params = params.replace(**options)
+  if params.max_steps_in_episode < 1:
+    raise ValueError(
+        'env.options.max_steps_in_episode='
+        f'{params.max_steps_in_episode} must be at least 1')
 
   obs_space = env.observation_space(params)
   num_categories = getattr(obs_space, 'n', None)
