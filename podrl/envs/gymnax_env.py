@@ -125,7 +125,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
         select(state.is_last, reset_state, env_state), state.env_state)
     is_first = state.is_last
     timestep = TimeStep(
-        obs=select(is_first, observe(reset_obs), observe(obs)),
+        obs=observe(select(is_first, reset_obs, obs)),
         reward=jnp.where(is_first, 0., jnp.asarray(reward, jnp.float32)),
         discount=jnp.logical_or(
             is_first, jnp.logical_not(terminated)).astype(jnp.float32),
