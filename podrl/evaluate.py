@@ -62,7 +62,6 @@ def make_evaluate(
   def start(rng_key: chex.PRNGKey) -> tuple[_State, chex.PRNGKey]:
     keys = jax.random.split(rng_key, (2, num_episodes))
     env_state, timestep = jax.vmap(env.reset)(keys[0])
-    # Distinct buffers: they are donated.
     return _State(
         env_state, timestep, agent.initial_carry(num_episodes),
         jnp.zeros(num_episodes, bool), jnp.zeros(num_episodes),

@@ -5,10 +5,9 @@ them. Shapes are written with T for time, B for the batch of environments.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
-import jax
 import numpy as np
 
 Array = chex.Array
