@@ -25,8 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import build
+from podrl import layout
 from podrl import spmd
 from podrl.anakin import make_anakin, make_unroll
+from podrl.check import check
 from podrl.config import base_config
 from podrl.metrics import compact
 from podrl.types import DeviceEnv, Tree
@@ -65,7 +67,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int]:
   """
   env = build.make_env(config)
   agent = build.make_agent(config, env.spec)
-  mesh = spmd.make_mesh(build.devices(config))
+  mesh = spmd.make_mesh(layout.devices(config))
   learner = build.learner_for(config, agent, num_updates=1)
   driver = make_anakin(
       env, agent, learner, mesh, num_envs=config.env.num_envs,
@@ -173,9 +175,9 @@ def main(argv: Sequence[str]) -> None:
   configs = [get_config(name, int(n)) for name in names
              for n in _NUM_ENVS.value]
   if jax.config.jax_num_cpu_devices < 1:
-    spmd.set_num_cpu_devices(build.num_cpu_devices(configs[0]))
+    spmd.set_num_cpu_devices(layout.num_cpu_devices(configs[0]))
   for config in configs:
-    build.check(config)
+    check(config)
   for config in configs:
     rows.append({
         'environment_name': config.env.name, 'num_envs': config.env.num_envs,
@@ -185,7 +187,7 @@ def main(argv: Sequence[str]) -> None:
                   f'{rows[-1]["training"]:,.0f} steps/s')
   device = jax.devices()[0]
   table = Table(title=(
-      f'Steps per second, {len(build.devices(configs[0]))} {device.platform} '
+      f'Steps per second, {len(layout.devices(configs[0]))} {device.platform} '
       f'devices ({device.device_kind}), medians of {_REPEATS.value}'))
   table.add_column('environments')
   for column in ('parameters', 'stepping', 'acting', 'update', 'training',

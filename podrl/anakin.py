@@ -6,17 +6,19 @@ the devices. The environments are split over them, the learner is replicated.
 """
 
 from collections.abc import Callable
+import time
 from typing import NamedTuple
 
 import chex
 import jax
 from jax.sharding import Mesh
 import jax.numpy as jnp
+import numpy as np
 
 from podrl import spmd
 from podrl.types import (
-    Agent, Array, DeviceEnv, Learner, LearnerState, Metrics, TimeStep,
-    Trajectory, Tree)
+    Agent, Array, DeviceEnv, Episodes, Learner, LearnerState, Metrics, Report,
+    TimeStep, Trajectory, Tree)
 
 # Streams of random numbers, folded into the key of the seed.
 _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM, _ACT_STREAM = range(4)
@@ -61,21 +63,6 @@ class AnakinState(NamedTuple):
   learner: LearnerState
   actors: Actors
   rng_key: chex.PRNGKey
-
-
-class Episodes(NamedTuple):
-  """What ended during an unroll, summed over environments.
-
-  Attributes:
-    num_episodes: int32, episodes that ended.
-    num_joints: int32, joints, which are no environment steps.
-    return_sum: float32, of the returns of the episodes that ended.
-    length_sum: int32, of their lengths.
-  """
-  num_episodes: Array
-  num_joints: Array
-  return_sum: Array
-  length_sum: Array
 
 
 class Records(NamedTuple):
@@ -239,3 +226,64 @@ def make_anakin(
       train, mesh, (sharding, spmd.REPLICATED),
       (sharding, Records(spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED)),
       donate=(0,)))
+
+
+_SECONDS_PER_CALL = 0.5  # So long may a signal wait.
+
+
+class Runner:
+  """Runs the driver from the host, in calls of about half a second.
+
+  Args:
+    driver: of `make_anakin`.
+    rng_key: of the whole run.
+    max_updates: bound of the updates in one call.
+    predictions_per_update: environments times steps of an unroll.
+  """
+
+  def __init__(self, driver: Anakin, rng_key: chex.PRNGKey, max_updates: int,
+               predictions_per_update: int):
+    self._driver = driver
+    self._rng_key = rng_key
+    self._max_updates = max_updates
+    self._predictions_per_update = predictions_per_update
+    self._updates_per_call = 1
+    self._state: AnakinState | None = None
+
+  def start(self) -> None:
+    """Makes the state and compiles."""
+    state = self._driver.init(self._rng_key)
+    # No update: it compiles, so that the first window is not the compiler's.
+    self._state, _ = jax.block_until_ready(
+        self._driver.train(state, np.int32(0)))
+
+  @property
+  def learner(self) -> LearnerState | None:
+    """The learner's state, once started; the next `advance` deletes it."""
+    return self._state and self._state.learner
+
+  def advance(self, max_updates: int) -> Report:
+    """Runs at least one and at most so many updates."""
+    num_updates = min(self._updates_per_call, max_updates)
+    start = time.perf_counter()
+    self._state, records = self._driver.train(
+        self._state, np.int32(num_updates))
+    records = jax.device_get(records)
+    seconds = time.perf_counter() - start
+    self._updates_per_call = min(
+        2 * self._updates_per_call, self._max_updates,
+        max(1, int(_SECONDS_PER_CALL * num_updates / seconds)))
+    if not records.is_finite:
+      num_updates = int(np.argmin(np.isfinite(records.metrics['loss'])))
+    rows = jax.tree.map(
+        lambda x: x[:num_updates], (records.metrics, records.episodes))
+    return Report(
+        *rows, num_predictions=num_updates * self._predictions_per_update,
+        seconds=seconds, is_finite=bool(records.is_finite), stages={})
+
+  def stop(self) -> None:
+    """Nothing: a call of `advance` is short."""
+
+  def close(self) -> list[str]:
+    """Nothing; returns the names of threads that hang, of which it has none."""
+    return []

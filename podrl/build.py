@@ -1,26 +1,29 @@
 """From a configuration to objects; the only reader of its fields."""
 
 from collections.abc import Callable, Sequence
-import os
 from typing import NamedTuple
 
 import chex
 import jax
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 import optax
 
 from podrl import anakin
 from podrl import distributions
 from podrl import networks
+from podrl import sebulba
 from podrl import spmd
 from podrl.agents import actor_critic
 from podrl.agents import ppo
-from podrl.config import check_choice
+from podrl.check import check
+from podrl.config import is_sebulba
+from podrl.envs import envpool_env
+from podrl.envs import gymnasium_env
 from podrl.envs import gymnax_env
-from podrl.evaluate import Evaluation, make_evaluate
+from podrl.evaluate import Evaluation, make_evaluate, make_host_evaluate
+from podrl.layout import devices, make_layout, num_cores
 from podrl.learner import make_learner
-from podrl.types import Agent, DeviceEnv, EnvSpec, Learner
+from podrl.types import Agent, DeviceEnv, EnvSpec, HostEnv, Learner
 
 _OPTIMIZERS = {
     'adam': lambda rate: optax.adam(rate, eps=1e-5),
@@ -28,11 +31,7 @@ _OPTIMIZERS = {
     'sgd': optax.sgd,
 }
 
-# Measured on two cores, the default experiment and CartPole are fastest with a
-# device for each core; past eight the shards of the usual batches get small.
-_MAX_CPU_DEVICES = 8
-
-_MAX_UPDATES = 1024  # In one call of training.
+_MAX_UPDATES = 1024  # In one call of Anakin's training.
 
 
 class Run(NamedTuple):
@@ -40,162 +39,81 @@ class Run(NamedTuple):
 
   Attributes:
     spec: of the environment.
-    mesh: the devices.
-    driver: Anakin.
-    evaluate: of `make_evaluate`.
-    init_key: of the training.
+    suite: the library that the environment is from.
+    devices: that it uses.
+    driver: `anakin.Runner` or `sebulba.Sebulba`.
+    evaluate: of `make_evaluate` or `make_host_evaluate`.
     eval_key: of the evaluations; the number of updates is folded in.
     num_updates: after which training ends.
-    max_updates_per_call: bound of `Anakin.train`.
     eval_every_updates: between two evaluations; 0 is only at the end.
+    warnings: a line each, for the user.
   """
   spec: EnvSpec
-  mesh: Mesh
-  driver: anakin.Anakin
+  suite: str
+  devices: Sequence[jax.Device]
+  driver: anakin.Runner | sebulba.Sebulba
   evaluate: Callable[..., Evaluation | None]
-  init_key: chex.PRNGKey
   eval_key: chex.PRNGKey
   num_updates: int
-  max_updates_per_call: int
   eval_every_updates: int
-
-
-def _check_ranges(config: ConfigDict) -> None:
-  """Raises a ValueError for a number outside of its range."""
-  at_least_one = {
-      'total_env_steps': config.total_env_steps,
-      'unroll_length': config.unroll_length,
-      'num_epochs': config.num_epochs,
-      'num_minibatches': config.num_minibatches,
-      'env.num_envs': config.env.num_envs,
-      'eval.num_episodes': config.eval.num_episodes,
-      'log.every_updates': config.log.every_updates,
-      'network.hidden_sizes': min(config.network.hidden_sizes, default=0)}
-  not_negative = {
-      'seed': config.seed,
-      'num_devices': config.num_devices,
-      'eval.every_env_steps': config.eval.every_env_steps,
-      'eval.max_episode_steps': config.eval.max_episode_steps,
-      'optimizer.max_grad_norm': config.optimizer.max_grad_norm,
-      'agent.entropy_cost': config.agent.entropy_cost,
-      'agent.value_cost': config.agent.value_cost,
-      'agent.reward_clip': config.agent.reward_clip}
-  positive = {'optimizer.learning_rate': config.optimizer.learning_rate}
-  fractions = {
-      'agent.gamma': config.agent.gamma, 'agent.lambda_': config.agent.lambda_}
-  if config.agent.name == 'ppo':
-    positive['agent.clip'] = config.agent.clip
-  for values, holds, remedy in (
-      (at_least_one, lambda x: x >= 1, 'at least 1'),
-      (not_negative, lambda x: 0 <= x < float('inf'), 'at least 0 and finite'),
-      (positive, lambda x: 0 < x < float('inf'), 'more than 0 and finite'),
-      (fractions, lambda x: 0 <= x <= 1, 'from 0 to 1')):
-    for name, value in values.items():
-      if not holds(value):
-        raise ValueError(f'config.{name}={value} must be {remedy}')
-  if config.seed >= 2**32:
-    raise ValueError(f'config.seed={config.seed} must be less than 2**32')
-
-
-def _multiples_near(value: int, divisor: int) -> str:
-  """The multiples of `divisor` around `value`, as a remedy."""
-  below = value // divisor * divisor
-  return f'{below} or {below + divisor}' if below else f'{divisor}'
-
-
-def _slots(config: ConfigDict, num_devices: int) -> tuple[int, str]:
-  """What minibatches divide on one device: how many, and of what."""
-  size = config.env.num_envs // num_devices
-  if config.agent.name == 'ppo':  # It learns from steps, the others from unrolls.
-    return size * config.unroll_length, 'steps'
-  return size, 'environments'
-
-
-def _divides(config: ConfigDict, num_devices: int) -> bool:
-  """Whether the batch divides over devices and then over minibatches."""
-  size, _ = _slots(config, num_devices)
-  return (config.env.num_envs % num_devices == 0
-          and size % config.num_minibatches == 0)
-
-
-def _check_division(config: ConfigDict, num_devices: int) -> None:
-  """Raises a ValueError where the batch does not divide."""
-  num_envs, num_minibatches = config.env.num_envs, config.num_minibatches
-  if num_envs % num_devices:
-    raise ValueError(
-        f'config.env.num_envs={num_envs} does not divide over {num_devices} '
-        f'devices; try {_multiples_near(num_envs, num_devices)}')
-  size, unit = _slots(config, num_devices)
-  if size % num_minibatches:
-    divisors = [n for n in range(1, min(size, 2 * num_minibatches) + 1)
-                if size % n == 0]
-    near = sorted(divisors, key=lambda n: abs(n - num_minibatches))[:2]
-    raise ValueError(
-        f'config.num_minibatches={num_minibatches} does not divide the {size} '
-        f'{unit} per update of each of {num_devices} devices; '
-        f'try {" or ".join(map(str, sorted(near)))}')
-
-
-def check(config: ConfigDict) -> None:
-  """Checks what can be checked without a device.
-
-  Raises:
-    ValueError: naming the field, its value and the remedy.
-  """
-  _check_ranges(config)
-  check_choice('config.env.suite', config.env.suite, ('gymnax',))
-  check_choice('config.network.name', config.network.name, networks.NETWORKS)
-  check_choice(
-      'config.optimizer.name', config.optimizer.name, tuple(_OPTIMIZERS))
-  for field in ('num_epochs', 'num_minibatches'):
-    if config.agent.name == 'a2c' and config[field] != 1:
-      raise ValueError(
-          f'config.{field}={config[field]} does not fit a2c, which learns once '
-          f'from each step; use 1, or --agent=impala')
-  _check_division(config, config.num_devices or 1)
-
-
-def num_cpu_devices(config: ConfigDict) -> int:
-  """How many devices to make of a CPU: one per core, as far as they divide."""
-  if config.num_devices:
-    return config.num_devices
-  cores = len(os.sched_getaffinity(0)) if hasattr(
-      os, 'sched_getaffinity') else os.cpu_count() or 1
-  return max(n for n in range(1, min(cores, _MAX_CPU_DEVICES) + 1)
-             if n == 1 or _divides(config, n))
-
-
-def devices(config: ConfigDict) -> Sequence[jax.Device]:
-  """The devices that a run uses.
-
-  Raises:
-    ValueError: where there are fewer, or the batch does not divide over them.
-  """
-  found = jax.local_devices()
-  num_devices = config.num_devices or (
-      min(num_cpu_devices(config), len(found))
-      if found[0].platform == 'cpu' else len(found))
-  if num_devices > len(found):
-    raise ValueError(
-        f'config.num_devices={num_devices}, and there are {len(found)} '
-        f'{found[0].platform} devices; use {len(found)} or fewer, or 0 for all')
-  _check_division(config, num_devices)
-  return found[:num_devices]
+  warnings: Sequence[str] = ()
 
 
 def make_env(config: ConfigDict) -> DeviceEnv:
-  """The environment.
+  """The environment of an Anakin run.
 
   Raises:
     ValueError: if it is unknown, an option does not fit, or its actions do not
       fit the agents.
   """
   env = gymnax_env.make(config.env.name, **config.env.options)
+  _check_actions(config, env.spec)
+  return env
+
+
+def _check_actions(config: ConfigDict, spec: EnvSpec) -> None:
+  """Raises a ValueError where the agents cannot act."""
   try:
-    distributions.for_action_space(env.spec.action)
+    distributions.for_action_space(spec.action)
   except ValueError as error:
     raise ValueError(f'config.env.name={config.env.name}: {error}') from error
-  return env
+
+
+# Options that make training easier and scores incomparable.
+_TRAINING_OPTIONS = ('episodic_life', 'reward_clip')
+
+
+def make_host_env(
+    config: ConfigDict, num_envs: int, seed: int, num_threads: int,
+    *, evaluation: bool = False) -> HostEnv:
+  """A pool of the environments of a Sebulba run.
+
+  Args:
+    config: of the run.
+    num_envs: of the pool.
+    seed: of its first environment.
+    num_threads: that step it.
+    evaluation: leave out what only training uses: episodes that end with a
+      life, and clipped rewards.
+  """
+  options = {k: v for k, v in config.env.options.items()
+             if not (evaluation and k in _TRAINING_OPTIONS)}
+  if config.env.suite == 'gymnasium':  # Its own threads or processes.
+    return gymnasium_env.make(config.env.name, num_envs, seed, **options)
+  return envpool_env.make(
+      config.env.name, num_envs, seed, num_threads=num_threads, **options)
+
+
+def make_host_spec(config: ConfigDict) -> EnvSpec:
+  """The `EnvSpec` of a Sebulba run.
+
+  Raises:
+    ValueError: as `make_env`.
+  """
+  suite = {'envpool': envpool_env, 'gymnasium': gymnasium_env}[config.env.suite]
+  spec = suite.make_spec(config.env.name, **config.env.options)
+  _check_actions(config, spec)
+  return spec
 
 
 def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
@@ -242,26 +160,77 @@ def make_run(config: ConfigDict) -> Run:
     ValueError: for a user's mistake, before anything compiles.
   """
   check(config)
+  return _make_sebulba_run(config) if is_sebulba(config) else (
+      _make_anakin_run(config))
+
+
+def _make_anakin_run(config: ConfigDict) -> Run:
+  """`make_run` for Anakin."""
   env = make_env(config)
   agent = make_agent(config, env.spec)
   steps_per_update = config.unroll_length * config.env.num_envs
   num_updates = -(-config.total_env_steps // steps_per_update)
   # A call reports each of its updates, and ends with a record at the latest.
   max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
-  mesh = spmd.make_mesh(devices(config))
-  learner = learner_for(config, agent, num_updates)
+  used = devices(config)
   driver = anakin.make_anakin(
-      env, agent, learner, mesh,
+      env, agent, learner_for(config, agent, num_updates), spmd.make_mesh(used),
       num_envs=config.env.num_envs, unroll_length=config.unroll_length,
       max_updates=max_updates)
-  evaluate = make_evaluate(
-      env, agent,
-      num_episodes=config.eval.num_episodes,
-      max_episode_steps=(
-          config.eval.max_episode_steps or env.spec.max_episode_steps),
-      greedy=config.eval.greedy)
+  evaluate = make_evaluate(env, agent, **_evaluation(config, env.spec))
   init_key, eval_key = jax.random.split(jax.random.key(config.seed))
   return Run(
-      env.spec, mesh, driver, evaluate, init_key, eval_key, num_updates,
-      max_updates,
+      env.spec, config.env.suite, used,
+      anakin.Runner(driver, init_key, max_updates, steps_per_update),
+      evaluate, eval_key, num_updates,
       -(-config.eval.every_env_steps // steps_per_update))
+
+
+def _evaluation(config: ConfigDict, spec: EnvSpec) -> dict[str, int | bool]:
+  """The arguments of an evaluation."""
+  return {'num_episodes': config.eval.num_episodes,
+          'max_episode_steps': (
+              config.eval.max_episode_steps or spec.max_episode_steps),
+          'greedy': config.eval.greedy}
+
+
+def _make_sebulba_run(config: ConfigDict) -> Run:
+  """`make_run` for Sebulba."""
+  spec = make_host_spec(config)
+  agent = make_agent(config, spec)
+  layout = make_layout(config)
+  found = jax.local_devices()
+  actor_devices = [found[i] for i in layout.actor_devices]
+  learner_devices = [found[i] for i in layout.learner_devices]
+  envs_per_actor = config.env.num_envs // layout.num_actors
+  steps_per_update = (
+      config.unroll_length * envs_per_actor * layout.unrolls_per_update)
+  num_updates = -(-config.total_env_steps // steps_per_update)
+  settings = sebulba.Settings(
+      num_envs=envs_per_actor, unroll_length=config.unroll_length,
+      actors_per_device=config.sebulba.threads_per_actor_device,
+      unrolls_per_update=layout.unrolls_per_update,
+      deterministic=config.sebulba.mode == 'deterministic',
+      max_lag=config.sebulba.max_lag,
+      hang_seconds=config.sebulba.hang_seconds)
+  init_key, eval_key = jax.random.split(jax.random.key(config.seed))
+  driver = sebulba.Sebulba(
+      lambda actor: make_host_env(
+          config, envs_per_actor, config.seed + actor * envs_per_actor,
+          layout.env_threads),
+      agent, learner_for(config, agent, num_updates),
+      spmd.make_mesh(learner_devices), actor_devices, settings, init_key)
+  evaluate = make_host_evaluate(
+      lambda num_envs, seed: make_host_env(
+          config, num_envs, seed, num_cores(), evaluation=True),
+      agent, **_evaluation(config, spec))
+  num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
+  warnings = [
+      f'{layout.num_actors} actors x config.sebulba.env_threads='
+      f'{layout.env_threads} are {num_threads} environment threads, and there '
+      f'are {cores} cores'] if num_threads > cores else []
+  return Run(
+      spec, config.env.suite, sorted(
+          {*actor_devices, *learner_devices}, key=lambda device: device.id),
+      driver, evaluate, eval_key, num_updates,
+      -(-config.eval.every_env_steps // steps_per_update), warnings)

@@ -1,4 +1,4 @@
-"""The configuration that every Anakin experiment starts from, and overrides."""
+"""The configuration that every experiment starts from, and overrides."""
 
 import ast
 from collections.abc import Sequence
@@ -83,6 +83,42 @@ def base_config(agent: str) -> ConfigDict:
   config.lock()
   config.env.options.unlock()
   return config
+
+
+def sebulba_config(agent: str) -> ConfigDict:
+  """`base_config` for Sebulba: environments on the host, actors and a learner.
+
+  Args:
+    agent: one of `AGENTS`.
+
+  Raises:
+    ValueError: if the agent is unknown.
+  """
+  config = base_config(agent)
+  config.unlock()
+  del config.num_devices  # Devices are named one by one.
+  config.env.suite = 'envpool'
+  config.sebulba = ConfigDict()
+  # Indices among this process's devices, which may overlap; empty takes the
+  # first quarter to act and the others to learn, one device for both.
+  config.sebulba.actor_devices = ()
+  config.sebulba.learner_devices = ()
+  config.sebulba.threads_per_actor_device = 2  # Each with its own environments.
+  config.sebulba.env_threads = 0  # envpool's, of each actor; 0 shares the cores.
+  config.sebulba.unrolls_per_update = 0  # 0 is one of each actor.
+  # Or asynchronous: faster where actors are uneven, and no run repeats.
+  config.sebulba.mode = 'deterministic'
+  # Bound of the updates between the parameters that act and those that learn.
+  config.sebulba.max_lag = 0 if agent == 'a2c' else 1
+  config.sebulba.hang_seconds = 300.0  # So long without a sign is a hang.
+  config.lock()
+  config.env.options.unlock()
+  return config
+
+
+def is_sebulba(config: ConfigDict) -> bool:
+  """Whether a configuration is Sebulba's, else it is Anakin's."""
+  return 'sebulba' in config
 
 
 def _parse(name: str, text: str, default: Any) -> Any:

@@ -1,6 +1,7 @@
 """Evaluation: the first whole episode of each of N environments."""
 
 from collections.abc import Callable
+import itertools
 from typing import NamedTuple
 
 import chex
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.types import Agent, Array, DeviceEnv, TimeStep, Tree
+from podrl.types import Agent, Array, DeviceEnv, HostEnv, TimeStep, Tree
 
 _CHUNK_STEPS = 128  # Between two looks at whether to stop.
 
@@ -98,5 +99,68 @@ def make_evaluate(
       if np.all(state.is_over):
         break
     return Evaluation(np.asarray(state.returns), np.asarray(state.lengths))
+
+  return evaluate
+
+
+def make_host_evaluate(
+    make_env: Callable[[int, int], HostEnv],
+    agent: Agent,
+    *,
+    num_episodes: int,
+    max_episode_steps: int,
+    greedy: bool,
+) -> Callable[..., Evaluation | None]:
+  """Builds an evaluation in a pool of its own, made afresh each time.
+
+  Args:
+    make_env: `(num_envs, seed) -> HostEnv`.
+    agent: whose `act` is evaluated.
+    num_episodes: how many, one per environment.
+    max_episode_steps: where an episode that does not end is cut; 0 is never.
+    greedy: take the policy's mode rather than a sample.
+
+  Returns:
+    `(params, rng_key, should_stop) -> Evaluation`, or None where
+    `should_stop()` became true before the end.
+  """
+  fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+
+  def make_act(observe: Callable[[Tree], Tree]) -> Callable:
+    @jax.jit
+    def act(params, keys, t, timestep, carry):
+      action, _, carry = agent.act(
+          params, fold_in(keys, t),
+          timestep._replace(obs=observe(timestep.obs)), carry, greedy=greedy)
+      return action, carry
+    return act
+
+  act = None
+
+  def evaluate(
+      params: Tree, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
+  ) -> Evaluation | None:
+    nonlocal act
+    seed_key, act_key = jax.random.split(rng_key)
+    env = make_env(num_episodes, int(jax.random.randint(
+        seed_key, (), 0, 2**31 - 1 - num_episodes)))
+    act = act or make_act(env.observe)  # Compiled once for all evaluations.
+    keys = jax.random.split(act_key, num_episodes)
+    timestep, carry = env.reset(), agent.initial_carry(num_episodes)
+    is_over = np.zeros(num_episodes, bool)
+    returns, lengths = np.zeros(num_episodes), np.zeros(num_episodes, np.int64)
+    for t in itertools.count():
+      if should_stop():
+        env.close()
+        return None
+      action, carry = act(params, keys, np.int32(t), timestep, carry)
+      timestep = env.step(np.asarray(action))
+      is_over |= timestep.is_first
+      returns += np.where(is_over, 0., timestep.reward)
+      lengths += ~is_over
+      if is_over.all() or t + 1 == max_episode_steps:
+        break
+    env.close()
+    return Evaluation(returns.astype(np.float32), lengths.astype(np.int32))
 
   return evaluate

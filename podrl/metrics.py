@@ -1,6 +1,5 @@
 """Records of a run: what is measured, and where it is written."""
 
-from collections.abc import Iterable
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from rich.progress import (
     BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn)
 from rich.table import Table
 
-from podrl.anakin import Episodes, Records
+from podrl.types import Episodes, Report
 
 Record = dict[str, Any]
 
@@ -38,9 +37,9 @@ class CompileClock:
 class Window:
   """Counts a run's updates and sums them up, a record for each window."""
 
-  def __init__(self, num_envs: int, unroll_length: int, frame_skip: int):
-    self._steps_per_update = num_envs * unroll_length
+  def __init__(self, frame_skip: int, sgd_steps_per_update: int):
     self._frame_skip = frame_skip
+    self._sgd_steps_per_update = sgd_steps_per_update
     self.env_steps = 0
     self.num_updates = 0
     self._clear()
@@ -48,43 +47,57 @@ class Window:
   def _clear(self) -> None:
     self._rows: list[dict[str, np.ndarray]] = []
     self._episodes = np.zeros(len(Episodes._fields))
+    self._stages: dict[str, float] = {}
+    self._num_predictions = 0
+    self._num_updates = 0
     self._seconds = 0.
-    self._updates = 0
 
-  def add(self, records: Records, num_updates: int, seconds: float) -> None:
-    """Adds the first `num_updates` rows of a call that took so many seconds."""
-    records = jax.device_get(records)
+  @property
+  def num_updates_since_record(self) -> int:
+    """Updates that no record tells of yet."""
+    return self._num_updates
+
+  def add(self, report: Report) -> None:
+    """Adds what a driver reports."""
     # In float64 and row by row: the sums do not depend on how calls divide.
-    self._episodes += np.asarray(
-        [x[:num_updates].astype(np.float64).sum() for x in records.episodes])
-    self._rows.append({k: v[:num_updates] for k, v in records.metrics.items()})
-    self._seconds += seconds
-    self._updates += num_updates
-    self.num_updates += num_updates
-    self.env_steps += num_updates * self._steps_per_update - int(
-        records.episodes.num_joints[:num_updates].sum(dtype=np.int64))
+    episodes = Episodes(*(
+        x.astype(np.float64).sum() for x in report.episodes))
+    self._episodes += np.asarray(episodes)
+    if report.num_updates:
+      self._rows.append(report.metrics)
+    for name, seconds in report.stages.items():
+      self._stages[name] = self._stages.get(name, 0.) + seconds
+    self._num_predictions += report.num_predictions
+    self._num_updates += report.num_updates
+    self._seconds += report.seconds
+    self.num_updates += report.num_updates
+    self.env_steps += report.num_predictions - int(episodes.num_joints)
 
   def record(self) -> Record:
     """The record of what was added since the last one."""
     episodes = Episodes(*self._episodes)
-    steps = self._updates * self._steps_per_update - episodes.num_joints
+    steps = self._num_predictions - episodes.num_joints
     rate = 1. / max(self._seconds, 1e-9)
     record = {
         'env_steps': self.env_steps,
         'frames': self.env_steps * self._frame_skip,
         'num_updates': self.num_updates,
+        'num_sgd_steps': self.num_updates * self._sgd_steps_per_update,
         'steps_per_second': steps * rate,
         'frames_per_second': steps * self._frame_skip * rate,
-        'updates_per_second': self._updates * rate,
-        'predictions_per_second': self._updates * self._steps_per_update * rate,
+        'updates_per_second': self._num_updates * rate,
+        'predictions_per_second': self._num_predictions * rate,
     }
     if episodes.num_episodes:
       record['episode_return'] = episodes.return_sum / episodes.num_episodes
       record['episode_length'] = episodes.length_sum / episodes.num_episodes
     for name in self._rows[0] if self._rows else ():
       values = np.concatenate([row[name] for row in self._rows])
-      if values.size:
-        record[name] = float(values.mean(dtype=np.float64))
+      # Counts are running totals.
+      is_max = name.endswith('_max') or name.startswith('num_')
+      record[name] = float(
+          values.max() if is_max else values.mean(dtype=np.float64))
+    record |= {k: v * rate for k, v in self._stages.items()}
     self._clear()
     return record
 
@@ -195,9 +208,24 @@ class Terminal:
       self._progress.stop()
       self._progress = None
 
-  def print_summary(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Prints a table of two columns."""
-    table = Table(title=title, show_header=False, title_justify='left')
+  def print_summary(self, summary: Record, workdir: str) -> None:
+    """Prints the run's summary as a person reads it."""
+    rows = []
+    if 'eval_return' in summary:
+      rows.append(('evaluated return', (
+          f'{summary["eval_return"]:.2f} +- {summary["eval_return_std"]:.2f} '
+          f'over {summary["eval_episodes"]} episodes')))
+    if 'env_steps' in summary:
+      rows += [
+          ('environment steps', f'{summary["env_steps"]:,}'),
+          ('steps per second', f'{summary["steps_per_second"]:,.0f} (last window)')]
+    rows += [
+        ('wall time', (f'{summary["wall_seconds"]:.1f} s, of which '
+                       f'{summary["compile_seconds"]:.1f} s compiling')),
+        ('devices', f'{summary["devices"]} {summary["platform"]}'),
+        ('run', workdir)]
+    table = Table(title=f'{self._name}: {summary["exit"]}', show_header=False,
+                  title_justify='left')
     table.add_column()
     table.add_column(overflow='fold')
     for row in rows:

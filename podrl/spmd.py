@@ -62,3 +62,30 @@ def set_num_cpu_devices(num_devices: int) -> None:
 def copy_to_first_device(tree: Tree) -> Tree:
   """A copy of a replicated tree on this process's first device of it."""
   return jax.tree.map(lambda x: jax.numpy.copy(x.addressable_data(0)), tree)
+
+
+def to_device(tree: Tree, device: jax.Device) -> Tree:
+  """A replicated tree on one device: its own part there, else a copy."""
+  def one(x: jax.Array) -> jax.Array:
+    parts = {shard.device: shard.data for shard in x.addressable_shards}
+    return parts[device] if device in parts else jax.device_put(
+        x.addressable_data(0), device)
+  return jax.tree.map(one, tree)
+
+
+def join_shards(shards: Sequence[Tree], mesh: Mesh, spec: PartitionSpec) -> Tree:
+  """One tree of arrays over a mesh, of the parts that lie on its devices.
+
+  Args:
+    shards: for each of this process's devices of the mesh, in its order.
+    mesh: of `make_mesh`.
+    spec: how the arrays are split, on one axis.
+  """
+  axis = spec.index(DEVICE_AXIS)
+
+  def join(*parts: jax.Array) -> jax.Array:
+    shape = list(parts[0].shape)
+    shape[axis] *= mesh.size
+    return jax.make_array_from_single_device_arrays(
+        tuple(shape), NamedSharding(mesh, spec), list(parts))
+  return jax.tree.map(join, *shards)

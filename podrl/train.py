@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import datetime
+import faulthandler
 import importlib.metadata
 import os
 import signal
@@ -18,11 +19,11 @@ import podrl
 from podrl import build
 from podrl import metrics
 from podrl import spmd
+from podrl.check import check
 from podrl.config import AGENTS, apply_overrides, describe
+from podrl.layout import num_cpu_devices
 
 DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-
-_SECONDS_PER_CALL = 0.5  # So long may a signal wait.
 
 
 class _Signals:
@@ -34,6 +35,7 @@ class _Signals:
 
   def __init__(self):
     self.exit_code = None
+    self.on_signal: Callable[[], None] = lambda: None  # Called by the first.
     self._previous = {
         number: signal.signal(number, self._handle)
         for number in (signal.SIGINT, signal.SIGTERM)}
@@ -43,6 +45,7 @@ class _Signals:
     self.exit_code = INTERRUPTED if number == signal.SIGINT else PREEMPTED
     for signal_number in self._previous:
       signal.signal(signal_number, signal.SIG_DFL)
+    self.on_signal()
 
   def is_set(self) -> bool:
     """Whether one came."""
@@ -81,10 +84,12 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     config, workdir = _parse(get_config, argv, name)
     if config is None:
       return DONE
-    build.check(config)
+    check(config)
     _check_workdir(workdir)
     _set_up_jax(config)
     experiment = build.make_run(config)
+    for warning in experiment.warnings:
+      print(f'warning: {warning}', file=sys.stderr)
     _make_workdir(workdir, config)
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
@@ -155,7 +160,7 @@ def _set_up_jax(config: ConfigDict) -> None:
   # Where devices were made already (a test, XLA_FLAGS), they stay.
   if jax.config.jax_num_cpu_devices < 1 and (
       'device_count' not in os.environ.get('XLA_FLAGS', '')):
-    spmd.set_num_cpu_devices(build.num_cpu_devices(config))
+    spmd.set_num_cpu_devices(num_cpu_devices(config))
   cache = config.compilation_cache
   if cache == 'off':
     jax.config.update('jax_enable_compilation_cache', False)
@@ -175,27 +180,70 @@ def _train(
   """Trains, evaluates and writes the run's files; returns the exit code."""
   clock = metrics.CompileClock()
   window = metrics.Window(
-      config.env.num_envs, config.unroll_length, run.spec.frame_skip)
+      run.spec.frame_skip, config.num_epochs * config.num_minibatches)
   terminal = metrics.Terminal(name, run.num_updates)
   sinks: list[metrics.Sink] = [metrics.JsonLines(workdir), terminal]
   if config.log.tensorboard:
     sinks.append(metrics.TensorBoard(workdir))
   last: metrics.Record = {}
-  state = None
+
+  def times() -> metrics.Record:
+    return {'wall_seconds': time.perf_counter() - start_seconds,
+            'compile_seconds': clock.seconds}
 
   def write(record: metrics.Record) -> None:
-    record |= {
-        'num_sgd_steps': int(state.learner.num_sgd_steps),
-        'wall_seconds': time.perf_counter() - start_seconds,
-        'compile_seconds': clock.seconds}
-    last.update(record)
+    last.update(record | times())
     for sink in sinks:
-      sink.write(record)
+      sink.write(record | times())
+
+  exit_code, error = FAILED, None
+  try:
+    signals.on_signal = run.driver.stop
+    if not signals.is_set():
+      terminal.say('compiling')
+      run.driver.start()
+    _loop(config, run, window, terminal, write, signals)
+    exit_code = DONE if signals.exit_code is None else signals.exit_code
+  except Exception as exception:  # Told, and recorded in the summary.
+    error = f'{type(exception).__name__}: {exception}'
+    if window.num_updates_since_record:
+      write(window.record())
+    if not isinstance(exception, FloatingPointError):
+      traceback.print_exc()
+  finally:
+    hanging = run.driver.close()
+    for sink in sinks:
+      sink.close()
+    clock.close()
+    outcome = {DONE: 'done', FAILED: 'failed', PREEMPTED: 'preempted',
+               INTERRUPTED: 'interrupted'}[exit_code]
+    summary = last | times() | _describe_machine(run) | {'exit': outcome}
+    if error:
+      summary['error'] = error
+      print(f'error: {error}', file=sys.stderr)
+    with open(os.path.join(workdir, 'summary.json'), 'w') as file:
+      file.write(metrics.to_json(summary, indent=2) + '\n')
+    terminal.print_summary(summary, workdir)
+  if hanging:
+    # A thread that never returns from C++ cannot be joined.
+    print(f'error: {", ".join(hanging)} did not return; all stacks:',
+          file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    sys.stdout.flush()
+    os._exit(exit_code or FAILED)
+  return exit_code
+
+
+def _loop(
+    config: ConfigDict, run: build.Run, window: metrics.Window,
+    terminal: metrics.Terminal, write: Callable[[metrics.Record], None],
+    signals: _Signals) -> None:
+  """Trains until the last update or a signal, a record for each window."""
+  periods = [p for p in (config.log.every_updates, run.eval_every_updates) if p]
 
   def evaluate() -> metrics.Record:
     terminal.say('evaluating')
-    # On one device, and a copy: training donates the state.
-    params = spmd.copy_to_first_device(state.learner.params)
+    params = spmd.copy_to_first_device(run.driver.learner.params)
     key = jax.random.fold_in(run.eval_key, window.num_updates)
     outcome = run.evaluate(params, key, signals.is_set)
     if outcome is None:
@@ -204,96 +252,34 @@ def _train(
             'eval_return_std': float(outcome.returns.std(dtype=np.float64)),
             'eval_episodes': len(outcome.returns)}
 
-  exit_code, error = FAILED, None
-  try:
-    if not signals.is_set():
-      terminal.say('compiling')
-      state = run.driver.init(run.init_key)
-      # No update: it compiles, so that the first window is not the compiler's.
-      state, _ = jax.block_until_ready(run.driver.train(state, np.int32(0)))
-    updates_per_call, periods = 1, [config.log.every_updates]
-    if run.eval_every_updates:
-      periods.append(run.eval_every_updates)
-    while window.num_updates < run.num_updates and not signals.is_set():
-      num_updates = min(
-          updates_per_call, run.num_updates - window.num_updates,
-          *(period - window.num_updates % period for period in periods))
-      call_start = time.perf_counter()
-      state, records = run.driver.train(state, np.int32(num_updates))
-      is_finite = bool(records.is_finite)
-      seconds = time.perf_counter() - call_start
-      if not is_finite:
-        num_updates = int(state.learner.num_updates) - window.num_updates - 1
-      window.add(records, num_updates, seconds)
-      if not is_finite:
-        write(window.record())
-        raise FloatingPointError(
-            f'the loss is NaN or infinite at update {window.num_updates + 1}; '
-            'try a smaller optimizer.learning_rate')
-      updates_per_call = min(
-          2 * updates_per_call, run.max_updates_per_call,
-          max(1, int(_SECONDS_PER_CALL * num_updates / seconds)))
-      is_last = window.num_updates == run.num_updates
-      is_eval = is_last or run.eval_every_updates and (
-          window.num_updates % run.eval_every_updates == 0)
-      is_due = window.num_updates % config.log.every_updates == 0
-      if is_eval or is_due or signals.is_set():
-        record = window.record()
-        write(record | evaluate() if is_eval else record)
-    exit_code = DONE if signals.exit_code is None else signals.exit_code
-  except Exception as exception:  # Told, and recorded in the summary.
-    error = f'{type(exception).__name__}: {exception}'
-    if not isinstance(exception, FloatingPointError):
-      traceback.print_exc()
-  finally:
-    for sink in sinks:
-      sink.close()
-    clock.close()
-    outcome = {DONE: 'done', FAILED: 'failed', PREEMPTED: 'preempted',
-               INTERRUPTED: 'interrupted'}[exit_code]
-    summary = last | {
-        'wall_seconds': time.perf_counter() - start_seconds,
-        'compile_seconds': clock.seconds,
-        **_describe_machine(run), 'exit': outcome}
-    if state is not None:
-      summary['num_params'] = sum(
-          x.size for x in jax.tree.leaves(state.learner.params))
-    if error:
-      summary['error'] = error
-      print(f'error: {error}', file=sys.stderr)
-    with open(os.path.join(workdir, 'summary.json'), 'w') as file:
-      file.write(metrics.to_json(summary, indent=2) + '\n')
-    terminal.print_summary(f'{name}: {outcome}', _summary_rows(
-        summary, workdir))
-  return exit_code
+  while window.num_updates < run.num_updates and not signals.is_set():
+    report = run.driver.advance(min(
+        run.num_updates - window.num_updates,
+        *(period - window.num_updates % period for period in periods)))
+    window.add(report)
+    if not report.is_finite:
+      raise FloatingPointError(
+          f'the loss is NaN or infinite at update {window.num_updates + 1}; '
+          'try a smaller optimizer.learning_rate')
+    is_last = window.num_updates == run.num_updates
+    is_eval = is_last or run.eval_every_updates and (
+        window.num_updates % run.eval_every_updates == 0)
+    is_due = window.num_updates % config.log.every_updates == 0
+    if is_eval or is_due or signals.is_set():
+      record = window.record()
+      write(record | evaluate() if is_eval else record)
 
 
 def _describe_machine(run: build.Run) -> metrics.Record:
   """What the run ran on."""
-  packages = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax')
-  return {
-      'platform': run.mesh.devices.flat[0].platform,
-      'devices': run.mesh.size,
+  packages = ('jax', 'jaxlib', 'flax', 'optax', run.suite)
+  machine = {
+      'platform': run.devices[0].platform,
+      'devices': len(run.devices),
       'processes': jax.process_count(),
       'versions': {'podrl': podrl.__version__} | {
           p: importlib.metadata.version(p) for p in packages}}
-
-
-def _summary_rows(
-    summary: metrics.Record, workdir: str) -> list[tuple[str, str]]:
-  """The summary as a person reads it."""
-  rows = []
-  if 'eval_return' in summary:
-    rows.append(('evaluated return', (
-        f'{summary["eval_return"]:.2f} +- {summary["eval_return_std"]:.2f} '
-        f'over {summary["eval_episodes"]} episodes')))
-  if 'env_steps' in summary:
-    rows += [
-        ('environment steps', f'{summary["env_steps"]:,}'),
-        ('steps per second', f'{summary["steps_per_second"]:,.0f} (last window)')]
-  rows += [
-      ('wall time', (f'{summary["wall_seconds"]:.1f} s, of which '
-                     f'{summary["compile_seconds"]:.1f} s compiling')),
-      ('devices', f'{summary["devices"]} {summary["platform"]}'),
-      ('run', workdir)]
-  return rows
+  if run.driver.learner is not None:
+    params = jax.tree.leaves(run.driver.learner.params)
+    machine['num_params'] = sum(x.size for x in params)
+  return machine

@@ -115,6 +115,26 @@ class DeviceEnv(NamedTuple):
   step: Callable[[Tree, Array], tuple[Tree, TimeStep]]
 
 
+class HostEnv(NamedTuple):
+  """A batch of B environments on the host's CPUs, in numpy.
+
+  Attributes:
+    spec: the `EnvSpec` of one of them.
+    reset: `() -> TimeStep`, leaves `[B, ...]`, `is_first` set. Called once.
+    step: `(action) -> TimeStep`, actions `[B, ...]`; the arrays that it
+      returns are the caller's. The step after an episode's last ignores its
+      action and returns the next episode's first time step.
+    close: `() -> None`, frees what it holds.
+    observe: `(obs) -> obs`, traced, on the device: from what `reset` and
+      `step` return to what `spec.obs` says, for example a category to one-hot.
+  """
+  spec: EnvSpec
+  reset: Callable[[], TimeStep]
+  step: Callable[[np.ndarray], TimeStep]
+  close: Callable[[], None]
+  observe: Callable[[Tree], Tree] = lambda obs: obs
+
+
 class Agent(NamedTuple):
   """A learning algorithm, as pure functions.
 
@@ -149,3 +169,43 @@ class Learner(NamedTuple):
   init: Callable[[chex.PRNGKey, Trajectory], LearnerState]
   update: Callable[[LearnerState, Trajectory, chex.PRNGKey],
                    tuple[LearnerState, Metrics]]
+
+
+class Episodes(NamedTuple):
+  """What ended during unrolls, summed over environments; any leading axes.
+
+  Attributes:
+    num_episodes: int, episodes that ended.
+    num_joints: int, joints, which are no environment steps.
+    return_sum: float, of the returns of the episodes that ended.
+    length_sum: int, of their lengths in steps.
+  """
+  num_episodes: Array
+  num_joints: Array
+  return_sum: Array
+  length_sum: Array
+
+
+class Report(NamedTuple):
+  """What a driver did, a row for each update.
+
+  Attributes:
+    metrics: float32 `[N]` each, of N updates.
+    episodes: `[N, ...]` each.
+    num_predictions: int, actions chosen, joints included.
+    seconds: of wall time.
+    is_finite: false where a further update, not among the rows, had a loss
+      that was NaN or infinite.
+    stages: seconds of wall time in each stage, as a share-to-be of `seconds`.
+  """
+  metrics: dict[str, np.ndarray]
+  episodes: Episodes
+  num_predictions: int
+  seconds: float
+  is_finite: bool
+  stages: dict[str, float]
+
+  @property
+  def num_updates(self) -> int:
+    """N."""
+    return len(self.episodes.num_joints)

@@ -90,10 +90,11 @@ def test_parameters_are_bitwise_reproducible():
     config = _get_config('anakin_catch')()
     config.env.num_envs = 8
     run = build.make_run(config)
-    state = run.driver.init(run.init_key)
-    for _ in range(num_calls):
-      state, _ = run.driver.train(state, np.int32(4 // num_calls))
-    return jax.device_get(state.learner.params)
+    run.driver.start()
+    left = 4
+    while left:
+      left -= run.driver.advance(min(left, 4 // num_calls)).num_updates
+    return jax.device_get(run.driver.learner.params)
 
   for x, y in zip(*map(jax.tree.leaves, (params(2), params(1)))):
     np.testing.assert_array_equal(x, y)

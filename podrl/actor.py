@@ -1,0 +1,255 @@
+"""An actor of Sebulba: parameters in, trajectory out.
+
+It steps a pool of environments on the host, chooses actions on one device and
+gathers the unroll there. It runs programs of that device alone.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+import time
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrl.channel import Closed
+from podrl.types import (
+    Agent, Array, Episodes, HostEnv, TimeStep, Trajectory, Tree)
+
+STAGES = ('environment', 'inference', 'actor_waiting')
+
+
+class Memory(NamedTuple):
+  """An unroll being gathered on an actor's device, `[T(+1), B, ...]`."""
+  obs: Tree
+  action: Array
+  extras: Tree
+
+
+class Unroll(NamedTuple):
+  """What an actor hands on.
+
+  Attributes:
+    shards: a `Trajectory` for each learner device, on it.
+    version: of the parameters that acted.
+    episodes: that ended during it.
+  """
+  shards: list[Trajectory]
+  version: int
+  episodes: Episodes
+
+
+class ActorFunctions(NamedTuple):
+  """The compiled part of an actor, on one device.
+
+  Attributes:
+    init: `(params, keys, timestep) -> (Memory, carry)`, empty ones.
+    step: `(params, keys, memory, num_steps, timestep, carry) -> (action,
+      memory, carry)`; `num_steps` counts an environment's actions. One dispatch
+      a step; the memory's buffers are donated.
+    finish: `(memory, timesteps, carry) -> [Trajectory]`, a shard for each
+      learner device. `timesteps` has the rewards, discounts and first steps
+      `[T+1, B]` of the unroll, but of observations only the last.
+  """
+  init: Callable[[Tree, chex.PRNGKey, TimeStep], tuple[Memory, Tree]]
+  step: Callable[..., tuple[Array, Memory, Tree]]
+  finish: Callable[[Memory, TimeStep, Tree], list[Trajectory]]
+
+
+def make_actor_functions(
+    agent: Agent, observe: Callable[[Tree], Tree], unroll_length: int,
+    num_shards: int) -> ActorFunctions:
+  """Compiles acting and gathering.
+
+  Args:
+    agent: chooses actions.
+    observe: of the `HostEnv`.
+    unroll_length: T.
+    num_shards: into which the batch is split.
+  """
+  fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+
+  def act(params, keys, num_steps, timestep, carry):
+    timestep = timestep._replace(obs=observe(timestep.obs))
+    return agent.act(params, fold_in(keys, num_steps), timestep, carry)
+
+  @jax.jit
+  def init(params: Tree, keys: chex.PRNGKey, timestep: TimeStep):
+    carry = agent.initial_carry(timestep.is_first.size)
+    action, extras, _ = jax.eval_shape(act, params, keys, 0, timestep, carry)
+    empty = lambda length, tree: jax.tree.map(
+        lambda x: jnp.zeros((length, *x.shape), x.dtype), tree)
+    return Memory(empty(unroll_length + 1, timestep.obs),
+                  empty(unroll_length, action),
+                  empty(unroll_length, extras)), carry
+
+  # Gathered on the device: each observation goes there once, for acting.
+  @functools.partial(jax.jit, donate_argnums=2)
+  def step(params, keys, memory, num_steps, timestep, carry):
+    action, extras, carry = act(params, keys, num_steps, timestep, carry)
+    row = num_steps % unroll_length
+    memory = jax.tree.map(
+        lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, row, 0),
+        memory, Memory(timestep.obs, action, extras))
+    return action, memory, carry
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def write_last(memory_obs, obs):
+    return jax.tree.map(lambda x, last: x.at[-1].set(last), memory_obs, obs)
+
+  @jax.jit  # What it only passes on is not copied.
+  def split(memory, timesteps, carry):
+    trajectory = Trajectory(
+        timesteps._replace(obs=jax.vmap(observe)(memory.obs)), memory.action,
+        memory.extras, jax.tree.map(lambda x: x[None], carry))
+    if num_shards == 1:
+      return [trajectory]
+    leaves, structure = jax.tree.flatten(trajectory)
+    shards = zip(*(jnp.split(x, num_shards, axis=1) for x in leaves))
+    return [jax.tree.unflatten(structure, shard) for shard in shards]
+
+  def finish(memory, timesteps, carry):
+    obs = write_last(memory.obs, timesteps.obs)
+    return split(memory._replace(obs=obs), timesteps._replace(obs=()), carry)
+
+  return ActorFunctions(init, step, finish)
+
+
+class _Episodes:
+  """Counts the episodes of one actor's environments over its unrolls."""
+
+  def __init__(self, num_envs: int):
+    self._returns = np.zeros(num_envs)
+    self._lengths = np.zeros(num_envs, np.int64)
+
+  def add(self, reward: np.ndarray, is_first: np.ndarray) -> Episodes:
+    """Of the arrivals of an unroll, `[T, B]` each."""
+    ended = Episodes(0, 0, 0., 0)
+    for reward_t, is_first_t in zip(reward, is_first):
+      if is_first_t.any():
+        number = int(is_first_t.sum())
+        ended = Episodes(
+            ended.num_episodes + number, ended.num_joints + number,
+            ended.return_sum + float(self._returns[is_first_t].sum()),
+            ended.length_sum + int(self._lengths[is_first_t].sum()))
+      self._returns = np.where(is_first_t, 0., self._returns + reward_t)
+      self._lengths = np.where(is_first_t, 0, self._lengths + 1)
+    return ended
+
+
+class Actor:
+  """One thread's environments and how its time is spent.
+
+  Other threads may read `seconds`, `stage` and `num_waits` while it runs.
+
+  Args:
+    index: among the actors of this process.
+    env: its pool.
+    functions: of `make_actor_functions`, for this pool.
+    unroll_length: T.
+    device: where it chooses actions.
+    learner_devices: where the shards of its unrolls go.
+    rng_key: of all actors.
+    first_env: global index of the pool's first environment.
+  """
+
+  def __init__(
+      self, index: int, env: HostEnv, functions: ActorFunctions,
+      unroll_length: int, device: jax.Device,
+      learner_devices: Sequence[jax.Device], rng_key: chex.PRNGKey,
+      first_env: int):
+    self.name = f'podrl-actor-{index}'
+    self.index = index
+    self.device = device
+    self._env = env
+    self._functions = functions
+    self._unroll_length = unroll_length
+    self._learner_devices = learner_devices
+    self._num_steps = 0
+    self._timestep = env.reset()
+    num_envs = self._timestep.is_first.size
+    self._episodes = _Episodes(num_envs)
+    self._keys = jax.device_put(jax.vmap(
+        lambda i: jax.random.fold_in(rng_key, i))(
+            first_env + jnp.arange(num_envs)), device)
+    self._carry: Tree = None
+    self.num_waits = 0
+    self.is_stopped = False  # Set by another thread; read before each step.
+    self._times = 'actor_waiting', time.perf_counter(), dict.fromkeys(STAGES, 0.)
+
+  def enter(self, stage: str) -> None:
+    """Ends one stage and begins another."""
+    self._times = stage, time.perf_counter(), self.seconds()
+
+  def seconds(self) -> dict[str, float]:
+    """Seconds spent in each stage, the present one included."""
+    stage, since, seconds = self._times  # At once: another thread may write.
+    return seconds | {stage: seconds[stage] + time.perf_counter() - since}
+
+  def stage(self) -> tuple[str, float]:
+    """The present stage, and the seconds since it began."""
+    stage, since, _ = self._times
+    return stage, time.perf_counter() - since
+
+  def compile(self, params: Tree) -> list[Trajectory]:
+    """Compiles the actor's programs; returns an unroll's shards, of zeros."""
+    functions, timestep = self._functions, self._timestep
+    memory, self._carry = functions.init(params, self._keys, timestep)
+    carry = self._carry
+    for t in range(2):  # The second time for outputs of its own.
+      _, memory, carry = functions.step(
+          params, self._keys, memory, np.int32(t), timestep, carry)
+    shape = (self._unroll_length + 1, timestep.is_first.size)
+    timesteps = TimeStep(
+        timestep.obs, np.zeros(shape, np.float32), np.zeros(shape, np.float32),
+        np.ones(shape, bool))
+    return self._place(functions.finish(memory, timesteps, self._carry))
+
+  def unroll(self, params: Tree, version: int) -> Unroll:
+    """Acts for T steps with `params`, which are on the actor's device.
+
+    Raises:
+      Closed: if it was stopped.
+    """
+    functions, timestep, length = (
+        self._functions, self._timestep, self._unroll_length)
+    first_carry = self._carry
+    # Fresh ones each time: on the CPU the device shares an aligned array.
+    shape = (length + 1, timestep.is_first.size)
+    timesteps = TimeStep(
+        None, np.empty(shape, np.float32), np.empty(shape, np.float32),
+        np.empty(shape, bool))
+    self.enter('inference')
+    memory, _ = functions.init(params, self._keys, timestep)
+    for t in range(length + 1):
+      timesteps.reward[t] = timestep.reward
+      timesteps.discount[t] = timestep.discount
+      timesteps.is_first[t] = timestep.is_first
+      if t == length:
+        break
+      if self.is_stopped:
+        raise Closed
+      action, memory, self._carry = functions.step(
+          params, self._keys, memory, np.int32(self._num_steps), timestep,
+          self._carry)
+      self._num_steps += 1
+      action = np.asarray(action)
+      self.enter('environment')
+      timestep = self._env.step(action)
+      self.enter('inference')
+    self._timestep = timestep
+    shards = self._place(functions.finish(
+        memory, timesteps._replace(obs=timestep.obs), first_carry))
+    return Unroll(shards, version, self._episodes.add(
+        timesteps.reward[1:], timesteps.is_first[1:]))
+
+  def _place(self, shards: list[Trajectory]) -> list[Trajectory]:
+    """Moves each shard to its learner device, there ready for use."""
+    return jax.block_until_ready(list(map(
+        jax.device_put, shards, self._learner_devices)))
+
+  def close(self) -> None:
+    """Frees the environments."""
+    self._env.close()

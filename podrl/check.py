@@ -1,0 +1,118 @@
+"""Checks of a configuration that need neither a device nor an environment."""
+
+from ml_collections import ConfigDict
+
+from podrl.config import check_choice, is_sebulba
+from podrl.networks import NETWORKS
+
+OPTIMIZERS = ('adam', 'rmsprop', 'sgd')
+_SUITES = {'anakin': ('gymnax',), 'sebulba': ('envpool', 'gymnasium')}
+_MODES = ('deterministic', 'asynchronous')
+
+
+def _check_ranges(config: ConfigDict) -> None:
+  """Raises a ValueError for a number outside of its range."""
+  at_least_one = {
+      'total_env_steps': config.total_env_steps,
+      'unroll_length': config.unroll_length,
+      'num_epochs': config.num_epochs,
+      'num_minibatches': config.num_minibatches,
+      'env.num_envs': config.env.num_envs,
+      'eval.num_episodes': config.eval.num_episodes,
+      'log.every_updates': config.log.every_updates,
+      'network.hidden_sizes': min(config.network.hidden_sizes, default=0)}
+  not_negative = {
+      'seed': config.seed,
+      'eval.every_env_steps': config.eval.every_env_steps,
+      'eval.max_episode_steps': config.eval.max_episode_steps,
+      'optimizer.max_grad_norm': config.optimizer.max_grad_norm,
+      'agent.entropy_cost': config.agent.entropy_cost,
+      'agent.value_cost': config.agent.value_cost,
+      'agent.reward_clip': config.agent.reward_clip}
+  positive = {'optimizer.learning_rate': config.optimizer.learning_rate}
+  if is_sebulba(config):
+    sebulba = config.sebulba
+    at_least_one['sebulba.threads_per_actor_device'] = (
+        sebulba.threads_per_actor_device)
+    for field in ('env_threads', 'unrolls_per_update', 'max_lag'):
+      not_negative[f'sebulba.{field}'] = sebulba[field]
+    for field in ('actor_devices', 'learner_devices'):
+      not_negative[f'sebulba.{field}'] = min(sebulba[field], default=0)
+    positive['sebulba.hang_seconds'] = sebulba.hang_seconds
+  else:
+    not_negative['num_devices'] = config.num_devices
+  fractions = {
+      'agent.gamma': config.agent.gamma, 'agent.lambda_': config.agent.lambda_}
+  if config.agent.name == 'ppo':
+    positive['agent.clip'] = config.agent.clip
+  for values, holds, remedy in (
+      (at_least_one, lambda x: x >= 1, 'at least 1'),
+      (not_negative, lambda x: 0 <= x < float('inf'), 'at least 0 and finite'),
+      (positive, lambda x: 0 < x < float('inf'), 'more than 0 and finite'),
+      (fractions, lambda x: 0 <= x <= 1, 'from 0 to 1')):
+    for name, value in values.items():
+      if not holds(value):
+        raise ValueError(f'config.{name}={value} must be {remedy}')
+  if config.seed >= 2**32:
+    raise ValueError(f'config.seed={config.seed} must be less than 2**32')
+
+
+def multiples_near(value: int, divisor: int) -> str:
+  """The multiples of `divisor` around `value`, as a remedy."""
+  below = value // divisor * divisor
+  return f'{below} or {below + divisor}' if below else f'{divisor}'
+
+
+def slots(config: ConfigDict, num_envs: int) -> tuple[int, str]:
+  """What minibatches divide on a device with `num_envs`: how many, of what."""
+  if config.agent.name == 'ppo':  # It learns from steps, the others from unrolls.
+    return num_envs * config.unroll_length, 'steps'
+  return num_envs, 'environments'
+
+
+def check_minibatches(
+    config: ConfigDict, num_envs: int, num_devices: int) -> None:
+  """Raises a ValueError where minibatches do not divide a device's batch."""
+  num_minibatches = config.num_minibatches
+  size, unit = slots(config, num_envs)
+  if size % num_minibatches:
+    divisors = [n for n in range(1, min(size, 2 * num_minibatches) + 1)
+                if size % n == 0]
+    near = sorted(divisors, key=lambda n: abs(n - num_minibatches))[:2]
+    raise ValueError(
+        f'config.num_minibatches={num_minibatches} does not divide the {size} '
+        f'{unit} per update of each of {num_devices} devices; '
+        f'try {" or ".join(map(str, sorted(near)))}')
+
+
+def check_division(config: ConfigDict, num_devices: int) -> None:
+  """Raises a ValueError where Anakin's batch does not divide."""
+  num_envs = config.env.num_envs
+  if num_envs % num_devices:
+    raise ValueError(
+        f'config.env.num_envs={num_envs} does not divide over {num_devices} '
+        f'devices; try {multiples_near(num_envs, num_devices)}')
+  check_minibatches(config, num_envs // num_devices, num_devices)
+
+
+def check(config: ConfigDict) -> None:
+  """Checks what can be checked without a device.
+
+  Raises:
+    ValueError: naming the field, its value and the remedy.
+  """
+  _check_ranges(config)
+  architecture = 'sebulba' if is_sebulba(config) else 'anakin'
+  check_choice('config.env.suite', config.env.suite, _SUITES[architecture])
+  check_choice('config.network.name', config.network.name, NETWORKS)
+  check_choice(
+      'config.optimizer.name', config.optimizer.name, OPTIMIZERS)
+  for field in ('num_epochs', 'num_minibatches'):
+    if config.agent.name == 'a2c' and config[field] != 1:
+      raise ValueError(
+          f'config.{field}={config[field]} does not fit a2c, which learns once '
+          f'from each step; use 1, or --agent=impala')
+  if is_sebulba(config):
+    check_choice('config.sebulba.mode', config.sebulba.mode, _MODES)
+  else:
+    check_division(config, config.num_devices or 1)

@@ -1,0 +1,116 @@
+"""envpool environments as a `HostEnv`.
+
+envpool steps a batch on threads of its own. After an episode's last step the
+next one resets, ignoring its action: dm_env's joints, as they are.
+"""
+
+import difflib
+from typing import Any
+import warnings
+
+from podrl.envs import gymnasium_env
+from podrl.types import EnvSpec, HostEnv, TimeStep
+
+# Set by podrl, or of no use to it.
+_OWN_OPTIONS = frozenset([
+    'num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path',
+    'gym_reset_return_info', 'max_num_players'])
+
+
+def _envpool_spec(name: str, options: dict[str, Any]) -> Any:
+  """envpool's own record of a task, its options checked."""
+  import envpool
+
+  known = envpool.list_all_envs()
+  if name not in known:
+    near = difflib.get_close_matches(name, known, 3, 0.4)
+    raise ValueError(
+        f'env.name={name} is not an envpool task; near names: '
+        f'{", ".join(near) or "none"}')
+  defaults = envpool.make_spec(name).config._asdict()
+  gymnasium_env.check_options(name, options, set(defaults) - _OWN_OPTIONS)
+  for key, value in options.items():
+    default = defaults[key]
+    # envpool raises its own errors deep in C++, for some types only.
+    is_number = isinstance(value, int | float) and isinstance(
+        default, int | float) and isinstance(value, bool) == isinstance(
+            default, bool) and (isinstance(default, float) or value == int(value))
+    if not is_number and type(value) is not type(default):
+      raise ValueError(
+          f'env.options.{key}={value!r} is not of type '
+          f'{type(default).__name__}; its default is {default!r}')
+  try:
+    return envpool.make_spec(name, **options)
+  except Exception as error:  # Whatever the task's C++ raises.
+    raise ValueError(
+        f'env.options={options} are refused by {name}: {error}') from error
+
+
+def _to_spec(name: str, spec: Any) -> EnvSpec:
+  """An `EnvSpec` of envpool's own record."""
+  config = spec.config._asdict()
+  if config.get('max_num_players', 1) > 1:
+    raise ValueError(
+        f'env.name={name} has {config["max_num_players"]} players, and podrl '
+        'trains one; choose a single-player task')
+  try:
+    with warnings.catch_warnings():  # Of bounds rounded to float32.
+      warnings.simplefilter('ignore')
+      obs = gymnasium_env.obs_spec(spec.gymnasium_observation_space)
+      action = gymnasium_env.action_space(spec.gymnasium_action_space)
+  except ValueError as error:
+    raise ValueError(f'env.name={name}: {error}') from error
+  return EnvSpec(
+      obs, gymnasium_env.is_channels_first(obs), action,
+      int(config.get('frame_skip', 1)), int(config['max_episode_steps']))
+
+
+def make_spec(name: str, **options: Any) -> EnvSpec:
+  """What agents and drivers need to know of a task.
+
+  Args:
+    name: as envpool lists it, for example 'Pong-v5'.
+    **options: of the task, for example `img_height=42`.
+
+  Raises:
+    ValueError: if the name or an option is unknown, a value of a wrong type,
+      the task has several players, or a space is not supported.
+  """
+  return _to_spec(name, _envpool_spec(name, options))
+
+
+def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
+         **options: Any) -> HostEnv:
+  """Makes a pool of envpool environments.
+
+  Args:
+    name: as envpool lists it, for example 'Pong-v5'.
+    num_envs: of the pool; environment i has the seed `seed` + i.
+    seed: of the first.
+    num_threads: that step it.
+    **options: of the task.
+
+  Raises:
+    ValueError: as `make_spec`.
+  """
+  import envpool
+
+  spec = make_spec(name, **options)
+  pool = envpool.make_gymnasium(
+      name, num_envs=num_envs, seed=seed, num_threads=num_threads, **options)
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    space = pool.single_observation_space
+    start = int(getattr(pool.single_action_space, 'start', 0))
+  joints = gymnasium_env.Joints(num_envs)
+
+  def reset() -> TimeStep:
+    return joints.reset(pool.reset()[0])
+
+  def step(action: Any) -> TimeStep:
+    obs, reward, terminated, truncated, _ = pool.step(
+        action + start if start else action)
+    return joints.step(obs, reward, terminated, truncated)
+
+  return HostEnv(spec, reset, step, pool.close,
+                 lambda obs: gymnasium_env.observe(space, obs))

@@ -1,0 +1,211 @@
+"""gymnasium environments as a `HostEnv`, and spaces as podrl's types."""
+
+import difflib
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrl.types import Array, Box, Discrete, EnvSpec, HostEnv, TimeStep, Tree
+
+
+def obs_spec(space: Any) -> Tree:
+  """What `observe(space, ...)` returns, for one environment.
+
+  Args:
+    space: a gymnasium space: a box, a category, or a dict or tuple of them.
+
+  Returns:
+    A tree of `jax.ShapeDtypeStruct`.
+
+  Raises:
+    ValueError: for another kind of space.
+  """
+  kind = type(space).__name__
+  if kind == 'Dict':
+    return {k: obs_spec(v) for k, v in space.spaces.items()}
+  if kind == 'Tuple':
+    return tuple(obs_spec(x) for x in space.spaces)
+  if kind == 'Discrete':
+    return jax.ShapeDtypeStruct((int(space.n),), bool)
+  if kind in ('Box', 'MultiBinary'):
+    # The device has no 64-bit numbers; they are rounded on their way there.
+    return jax.ShapeDtypeStruct(
+        space.shape, jax.dtypes.canonicalize_dtype(space.dtype))
+  raise ValueError(
+      f'observations are {space}, which no network takes; what fits are boxes, '
+      'categories and dicts of them')
+
+
+def observe(space: Any, obs: Tree) -> Tree:
+  """Observations of a space with each category as a one-hot vector.
+
+  Args:
+    space: of one environment.
+    obs: leaves `[B, ...]`; traced.
+
+  Returns:
+    Leaves `[B, ...]`, of the shapes and dtypes of `obs_spec(space)`.
+  """
+  kind = type(space).__name__
+  if kind == 'Dict':
+    return {k: observe(v, obs[k]) for k, v in space.spaces.items()}
+  if kind == 'Tuple':
+    return tuple(map(observe, space.spaces, obs))
+  if kind == 'Discrete':
+    categories = jnp.arange(space.n, dtype=jnp.int32) + int(space.start)
+    return obs.reshape(-1, 1) == categories[None]
+  return obs.reshape(-1, *space.shape)
+
+
+def action_space(space: Any) -> Discrete | Box:
+  """A gymnasium action space as podrl's type; a `Discrete`'s start is left out.
+
+  Raises:
+    ValueError: if it is neither a category nor a box.
+  """
+  kind = type(space).__name__
+  if kind == 'Discrete':
+    return Discrete(int(space.n))
+  if kind == 'Box':
+    return Box(space.shape, np.asarray(space.low, np.float32),
+               np.asarray(space.high, np.float32))
+  raise ValueError(
+      f'actions are {space}, which no agent takes; what fits are categories')
+
+
+def is_channels_first(spec: Tree) -> bool:
+  """Whether an observation is an image whose first axis is the channels."""
+  shapes = [x.shape for x in jax.tree.leaves(spec)]
+  return len(shapes) == 1 and len(shapes[0]) == 3 and (
+      shapes[0][0] < min(shapes[0][1:]))
+
+
+def check_options(name: str, options: Any, known: Any) -> None:
+  """Raises a ValueError, with near names, for an unknown option."""
+  for key in options:
+    if key not in known:
+      near = difflib.get_close_matches(key, known, 3, 0.4) or sorted(known)
+      raise ValueError(f'env.options.{key} is not an option of {name}; '
+                       f'it has: {", ".join(near)}')
+
+
+class Joints:
+  """Turns what a library's step returns into time steps with joints.
+
+  The libraries reset an environment in the step after its episode's last
+  (gymnasium's next-step mode); which steps are first follows from that.
+  """
+
+  def __init__(self, num_envs: int):
+    self._num_envs = num_envs
+    self._is_last = np.zeros(num_envs, bool)
+
+  def reset(self, obs: Tree) -> TimeStep:
+    """The time step of a reset of all environments."""
+    self._is_last = np.zeros(self._num_envs, bool)
+    return TimeStep(
+        obs, np.zeros(self._num_envs, np.float32),
+        np.ones(self._num_envs, np.float32), np.ones(self._num_envs, bool))
+
+  def step(self, obs: Tree, reward: Array, terminated: Array,
+           truncated: Array) -> TimeStep:
+    """The time step of a step, `[B, ...]` each."""
+    is_first = self._is_last
+    is_real = ~is_first
+    self._is_last = (terminated | truncated) & is_real
+    return TimeStep(
+        obs, np.where(is_first, np.float32(0), reward).astype(
+            np.float32, copy=False),
+        1 - (terminated & is_real).astype(np.float32), is_first)
+
+
+def _registered_spec(name: str) -> Any:
+  """gymnasium's record of an environment."""
+  import gymnasium
+
+  try:
+    return gymnasium.spec(name)
+  except gymnasium.error.Error as error:
+    near = difflib.get_close_matches(name, gymnasium.registry, 3, 0.4)
+    raise ValueError(
+        f'env.name={name} is not a gymnasium environment; near names: '
+        f'{", ".join(near) or "none"}') from error
+
+
+def make_spec(name: str, **options: Any) -> EnvSpec:
+  """What agents and drivers need to know, from one environment made briefly.
+
+  Args:
+    name: as registered, for example 'CartPole-v1'.
+    **options: as `make` takes them.
+
+  Raises:
+    ValueError: if the name or an option is unknown or refused, or a space is
+      not supported.
+  """
+  import gymnasium
+
+  spec = _registered_spec(name)
+  options.pop('vectorization_mode', None)
+  max_episode_steps = options.get('max_episode_steps', spec.max_episode_steps)
+  entry = spec.entry_point
+  if isinstance(entry, str):
+    entry = gymnasium.envs.registration.load_env_creator(entry)
+  parameters = inspect.signature(entry).parameters
+  if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    check_options(name, options, {
+        *parameters, 'max_episode_steps', 'vectorization_mode'} - {'self'})
+  try:
+    env = gymnasium.make(name, **options)
+  except Exception as error:  # Whatever an environment's constructor raises.
+    raise ValueError(f'env.name={name} with {options or "no options"} cannot '
+                     f'be made: {error}') from error
+  obs = obs_spec(env.observation_space)
+  action = action_space(env.action_space)
+  env.close()
+  return EnvSpec(obs, is_channels_first(obs), action, 1,
+                 max_episode_steps or 0)
+
+
+def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
+  """Makes a batch of gymnasium environments through its vector API.
+
+  Args:
+    name: as registered, for example 'CartPole-v1'.
+    num_envs: of the batch; environment i has the seed `seed` + i.
+    seed: of the first.
+    **options: of the environment, and `vectorization_mode`: 'sync' steps them
+      one after the other, 'async' each in a process of its own.
+
+  Raises:
+    ValueError: as `make_spec`.
+  """
+  import gymnasium
+
+  spec = make_spec(name, **options)
+  mode = options.pop('vectorization_mode', 'sync')
+  vector_kwargs = {
+      'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP}
+  if mode == 'async':
+    vector_kwargs['context'] = 'spawn'  # A fork would copy JAX's threads' locks.
+  envs = gymnasium.make_vec(
+      name, num_envs, mode, vector_kwargs=vector_kwargs, **options)
+  space = envs.single_observation_space
+  start = int(getattr(envs.single_action_space, 'start', 0))
+  joints = Joints(num_envs)
+
+  def copy(obs: Tree) -> Tree:
+    return jax.tree.map(np.array, obs)  # gymnasium writes into its own again.
+
+  def reset() -> TimeStep:
+    return joints.reset(copy(envs.reset(seed=seed)[0]))
+
+  def step(action: np.ndarray) -> TimeStep:
+    obs, reward, terminated, truncated, _ = envs.step(
+        action + start if start else action)
+    return joints.step(copy(obs), reward, terminated, truncated)
+
+  return HostEnv(spec, reset, step, envs.close, lambda obs: observe(space, obs))

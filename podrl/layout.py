@@ -1,0 +1,114 @@
+"""Which devices and threads of this host a run uses."""
+
+from collections.abc import Sequence
+import os
+from typing import NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from podrl.check import (
+    check_division, check_minibatches, multiples_near, slots)
+from podrl.config import is_sebulba
+
+# Measured on two cores, the default experiment and CartPole are fastest with a
+# device for each core; past eight the shards of the usual batches get small.
+_MAX_CPU_DEVICES = 8
+
+
+class Layout(NamedTuple):
+  """How Sebulba uses a host.
+
+  Attributes:
+    actor_devices: indices of devices.
+    learner_devices: the same.
+    num_actors: threads, over all actor devices.
+    unrolls_per_update: that one update learns from.
+    env_threads: of each actor.
+  """
+  actor_devices: tuple[int, ...]
+  learner_devices: tuple[int, ...]
+  num_actors: int
+  unrolls_per_update: int
+  env_threads: int
+
+
+def num_cores() -> int:
+  """Cores that this process may use."""
+  return len(os.sched_getaffinity(0)) if hasattr(
+      os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
+def num_cpu_devices(config: ConfigDict) -> int:
+  """How many devices to make of a CPU.
+
+  For Anakin one per core, as far as they divide the batch; for Sebulba as many
+  as are named.
+  """
+  if is_sebulba(config):
+    return 1 + max((*config.sebulba.actor_devices,
+                    *config.sebulba.learner_devices), default=0)
+  if config.num_devices:
+    return config.num_devices
+  def divides(n: int) -> bool:
+    size, _ = slots(config, config.env.num_envs // n)
+    return config.env.num_envs % n == 0 and size % config.num_minibatches == 0
+
+  return max(n for n in range(1, min(num_cores(), _MAX_CPU_DEVICES) + 1)
+             if n == 1 or divides(n))
+
+
+def devices(config: ConfigDict) -> Sequence[jax.Device]:
+  """The devices that an Anakin run uses.
+
+  Raises:
+    ValueError: where there are fewer, or the batch does not divide over them.
+  """
+  found = jax.local_devices()
+  num_devices = config.num_devices or (
+      min(num_cpu_devices(config), len(found))
+      if found[0].platform == 'cpu' else len(found))
+  if num_devices > len(found):
+    raise ValueError(
+        f'config.num_devices={num_devices}, and there are {len(found)} '
+        f'{found[0].platform} devices; use {len(found)} or fewer, or 0 for all')
+  check_division(config, num_devices)
+  return found[:num_devices]
+
+
+def make_layout(config: ConfigDict) -> Layout:
+  """How a Sebulba run uses this host.
+
+  Raises:
+    ValueError: where a device does not exist, or the batch does not divide.
+  """
+  fields, found = config.sebulba, jax.local_devices()
+  quarter = max(1, len(found) // 4)
+  actor_devices = fields.actor_devices or tuple(range(quarter))
+  learner_devices = fields.learner_devices or (
+      tuple(range(quarter, len(found))) if len(found) > 1 else (0,))
+  for name, indices in (('actor_devices', actor_devices),
+                        ('learner_devices', learner_devices)):
+    if max(indices) >= len(found) or len(set(indices)) < len(indices):
+      raise ValueError(
+          f'config.sebulba.{name}={indices} must be different devices from 0 '
+          f'to {len(found) - 1}, the {found[0].platform} devices that there are')
+  num_actors = len(actor_devices) * fields.threads_per_actor_device
+  num_envs = config.env.num_envs
+  step = num_actors * len(learner_devices)
+  if num_envs % step:
+    raise ValueError(
+        f'config.env.num_envs={num_envs} does not divide over {num_actors} '
+        f'actors and then {len(learner_devices)} learner devices; '
+        f'try {multiples_near(num_envs, step)}')
+  unrolls_per_update = fields.unrolls_per_update or num_actors
+  if fields.mode == 'deterministic' and unrolls_per_update != num_actors:
+    raise ValueError(
+        f'config.sebulba.unrolls_per_update={unrolls_per_update} does not fit '
+        f'the deterministic mode, which takes one of each of {num_actors} '
+        'actors; use 0, or config.sebulba.mode=asynchronous')
+  check_minibatches(config, num_envs // step * unrolls_per_update,
+                    len(learner_devices))
+  return Layout(
+      actor_devices, learner_devices, num_actors, unrolls_per_update,
+      fields.env_threads or max(1, num_cores() // num_actors))

@@ -1,0 +1,300 @@
+"""Sebulba: actor threads on the host feed a learner on accelerators.
+
+Hessel et al. 2021, arXiv:2104.06272, section 4. Each actor has a thread; the
+learner joins unrolls on the batch axis over its mesh and calls the same
+`Learner.update` that Anakin calls.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import threading
+import time
+
+import chex
+import jax
+from jax.sharding import Mesh
+import jax.numpy as jnp
+import numpy as np
+
+from podrl import spmd
+from podrl.actor import STAGES, Actor, Unroll, make_actor_functions
+from podrl.channel import Asynchronous, Closed, Deterministic
+from podrl.types import (
+    Agent, Episodes, HostEnv, Learner, LearnerState, Report, Tree)
+
+_LEARNER_STREAM, _UPDATE_STREAM, _ACT_STREAM = range(3)
+_SECONDS_PER_CALL = 0.5  # So often does `advance` come back.
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """How a host is used.
+
+  Attributes:
+    num_envs: of each actor; the learner devices divide it.
+    unroll_length: T, steps of an unroll.
+    actors_per_device: threads for each actor device.
+    unrolls_per_update: unrolls that one update learns from.
+    deterministic: or asynchronous.
+    max_lag: bound of the calls of `update` between the parameters that acted
+      and those that learn.
+    hang_seconds: after so long in one call an actor counts as hanging.
+  """
+  num_envs: int
+  unroll_length: int
+  actors_per_device: int
+  unrolls_per_update: int
+  deterministic: bool
+  max_lag: int
+  hang_seconds: float
+
+
+class ActorHangs(RuntimeError):
+  """An actor has not come back for `hang_seconds`."""
+
+
+def make_update(learner: Learner, mesh: Mesh) -> Callable:
+  """Maps `Learner.update` over the learner devices.
+
+  Returns:
+    `(params, rest, trajectories, rng_key) -> (LearnerState, metrics)`. `rest`
+    is the learner's state without its parameters and is donated; these are not,
+    so that actors may go on using them. The trajectories, a tuple, are joined
+    on the batch axis on each device.
+  """
+  def update(params, rest, trajectories, rng_key):
+    trajectory = jax.tree.map(
+        lambda *x: jnp.concatenate(x, axis=1), *trajectories)
+    state = rest._replace(params=params)
+    return learner.update(
+        state, trajectory, jax.random.fold_in(rng_key, state.num_updates))
+
+  return spmd.device_map(
+      update, mesh,
+      (spmd.REPLICATED, spmd.LEARNER_STATE, spmd.TRAJECTORY, spmd.REPLICATED),
+      (spmd.LEARNER_STATE, spmd.REPLICATED), donate=(1,))
+
+
+class Sebulba:
+  """The driver: owns the threads, the hand-off and the learner's loop.
+
+  Args:
+    make_env: `(actor's index) -> HostEnv`, a pool of `settings.num_envs`.
+    agent: chooses actions.
+    learner: of that agent.
+    mesh: of the learner devices.
+    actor_devices: each serves `settings.actors_per_device` threads.
+    settings: how the host is used.
+    rng_key: of the whole run.
+  """
+
+  def __init__(
+      self, make_env: Callable[[int], HostEnv], agent: Agent, learner: Learner,
+      mesh: Mesh, actor_devices: Sequence[jax.Device], settings: Settings,
+      rng_key: chex.PRNGKey):
+    self._make_env = make_env
+    self._agent = agent
+    self._learner = learner
+    self._mesh = mesh
+    self._actor_devices = list(actor_devices)
+    self._settings = settings
+    self._init_key, self._update_key, self._act_key = (
+        jax.random.fold_in(rng_key, stream)
+        for stream in (_LEARNER_STREAM, _UPDATE_STREAM, _ACT_STREAM))
+    self._num_actors = len(self._actor_devices) * settings.actors_per_device
+    self._exchange = (
+        Deterministic(self._num_actors, settings.max_lag)
+        if settings.deterministic else
+        Asynchronous(settings.unrolls_per_update, settings.max_lag))
+    self._actors: list[Actor] = []
+    self._threads: list[threading.Thread] = []
+    self._error: BaseException | None = None
+    self._update = self._state = None  # Until `start`.
+    self._num_updates = self._num_dropped = 0
+    self._seconds = dict.fromkeys(('update', 'learner_waiting', 'hand_off'), 0.)
+
+  @property
+  def learner(self) -> LearnerState | None:
+    """The learner's state, once started."""
+    return self._state
+
+  def start(self) -> None:
+    """Makes the environments, compiles, and starts the actors."""
+    settings, devices = self._settings, list(self._mesh.devices.flat)
+    functions = None
+    for index in range(self._num_actors):
+      env = self._make_env(index)
+      if functions is None:
+        functions = make_actor_functions(
+            self._agent, env.observe, settings.unroll_length, len(devices))
+      self._actors.append(Actor(
+          index, env, functions, settings.unroll_length,
+          self._actor_devices[index // settings.actors_per_device],
+          devices, self._act_key, index * settings.num_envs))
+    params = spmd.place(  # As those that it will get.
+        jax.jit(self._agent.init)(self._init_key), self._mesh, spmd.REPLICATED)
+    for actor in self._actors:
+      shards = actor.compile(spmd.to_device(params, actor.device))
+    example = spmd.join_shards(shards, self._mesh, spmd.TRAJECTORY)
+    state = jax.jit(lambda key: self._learner.init(key, example))(
+        self._init_key)
+    self._state = spmd.place(state, self._mesh, spmd.LEARNER_STATE)
+    self._update_key = spmd.place(
+        self._update_key, self._mesh, spmd.REPLICATED)
+    self._update = make_update(self._learner, self._mesh).lower(
+        *self._arguments([example] * settings.unrolls_per_update)).compile()
+    try:
+      self._publish()
+    except Closed:
+      return  # A signal came.
+    for actor in self._actors:
+      thread = threading.Thread(
+          target=self._run_actor, args=(actor,), name=actor.name)
+      self._threads.append(thread)
+      thread.start()
+
+  def _arguments(self, trajectories: list) -> tuple:
+    return (self._state.params, self._state._replace(params=()),
+            tuple(trajectories), self._update_key)
+
+  def _publish(self) -> None:
+    """Hands the parameters, ready for use, to the actors."""
+    # Not copied where a device learns and acts: parameters are not donated.
+    self._exchange.publish(jax.block_until_ready(
+        {device: spmd.to_device(self._state.params, device)
+         for device in self._actor_devices}), self._num_updates)
+
+  def _run_actor(self, actor: Actor) -> None:
+    """An actor's thread."""
+    try:
+      while True:
+        params, version, waited = self._exchange.fetch(actor.index)
+        actor.num_waits += waited
+        unroll = actor.unroll(params[actor.device], version)
+        actor.enter('actor_waiting')
+        self._exchange.put(actor.index, unroll)
+    except Closed:
+      pass
+    except BaseException as error:  # Raised again in the main thread.
+      self._error = self._error or error
+      self.stop()
+    finally:
+      actor.enter('actor_waiting')
+
+  def _take(self) -> tuple[list[Unroll], list[Unroll]]:
+    """The unrolls of one update, and those that were too stale for it."""
+    taken, dropped = [], []
+    while len(taken) < self._settings.unrolls_per_update:
+      try:
+        unroll = self._exchange.take(len(taken), self._settings.hang_seconds)
+      except TimeoutError:
+        self._check_actors()
+        continue
+      if self._num_updates - unroll.version > self._settings.max_lag:
+        dropped.append(unroll)
+        self._exchange.release(1)
+      else:
+        taken.append(unroll)
+    return taken, dropped
+
+  def _check_actors(self) -> None:
+    """Raises `ActorHangs` where an actor has been in one call for too long."""
+    for actor in self._actors:
+      stage, seconds = actor.stage()
+      if stage != 'actor_waiting' and seconds > self._settings.hang_seconds:
+        raise ActorHangs(
+            f'{actor.name} has not come back from {stage} for {seconds:.0f} s, '
+            f'more than sebulba.hang_seconds={self._settings.hang_seconds:g}')
+
+  def _stages(self) -> dict[str, float]:
+    """Seconds in each stage, the mean over actors."""
+    actors = [actor.seconds() for actor in self._actors]
+    seconds = self._seconds | {
+        stage: np.mean([x[stage] for x in actors]) for stage in STAGES}
+    return {f'time_{stage}': float(x) for stage, x in seconds.items()}
+
+  def advance(self, max_updates: int) -> Report:
+    """Runs at most so many updates, for about half a second.
+
+    Raises:
+      ActorHangs: where an actor has not come back for `hang_seconds`.
+      BaseException: what an actor raised.
+    """
+    start = mark = time.perf_counter()
+    before = self._stages()
+    rows, episodes, num_unrolls, is_finite = [], [], 0, True
+
+    def spend(stage: str) -> None:
+      nonlocal mark
+      now = time.perf_counter()
+      self._seconds[stage] += now - mark
+      mark = now
+
+    try:
+      while is_finite and len(rows) < max_updates and (
+          not rows or mark - start < _SECONDS_PER_CALL):
+        self._check_actors()
+        queue_depth = self._exchange.depth()
+        taken, dropped = self._take()
+        spend('learner_waiting')
+        lags = [self._num_updates - unroll.version for unroll in taken]
+        trajectories = [spmd.join_shards(
+            unroll.shards, self._mesh, spmd.TRAJECTORY) for unroll in taken]
+        self._state, metrics = jax.block_until_ready(
+            self._update(*self._arguments(trajectories)))
+        metrics = jax.device_get(metrics)
+        spend('update')
+        is_finite = bool(np.isfinite(metrics['loss']))
+        if is_finite:
+          self._num_updates += 1
+          self._publish()
+          self._exchange.release(len(taken))
+          spend('hand_off')
+          self._num_dropped += len(dropped)
+          num_unrolls += len(taken) + len(dropped)
+          episodes.append(jax.tree.map(
+              lambda *x: sum(x), *(u.episodes for u in taken + dropped)))
+          rows.append(metrics | {
+              'policy_lag': np.mean(lags), 'policy_lag_max': max(lags),
+              'queue_depth': queue_depth,
+              'num_unrolls_dropped': self._num_dropped,
+              'num_actor_waits': sum(a.num_waits for a in self._actors)})
+    except Closed:
+      if self._error:
+        raise self._error
+    stages = self._stages()
+    return Report(
+        {k: np.asarray([row[k] for row in rows]) for k in next(iter(rows), ())},
+        Episodes(*np.reshape(episodes, (-1, len(Episodes._fields))).T),
+        num_unrolls * self._settings.unroll_length * self._settings.num_envs,
+        time.perf_counter() - start, is_finite,
+        {k: stages[k] - before[k] for k in stages})
+
+  def stop(self) -> None:
+    """Wakes and ends all threads; a signal handler may call it."""
+    for actor in self._actors:
+      actor.is_stopped = True
+    self._exchange.close()
+
+  def close(self) -> list[str]:
+    """Ends the threads and frees the environments.
+
+    Returns:
+      The names of the threads that hang, for which it waited `hang_seconds`
+      from the beginning of their call.
+    """
+    self.stop()
+    hanging = []
+    for actor, thread in zip(self._actors, self._threads):
+      while thread.is_alive():
+        stage, seconds = actor.stage()
+        if stage == 'actor_waiting':  # It was woken.
+          thread.join()
+        elif seconds > self._settings.hang_seconds:
+          hanging.append(actor.name)
+          break
+        thread.join(self._settings.hang_seconds - seconds)
+    for actor in self._actors:
+      if actor.name not in hanging:
+        actor.close()
+    return hanging
