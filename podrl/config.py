@@ -144,7 +144,8 @@ def _parse(name: str, text: str, default: Any) -> Any:
       return float(value)
   elif isinstance(default, tuple):
     value = value if isinstance(value, tuple | list) else (value,)
-    if all(type(x) is type(default[0]) for x in value):
+    kinds = {type(x) for x in default} or {int}  # Empty: indices of devices.
+    if {type(x) for x in value} <= kinds:
       return tuple(value)
   raise ValueError(
       f'config.{name}={text} is not of type {kind.__name__}; '

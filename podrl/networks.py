@@ -222,10 +222,12 @@ class ActorCritic(nn.Module):
     return policy, value[:, 0]
 
 
-# Nature CNN: Mnih et al. 2015, methods. Small conv: MinAtar's network, Young
-# and Tian 2019, arXiv:1903.03176.
+# Nature CNN: Mnih et al. 2015, methods. For small images MinAtar's network,
+# Young and Tian 2019, arXiv:1903.03176; for larger ones two strided layers of
+# about the same cost, for machines without an accelerator.
 _NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 _SMALL_LAYERS = ((16, 3, 1),)
+_STRIDED_LAYERS = ((16, 3, 3), (32, 4, 2))
 _SMALLEST_NATURE_IMAGE = 36  # Smaller, its last convolution has no room.
 
 NETWORKS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
@@ -268,5 +270,6 @@ def make_torso(
   if name == 'impala_resnet':
     return lambda: ImpalaResNet(
         spec.channels_first, hidden_size=hidden_sizes[-1])
-  layers = _NATURE_LAYERS if name == 'nature_cnn' else _SMALL_LAYERS
+  layers = _NATURE_LAYERS if name == 'nature_cnn' else (
+      _SMALL_LAYERS if size < _SMALLEST_NATURE_IMAGE else _STRIDED_LAYERS)
   return lambda: ConvNet(spec.channels_first, layers, hidden_sizes[-1])

@@ -27,7 +27,11 @@ def _envpool_spec(name: str, options: dict[str, Any]) -> Any:
     raise ValueError(
         f'env.name={name} is not an envpool task; near names: '
         f'{", ".join(near) or "none"}')
-  defaults = envpool.make_spec(name).config._asdict()
+  try:
+    defaults = envpool.make_spec(name).config._asdict()
+  except Exception as error:  # For example a system library that is missing.
+    raise ValueError(f'env.name={name} cannot be made here: '
+                     f'{" ".join(str(error).split())}') from error
   gymnasium_env.check_options(name, options, set(defaults) - _OWN_OPTIONS)
   for key, value in options.items():
     default = defaults[key]

@@ -1,0 +1,60 @@
+"""Sebulba on Atari's Pong-v5, from its screen.
+
+  python experiments/sebulba_pong.py [--agent=ppo|impala|a2c] [--variant=cpu]
+"""
+
+from ml_collections import ConfigDict
+
+from podrl import train
+from podrl.config import check_choice, sebulba_config
+
+
+def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
+  """The configuration for an agent.
+
+  Args:
+    agent: as `sebulba_config`.
+    variant: '' has the settings of Cleanba (Huang et al. 2023,
+      arXiv:2310.00036), for accelerators; 'cpu' small images, a small network
+      and small batches, for a machine without one.
+  """
+  check_choice('variant', variant, ('', 'cpu'))
+  config = sebulba_config(agent)
+  options = config.env.options
+  config.env.name = 'Pong-v5'
+  config.total_env_steps = 50_000_000  # 200 million frames.
+  config.env.num_envs = 128  # 64 for each of two threads.
+  config.agent.reward_clip = 1.0
+  config.network.name = 'impala_resnet'
+  config.network.hidden_sizes = (256,)
+  config.network.shared_torso = True
+  config.eval.num_episodes = 16
+  config.num_minibatches = 4
+  if agent == 'ppo':
+    config.unroll_length = 128
+    config.num_epochs = 4
+    config.agent.clip = 0.1
+    config.optimizer.learning_rate = 2.5e-4
+  else:
+    config.unroll_length = 20
+    config.num_minibatches = 4 if agent == 'impala' else 1
+    config.optimizer.name = 'rmsprop'
+    config.optimizer.learning_rate = 6e-4
+    config.optimizer.max_grad_norm = 40.0
+  if variant != 'cpu':  # The environment of Machado et al., arXiv:1709.06009.
+    options.repeat_action_probability = 0.25
+    options.full_action_space = True
+  else:
+    options.img_height = options.img_width = 42
+    config.total_env_steps = 6_000_000
+    config.env.num_envs = 16
+    config.network.name = 'conv'
+    config.log.every_updates = 50
+    if agent == 'ppo':
+      config.unroll_length = 64
+      config.optimizer.learning_rate = 5e-4
+  return config
+
+
+if __name__ == '__main__':
+  train.main(get_config)

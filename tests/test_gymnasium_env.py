@@ -1,0 +1,74 @@
+"""gymnasium environments as a HostEnv."""
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+
+from podrl.envs import gymnasium_env
+from podrl.types import Discrete
+
+
+def test_steps_and_joints_are_those_of_single_environments():
+  env = gymnasium_env.make('CartPole-v1', 3, seed=7, max_episode_steps=5)
+  timestep, rng = env.reset(), np.random.default_rng(0)
+  singles = [gymnasium.make('CartPole-v1', max_episode_steps=5)
+             for _ in range(3)]
+  expected = [single.reset(seed=7 + i)[0] for i, single in enumerate(singles)]
+  is_over = [False] * 3
+  np.testing.assert_array_equal(timestep.obs, expected)
+  num_joints = 0
+  for _ in range(20):
+    action = rng.integers(2, size=3)
+    timestep = env.step(action)
+    for i, single in enumerate(singles):
+      assert timestep.is_first[i] == is_over[i]
+      if is_over[i]:
+        obs, reward, terminated, is_over[i] = single.reset()[0], 0., False, False
+        num_joints += 1
+      else:
+        obs, reward, terminated, truncated, _ = single.step(action[i])
+        is_over[i] = terminated or truncated
+      np.testing.assert_array_equal(timestep.obs[i], obs)
+      assert timestep.reward[i] == reward
+      assert timestep.discount[i] == 1. - terminated
+  assert num_joints >= 9  # At most 5 steps and a joint: 3 in each of 3.
+  env.close()
+
+
+def test_time_steps_are_the_callers():
+  env = gymnasium_env.make('CartPole-v1', 2, seed=0)
+  first = env.reset()
+  kept = first.obs.copy()
+  env.step(np.zeros(2, int))
+  np.testing.assert_array_equal(first.obs, kept)
+  env.close()
+
+
+def test_categories_and_dicts():
+  space = gymnasium.spaces.Dict({
+      'where': gymnasium.spaces.Discrete(3, start=1),
+      'what': gymnasium.spaces.Box(0, 1, (2,), np.float64)})
+  spec = gymnasium_env.obs_spec(space)
+  assert spec == {'where': jax.ShapeDtypeStruct((3,), bool),
+                  'what': jax.ShapeDtypeStruct((2,), np.float32)}
+  obs = gymnasium_env.observe(space, {
+      'where': np.array([1, 3]), 'what': np.ones((2, 2), np.float32)})
+  np.testing.assert_array_equal(obs['where'], [[1, 0, 0], [0, 0, 1]])
+
+
+def test_a_discretes_start_is_added():
+  env = gymnasium_env.make('FrozenLake-v1', 2, seed=0)
+  assert env.spec.action == Discrete(4)
+  assert env.spec.max_episode_steps == 100
+  env.close()
+
+
+@pytest.mark.parametrize('name,options,message', [
+    ('CartPole-v9', {}, 'near names: CartPole-v'),
+    ('CartPole-v1', {'sutton_bartow_reward': True}, 'sutton_barto_reward'),
+    ('FrozenLake-v1', {'map_name': 'x'}, 'cannot be made')])
+def test_mistakes(name, options, message):
+  with pytest.raises(ValueError, match=message) as error:
+    gymnasium_env.make_spec(name, **options)
+  assert '\n' not in str(error.value)

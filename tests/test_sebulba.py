@@ -1,0 +1,378 @@
+"""Sebulba: determinism, lag, joints, one core, failures, all with envpool."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from podrl import actor as actor_lib
+from podrl import build
+from podrl import sebulba
+from podrl import spmd
+from podrl import train
+from podrl.config import sebulba_config
+from podrl.envs import envpool_env
+from podrl.learner import make_learner
+from podrl.types import Trajectory
+
+_T, _NUM_ENVS, _EPISODE = 8, 8, 5
+
+
+def _config(agent='ppo', **options):
+  config = sebulba_config(agent)
+  config.env.name = 'CartPole-v1'
+  config.env.num_envs = 2 * _NUM_ENVS
+  # With the joint a cycle of 6 at most: it falls everywhere in 8 steps.
+  config.env.options.update(options or {'max_episode_steps': _EPISODE})
+  config.unroll_length = _T
+  config.network.hidden_sizes = (8,)
+  config.eval.num_episodes = 2
+  config.compilation_cache = 'off'
+  config.sebulba.actor_devices, config.sebulba.learner_devices = (3,), (0, 1)
+  return config
+
+
+def _agent(config):
+  spec = envpool_env.make_spec(config.env.name, **config.env.options)
+  return build.make_agent(config, spec)
+
+
+def _make_env(index, sleep=lambda index: 0., fail_at=None):
+  """A pool of CartPole that may sleep before each step, or fail at one."""
+  env = envpool_env.make(
+      'CartPole-v1', _NUM_ENVS, index * _NUM_ENVS, max_episode_steps=_EPISODE)
+  steps = iter(range(10**9))
+
+  def step(action):
+    time.sleep(sleep(index))
+    if next(steps) == fail_at:
+      raise OSError('the environment broke')
+    return env.step(action)
+
+  return env._replace(step=step)
+
+
+def _driver(make_env=_make_env, *, agent_name='ppo', deterministic=True,
+            max_lag=1, num_actors=2, unrolls_per_update=2, num_learners=2,
+            hang_seconds=60., loss=None):
+  agent = _agent(_config(agent_name))
+  if loss:
+    agent = agent._replace(loss=loss)
+  learner = make_learner(agent, optax.adam(1e-2), num_epochs=2)
+  devices = jax.devices()
+  settings = sebulba.Settings(
+      num_envs=_NUM_ENVS, unroll_length=_T, actors_per_device=num_actors,
+      unrolls_per_update=unrolls_per_update, deterministic=deterministic,
+      max_lag=max_lag, hang_seconds=hang_seconds)
+  return sebulba.Sebulba(
+      make_env, agent, learner, spmd.make_mesh(devices[:num_learners]),
+      devices[-1:], settings, jax.random.key(0))
+
+
+def _advance(driver, num_updates):
+  """The reports of so many updates."""
+  reports = []
+  while num_updates:
+    reports.append(driver.advance(num_updates))
+    num_updates -= reports[-1].num_updates
+  return reports
+
+
+def _podrl_threads():
+  return [t.name for t in threading.enumerate() if t.name.startswith('podrl')]
+
+
+@pytest.mark.parametrize('max_lag', [0, 1])
+def test_deterministic_runs_are_bitwise_equal(max_lag):
+  def params(seed):
+    rng = np.random.default_rng(seed)  # Other delays in each run.
+    driver = _driver(
+        lambda i: _make_env(i, lambda _: rng.exponential(0.001)),
+        max_lag=max_lag)
+    driver.start()
+    reports = _advance(driver, 20)
+    outcome = jax.device_get(driver.learner.params)
+    assert driver.close() == [] and not _podrl_threads()
+    lags = np.concatenate([r.metrics['policy_lag'] for r in reports])
+    np.testing.assert_array_equal(lags, np.minimum(np.arange(20), max_lag))
+    assert sum(r.episodes.num_episodes.sum() for r in reports) > 20
+    return outcome
+
+  for x, y in zip(*map(jax.tree.leaves, (params(0), params(1)))):
+    np.testing.assert_array_equal(x, y)
+
+
+def _unrolls(agent, num_shards=1, num_unrolls=3, sleep=None):
+  """Consecutive unrolls of one actor, each a list of shards."""
+  env = _make_env(0)
+  functions = actor_lib.make_actor_functions(
+      agent, env.observe, _T, num_shards)
+  devices = jax.devices()
+  actor = actor_lib.Actor(
+      0, env, functions, _T, devices[-1], devices[:num_shards],
+      jax.random.key(1), 0)
+  params = jax.device_put(agent.init(jax.random.key(2)), devices[-1])
+  actor.compile(params)
+  unrolls = [actor.unroll(params, 0) for _ in range(num_unrolls)]
+  actor.close()
+  return params, unrolls
+
+
+def test_unrolls_follow_one_another_over_their_joints():
+  agent = _agent(_config())
+  _, unrolls = _unrolls(agent)
+  trajectories = [jax.device_get(u.shards[0]) for u in unrolls]
+  for before, after in zip(trajectories, trajectories[1:]):
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[-1], y[0]),
+                 before.timestep, after.timestep)
+  # The same actions give the same steps in a pool of its own.
+  pool = envpool_env.make('CartPole-v1', _NUM_ENVS, 0, max_episode_steps=_EPISODE)
+  timestep, returns, length = pool.reset(), [], np.zeros(_NUM_ENVS)
+  for trajectory, unroll in zip(trajectories, unrolls):
+    ended = []
+    for t in range(_T):
+      jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[t], y),
+                   trajectory.timestep, timestep)
+      timestep = pool.step(trajectory.action[t])
+      ended += list(length[timestep.is_first])
+      length = np.where(timestep.is_first, 0, length + 1)
+    # CartPole pays 1 a step: an episode's return is its length.
+    assert unroll.episodes.num_episodes == len(ended) > 0
+    assert unroll.episodes.return_sum == unroll.episodes.length_sum == sum(ended)
+  pool.close()
+
+
+def test_nothing_is_learnt_over_a_joint():
+  config = _config()
+  config.agent.normalize_advantages = False
+  agent = _agent(config)
+  params, unrolls = jax.device_get(_unrolls(agent))
+  gamma, lambda_ = config.agent.gamma, config.agent.lambda_
+  for unroll in unrolls:
+    trajectory = unroll.shards[0]
+    batch = agent.prepare(params, unroll.shards[0], lambda x: x)
+    advantage = np.asarray(batch.advantage).reshape(_T, _NUM_ENVS)
+    _, extras, _ = agent.act(
+        params, None, jax.tree.map(lambda x: x[-1], trajectory.timestep), (),
+        greedy=True)
+    values = np.concatenate([trajectory.extras.value, extras.value[None]])
+    is_first = trajectory.timestep.is_first
+    assert is_first[1:].any()
+    for b in range(_NUM_ENVS):
+      error = 0.
+      for t in reversed(range(_T)):
+        if is_first[t + 1, b]:  # The joint: nothing happened, nothing passes.
+          error = 0.
+        else:
+          reward = trajectory.timestep.reward[t + 1, b]
+          discount = gamma * trajectory.timestep.discount[t + 1, b]
+          delta = reward + discount * values[t + 1, b] - values[t, b]
+          error = delta + discount * lambda_ * error
+        np.testing.assert_allclose(advantage[t, b], error, rtol=1e-5, atol=1e-5)
+        assert batch.weight.reshape(_T, _NUM_ENVS)[t, b] == (
+            not is_first[t + 1, b])
+
+
+@pytest.mark.parametrize('agent_name', ['ppo', 'impala'])
+@pytest.mark.parametrize('num_devices', [1, 2])
+def test_one_trajectory_through_both_mappings(agent_name, num_devices):
+  agent = _agent(_config(agent_name))
+  params, (one, two) = _unrolls(agent, num_devices, num_unrolls=2)
+  learner = make_learner(agent, optax.sgd(0.1), num_epochs=2)
+  mesh = spmd.make_mesh(jax.devices()[:num_devices])
+  key = jax.random.key(3)
+  parts = [spmd.join_shards(u.shards, mesh, spmd.TRAJECTORY) for u in (one, two)]
+  state = spmd.place(
+      learner.init(jax.random.key(2), parts[0]), mesh, spmd.LEARNER_STATE)
+
+  # Sebulba's: two unrolls, joined on each device.
+  ours, _ = sebulba.make_update(learner, mesh)(
+      jax.tree.map(jnp.copy, state.params),
+      jax.tree.map(jnp.copy, state._replace(params=())), tuple(parts), key)
+  # Anakin's: one trajectory, split over the devices.
+  whole = spmd.place(jax.tree.map(
+      lambda *x: np.concatenate([np.asarray(p) for p in x], 1), *parts),
+      mesh, spmd.TRAJECTORY)
+  theirs, _ = spmd.device_map(
+      learner.update, mesh,
+      (spmd.LEARNER_STATE, spmd.TRAJECTORY, spmd.REPLICATED),
+      (spmd.LEARNER_STATE, spmd.REPLICATED))(
+          state, whole, jax.random.fold_in(key, 0))
+  assert isinstance(whole, Trajectory) and whole.action.shape == (_T, 16)
+  changed = False
+  for x, y, z in zip(*map(
+      jax.tree.leaves, (ours.params, theirs.params, state.params))):
+    np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    changed |= bool(np.abs(np.asarray(x) - np.asarray(z)).max() > 1e-3)
+  assert changed
+
+
+def test_a_slow_actor_learns_nothing_stale():
+  driver = _driver(
+      lambda i: _make_env(i, lambda i: 0.002 if i else 0.02),
+      agent_name='impala', deterministic=False, unrolls_per_update=1)
+  driver.start()
+  metrics = [r.metrics for r in _advance(driver, 40)]
+  driver.close()
+  assert max(m['policy_lag_max'].max() for m in metrics) <= 1
+  assert metrics[-1]['num_unrolls_dropped'][-1] > 0
+  assert metrics[-1]['num_actor_waits'][-1] > 0
+
+
+def test_the_stages_add_up():
+  driver = _driver(
+      lambda i: _make_env(i, lambda _: 0.005), agent_name='impala')
+  driver.start()
+  reports = _advance(driver, 10)
+  driver.close()
+  stages = {k: sum(r.stages[k] for r in reports) for k in reports[0].stages}
+  seconds = sum(r.seconds for r in reports)
+  actor = ('time_environment', 'time_inference', 'time_actor_waiting')
+  learner = ('time_update', 'time_learner_waiting', 'time_hand_off')
+  for names in (actor, learner):
+    assert sum(stages[n] for n in names) == pytest.approx(seconds, rel=0.1)
+  # 10 updates of 8 steps of at least 5 ms, but for the two unrolls ahead.
+  assert stages['time_environment'] >= 8 * 8 * 0.005
+
+
+def _run(config, workdir):
+  return train.run(lambda agent, variant: config, [
+      'test.py', f'--workdir={workdir}'])
+
+
+def test_an_actors_exception_ends_the_run(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(
+      build, 'make_host_env', lambda config, num_envs, seed, threads, **kw:
+      _make_env(seed // _NUM_ENVS, fail_at=100 if seed else None))
+  assert _run(_config(), tmp_path / 'run') == train.FAILED
+  stderr = capsys.readouterr().err
+  assert 'OSError: the environment broke' in stderr
+  assert 'in step' in stderr and '_run_actor' in stderr  # Its own traceback.
+  assert not _podrl_threads()
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['exit'] == 'failed' and 'broke' in summary['error']
+  assert summary['num_updates'] >= 8  # 100 steps are 12 unrolls, less 2 ahead.
+
+
+def test_an_exception_in_the_learner_ends_the_run(tmp_path, monkeypatch, capsys):
+  join, calls = spmd.join_shards, iter(range(100))
+
+  def fail(*arguments):  # The first call is the compilation's.
+    if next(calls) == 5:
+      raise OSError('the learner broke')
+    return join(*arguments)
+
+  monkeypatch.setattr(spmd, 'join_shards', fail)
+  assert _run(_config(), tmp_path / 'run') == train.FAILED
+  assert 'the learner broke' in capsys.readouterr().err
+  assert not _podrl_threads()
+  assert (tmp_path / 'run' / 'summary.json').exists()
+
+
+def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
+  config = _config('impala')
+  config.optimizer.learning_rate, config.optimizer.name = 1e30, 'sgd'
+  assert _run(config, tmp_path / 'run') == train.FAILED
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert 'update 2' in summary['error'] and summary['num_updates'] == 1
+  assert not _podrl_threads()
+
+
+def test_a_hanging_actor_is_named_and_the_process_ends(tmp_path):
+  # In a process of its own, because it ends without joining the thread.
+  code = f'''
+import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import conftest, threading, test_sebulba as t
+t.build.make_host_env = lambda config, num_envs, seed, threads, **kw: (
+    t._make_env(seed // 8, lambda i: 1e6 * (i == 1)))
+config = t._config()
+config.sebulba.hang_seconds = 2.
+sys.exit(t._run(config, {str(tmp_path / 'run')!r}))
+'''
+  outcome = subprocess.run(
+      [sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
+  assert outcome.returncode == 1
+  assert 'podrl-actor-1 has not come back from environment' in outcome.stderr
+  assert 'in step' in outcome.stderr and 'Thread 0x' in outcome.stderr
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert 'podrl-actor-1' in summary['error']
+
+
+def test_evaluation_counts_whole_raw_episodes():
+  config = _config(max_episode_steps=7)
+  run = build.make_run(config)
+  params = _agent(config).init(jax.random.key(0))
+  outcome = run.evaluate(params, jax.random.key(1), lambda: False)
+  again = run.evaluate(params, jax.random.key(1), lambda: False)
+  # Nobody falls in 7 steps, each of which pays 1.
+  assert list(outcome.returns) == list(outcome.lengths) == [7, 7]
+  assert list(again.returns) == list(outcome.returns)
+  assert run.evaluate(params, jax.random.key(1), lambda: True) is None
+
+
+def test_evaluation_leaves_out_what_only_training_uses():
+  config = sebulba_config('ppo')
+  config.env.name = 'Breakout-v5'
+  config.env.options.update(episodic_life=True, reward_clip=True, stack_num=1)
+  pools = []
+  import envpool
+  make = envpool.make_gymnasium
+  envpool.make_gymnasium = lambda *a, **kw: pools.append(make(*a, **kw)) or (
+      pools[-1])
+  try:
+    for evaluation in (False, True):
+      build.make_host_env(config, 1, 0, 1, evaluation=evaluation).close()
+  finally:
+    envpool.make_gymnasium = make
+  flags = [(p.config['episodic_life'], p.config['reward_clip'],
+            p.config['stack_num']) for p in pools]
+  assert flags == [(True, True, 1), (False, False, 1)]
+
+
+@pytest.mark.parametrize('changes,message', [
+    ({'env.name': 'CartPole-v9'}, 'CartPole-v'),
+    ({'env.name': 'Pendulum-v1'}, 'discrete'),
+    ({'env.name': 'Go9x9-v1'}, '2 players'),
+    ({'env.suite': 'gymnax'}, 'did you mean gymnasium'),
+    ({'env.num_envs': 15}, 'try 12 or 16'),
+    ({'sebulba.learner_devices': (0, 1, 2)}, '3 learner devices; try 12 or 18'),
+    ({'sebulba.learner_devices': (4,)}, '0 to 3'),
+    ({'sebulba.actor_devices': (0, 0)}, 'different devices'),
+    ({'sebulba.actor_devices': (-1,)}, 'at least 0'),
+    ({'sebulba.threads_per_actor_device': 0}, 'at least 1'),
+    ({'sebulba.unrolls_per_update': 3}, 'asynchronous'),
+    ({'sebulba.mode': 'async'}, 'did you mean asynchronous'),
+    ({'sebulba.hang_seconds': 0.}, 'more than 0'),
+    ({'sebulba.max_lag': -1}, 'at least 0'),
+    ({'num_minibatches': 7}, 'try 4 or 8')])
+def test_a_mistake_is_one_line_and_exit_code_2(
+    changes, message, tmp_path, capsys):
+  config = _config()
+  config.env.options.unlock()
+  if 'env.name' in changes:
+    config.env.options = {}
+  for name, value in changes.items():
+    node = config
+    for part in name.split('.')[:-1]:
+      node = node[part]
+    node[name.split('.')[-1]] = value
+  assert _run(config, tmp_path / 'run') == train.MISTAKE
+  stderr = capsys.readouterr().err
+  assert message in stderr and stderr.count('\n') == 1
+  assert not (tmp_path / 'run').exists()
+
+
+def test_too_many_environment_threads_are_warned_of():
+  config = _config()
+  config.sebulba.env_threads = 64
+  (warning,) = build.make_run(config).warnings
+  assert '2 actors x config.sebulba.env_threads=64 are 128' in warning
+  assert build.make_run(_config()).warnings == []
