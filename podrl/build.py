@@ -120,7 +120,8 @@ def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
   """The agent, with its network, for an environment."""
   distribution = distributions.for_action_space(spec.action)
   torso = networks.make_torso(
-      config.network.name, spec, hidden_sizes=config.network.hidden_sizes)
+      config.network.name, spec, hidden_sizes=config.network.hidden_sizes,
+      dtype=config.network.dtype)
   network = networks.ActorCritic(
       torso, distribution.num_params, config.network.shared_torso)
   arguments = config.agent.to_dict()

@@ -7,6 +7,7 @@ from podrl.networks import NETWORKS
 
 OPTIMIZERS = ('adam', 'rmsprop', 'sgd')
 _SUITES = {'anakin': ('gymnax',), 'sebulba': ('envpool', 'gymnasium')}
+_DTYPES = ('float32', 'bfloat16')
 _MODES = ('deterministic', 'asynchronous')
 
 
@@ -105,6 +106,7 @@ def check(config: ConfigDict) -> None:
   architecture = 'sebulba' if is_sebulba(config) else 'anakin'
   check_choice('config.env.suite', config.env.suite, _SUITES[architecture])
   check_choice('config.network.name', config.network.name, NETWORKS)
+  check_choice('config.network.dtype', config.network.dtype, _DTYPES)
   check_choice(
       'config.optimizer.name', config.optimizer.name, OPTIMIZERS)
   for field in ('num_epochs', 'num_minibatches'):

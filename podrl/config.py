@@ -63,6 +63,8 @@ def base_config(agent: str) -> ConfigDict:
   config.network.name = 'auto'  # Or mlp, conv, nature_cnn, impala_resnet.
   config.network.hidden_sizes = (64, 64)  # Of an MLP; the last, of any torso.
   config.network.shared_torso = False  # One torso for both heads, or one each.
+  # Of a torso's arithmetic; bfloat16 suits accelerators. Parameters are float32.
+  config.network.dtype = 'float32'
 
   config.optimizer = ConfigDict()
   config.optimizer.name = 'adam'  # Or rmsprop, sgd.

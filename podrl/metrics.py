@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import (
     BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn)
 from rich.table import Table
+from rich.text import Text
 
 from podrl.types import Episodes, Report
 
@@ -162,15 +164,29 @@ def compact(value: float) -> str:
   return f'{value:.4g}'
 
 
+def describe_stages(record: Record) -> str:
+  """Where Sebulba's time went, in one line; empty for other records."""
+  if 'time_update' not in record:
+    return ''
+  share = lambda name: f'{name.split("_")[-1]} {record["time_" + name]:.0%}'
+  actors = ' '.join(map(share, ('environment', 'inference', 'actor_waiting')))
+  learner = ' '.join(map(share, ('update', 'learner_waiting')))
+  return (f'actors: {actors}  learner: {learner}  '
+          f'lag {record["policy_lag"]:.2g} (max {record["policy_lag_max"]:.0f})  '
+          f'queue {record["queue_depth"]:.2g}  '
+          f'predictions {compact(record["predictions_per_second"])}/s  '
+          f'updates {compact(record["updates_per_second"])}/s')
+
+
 class Terminal:
-  """A live line in a terminal, plain lines elsewhere."""
+  """A live panel in a terminal, plain lines elsewhere."""
 
   def __init__(self, name: str, num_updates: int):
     self._console = Console(highlight=False)
     self._num_updates = num_updates
     self._start = time.perf_counter()
     self._name = name
-    self._progress = None
+    self._live = None
     if self._console.is_terminal:
       self._progress = Progress(
           TextColumn('{task.description}'), BarColumn(bar_width=None),
@@ -179,11 +195,12 @@ class Terminal:
           console=self._console, expand=True)
       self._task = self._progress.add_task(
           name, total=num_updates, status='compiling')
-      self._progress.start()
+      self._live = Live(self._progress, console=self._console)
+      self._live.start()
 
   def say(self, status: str) -> None:
     """Shows what the run is doing."""
-    if self._progress:
+    if self._live:
       self._progress.update(self._task, status=status)
     else:
       self._console.print(f'{self._name}: {status}', soft_wrap=True)
@@ -193,20 +210,23 @@ class Terminal:
     status = f'{compact(record["steps_per_second"])} steps/s'
     if 'episode_return' in record:
       status += f'  return {compact(record["episode_return"])}'
-    if self._progress:
+    stages = describe_stages(record)
+    if self._live:
       self._progress.update(self._task, completed=done, status=status)
+      if stages:
+        self._live.update(Group(self._progress, Text(stages, style='dim')))
       return
     share = done / self._num_updates
     left = (time.perf_counter() - self._start) * (1 / max(share, 1e-9) - 1)
     if 'eval_return' in record:
       status += f'  evaluated {compact(record["eval_return"])}'
     self.say(f'{share:4.0%}  {compact(record["env_steps"])} steps  '
-             f'{left:.0f} s left  {status}')
+             f'{left:.0f} s left  {status}' + (stages and f'\n  {stages}'))
 
   def close(self) -> None:
-    if self._progress:
-      self._progress.stop()
-      self._progress = None
+    if self._live:
+      self._live.stop()
+      self._live = None
 
   def print_summary(self, summary: Record, workdir: str) -> None:
     """Prints the run's summary as a person reads it."""

@@ -3,9 +3,12 @@
 Torsos are flax modules from `[N, *obs_shape]` to `[N, features]`. They take
 observations as environments give them (bool, uint8, CHW) and convert inside
 the compiled program, so that the small dtype is what is stored and moved.
+Their `dtype` is that of their arithmetic; parameters and heads are float32.
 """
 
 from collections.abc import Callable, Sequence
+import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,18 +18,19 @@ import numpy as np
 from podrl.types import Array, EnvSpec, Tree
 
 
-def as_vector(obs: Tree) -> Array:
-  """Joins an observation's leaves, `[N, ...]` each, into float32 `[N, D]`."""
+def as_vector(obs: Tree, dtype: Any = jnp.float32) -> Array:
+  """Joins an observation's leaves, `[N, ...]` each, into `[N, D]`."""
   leaves = [x.reshape(x.shape[0], -1) for x in jax.tree.leaves(obs)]
-  return jnp.concatenate([x.astype(jnp.float32) for x in leaves], axis=-1)
+  return jnp.concatenate([x.astype(dtype) for x in leaves], axis=-1)
 
 
-def as_image(obs: Tree, channels_first: bool) -> Array:
-  """An image observation as float32 `[N, H, W, C]`; uint8 is scaled to 0..1."""
+def as_image(
+    obs: Tree, channels_first: bool, dtype: Any = jnp.float32) -> Array:
+  """An image observation as `[N, H, W, C]`; uint8 is scaled to 0..1."""
   (image,) = jax.tree.leaves(obs)
   scale = 255. if image.dtype == jnp.uint8 else 1.
   image = jnp.moveaxis(image, 1, -1) if channels_first else image
-  return image.astype(jnp.float32) / scale
+  return image.astype(dtype) / scale
 
 
 class MLP(nn.Module):
@@ -35,16 +39,18 @@ class MLP(nn.Module):
   Attributes:
     hidden_sizes: width of each layer.
     activation: after each layer.
+    dtype: of the arithmetic.
   """
   hidden_sizes: Sequence[int] = (64, 64)
   activation: Callable[[Array], Array] = nn.tanh
+  dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, obs: Tree) -> Array:
-    x = as_vector(obs)
+    x = as_vector(obs, self.dtype)
     for size in self.hidden_sizes:
       init = nn.initializers.orthogonal(np.sqrt(2))
-      x = self.activation(nn.Dense(size, kernel_init=init)(x))
+      x = self.activation(nn.Dense(size, dtype=self.dtype, kernel_init=init)(x))
     return x
 
 
@@ -66,9 +72,11 @@ class TwinMLP(nn.Module):
   Attributes:
     hidden_sizes: width of each layer of each MLP.
     activation: after each layer.
+    dtype: of the arithmetic.
   """
   hidden_sizes: Sequence[int] = (64, 64)
   activation: Callable[[Array], Array] = nn.tanh
+  dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, obs: Tree) -> tuple[Array, Array]:
@@ -80,11 +88,13 @@ class TwinMLP(nn.Module):
       return jnp.concatenate(
           [orthogonal(k, halves, dtype) for k in jax.random.split(rng_key)], 1)
 
-    x = self.activation(nn.Dense(2 * first, kernel_init=twice)(as_vector(obs)))
+    x = self.activation(nn.Dense(2 * first, dtype=self.dtype, kernel_init=twice)(
+        as_vector(obs, self.dtype)))
     outputs = []
     for half in jnp.split(x, 2, axis=-1):
       for size in rest:
-        half = self.activation(nn.Dense(size, kernel_init=orthogonal)(half))
+        half = self.activation(
+            nn.Dense(size, dtype=self.dtype, kernel_init=orthogonal)(half))
       outputs.append(half)
     return tuple(outputs)
 
@@ -114,18 +124,21 @@ class Conv(nn.Module):
     padding: 'VALID' or 'SAME'.
     matmul: compute it as one matrix product over patches, which gives the same
       numbers; by default where the backend is the CPU.
+    dtype: of the arithmetic.
   """
   features: int
   kernel: int
   stride: int = 1
   padding: str = 'VALID'
   matmul: bool | None = None
+  dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
     shape = (self.kernel, self.kernel, x.shape[-1], self.features)
     kernel = self.param('kernel', nn.initializers.orthogonal(np.sqrt(2)), shape)
     bias = self.param('bias', nn.initializers.zeros_init(), (self.features,))
+    x, kernel, bias = (a.astype(self.dtype) for a in (x, kernel, bias))
     # XLA's CPU convolution is some ten times slower in a gradient in a scan.
     matmul = (
         jax.default_backend() == 'cpu' if self.matmul is None else self.matmul)
@@ -146,19 +159,22 @@ class ConvNet(nn.Module):
     channels_first: whether observations are CHW.
     layers: (features, kernel, stride) of each convolution.
     hidden_size: width of the layer after them.
+    dtype: of the arithmetic.
   """
   channels_first: bool
   layers: Sequence[tuple[int, int, int]]
   hidden_size: int
+  dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, obs: Tree) -> Array:
-    x = as_image(obs, self.channels_first)
+    x = as_image(obs, self.channels_first, self.dtype)
     for features, kernel, stride in self.layers:
-      x = nn.relu(Conv(features, kernel, stride)(x))
+      x = nn.relu(Conv(features, kernel, stride, dtype=self.dtype)(x))
     init = nn.initializers.orthogonal(np.sqrt(2))
     x = x.reshape(x.shape[0], -1)
-    return nn.relu(nn.Dense(self.hidden_size, kernel_init=init)(x))
+    return nn.relu(
+        nn.Dense(self.hidden_size, dtype=self.dtype, kernel_init=init)(x))
 
 
 class ImpalaResNet(nn.Module):
@@ -168,26 +184,31 @@ class ImpalaResNet(nn.Module):
     channels_first: whether observations are CHW.
     channels: of the sections, each of which halves the image.
     hidden_size: width of the last layer.
+    dtype: of the arithmetic.
 
   Source: Espeholt et al. 2018, arXiv:1802.01561, figure 3 (right).
   """
   channels_first: bool
   channels: Sequence[int] = (16, 32, 32)
   hidden_size: int = 256
+  dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, obs: Tree) -> Array:
-    x = as_image(obs, self.channels_first)
+    x = as_image(obs, self.channels_first, self.dtype)
+    conv = functools.partial(
+        Conv, kernel=3, padding='SAME', dtype=self.dtype)
     for features in self.channels:
-      x = Conv(features, 3, padding='SAME')(x)
+      x = conv(features)(x)
       x = nn.max_pool(x, (3, 3), strides=(2, 2), padding='SAME')
       for _ in range(2):
         residual = x
-        x = Conv(features, 3, padding='SAME')(nn.relu(x))
-        x = Conv(features, 3, padding='SAME')(nn.relu(x)) + residual
+        x = conv(features)(nn.relu(x))
+        x = conv(features)(nn.relu(x)) + residual
     x = nn.relu(x).reshape(x.shape[0], -1)
     init = nn.initializers.orthogonal(np.sqrt(2))
-    return nn.relu(nn.Dense(self.hidden_size, kernel_init=init)(x))
+    return nn.relu(
+        nn.Dense(self.hidden_size, dtype=self.dtype, kernel_init=init)(x))
 
 
 class ActorCritic(nn.Module):
@@ -210,7 +231,7 @@ class ActorCritic(nn.Module):
       policy_features = value_features = torso(obs)
     elif isinstance(torso, MLP) and _width(obs) > _JOIN_WIDTH:
       policy_features, value_features = TwinMLP(
-          torso.hidden_sizes, torso.activation)(obs)
+          torso.hidden_sizes, torso.activation, torso.dtype)(obs)
     else:
       policy_features, value_features = torso(obs), self.make_torso()(obs)
     # A small policy head starts the policy close to uniform.
@@ -234,7 +255,8 @@ NETWORKS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
 
 
 def make_torso(
-    name: str, spec: EnvSpec, *, hidden_sizes: Sequence[int]
+    name: str, spec: EnvSpec, *, hidden_sizes: Sequence[int],
+    dtype: Any = jnp.float32
 ) -> Callable[[], nn.Module]:
   """A torso that fits an observation.
 
@@ -244,6 +266,7 @@ def make_torso(
     spec: of the environment.
     hidden_sizes: widths of the MLP's layers; the last is also that of the
       layer after the convolutions.
+    dtype: of the torso's arithmetic.
 
   Returns:
     A function without arguments that builds the torso.
@@ -259,7 +282,7 @@ def make_torso(
     name = ('mlp' if size < 3 else
             'conv' if size < _SMALLEST_NATURE_IMAGE else 'nature_cnn')
   if name == 'mlp':
-    return lambda: MLP(hidden_sizes)
+    return lambda: MLP(hidden_sizes, dtype=dtype)
   smallest = {'conv': 3, 'nature_cnn': _SMALLEST_NATURE_IMAGE,
               'impala_resnet': 3}
   if size < smallest[name]:
@@ -269,7 +292,8 @@ def make_torso(
         'network.name=auto')
   if name == 'impala_resnet':
     return lambda: ImpalaResNet(
-        spec.channels_first, hidden_size=hidden_sizes[-1])
+        spec.channels_first, hidden_size=hidden_sizes[-1], dtype=dtype)
   layers = _NATURE_LAYERS if name == 'nature_cnn' else (
       _SMALL_LAYERS if size < _SMALLEST_NATURE_IMAGE else _STRIDED_LAYERS)
-  return lambda: ConvNet(spec.channels_first, layers, hidden_sizes[-1])
+  return lambda: ConvNet(
+      spec.channels_first, layers, hidden_sizes[-1], dtype)
