@@ -21,6 +21,10 @@ from podrl.types import (
 STAGES = ('environment', 'inference', 'actor_waiting')
 
 
+class ActorHangs(RuntimeError):
+  """An actor has not come back from a call for too long."""
+
+
 class Memory(NamedTuple):
   """An unroll being gathered on an actor's device, `[T(+1), B, ...]`."""
   obs: Tree
@@ -176,6 +180,7 @@ class Actor:
             first_env + jnp.arange(num_envs)), device)
     self._carry: Tree = None
     self.num_waits = 0
+    self._hangs_since: float | None = None  # As far as `hangs` saw.
     self.is_stopped = False  # Set by another thread; read before each step.
     self._times = 'actor_waiting', time.perf_counter(), dict.fromkeys(STAGES, 0.)
 
@@ -193,8 +198,21 @@ class Actor:
     stage, since, _ = self._times
     return stage, time.perf_counter() - since
 
+  def hangs(self, hang_seconds: float) -> bool:
+    """Whether it has been in one call for so long, and was a second ago.
+
+    Seen once is not enough: so looks all of a suspended process at first.
+    """
+    stage, seconds = self.stage()
+    if stage == 'actor_waiting' or seconds <= hang_seconds:
+      self._hangs_since = None
+      return False
+    now = time.perf_counter()
+    self._hangs_since = self._hangs_since or now
+    return now - self._hangs_since >= 1.
+
   def compile(self, params: Tree) -> list[Trajectory]:
-    """Compiles the actor's programs; returns an unroll's shards, of zeros."""
+    """Compiles the actor's programs; returns an example of an unroll's shards."""
     functions, timestep = self._functions, self._timestep
     memory, self._carry = functions.init(params, self._keys, timestep)
     carry = self._carry

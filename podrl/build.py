@@ -31,6 +31,9 @@ _OPTIMIZERS = {
     'sgd': optax.sgd,
 }
 
+# Where the environment itself never cuts an episode, evaluation does.
+_UNLIMITED_STEPS = 10_000
+
 _MAX_UPDATES = 1024  # In one call of Anakin's training.
 
 
@@ -189,9 +192,11 @@ def _make_anakin_run(config: ConfigDict) -> Run:
 
 def _evaluation(config: ConfigDict, spec: EnvSpec) -> dict[str, int | bool]:
   """The arguments of an evaluation."""
+  limit = spec.max_episode_steps
+  if not 0 < limit < 2**31 - 1:  # It has none.
+    limit = _UNLIMITED_STEPS
   return {'num_episodes': config.eval.num_episodes,
-          'max_episode_steps': (
-              config.eval.max_episode_steps or spec.max_episode_steps),
+          'max_episode_steps': config.eval.max_episode_steps or limit,
           'greedy': config.eval.greedy}
 
 
@@ -229,7 +234,8 @@ def _make_sebulba_run(config: ConfigDict) -> Run:
   warnings = [
       f'{layout.num_actors} actors x config.sebulba.env_threads='
       f'{layout.env_threads} are {num_threads} environment threads, and there '
-      f'are {cores} cores'] if num_threads > cores else []
+      f'are {cores} cores'
+  ] if config.sebulba.env_threads and num_threads > cores else []
   return Run(
       spec, config.env.suite, sorted(
           {*actor_devices, *learner_devices}, key=lambda device: device.id),

@@ -54,8 +54,10 @@ def _check_ranges(config: ConfigDict) -> None:
     for name, value in values.items():
       if not holds(value):
         raise ValueError(f'config.{name}={value} must be {remedy}')
-  if config.seed >= 2**32:
-    raise ValueError(f'config.seed={config.seed} must be less than 2**32')
+  # Environment i of a host's pool has the seed `seed` + i, an int32.
+  bound = 2**31 - config.env.num_envs if is_sebulba(config) else 2**32
+  if config.seed >= bound:
+    raise ValueError(f'config.seed={config.seed} must be less than {bound}')
 
 
 def multiples_near(value: int, divisor: int) -> str:
@@ -115,6 +117,10 @@ def check(config: ConfigDict) -> None:
           f'config.{field}={config[field]} does not fit a2c, which learns once '
           f'from each step; use 1, or --agent=impala')
   if is_sebulba(config):
+    if config.agent.name == 'a2c' and config.sebulba.max_lag:
+      raise ValueError(
+          f'config.sebulba.max_lag={config.sebulba.max_lag} does not fit a2c, '
+          'which learns from its own policy alone; use 0, or --agent=impala')
     check_choice('config.sebulba.mode', config.sebulba.mode, _MODES)
   else:
     check_division(config, config.num_devices or 1)

@@ -76,7 +76,8 @@ def base_config(agent: str) -> ConfigDict:
   config.eval.num_episodes = 128  # Each the first of its own environment.
   config.eval.every_env_steps = 0  # 0 evaluates only at the end.
   config.eval.greedy = True  # The policy's mode, or a sample.
-  config.eval.max_episode_steps = 0  # Cut there; 0 is the environment's limit.
+  # Cut there; 0 is the environment's limit, and 10,000 where it has none.
+  config.eval.max_episode_steps = 0
 
   config.log = ConfigDict()
   config.log.every_updates = 10  # Updates to a record.

@@ -1,7 +1,6 @@
 """Evaluation: the first whole episode of each of N environments."""
 
 from collections.abc import Callable
-import itertools
 from typing import NamedTuple
 
 import chex
@@ -117,7 +116,7 @@ def make_host_evaluate(
     make_env: `(num_envs, seed) -> HostEnv`.
     agent: whose `act` is evaluated.
     num_episodes: how many, one per environment.
-    max_episode_steps: where an episode that does not end is cut; 0 is never.
+    max_episode_steps: where an episode that does not end is cut.
     greedy: take the policy's mode rather than a sample.
 
   Returns:
@@ -146,21 +145,23 @@ def make_host_evaluate(
         seed_key, (), 0, 2**31 - 1 - num_episodes)))
     act = act or make_act(env.observe)  # Compiled once for all evaluations.
     keys = jax.random.split(act_key, num_episodes)
-    timestep, carry = env.reset(), agent.initial_carry(num_episodes)
+    carry = agent.initial_carry(num_episodes)
     is_over = np.zeros(num_episodes, bool)
     returns, lengths = np.zeros(num_episodes), np.zeros(num_episodes, np.int64)
-    for t in itertools.count():
-      if should_stop():
-        env.close()
-        return None
-      action, carry = act(params, keys, np.int32(t), timestep, carry)
-      timestep = env.step(np.asarray(action))
-      is_over |= timestep.is_first
-      returns += np.where(is_over, 0., timestep.reward)
-      lengths += ~is_over
-      if is_over.all() or t + 1 == max_episode_steps:
-        break
-    env.close()
+    try:
+      timestep = env.reset()
+      for t in range(max_episode_steps):
+        if should_stop():
+          return None
+        action, carry = act(params, keys, np.int32(t), timestep, carry)
+        timestep = env.step(np.asarray(action))
+        is_over |= timestep.is_first
+        returns += np.where(is_over, 0., timestep.reward)
+        lengths += ~is_over
+        if is_over.all():
+          break
+    finally:
+      env.close()
     return Evaluation(returns.astype(np.float32), lengths.astype(np.int32))
 
   return evaluate

@@ -76,6 +76,24 @@ def devices(config: ConfigDict) -> Sequence[jax.Device]:
   return found[:num_devices]
 
 
+def _choose_devices(
+    config: ConfigDict, num_found: int) -> tuple[tuple[int, ...], ...]:
+  """Indices of the actor and of the learner devices, as named or by default."""
+  fields, found = config.sebulba, range(num_found)
+  actors, learners = fields.actor_devices, fields.learner_devices
+  if not actors:
+    free = [i for i in found if i not in learners] or list(learners)
+    actors = tuple(free[:max(1, num_found // 4)])
+  if not learners:
+    learners = tuple(i for i in found if i not in actors) or actors
+    # As many as divide the batch; where none do, the error names them all.
+    num_actors = len(actors) * fields.threads_per_actor_device
+    divisors = [n for n in range(1, len(learners) + 1)
+                if config.env.num_envs % (num_actors * n) == 0]
+    learners = learners[:max(divisors, default=len(learners))]
+  return actors, learners
+
+
 def make_layout(config: ConfigDict) -> Layout:
   """How a Sebulba run uses this host.
 
@@ -83,10 +101,7 @@ def make_layout(config: ConfigDict) -> Layout:
     ValueError: where a device does not exist, or the batch does not divide.
   """
   fields, found = config.sebulba, jax.local_devices()
-  quarter = max(1, len(found) // 4)
-  actor_devices = fields.actor_devices or tuple(range(quarter))
-  learner_devices = fields.learner_devices or (
-      tuple(range(quarter, len(found))) if len(found) > 1 else (0,))
+  actor_devices, learner_devices = _choose_devices(config, len(found))
   for name, indices in (('actor_devices', actor_devices),
                         ('learner_devices', learner_devices)):
     if max(indices) >= len(found) or len(set(indices)) < len(indices):

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl import spmd
-from podrl.actor import STAGES, Actor, Unroll, make_actor_functions
+from podrl.actor import (
+    STAGES, Actor, ActorHangs, Unroll, make_actor_functions)
 from podrl.channel import Asynchronous, Closed, Deterministic
 from podrl.types import (
     Agent, Episodes, HostEnv, Learner, LearnerState, Report, Tree)
@@ -49,12 +50,12 @@ class Settings:
   hang_seconds: float
 
 
-class ActorHangs(RuntimeError):
-  """An actor has not come back for `hang_seconds`."""
-
-
 def make_update(learner: Learner, mesh: Mesh) -> Callable:
   """Maps `Learner.update` over the learner devices.
+
+  Args:
+    learner: whose `update` it is.
+    mesh: of the learner devices.
 
   Returns:
     `(params, rest, trajectories, rng_key) -> (LearnerState, metrics)`. `rest`
@@ -109,6 +110,7 @@ class Sebulba:
     self._actors: list[Actor] = []
     self._threads: list[threading.Thread] = []
     self._error: BaseException | None = None
+    self._stopper: threading.Thread | None = None
     self._update = self._state = None  # Until `start`.
     self._num_updates = self._num_dropped = 0
     self._seconds = dict.fromkeys(('update', 'learner_waiting', 'hand_off'), 0.)
@@ -124,9 +126,8 @@ class Sebulba:
     functions = None
     for index in range(self._num_actors):
       env = self._make_env(index)
-      if functions is None:
-        functions = make_actor_functions(
-            self._agent, env.observe, settings.unroll_length, len(devices))
+      functions = functions or make_actor_functions(
+          self._agent, env.observe, settings.unroll_length, len(devices))
       self._actors.append(Actor(
           index, env, functions, settings.unroll_length,
           self._actor_devices[index // settings.actors_per_device],
@@ -136,13 +137,13 @@ class Sebulba:
     for actor in self._actors:
       shards = actor.compile(spmd.to_device(params, actor.device))
     example = spmd.join_shards(shards, self._mesh, spmd.TRAJECTORY)
-    state = jax.jit(lambda key: self._learner.init(key, example))(
-        self._init_key)
+    state = jax.jit(self._learner.init)(self._init_key, example)
     self._state = spmd.place(state, self._mesh, spmd.LEARNER_STATE)
     self._update_key = spmd.place(
         self._update_key, self._mesh, spmd.REPLICATED)
     self._update = make_update(self._learner, self._mesh).lower(
-        *self._arguments([example] * settings.unrolls_per_update)).compile()
+        self._state.params, self._state._replace(params=()),
+        (example,) * settings.unrolls_per_update, self._update_key).compile()
     try:
       self._publish()
     except Closed:
@@ -152,10 +153,6 @@ class Sebulba:
           target=self._run_actor, args=(actor,), name=actor.name)
       self._threads.append(thread)
       thread.start()
-
-  def _arguments(self, trajectories: list) -> tuple:
-    return (self._state.params, self._state._replace(params=()),
-            tuple(trajectories), self._update_key)
 
   def _publish(self) -> None:
     """Hands the parameters, ready for use, to the actors."""
@@ -177,7 +174,7 @@ class Sebulba:
       pass
     except BaseException as error:  # Raised again in the main thread.
       self._error = self._error or error
-      self.stop()
+      self._stop()
     finally:
       actor.enter('actor_waiting')
 
@@ -186,7 +183,8 @@ class Sebulba:
     taken, dropped = [], []
     while len(taken) < self._settings.unrolls_per_update:
       try:
-        unroll = self._exchange.take(len(taken), self._settings.hang_seconds)
+        unroll = self._exchange.take(
+            len(taken), self._settings.hang_seconds / 2)
       except TimeoutError:
         self._check_actors()
         continue
@@ -200,8 +198,8 @@ class Sebulba:
   def _check_actors(self) -> None:
     """Raises `ActorHangs` where an actor has been in one call for too long."""
     for actor in self._actors:
-      stage, seconds = actor.stage()
-      if stage != 'actor_waiting' and seconds > self._settings.hang_seconds:
+      if actor.hangs(self._settings.hang_seconds):
+        stage, seconds = actor.stage()
         raise ActorHangs(
             f'{actor.name} has not come back from {stage} for {seconds:.0f} s, '
             f'more than sebulba.hang_seconds={self._settings.hang_seconds:g}')
@@ -237,19 +235,17 @@ class Sebulba:
         queue_depth = self._exchange.depth()
         taken, dropped = self._take()
         spend('learner_waiting')
-        lags = [self._num_updates - unroll.version for unroll in taken]
-        trajectories = [spmd.join_shards(
-            unroll.shards, self._mesh, spmd.TRAJECTORY) for unroll in taken]
-        self._state, metrics = jax.block_until_ready(
-            self._update(*self._arguments(trajectories)))
-        metrics = jax.device_get(metrics)
+        lags = [self._num_updates - u.version for u in taken]
+        trajectories = tuple(spmd.join_shards(
+            u.shards, self._mesh, spmd.TRAJECTORY) for u in taken)
+        self._state, metrics = jax.block_until_ready(self._update(
+            self._state.params, self._state._replace(params=()), trajectories,
+            self._update_key))
         spend('update')
+        metrics = jax.device_get(metrics)
         is_finite = bool(np.isfinite(metrics['loss']))
         if is_finite:
           self._num_updates += 1
-          self._publish()
-          self._exchange.release(len(taken))
-          spend('hand_off')
           self._num_dropped += len(dropped)
           num_unrolls += len(taken) + len(dropped)
           episodes.append(jax.tree.map(
@@ -259,9 +255,14 @@ class Sebulba:
               'queue_depth': queue_depth,
               'num_unrolls_dropped': self._num_dropped,
               'num_actor_waits': sum(a.num_waits for a in self._actors)})
-    except Closed:
-      if self._error:
-        raise self._error
+          self._publish()
+          self._exchange.release(len(taken))
+          spend('hand_off')
+    except (Closed, ActorHangs) as error:
+      spend('learner_waiting')
+      cause = self._error or (isinstance(error, ActorHangs) and error)
+      if cause and not rows:  # With rows the next call comes here again.
+        raise cause
     stages = self._stages()
     return Report(
         {k: np.asarray([row[k] for row in rows]) for k in next(iter(rows), ())},
@@ -272,28 +273,27 @@ class Sebulba:
 
   def stop(self) -> None:
     """Wakes and ends all threads; a signal handler may call it."""
+    # In a thread: a handler runs in the middle of its own, which may be about
+    # to wait, and would miss the call that should wake it.
+    self._stopper = threading.Thread(target=self._stop, name='podrl-stop')
+    self._stopper.start()
+
+  def _stop(self) -> None:
+    self._exchange.close()
     for actor in self._actors:
       actor.is_stopped = True
-    self._exchange.close()
 
   def close(self) -> list[str]:
-    """Ends the threads and frees the environments.
-
-    Returns:
-      The names of the threads that hang, for which it waited `hang_seconds`
-      from the beginning of their call.
-    """
-    self.stop()
+    """Ends the threads, frees the environments; names the threads that hang."""
+    self._stop()
+    if self._stopper:
+      self._stopper.join()
     hanging = []
     for actor, thread in zip(self._actors, self._threads):
-      while thread.is_alive():
-        stage, seconds = actor.stage()
-        if stage == 'actor_waiting':  # It was woken.
-          thread.join()
-        elif seconds > self._settings.hang_seconds:
+      while thread.is_alive() and actor.name not in hanging:
+        thread.join(min(1., self._settings.hang_seconds))
+        if actor.hangs(self._settings.hang_seconds):
           hanging.append(actor.name)
-          break
-        thread.join(self._settings.hang_seconds - seconds)
     for actor in self._actors:
       if actor.name not in hanging:
         actor.close()

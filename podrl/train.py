@@ -211,7 +211,10 @@ def _train(
     if not isinstance(exception, FloatingPointError):
       traceback.print_exc()
   finally:
-    hanging = run.driver.close()
+    hanging = _close(run)
+    if hanging:
+      exit_code, error = exit_code or FAILED, error or (
+          f'{", ".join(hanging)} did not return')
     for sink in sinks:
       sink.close()
     clock.close()
@@ -225,13 +228,23 @@ def _train(
       file.write(metrics.to_json(summary, indent=2) + '\n')
     terminal.print_summary(summary, workdir)
   if hanging:
-    # A thread that never returns from C++ cannot be joined.
-    print(f'error: {", ".join(hanging)} did not return; all stacks:',
+    sys.stdout.flush()
+    os._exit(exit_code)  # A thread that stays in C++ cannot be joined.
+  return exit_code
+
+
+def _close(run: build.Run) -> list[str]:
+  """Ends the driver; prints all stacks where threads hang, which it names."""
+  try:
+    hanging = run.driver.close()
+  except Exception:  # An environment's: the summary is to be written still.
+    traceback.print_exc()
+    return []
+  if hanging:
+    print(f'{", ".join(hanging)} did not return; all stacks:',
           file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
-    sys.stdout.flush()
-    os._exit(exit_code or FAILED)
-  return exit_code
+  return hanging
 
 
 def _loop(
@@ -265,7 +278,8 @@ def _loop(
     is_eval = is_last or run.eval_every_updates and (
         window.num_updates % run.eval_every_updates == 0)
     is_due = window.num_updates % config.log.every_updates == 0
-    if is_eval or is_due or signals.is_set():
+    is_cut = signals.is_set() and window.num_updates_since_record > 0
+    if is_eval or is_due or is_cut:
       record = window.record()
       write(record | evaluate() if is_eval else record)
 

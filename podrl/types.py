@@ -90,7 +90,8 @@ class EnvSpec(NamedTuple):
     channels_first: whether images are CHW (Atari) rather than HWC.
     action: the action space.
     frame_skip: raw frames per environment step.
-    max_episode_steps: after so many steps an episode is truncated.
+    max_episode_steps: after so many steps an episode is truncated; 0 or
+      2**31 - 1 is never.
   """
   obs: Tree
   channels_first: bool

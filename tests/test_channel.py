@@ -60,15 +60,6 @@ def test_closing_wakes_who_waits_and_refuses_who_comes(make):
     wait()
 
 
-def test_the_thread_that_holds_the_lock_may_close():
-  # As a signal handler does, which runs in the middle of its own thread.
-  channel = Channel(1)
-  with channel._changed:
-    channel.close()
-  with pytest.raises(Closed):
-    channel.get()
-
-
 def test_a_slot_has_the_newest():
   slot = Slot()
   slot.put('a', 0)

@@ -16,6 +16,8 @@ def test_the_examples_run_and_learn():
   assert scope['mean_return'] > 0.95
   assert int(scope['state'].learner.num_updates) == 100
   assert 'bonus' in scope['records'].metrics
+  assert scope['host_return'] > 0.95
+  assert scope['host_driver'].learner.num_updates == 100
 
 
 def test_ci_calls_the_readmes_test_command():

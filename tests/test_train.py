@@ -48,6 +48,34 @@ _TIMINGS = {'steps_per_second', 'frames_per_second', 'updates_per_second',
             'predictions_per_second', 'wall_seconds', 'compile_seconds'}
 
 
+_TINY_HOST = ['--config.total_env_steps=512', '--config.env.num_envs=8',
+              '--config.unroll_length=8', '--config.eval.num_episodes=2',
+              '--config.eval.max_episode_steps=4',
+              '--config.log.every_updates=3', '--config.compilation_cache=off',
+              '--config.network.hidden_sizes=8',
+              '--config.sebulba.actor_devices=0',
+              '--config.sebulba.learner_devices=0']
+
+
+@pytest.mark.parametrize('name,agent', [
+    ('sebulba_cartpole', 'ppo'), ('sebulba_cartpole', 'impala'),
+    ('sebulba_cartpole', 'a2c'), ('sebulba_pong', 'impala'),
+    ('sebulba_breakout', 'ppo')])
+def test_every_host_experiment_runs_tiny(name, agent, tmp_path):
+  workdir = tmp_path / 'run'
+  arguments = [*_TINY_HOST] + ([] if 'cartpole' in name else ['--variant=cpu'])
+  assert _run(workdir, f'--agent={agent}', *arguments, name=name, tiny=False) == 0
+  records, summary = _read(workdir)
+  # 512 / (8 x 8) = 8 updates; records at 3, 6 and at the end.
+  assert [r['num_updates'] for r in records] == [3, 6, 8]
+  assert summary['exit'] == 'done' and summary['eval_episodes'] == 2
+  assert records[-1]['frames'] == records[-1]['env_steps'] * (
+      1 if 'cartpole' in name else 4)
+  assert records[-1]['policy_lag'] == (0 if agent == 'a2c' else 1)
+  shares = [v for r in records for k, v in r.items() if k.startswith('time_')]
+  assert len(shares) == 3 * 6 and all(0 <= x <= 1.1 for x in shares)
+
+
 @pytest.mark.parametrize('agent', ['ppo', 'impala', 'a2c'])
 @pytest.mark.parametrize('path', _SCRIPTS, ids=lambda p: p.stem)
 def test_every_experiment_runs_tiny(path, agent, tmp_path):
@@ -172,11 +200,12 @@ def test_evaluation_between(tmp_path):
 @pytest.mark.parametrize('number,code,outcome', [
     (signal.SIGINT, 130, 'interrupted'), (signal.SIGTERM, 75, 'preempted')])
 @pytest.mark.parametrize('moment', ['compiling', 'training'])
+@pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
 def test_signals_end_a_run_with_its_summary(
-    number, code, outcome, moment, tmp_path):
+    name, number, code, outcome, moment, tmp_path):
   workdir = tmp_path / 'run'
   process = subprocess.Popen(
-      [sys.executable, str(_ROOT / 'experiments' / 'anakin_catch.py'),
+      [sys.executable, str(_ROOT / 'experiments' / f'{name}.py'),
        f'--workdir={workdir}', '--config.total_env_steps=1e9',
        '--config.log.every_updates=1'],
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -206,10 +235,9 @@ def test_a_second_run_finds_its_programs_compiled(tmp_path):
   assert seconds[1] <= seconds[0] / 4
 
 
-
-
+@pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
 @pytest.mark.parametrize('agent', ['ppo', 'impala', 'a2c'])
-def test_every_field_is_read(agent, tmp_path, monkeypatch):
+def test_every_field_is_read(agent, name, tmp_path, monkeypatch):
   from ml_collections import ConfigDict
   reads = set()
   original = ConfigDict.__getitem__
@@ -221,7 +249,7 @@ def test_every_field_is_read(agent, tmp_path, monkeypatch):
       reads.add((id(self), key))
     return value
 
-  config = _get_config('anakin_catch')(agent)
+  config = _get_config(name)(agent)
   config.total_env_steps, config.env.num_envs = 64, 8
   config.eval.num_episodes = 2
   config.compilation_cache = 'off'

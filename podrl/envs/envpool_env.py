@@ -17,8 +17,8 @@ _OWN_OPTIONS = frozenset([
     'gym_reset_return_info', 'max_num_players'])
 
 
-def _envpool_spec(name: str, options: dict[str, Any]) -> Any:
-  """envpool's own record of a task, its options checked."""
+def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+  """envpool's own record of a task, and its options, of the right types."""
   import envpool
 
   known = envpool.list_all_envs()
@@ -33,21 +33,25 @@ def _envpool_spec(name: str, options: dict[str, Any]) -> Any:
     raise ValueError(f'env.name={name} cannot be made here: '
                      f'{" ".join(str(error).split())}') from error
   gymnasium_env.check_options(name, options, set(defaults) - _OWN_OPTIONS)
-  for key, value in options.items():
-    default = defaults[key]
-    # envpool raises its own errors deep in C++, for some types only.
-    is_number = isinstance(value, int | float) and isinstance(
-        default, int | float) and isinstance(value, bool) == isinstance(
-            default, bool) and (isinstance(default, float) or value == int(value))
-    if not is_number and type(value) is not type(default):
-      raise ValueError(
-          f'env.options.{key}={value!r} is not of type '
-          f'{type(default).__name__}; its default is {default!r}')
+  options = {k: _typed(k, v, defaults[k]) for k, v in options.items()}
   try:
-    return envpool.make_spec(name, **options)
+    return envpool.make_spec(name, **options), options
   except Exception as error:  # Whatever the task's C++ raises.
-    raise ValueError(
-        f'env.options={options} are refused by {name}: {error}') from error
+    raise ValueError(f'env.options={options} are refused by {name}: '
+                     f'{" ".join(str(error).split())}') from error
+
+
+def _typed(key: str, value: Any, default: Any) -> Any:
+  """An option's value in the type of its default, which C++ insists on."""
+  if type(value) is type(default):
+    return value
+  if type(default) is float and type(value) is int:
+    return float(value)
+  if type(default) is int and type(value) is float and value.is_integer():
+    return int(value)
+  raise ValueError(
+      f'env.options.{key}={value!r} is not of type {type(default).__name__}; '
+      f'its default is {default!r}')
 
 
 def _to_spec(name: str, spec: Any) -> EnvSpec:
@@ -80,7 +84,7 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
     ValueError: if the name or an option is unknown, a value of a wrong type,
       the task has several players, or a space is not supported.
   """
-  return _to_spec(name, _envpool_spec(name, options))
+  return _to_spec(name, _checked(name, options)[0])
 
 
 def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
@@ -99,7 +103,8 @@ def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
   """
   import envpool
 
-  spec = make_spec(name, **options)
+  record, options = _checked(name, options)
+  spec = _to_spec(name, record)
   pool = envpool.make_gymnasium(
       name, num_envs=num_envs, seed=seed, num_threads=num_threads, **options)
   with warnings.catch_warnings():

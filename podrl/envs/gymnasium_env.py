@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import signal
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.types import Array, Box, Discrete, EnvSpec, HostEnv, TimeStep, Tree
+
+_MODES = ('sync', 'async')
 
 
 def obs_spec(space: Any) -> Tree:
@@ -149,23 +152,29 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
   import gymnasium
 
   spec = _registered_spec(name)
-  options.pop('vectorization_mode', None)
+  mode = options.pop('vectorization_mode', _MODES[0])
+  if mode not in _MODES:
+    raise ValueError(f'env.options.vectorization_mode={mode} is unknown; '
+                     f'choose from {", ".join(_MODES)}')
   max_episode_steps = options.get('max_episode_steps', spec.max_episode_steps)
-  entry = spec.entry_point
-  if isinstance(entry, str):
-    entry = gymnasium.envs.registration.load_env_creator(entry)
-  parameters = inspect.signature(entry).parameters
-  if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-    check_options(name, options, {
-        *parameters, 'max_episode_steps', 'vectorization_mode'} - {'self'})
   try:
+    entry = spec.entry_point
+    if isinstance(entry, str):
+      entry = gymnasium.envs.registration.load_env_creator(entry)
+    parameters = inspect.signature(entry).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+      check_options(name, options, {
+          *parameters, 'max_episode_steps', 'vectorization_mode'} - {'self'})
     env = gymnasium.make(name, **options)
+    try:
+      obs = obs_spec(env.observation_space)
+      action = action_space(env.action_space)
+    finally:
+      env.close()
   except Exception as error:  # Whatever an environment's constructor raises.
-    raise ValueError(f'env.name={name} with {options or "no options"} cannot '
-                     f'be made: {error}') from error
-  obs = obs_spec(env.observation_space)
-  action = action_space(env.action_space)
-  env.close()
+    raise ValueError(
+        f'env.name={name} with {options or "no options"} cannot be made: '
+        f'{" ".join(str(error).split())}') from error
   return EnvSpec(obs, is_channels_first(obs), action, 1,
                  max_episode_steps or 0)
 
@@ -191,8 +200,14 @@ def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
       'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP}
   if mode == 'async':
     vector_kwargs['context'] = 'spawn'  # A fork would copy JAX's threads' locks.
-  envs = gymnasium.make_vec(
-      name, num_envs, mode, vector_kwargs=vector_kwargs, **options)
+  # Inherited by the processes: who ends them is this one.
+  mask = signal.pthread_sigmask(
+      signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+  try:
+    envs = gymnasium.make_vec(
+        name, num_envs, mode, vector_kwargs=vector_kwargs, **options)
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
   space = envs.single_observation_space
   start = int(getattr(envs.single_action_space, 'start', 0))
   joints = Joints(num_envs)
