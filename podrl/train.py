@@ -278,8 +278,9 @@ def _loop(
     is_eval = is_last or run.eval_every_updates and (
         window.num_updates % run.eval_every_updates == 0)
     is_due = window.num_updates % config.log.every_updates == 0
-    is_cut = signals.is_set() and window.num_updates_since_record > 0
-    if is_eval or is_due or is_cut:
+    # A signal may end a window before its first update.
+    if window.num_updates_since_record and (
+        is_eval or is_due or signals.is_set()):
       record = window.record()
       write(record | evaluate() if is_eval else record)
 
