@@ -55,7 +55,7 @@ _NUM_ENVS = flags.DEFINE_list(
 _REPEATS = flags.DEFINE_integer('repeats', 5, 'of each measurement', 1)
 _NUM_DEVICES = flags.DEFINE_integer('num_devices', 0, '0 is the default', 0)
 _THREADS = flags.DEFINE_integer(
-    'threads', 2, "Sebulba's, for each actor device", 1)
+    'threads', 0, "Sebulba's, for each actor device; 0 is the default", 0)
 _OUT = flags.DEFINE_string('out', '', 'a JSON file to write')
 
 _NAMES = {'anakin': ('CartPole-v1', 'Breakout-MinAtar', 'Pong-misc'),
@@ -199,7 +199,7 @@ def sebulba_programs(config: ConfigDict) -> tuple[dict[str, Callable], int]:
       agent, pools[0].observe, length, len(learner_devices))
   actors = [actor_lib.Actor(
       i, still(pool), functions, length,
-      devices[plan.actor_devices[i // config.sebulba.threads_per_actor_device]],
+      devices[plan.actor_devices[i // plan.threads]],
       learner_devices, jax.random.key(1), i * num_envs)
       for i, pool in enumerate(pools)]
   shards = [actor.compile(jax.device_put(params, actor.device))
@@ -304,6 +304,8 @@ def main(argv: Sequence[str]) -> None:
                for n in _NUM_ENVS.value or ['64', '1024', '4096']]
   if jax.config.jax_num_cpu_devices < 1:
     spmd.set_num_cpu_devices(layout.num_cpu_devices(configs[0]))
+    jax.config.update(  # As a run has it.
+        'jax_cpu_enable_async_dispatch', not is_sebulba(configs[0]))
   for config in configs:
     check(config)
   for config in configs:

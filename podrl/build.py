@@ -214,7 +214,7 @@ def _make_sebulba_run(config: ConfigDict) -> Run:
   num_updates = -(-config.total_env_steps // steps_per_update)
   settings = sebulba.Settings(
       num_envs=envs_per_actor, unroll_length=config.unroll_length,
-      actors_per_device=config.sebulba.threads_per_actor_device,
+      actors_per_device=layout.threads,
       unrolls_per_update=layout.unrolls_per_update,
       deterministic=config.sebulba.mode == 'deterministic',
       max_lag=config.sebulba.max_lag,

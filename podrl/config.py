@@ -106,7 +106,9 @@ def sebulba_config(agent: str) -> ConfigDict:
   # first quarter to act and the others to learn, one device for both.
   config.sebulba.actor_devices = ()
   config.sebulba.learner_devices = ()
-  config.sebulba.threads_per_actor_device = 2  # Each with its own environments.
+  # Each with its own environments; 0 is two, or one where a CPU of fewer than
+  # four cores is the device.
+  config.sebulba.threads_per_actor_device = 0
   config.sebulba.env_threads = 0  # envpool's, of each actor; 0 shares the cores.
   config.sebulba.unrolls_per_update = 0  # 0 is one of each actor.
   # Or asynchronous: faster where actors are uneven, and no run repeats.

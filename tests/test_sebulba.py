@@ -36,6 +36,7 @@ def _config(agent='ppo', **options):
   config.network.hidden_sizes = (8,)
   config.eval.num_episodes = 2
   config.compilation_cache = 'off'
+  config.sebulba.threads_per_actor_device = 2
   config.sebulba.actor_devices, config.sebulba.learner_devices = (3,), (0, 1)
   return config
 
@@ -347,7 +348,10 @@ def test_evaluation_leaves_out_what_only_training_uses():
     ({'sebulba.learner_devices': (4,)}, '0 to 3'),
     ({'sebulba.actor_devices': (0, 0)}, 'different devices'),
     ({'sebulba.actor_devices': (-1,)}, 'at least 0'),
-    ({'sebulba.threads_per_actor_device': 0}, 'at least 1'),
+    ({'sebulba.threads_per_actor_device': -1}, 'at least 0'),
+    ({'seed': 2**31 - 16}, 'must be less than 2147483632'),
+    ({'sebulba.max_lag': 1, 'agent.name': 'a2c', 'num_epochs': 1,
+      'num_minibatches': 1}, 'use 0, or --agent=impala'),
     ({'sebulba.unrolls_per_update': 3}, 'asynchronous'),
     ({'sebulba.mode': 'async'}, 'did you mean asynchronous'),
     ({'sebulba.hang_seconds': 0.}, 'more than 0'),
