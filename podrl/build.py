@@ -168,12 +168,23 @@ def make_run(config: ConfigDict) -> Run:
       _make_anakin_run(config))
 
 
+def _num_updates(config: ConfigDict, steps_per_update: int) -> int:
+  """Calls of `update` in a whole run."""
+  num_updates = -(-config.total_env_steps // steps_per_update)
+  num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
+  if num_sgd_steps >= 2**31:  # They are counted in int32.
+    raise ValueError(
+        f'config.total_env_steps={config.total_env_steps} are {num_sgd_steps} '
+        'optimiser steps; choose fewer than 2**31 of those')
+  return num_updates
+
+
 def _make_anakin_run(config: ConfigDict) -> Run:
   """`make_run` for Anakin."""
   env = make_env(config)
   agent = make_agent(config, env.spec)
   steps_per_update = config.unroll_length * config.env.num_envs
-  num_updates = -(-config.total_env_steps // steps_per_update)
+  num_updates = _num_updates(config, steps_per_update)
   # A call reports each of its updates, and ends with a record at the latest.
   max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
   used = devices(config)
@@ -211,7 +222,7 @@ def _make_sebulba_run(config: ConfigDict) -> Run:
   envs_per_actor = config.env.num_envs // layout.num_actors
   steps_per_update = (
       config.unroll_length * envs_per_actor * layout.unrolls_per_update)
-  num_updates = -(-config.total_env_steps // steps_per_update)
+  num_updates = _num_updates(config, steps_per_update)
   settings = sebulba.Settings(
       num_envs=envs_per_actor, unroll_length=config.unroll_length,
       actors_per_device=layout.threads,

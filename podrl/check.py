@@ -52,6 +52,19 @@ def _check_ranges(config: ConfigDict) -> None:
     for name, value in values.items():
       if not holds(value):
         raise ValueError(f'config.{name}={value} must be {remedy}')
+  bounded = {
+      'env.num_envs': 2**24, 'unroll_length': 2**24, 'num_epochs': 2**24,
+      'num_minibatches': 2**24, 'eval.num_episodes': 2**24,
+      'eval.max_episode_steps': 2**31 - 1, 'log.every_updates': 2**31 - 1}
+  if is_sebulba(config):
+    bounded |= {
+        'sebulba.max_lag': 1024, 'sebulba.env_threads': 1024,
+        'sebulba.threads_per_actor_device': 1024,
+        'sebulba.unrolls_per_update': 1024, 'sebulba.hang_seconds': 10**6}
+  for name, bound in bounded.items():
+    value = (at_least_one | not_negative | positive)[name]
+    if value > bound:
+      raise ValueError(f'config.{name}={value} must be at most {bound}')
   # Environment i of a host's pool has the seed `seed` + i, an int32.
   bound = 2**31 - config.env.num_envs if is_sebulba(config) else 2**32
   if config.seed >= bound:

@@ -15,7 +15,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
   if value not in choices:
     near = difflib.get_close_matches(str(value), choices, 3, 0.4)
     listed = f'did you mean {" or ".join(near)}' if near else (
-        f'choose from {", ".join(choices)}')
+        f'choose from {", ".join(filter(None, choices)) or "none"}')
     raise ValueError(f'{name}={value} is unknown; {listed}')
 
 

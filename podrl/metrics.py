@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 import time
 from typing import Any, Protocol
 
@@ -182,7 +183,8 @@ class Terminal:
   """A live panel in a terminal, plain lines elsewhere."""
 
   def __init__(self, name: str, num_updates: int):
-    self._console = Console(highlight=False)
+    self._console = Console(highlight=False, markup=False)
+    self._console.on_broken_pipe = self._go_silent
     self._num_updates = num_updates
     self._start = time.perf_counter()
     self._name = name
@@ -197,6 +199,11 @@ class Terminal:
           name, total=num_updates, status='compiling')
       self._live = Live(self._progress, console=self._console)
       self._live.start()
+
+  def _go_silent(self) -> None:
+    """Nobody reads any more, as after `| head`: training goes on."""
+    self._console.quiet = True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
   def say(self, status: str) -> None:
     """Shows what the run is doing."""
@@ -244,10 +251,10 @@ class Terminal:
                        f'{summary["compile_seconds"]:.1f} s compiling')),
         ('devices', f'{summary["devices"]} {summary["platform"]}'),
         ('run', workdir)]
-    table = Table(title=f'{self._name}: {summary["exit"]}', show_header=False,
+    table = Table(title=Text(f'{self._name}: {summary["exit"]}'), show_header=False,
                   title_justify='left')
     table.add_column()
     table.add_column(overflow='fold')
-    for row in rows:
-      table.add_row(*row)
+    for name, value in rows:
+      table.add_row(name, Text(value))
     self._console.print(table)

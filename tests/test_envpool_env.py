@@ -96,6 +96,11 @@ def test_a_category_is_one_hot():
     ('Pong-v5', {'img_height': 1.5}, 'not of type int'),
     ('Pong-v5', {'episodic_life': 2}, 'not of type bool'),
     ('Pong-v5', {'num_envs': 3}, 'not an option'),
+    ('Pong-v5', {'task': 'foo'}, 'not an option'),
+    ('Pong-v5', {'stack_num': 0}, 'from 1'),
+    ('Pong-v5', {'frame_skip': 0}, 'from 1'),
+    ('CartPole-v1', {'max_episode_steps': -5}, 'from 1'),
+    ('CartPole-v1', {'max_episode_steps': 1e12}, 'from 1'),
     ('Go9x9-v1', {}, '2 players')])
 def test_mistakes(name, options, message):
   with pytest.raises(ValueError, match=message) as error:

@@ -356,6 +356,10 @@ def test_evaluation_leaves_out_what_only_training_uses():
     ({'sebulba.mode': 'async'}, 'did you mean asynchronous'),
     ({'sebulba.hang_seconds': 0.}, 'more than 0'),
     ({'sebulba.max_lag': -1}, 'at least 0'),
+    ({'sebulba.max_lag': 10**12}, 'at most 1024'),
+    ({'sebulba.hang_seconds': 1e30}, 'at most 1000000'),
+    ({'env.num_envs': 10**12}, 'at most 16777216'),
+    ({'total_env_steps': 10**15}, 'fewer than 2**31'),
     ({'num_minibatches': 7}, 'try 4 or 8')])
 def test_a_mistake_is_one_line_and_exit_code_2(
     changes, message, tmp_path, capsys):

@@ -137,6 +137,9 @@ def test_parameters_are_bitwise_reproducible():
     (['--config.env.name=Pendulum-v1'], 'discrete'),
     (['--config.env.num_envs=9'], 'try 8 or 10'),
     (['--config.env.num_envs=0'], 'at least 1'),
+    (['--config.eval.num_episodes=1e20'], 'at most'),
+    (['--config.total_env_steps=1e15'], 'fewer than 2**31'),
+    (['--config.env.options.max_steps_in_episode=99999999999'], '2**31'),
     (['--config.unroll_length=-1'], 'at least 1'),
     (['--config.num_minibatches=7'], 'try 4 or 8'),
     (['--config.num_devices=5', '--config.env.num_envs=5',
@@ -170,6 +173,19 @@ def test_a_workdir_is_never_overwritten(tmp_path, capsys):
   assert _run(tmp_path / 'file') == train.MISTAKE
   assert _run(tmp_path / 'file' / 'below') == train.MISTAKE
   assert 'cannot be written' in capsys.readouterr().err
+
+
+def test_a_closed_pipe_does_not_end_a_run(tmp_path):
+  workdir = tmp_path / 'run[/b]'  # Nor does what looks like markup.
+  command = ' '.join([
+      sys.executable, str(_ROOT / 'experiments' / 'anakin_catch.py'),
+      *_TINY[:-1], '--config.log.every_updates=1', f"'--workdir={workdir}'",
+      f'--config.compilation_cache={tmp_path / "cache"}'])
+  outcome = subprocess.run(
+      ['bash', '-o', 'pipefail', '-c', f'{command} | head -1'],
+      capture_output=True, text=True)
+  assert outcome.returncode == 0, outcome.stderr
+  assert _read(workdir)[1]['exit'] == 'done'
 
 
 def test_help_tells_the_fields(capsys):

@@ -14,7 +14,11 @@ from podrl.types import EnvSpec, HostEnv, TimeStep
 # Set by podrl, or of no use to it.
 _OWN_OPTIONS = frozenset([
     'num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path',
-    'gym_reset_return_info', 'max_num_players'])
+    'gym_reset_return_info', 'max_num_players', 'task'])
+
+# Counts: of 0 of them C++ crashes, hangs or makes nonsense.
+_COUNTS = frozenset([
+    'frame_skip', 'img_height', 'img_width', 'max_episode_steps', 'stack_num'])
 
 
 def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -43,12 +47,15 @@ def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _typed(key: str, value: Any, default: Any) -> Any:
   """An option's value in the type of its default, which C++ insists on."""
-  if type(value) is type(default):
-    return value
-  if type(default) is float and type(value) is int:
-    return float(value)
   if type(default) is int and type(value) is float and value.is_integer():
-    return int(value)
+    value = int(value)
+  if type(default) is float and type(value) is int:
+    value = float(value)
+  if type(value) is type(default):
+    if key in _COUNTS and not 1 <= value < 2**31:
+      raise ValueError(
+          f'env.options.{key}={value} must be from 1 to {2**31 - 1}')
+    return value
   raise ValueError(
       f'env.options.{key}={value!r} is not of type {type(default).__name__}; '
       f'its default is {default!r}')

@@ -174,7 +174,7 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
   except Exception as error:  # Whatever an environment's constructor raises.
     raise ValueError(
         f'env.name={name} with {options or "no options"} cannot be made: '
-        f'{" ".join(str(error).split())}') from error
+        f'{type(error).__name__}: {" ".join(str(error).split())}') from error
   return EnvSpec(obs, is_channels_first(obs), action, 1,
                  max_episode_steps or 0)
 

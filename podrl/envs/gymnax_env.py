@@ -80,6 +80,9 @@ def make(name: str, **options: Any) -> DeviceEnv:
     if np.ndim(default) or not np.isscalar(value) or isinstance(value, str):
       raise ValueError(f'env.options.{key}={value!r} is not a number like '
                        f'its default, {default}')
+    if not abs(value) < 2**31:
+      raise ValueError(
+          f'env.options.{key}={value} must be between -2**31 and 2**31')
   params = params.replace(**options)
   if params.max_steps_in_episode < 1:
     raise ValueError(
