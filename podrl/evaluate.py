@@ -12,6 +12,9 @@ from podrl.types import Agent, Array, DeviceEnv, HostEnv, TimeStep, Tree
 
 _CHUNK_STEPS = 128  # Between two looks at whether to stop.
 
+# Of keys `[N]` and one counter.
+_fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+
 
 class Evaluation(NamedTuple):
   """Finished evaluation.
@@ -56,8 +59,6 @@ def make_evaluate(
     `(params, rng_key, should_stop) -> Evaluation`, or None where
     `should_stop()` became true before the end.
   """
-  fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-
   @jax.jit
   def start(rng_key: chex.PRNGKey) -> tuple[_State, chex.PRNGKey]:
     keys = jax.random.split(rng_key, (2, num_episodes))
@@ -69,7 +70,7 @@ def make_evaluate(
 
   def step(params: Tree, keys: chex.PRNGKey, t: Array, state: _State) -> _State:
     action, _, carry = agent.act(
-        params, fold_in(keys, t), state.timestep, state.carry, greedy=greedy)
+        params, _fold_in(keys, t), state.timestep, state.carry, greedy=greedy)
     env_state, timestep = jax.vmap(env.step)(state.env_state, action)
     is_over = jnp.logical_or(state.is_over, timestep.is_first)
     return _State(
@@ -123,13 +124,11 @@ def make_host_evaluate(
     `(params, rng_key, should_stop) -> Evaluation`, or None where
     `should_stop()` became true before the end.
   """
-  fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-
   def make_act(observe: Callable[[Tree], Tree]) -> Callable:
     @jax.jit
     def act(params, keys, t, timestep, carry):
       action, _, carry = agent.act(
-          params, fold_in(keys, t),
+          params, _fold_in(keys, t),
           timestep._replace(obs=observe(timestep.obs)), carry, greedy=greedy)
       return action, carry
     return act
