@@ -94,11 +94,11 @@ def get_config(name: str, num_envs: int) -> ConfigDict:
   return config
 
 
-def programs(config: ConfigDict) -> tuple[dict[str, Callable], int]:
+def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   """The parts and the whole, each `(num_updates) -> None`, warm.
 
   Returns:
-    Them by name, and the number of parameters.
+    Them by name, the number of parameters, and what frees all.
   """
   env = build.make_env(config)
   agent = build.make_agent(config, env.spec)
@@ -159,8 +159,8 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int]:
       for name, f in rollouts.items()}
   parts['update'] = lambda n: jax.block_until_ready(
       updates(np.int32(n), learner_state, trajectory, key))
-  return parts | {'training': train}, sum(
-      x.size for x in jax.tree.leaves(params))
+  num_params = sum(x.size for x in jax.tree.leaves(params))
+  return parts | {'training': train}, num_params, lambda: None
 
 
 def _random_act(env: DeviceEnv) -> Callable:
@@ -174,11 +174,12 @@ def _random_act(env: DeviceEnv) -> Callable:
   return act
 
 
-def sebulba_programs(config: ConfigDict) -> tuple[dict[str, Callable], int]:
+def sebulba_programs(
+    config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   """The parts and the whole, each `(num_updates) -> None`, warm.
 
   Returns:
-    Them by name, and the number of parameters.
+    Them by name, the number of parameters, and what frees all.
   """
   plan = layout.make_layout(config)
   num_envs, length = config.env.num_envs // plan.num_actors, config.unroll_length
@@ -247,14 +248,33 @@ def sebulba_programs(config: ConfigDict) -> tuple[dict[str, Callable], int]:
     while num_updates > 0:
       num_updates -= run.driver.advance(num_updates).num_updates
 
+  def close() -> None:
+    run.driver.close()
+    for pool in pools:
+      pool.close()
+
   return {'environment': environment, 'acting': acting, 'update': learn,
-          'training': train}, sum(x.size for x in jax.tree.leaves(params))
+          'training': train}, sum(x.size for x in jax.tree.leaves(params)), close
 
 
 def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
   """One row: median steps per second of each part, and the share."""
   make = sebulba_programs if is_sebulba(config) else programs
-  functions, num_params = make(config)
+  functions, num_params, close = make(config)
+  try:
+    row = _rates(config, functions, repeats)
+  finally:
+    close()
+  parts = [row[x] for x in ('environment', 'acting', 'update')]
+  bound = min(parts) if is_sebulba(config) else (
+      1 / (1 / row['acting'] + 1 / row['update']))
+  return row | {'share_of_bound': row['training'] / bound,
+                'num_params': num_params}
+
+
+def _rates(config: ConfigDict, functions: dict[str, Callable],
+           repeats: int) -> dict[str, float]:
+  """Median steps per second of each function."""
   steps = config.env.num_envs * config.unroll_length
   counts = {}
   for name, function in functions.items():
@@ -275,12 +295,7 @@ def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
       rates[name].append(counts[name] * steps / seconds)
       # Actors go on so far; until then they would disturb what comes next.
       time.sleep(1.5 * ahead * seconds / counts[name])
-  row = {name: float(np.median(x)) for name, x in rates.items()}
-  parts = [row[x] for x in ('environment', 'acting', 'update')]
-  bound = min(parts) if is_sebulba(config) else (
-      1 / (1 / row['acting'] + 1 / row['update']))
-  return row | {'share_of_bound': row['training'] / bound,
-                'num_params': num_params}
+  return {name: float(np.median(x)) for name, x in rates.items()}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -130,17 +130,17 @@ class _Episodes:
 
   def add(self, reward: np.ndarray, is_first: np.ndarray) -> Episodes:
     """Of the arrivals of an unroll, `[T, B]` each."""
-    ended = Episodes(0, 0, 0., 0)
-    for reward_t, is_first_t in zip(reward, is_first):
-      if is_first_t.any():
-        number = int(is_first_t.sum())
-        ended = Episodes(
-            ended.num_episodes + number, ended.num_joints + number,
-            ended.return_sum + float(self._returns[is_first_t].sum()),
-            ended.length_sum + int(self._lengths[is_first_t].sum()))
-      self._returns = np.where(is_first_t, 0., self._returns + reward_t)
-      self._lengths = np.where(is_first_t, 0, self._lengths + 1)
-    return ended
+    # An environment's ended episodes fill the unroll up to its last joint.
+    is_open = ~np.logical_or.accumulate(is_first[::-1])[::-1]
+    ends = is_first.any(0)
+    number = int(is_first.sum())
+    sums = []
+    for carry, x in (self._returns, reward), (self._lengths, ~is_first):
+      whole = x.sum(0, dtype=carry.dtype)
+      rest = (x * is_open).sum(0, dtype=carry.dtype)
+      sums.append((carry + whole - rest)[ends].sum().item())
+      carry[:] = np.where(ends, rest, carry + whole)
+    return Episodes(number, number, *sums)
 
 
 class Actor:

@@ -219,24 +219,51 @@ def test_evaluation_between(tmp_path):
 @pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
 def test_signals_end_a_run_with_its_summary(
     name, number, code, outcome, moment, tmp_path):
+  process = _start_until(tmp_path, moment, name)
+  process.send_signal(number)
+  summary = _end(process, tmp_path, code, outcome)
+  assert ('num_updates' in summary) or moment == 'compiling'
+
+
+def test_ctrl_c_ends_environments_in_processes_of_their_own(tmp_path):
+  process = _start_until(
+      tmp_path, 'training', 'sebulba_cartpole', '--config.env.suite=gymnasium',
+      '--config.env.options.vectorization_mode=async',
+      '--config.env.num_envs=4', '--config.num_minibatches=1')
+  os.killpg(process.pid, signal.SIGINT)  # As a terminal does: all get it.
+  summary = _end(process, tmp_path, 130, 'interrupted')
+  assert summary['env_steps'] > 0
+  with pytest.raises(ProcessLookupError):  # Nobody is left, at once or soon.
+    for _ in range(100):
+      os.killpg(process.pid, 0)
+      time.sleep(0.1)
+
+
+def _start_until(tmp_path, moment, name, *arguments):
+  """An endless run, in a process group of its own, that has come so far."""
   workdir = tmp_path / 'run'
   process = subprocess.Popen(
       [sys.executable, str(_ROOT / 'experiments' / f'{name}.py'),
        f'--workdir={workdir}', '--config.total_env_steps=1e9',
-       '--config.log.every_updates=1'],
+       '--config.log.every_updates=1', *arguments],
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-      env=os.environ | {'XDG_CACHE_HOME': str(tmp_path)})
+      env=os.environ | {'XDG_CACHE_HOME': str(tmp_path)},
+      start_new_session=True)
   wanted = workdir / (
       'config.json' if moment == 'compiling' else 'metrics.jsonl')
   while process.poll() is None and not (
       wanted.exists() and wanted.stat().st_size):
     time.sleep(0.05)
-  process.send_signal(number)
+  return process
+
+
+def _end(process, tmp_path, code, outcome):
+  """Waits for a run's end, as it should be; its summary."""
   out, _ = process.communicate(timeout=120)
   assert process.returncode == code, out
-  _, summary = _read(workdir)
+  _, summary = _read(tmp_path / 'run')
   assert summary['exit'] == outcome and 'Traceback' not in out
-  assert ('num_updates' in summary) or moment == 'compiling'
+  return summary
 
 
 def test_a_second_run_finds_its_programs_compiled(tmp_path):

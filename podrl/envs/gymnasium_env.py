@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+from multiprocessing import resource_tracker
 import signal
 from typing import Any
 
@@ -200,7 +201,9 @@ def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
       'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP}
   if mode == 'async':
     vector_kwargs['context'] = 'spawn'  # A fork would copy JAX's threads' locks.
-  # Inherited by the processes: who ends them is this one.
+  # Inherited by the processes: who ends them is this one. The tracker that the
+  # first of them would start lifts the mask, so it comes before.
+  resource_tracker.ensure_running()
   mask = signal.pthread_sigmask(
       signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
   try:
