@@ -1,6 +1,6 @@
 """How well Sebulba overlaps acting with learning; a benchmark, not a test.
 
-  python experiments/overlap.py [--repeats=5]
+  python experiments/overlap.py [--repeats=3]
 
 Environments that sleep, two actors with a pool each, and a learner whose update
 sleeps too, from a quarter to four times as long as an unroll. For each such
@@ -18,9 +18,6 @@ from absl import app
 from absl import flags
 import jax
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from podrl import actor as actor_lib
 from podrl import build
@@ -29,12 +26,12 @@ from podrl import spmd
 from podrl.config import sebulba_config
 from podrl.types import Discrete, EnvSpec, HostEnv, Learner, TimeStep
 
-_REPEATS = flags.DEFINE_integer('repeats', 5, 'of each measurement', 1)
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'of each measurement', 1)
 
 _NUM_ACTORS, _NUM_ENVS, _LENGTH = 2, 8, 10
-_STEP_SECONDS = .01
-_COSTS = (.25, .5, .9, 1., 1.1, 2., 4.)  # Of an update, in unrolls' times.
-_UPDATES = 10  # Of one measurement.
+_STEP_SECONDS = .05
+_COSTS = (.25, .5, 1., 2., 4.)  # Of an update, in unrolls' times.
+_UPDATES = 5  # Of one measurement.
 
 
 def make_env(seconds: float) -> HostEnv:
@@ -141,12 +138,11 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]} is not understood')
   jax.config.update('jax_cpu_enable_async_dispatch', False)  # As a run has it.
-  table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title=(
-      f'Updates per second, medians of {_REPEATS.value}; an unroll sleeps '
-      f'{_LENGTH * _STEP_SECONDS:g} s'))
-  for column in ('mode', 'cost', 'environment', 'acting', 'update', 'training',
-                 'of least'):
-    table.add_column(column, justify='right')
+  print(f'Updates per second, medians of {_REPEATS.value}; an unroll sleeps '
+        f'{_LENGTH * _STEP_SECONDS:g} s')
+  columns = ('mode', 'cost', 'environment', 'acting', 'update', 'training',
+             'of least')
+  print(' '.join(f'{x:>13}' for x in columns))
   for mode in 'deterministic', 'asynchronous':
     for cost in _COSTS:
       functions, close = parts(cost, mode)
@@ -165,9 +161,8 @@ def main(argv: Sequence[str]) -> None:
       row = {name: np.median(x) for name, x in rates.items()}
       share = row['training'] / min(
           x for name, x in row.items() if name != 'training')
-      table.add_row(mode, f'{cost:g}', *(f'{x:.2f}' for x in row.values()),
-                    f'{share:.0%}')
-  Console(highlight=False).print(table)
+      cells = mode, f'{cost:g}', *(f'{x:.2f}' for x in row.values()), f'{share:.1%}'
+      print(' '.join(f'{x:>13}' for x in cells), flush=True)
 
 
 if __name__ == '__main__':
