@@ -88,7 +88,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
   driver.start()
 
   params = jax.jit(agent.init)(jax.random.key(1))
-  functions = actor_lib.make_actor_functions(agent, lambda x: x, _LENGTH, 1)
+  functions = actor_lib.make_actor_functions(agent, lambda x: x, 1)
   actors = [actor_lib.Actor(
       i, make_env(0), functions, _LENGTH, device, [device], jax.random.key(2),
       i * _NUM_ENVS) for i in range(_NUM_ACTORS)]

@@ -25,8 +25,8 @@ class ActorHangs(RuntimeError):
   """An actor has not come back from a call for too long."""
 
 
-class Memory(NamedTuple):
-  """An unroll being gathered on an actor's device, `[T(+1), B, ...]`."""
+class Row(NamedTuple):
+  """One step of an unroll, on the actor's device, `[B, ...]`."""
   obs: Tree
   action: Array
   extras: Tree
@@ -49,76 +49,58 @@ class ActorFunctions(NamedTuple):
   """The compiled part of an actor, on one device.
 
   Attributes:
-    init: `(params, keys, timestep) -> (Memory, carry)`, empty ones.
-    step: `(params, keys, memory, num_steps, timestep, carry) -> (action,
-      memory, carry)`; `num_steps` counts an environment's actions. One dispatch
-      a step; the memory's buffers are donated.
-    finish: `(memory, timesteps, carry) -> [Trajectory]`, a shard for each
-      learner device. `timesteps` has the rewards, discounts and first steps
+    initial_carry: the agent's.
+    step: `(params, keys, num_steps, timestep, carry) -> (Row, carry)`;
+      `num_steps` counts an environment's actions. One dispatch a step.
+    finish: `(rows, timesteps, carry) -> [Trajectory]`, a shard for each learner
+      device, of T rows. `timesteps` has the rewards, discounts and first steps
       `[T+1, B]` of the unroll, but of observations only the last.
   """
-  init: Callable[[Tree, chex.PRNGKey, TimeStep], tuple[Memory, Tree]]
-  step: Callable[..., tuple[Array, Memory, Tree]]
-  finish: Callable[[Memory, TimeStep, Tree], list[Trajectory]]
+  initial_carry: Callable[[int], Tree]
+  step: Callable[..., tuple[Row, Tree]]
+  finish: Callable[[list[Row], TimeStep, Tree], list[Trajectory]]
 
 
 def make_actor_functions(
-    agent: Agent, observe: Callable[[Tree], Tree], unroll_length: int,
+    agent: Agent, observe: Callable[[Tree], Tree],
     num_shards: int) -> ActorFunctions:
   """Compiles acting and gathering.
 
   Args:
     agent: chooses actions.
     observe: of the `HostEnv`.
-    unroll_length: T.
     num_shards: into which the batch is split.
   """
   fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
-  def act(params, keys, num_steps, timestep, carry):
-    timestep = timestep._replace(obs=observe(timestep.obs))
-    return agent.act(params, fold_in(keys, num_steps), timestep, carry)
-
-  @jax.jit
-  def init(params: Tree, keys: chex.PRNGKey, timestep: TimeStep):
-    carry = agent.initial_carry(timestep.is_first.size)
-    action, extras, _ = jax.eval_shape(act, params, keys, 0, timestep, carry)
-    empty = lambda length, tree: jax.tree.map(
-        lambda x: jnp.zeros((length, *x.shape), x.dtype), tree)
-    return Memory(empty(unroll_length + 1, timestep.obs),
-                  empty(unroll_length, action),
-                  empty(unroll_length, extras)), carry
+  # On a CPU a program stays in the thread that calls it, instead of waiting in
+  # others behind the learner's, if it runs in a fixed order and donates nothing.
+  options = {} if jax.default_backend() != 'cpu' else {
+      'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
 
   # Gathered on the device: each observation goes there once, for acting.
-  @functools.partial(jax.jit, donate_argnums=2)
-  def step(params, keys, memory, num_steps, timestep, carry):
-    action, extras, carry = act(params, keys, num_steps, timestep, carry)
-    row = num_steps % unroll_length
-    memory = jax.tree.map(
-        lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, row, 0),
-        memory, Memory(timestep.obs, action, extras))
-    return action, memory, carry
+  @functools.partial(jax.jit, compiler_options=options)
+  def step(params, keys, num_steps, timestep, carry):
+    action, extras, carry = agent.act(
+        params, fold_in(keys, num_steps),
+        timestep._replace(obs=observe(timestep.obs)), carry)
+    return Row(timestep.obs, action, extras), carry
 
-  @functools.partial(jax.jit, donate_argnums=0)
-  def write_last(memory_obs, obs):
-    return jax.tree.map(lambda x, last: x.at[-1].set(last), memory_obs, obs)
-
-  @jax.jit  # What it only passes on is not copied.
-  def split(memory, timesteps, carry):
+  @functools.partial(jax.jit, compiler_options=options)
+  def finish(rows, timesteps, carry):
+    row = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    obs = jax.tree.map(
+        lambda x, last: jnp.concatenate((x, last[None])), row.obs, timesteps.obs)
     trajectory = Trajectory(
-        timesteps._replace(obs=jax.vmap(observe)(memory.obs)), memory.action,
-        memory.extras, jax.tree.map(lambda x: x[None], carry))
+        timesteps._replace(obs=jax.vmap(observe)(obs)), row.action, row.extras,
+        jax.tree.map(lambda x: x[None], carry))
     if num_shards == 1:
       return [trajectory]
     leaves, structure = jax.tree.flatten(trajectory)
     shards = zip(*(jnp.split(x, num_shards, axis=1) for x in leaves))
     return [jax.tree.unflatten(structure, shard) for shard in shards]
 
-  def finish(memory, timesteps, carry):
-    obs = write_last(memory.obs, timesteps.obs)
-    return split(memory._replace(obs=obs), timesteps._replace(obs=()), carry)
-
-  return ActorFunctions(init, step, finish)
+  return ActorFunctions(agent.initial_carry, step, finish)
 
 
 class _Episodes:
@@ -178,7 +160,7 @@ class Actor:
     self._keys = jax.device_put(jax.vmap(
         lambda i: jax.random.fold_in(rng_key, i))(
             first_env + jnp.arange(num_envs)), device)
-    self._carry: Tree = None
+    self._carry = jax.device_put(functions.initial_carry(num_envs), device)
     self.num_waits = 0
     self._hangs_since: float | None = None  # As far as `hangs` saw.
     self.is_stopped = False  # Set by another thread; read before each step.
@@ -214,16 +196,16 @@ class Actor:
   def compile(self, params: Tree) -> list[Trajectory]:
     """Compiles the actor's programs; returns an example of an unroll's shards."""
     functions, timestep = self._functions, self._timestep
-    memory, self._carry = functions.init(params, self._keys, timestep)
     carry = self._carry
-    for t in range(2):  # The second time for outputs of its own.
-      _, memory, carry = functions.step(
-          params, self._keys, memory, np.int32(t), timestep, carry)
+    for _ in range(2):  # The second time for a carry of its own.
+      row, carry = functions.step(
+          params, self._keys, np.int32(0), timestep, carry)
     shape = (self._unroll_length + 1, timestep.is_first.size)
     timesteps = TimeStep(
         timestep.obs, np.zeros(shape, np.float32), np.zeros(shape, np.float32),
         np.ones(shape, bool))
-    return self._place(functions.finish(memory, timesteps, self._carry))
+    return self._place(functions.finish(
+        [row] * self._unroll_length, timesteps, carry))
 
   def unroll(self, params: Tree, version: int) -> Unroll:
     """Acts for T steps with `params`, which are on the actor's device.
@@ -239,8 +221,8 @@ class Actor:
     timesteps = TimeStep(
         None, np.empty(shape, np.float32), np.empty(shape, np.float32),
         np.empty(shape, bool))
+    rows = []
     self.enter('inference')
-    memory, _ = functions.init(params, self._keys, timestep)
     for t in range(length + 1):
       timesteps.reward[t] = timestep.reward
       timesteps.discount[t] = timestep.discount
@@ -249,17 +231,17 @@ class Actor:
         break
       if self.is_stopped:
         raise Closed
-      action, memory, self._carry = functions.step(
-          params, self._keys, memory, np.int32(self._num_steps), timestep,
-          self._carry)
+      row, self._carry = functions.step(
+          params, self._keys, np.int32(self._num_steps), timestep, self._carry)
+      rows.append(row)
       self._num_steps += 1
-      action = np.asarray(action)
+      action = np.asarray(row.action)
       self.enter('environment')
       timestep = self._env.step(action)
       self.enter('inference')
     self._timestep = timestep
     shards = self._place(functions.finish(
-        memory, timesteps._replace(obs=timestep.obs), first_carry))
+        rows, timesteps._replace(obs=timestep.obs), first_carry))
     return Unroll(shards, version, self._episodes.add(
         timesteps.reward[1:], timesteps.is_first[1:]))
 

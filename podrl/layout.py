@@ -127,6 +127,8 @@ def make_layout(config: ConfigDict) -> Layout:
         f'config.env.num_envs={num_envs} does not divide over {num_actors} '
         f'actors and then {len(learner_devices)} learner devices; '
         f'try {multiples_near(num_envs, step)}')
+  # A CPU's learner needs a core too.
+  free_cores = num_cores() - (found[0].platform == 'cpu')
   unrolls_per_update = fields.unrolls_per_update or num_actors
   if fields.mode == 'deterministic' and unrolls_per_update != num_actors:
     raise ValueError(
@@ -137,4 +139,4 @@ def make_layout(config: ConfigDict) -> Layout:
                     len(learner_devices))
   return Layout(
       actor_devices, learner_devices, threads, num_actors, unrolls_per_update,
-      fields.env_threads or max(1, num_cores() // num_actors))
+      fields.env_threads or max(1, free_cores // num_actors))

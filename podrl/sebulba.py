@@ -127,7 +127,7 @@ class Sebulba:
     for index in range(self._num_actors):
       env = self._make_env(index)
       functions = functions or make_actor_functions(
-          self._agent, env.observe, settings.unroll_length, len(devices))
+          self._agent, env.observe, len(devices))
       self._actors.append(Actor(
           index, env, functions, settings.unroll_length,
           self._actor_devices[index // settings.actors_per_device],

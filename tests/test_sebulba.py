@@ -115,7 +115,7 @@ def _unrolls(agent, num_shards=1, num_unrolls=3, sleep=None):
   """Consecutive unrolls of one actor, each a list of shards."""
   env = _make_env(0)
   functions = actor_lib.make_actor_functions(
-      agent, env.observe, _T, num_shards)
+      agent, env.observe, num_shards)
   devices = jax.devices()
   actor = actor_lib.Actor(
       0, env, functions, _T, devices[-1], devices[:num_shards],
