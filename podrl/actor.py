@@ -7,6 +7,7 @@ gathers the unroll there. It runs programs of that device alone.
 from collections.abc import Callable, Sequence
 import functools
 import time
+import traceback
 from typing import NamedTuple
 
 import chex
@@ -19,6 +20,8 @@ from podrl.types import (
     Agent, Array, Episodes, HostEnv, TimeStep, Trajectory, Tree)
 
 STAGES = ('environment', 'inference', 'actor_waiting')
+
+_STACKED = 32  # Rows that one program stacks.
 
 
 class ActorHangs(RuntimeError):
@@ -52,12 +55,15 @@ class ActorFunctions(NamedTuple):
     initial_carry: the agent's.
     step: `(params, keys, num_steps, timestep, carry) -> (Row, carry)`;
       `num_steps` counts an environment's actions. One dispatch a step.
-    finish: `(rows, timesteps, carry) -> [Trajectory]`, a shard for each learner
-      device, of T rows. `timesteps` has the rewards, discounts and first steps
-      `[T+1, B]` of the unroll, but of observations only the last.
+    stack: `(rows) -> Row`, `[N, B, ...]`.
+    finish: `(stacks, timesteps, carry) -> [Trajectory]`, a shard for each
+      learner device, of the stacks of T rows. `timesteps` has the rewards,
+      discounts and first steps `[T+1, B]` of the unroll, but of observations
+      only the last.
   """
   initial_carry: Callable[[int], Tree]
   step: Callable[..., tuple[Row, Tree]]
+  stack: Callable[[list[Row]], Row]
   finish: Callable[[list[Row], TimeStep, Tree], list[Trajectory]]
 
 
@@ -87,12 +93,18 @@ def make_actor_functions(
     return Row(timestep.obs, action, extras), carry
 
   @functools.partial(jax.jit, compiler_options=options)
-  def finish(rows, timesteps, carry):
-    row = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+  def stack(rows):
+    return jax.tree.map(lambda *x: jnp.stack(x), *rows)
+
+  @functools.partial(jax.jit, compiler_options=options)
+  def finish(stacks, timesteps, carry):
+    last = jax.tree.map(lambda x: x[None], timesteps.obs)
     obs = jax.tree.map(
-        lambda x, last: jnp.concatenate((x, last[None])), row.obs, timesteps.obs)
+        lambda *x: jnp.concatenate(x), *(s.obs for s in stacks), last)
+    action, extras = jax.tree.map(
+        lambda *x: jnp.concatenate(x), *((s.action, s.extras) for s in stacks))
     trajectory = Trajectory(
-        timesteps._replace(obs=jax.vmap(observe)(obs)), row.action, row.extras,
+        timesteps._replace(obs=jax.vmap(observe)(obs)), action, extras,
         jax.tree.map(lambda x: x[None], carry))
     if num_shards == 1:
       return [trajectory]
@@ -100,7 +112,7 @@ def make_actor_functions(
     shards = zip(*(jnp.split(x, num_shards, axis=1) for x in leaves))
     return [jax.tree.unflatten(structure, shard) for shard in shards]
 
-  return ActorFunctions(agent.initial_carry, step, finish)
+  return ActorFunctions(agent.initial_carry, step, stack, finish)
 
 
 class _Episodes:
@@ -162,7 +174,7 @@ class Actor:
             first_env + jnp.arange(num_envs)), device)
     self._carry = jax.device_put(functions.initial_carry(num_envs), device)
     self.num_waits = 0
-    self._hangs_since: float | None = None  # As far as `hangs` saw.
+    self._seen_late = 0., 0.  # A call's start, and when `hangs` saw it late.
     self.is_stopped = False  # Set by another thread; read before each step.
     self._times = 'actor_waiting', time.perf_counter(), dict.fromkeys(STAGES, 0.)
 
@@ -185,13 +197,13 @@ class Actor:
 
     Seen once is not enough: so looks all of a suspended process at first.
     """
-    stage, seconds = self.stage()
-    if stage == 'actor_waiting' or seconds <= hang_seconds:
-      self._hangs_since = None
-      return False
+    stage, since, _ = self._times
     now = time.perf_counter()
-    self._hangs_since = self._hangs_since or now
-    return now - self._hangs_since >= 1.
+    if stage == 'actor_waiting' or now - since <= hang_seconds:
+      return False
+    if self._seen_late[0] != since:
+      self._seen_late = since, now
+    return now - self._seen_late[1] >= 1.
 
   def compile(self, params: Tree) -> list[Trajectory]:
     """Compiles the actor's programs; returns an example of an unroll's shards."""
@@ -204,8 +216,7 @@ class Actor:
     timesteps = TimeStep(
         timestep.obs, np.zeros(shape, np.float32), np.zeros(shape, np.float32),
         np.ones(shape, bool))
-    return self._place(functions.finish(
-        [row] * self._unroll_length, timesteps, carry))
+    return self._finish([row] * self._unroll_length, timesteps, carry)
 
   def unroll(self, params: Tree, version: int) -> Unroll:
     """Acts for T steps with `params`, which are on the actor's device.
@@ -240,16 +251,24 @@ class Actor:
       timestep = self._env.step(action)
       self.enter('inference')
     self._timestep = timestep
-    shards = self._place(functions.finish(
-        rows, timesteps._replace(obs=timestep.obs), first_carry))
+    shards = self._finish(
+        rows, timesteps._replace(obs=timestep.obs), first_carry)
     return Unroll(shards, version, self._episodes.add(
         timesteps.reward[1:], timesteps.is_first[1:]))
 
-  def _place(self, shards: list[Trajectory]) -> list[Trajectory]:
-    """Moves each shard to its learner device, there ready for use."""
+  def _finish(self, rows: list[Row], timesteps: TimeStep,
+              carry: Tree) -> list[Trajectory]:
+    """The shards of an unroll, each on its learner device, ready for use."""
+    # In stacks: a program of all rows would compile for ever longer.
+    stacks = [self._functions.stack(rows[i:i + _STACKED])
+              for i in range(0, len(rows), _STACKED)]
+    shards = self._functions.finish(stacks, timesteps, carry)
     return jax.block_until_ready(list(map(
         jax.device_put, shards, self._learner_devices)))
 
   def close(self) -> None:
-    """Frees the environments."""
-    self._env.close()
+    """Frees the environments; prints what they raise, for others are to follow."""
+    try:
+      self._env.close()
+    except Exception:
+      traceback.print_exc()

@@ -247,6 +247,14 @@ def _make_sebulba_run(config: ConfigDict) -> Run:
       f'{layout.env_threads} are {num_threads} environment threads, and there '
       f'are {cores} cores'
   ] if config.sebulba.env_threads and num_threads > cores else []
+  num_found, num_used = len(found), len({*actor_devices, *learner_devices})
+  if num_used < num_found and not (
+      config.sebulba.actor_devices or config.sebulba.learner_devices):
+    warnings.append(
+        f'{num_used} of {num_found} devices are used: config.env.num_envs='
+        f'{config.env.num_envs} divides over {len(actor_devices)} that act, '
+        f'with {layout.threads} actors each, and {len(learner_devices)} that '
+        'learn')
   return Run(
       spec, config.env.suite, sorted(
           {*actor_devices, *learner_devices}, key=lambda device: device.id),

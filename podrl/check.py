@@ -60,7 +60,12 @@ def _check_ranges(config: ConfigDict) -> None:
     bounded |= {
         'sebulba.max_lag': 1024, 'sebulba.env_threads': 1024,
         'sebulba.threads_per_actor_device': 1024,
-        'sebulba.unrolls_per_update': 1024, 'sebulba.hang_seconds': 10**6}
+        'sebulba.unrolls_per_update': 1024, 'sebulba.hang_seconds': 10**6,
+        'sebulba.actor_devices': 255, 'sebulba.learner_devices': 255}
+    for field in ('actor_devices', 'learner_devices'):
+      not_negative[f'sebulba.{field}'] = max(sebulba[field], default=0)
+  else:
+    bounded['num_devices'] = 256  # A CPU is divided into as many as are named.
   for name, bound in bounded.items():
     value = (at_least_one | not_negative | positive)[name]
     if value > bound:

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Sequence
 import difflib
+import json
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -57,7 +58,7 @@ def base_config(agent: str) -> ConfigDict:
   config.agent.reward_clip = 0.0  # Clip rewards to plus and minus; 0 is off.
   if is_ppo:
     config.agent.clip = 0.2  # How far the probability ratio may pay.
-    config.agent.normalize_advantages = True  # Over the global batch.
+    config.agent.normalize_advantage = True  # Over the global batch.
 
   config.network = ConfigDict()
   config.network.name = 'auto'  # Or mlp, conv, nature_cnn, impala_resnet.
@@ -145,7 +146,7 @@ def _parse(name: str, text: str, default: Any) -> Any:
         value.is_integer()):
       return int(value)
   elif isinstance(default, float):
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and abs(value) < 1e300:
       return float(value)
   elif isinstance(default, tuple):
     value = value if isinstance(value, tuple | list) else (value,)
@@ -209,8 +210,10 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> None:
 def _parse_option(text: str) -> Any:
   """Reads a library's option as a Python literal, else as a string."""
   try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError):
+    value = ast.literal_eval(text)
+    json.dumps(value)  # As config.json will hold it.
+    return value
+  except (ValueError, SyntaxError, TypeError):
     return {'true': True, 'false': False}.get(text.lower(), text)
 
 

@@ -169,9 +169,12 @@ def describe_stages(record: Record) -> str:
   """Where Sebulba's time went, in one line; empty for other records."""
   if 'time_update' not in record:
     return ''
-  share = lambda name: f'{name.split("_")[-1]} {record["time_" + name]:.0%}'
+  def share(name: str) -> str:
+    label = name.removeprefix('actor_').removeprefix('learner_')
+    return f'{label.replace("_", " ")} {record["time_" + name]:.0%}'
+
   actors = ' '.join(map(share, ('environment', 'inference', 'actor_waiting')))
-  learner = ' '.join(map(share, ('update', 'learner_waiting')))
+  learner = ' '.join(map(share, ('update', 'learner_waiting', 'hand_off')))
   return (f'actors: {actors}  learner: {learner}  '
           f'lag {record["policy_lag"]:.2g} (max {record["policy_lag_max"]:.0f})  '
           f'queue {record["queue_depth"]:.2g}  '
@@ -215,8 +218,12 @@ class Terminal:
   def write(self, record: Record) -> None:
     done = record['num_updates']
     status = f'{compact(record["steps_per_second"])} steps/s'
+    if record['frames'] != record['env_steps']:
+      status += f' ({compact(record["frames_per_second"])} frames/s)'
     if 'episode_return' in record:
       status += f'  return {compact(record["episode_return"])}'
+    if 'eval_return' in record:
+      status += f'  evaluated {compact(record["eval_return"])}'
     stages = describe_stages(record)
     if self._live:
       self._progress.update(self._task, completed=done, status=status)
@@ -225,8 +232,6 @@ class Terminal:
       return
     share = done / self._num_updates
     left = (time.perf_counter() - self._start) * (1 / max(share, 1e-9) - 1)
-    if 'eval_return' in record:
-      status += f'  evaluated {compact(record["eval_return"])}'
     self.say(f'{share:4.0%}  {compact(record["env_steps"])} steps  '
              f'{left:.0f} s left  {status}' + (stages and f'\n  {stages}'))
 

@@ -157,9 +157,9 @@ class Sebulba:
   def _publish(self) -> None:
     """Hands the parameters, ready for use, to the actors."""
     # Not copied where a device learns and acts: parameters are not donated.
-    self._exchange.publish(jax.block_until_ready(
-        {device: spmd.to_device(self._state.params, device)
-         for device in self._actor_devices}), self._num_updates)
+    self._exchange.publish({
+        device: jax.block_until_ready(spmd.to_device(self._state.params, device))
+        for device in self._actor_devices}, self._num_updates)
 
   def _run_actor(self, actor: Actor) -> None:
     """An actor's thread."""
@@ -184,7 +184,7 @@ class Sebulba:
     while len(taken) < self._settings.unrolls_per_update:
       try:
         unroll = self._exchange.take(
-            len(taken), self._settings.hang_seconds / 2)
+            len(taken), min(1., self._settings.hang_seconds / 2))
       except TimeoutError:
         self._check_actors()
         continue
@@ -216,12 +216,10 @@ class Sebulba:
 
     Raises:
       ActorHangs: where an actor has not come back for `hang_seconds`.
-      BaseException: what an actor raised.
+      BaseException: what an actor raised, or the learner.
     """
-    start = mark = time.perf_counter()
-    before = self._stages()
+    start, before = (mark := time.perf_counter()), self._stages()
     rows, episodes, num_unrolls, is_finite = [], [], 0, True
-
     def spend(stage: str) -> None:
       nonlocal mark
       now = time.perf_counter()
@@ -258,11 +256,13 @@ class Sebulba:
           self._publish()
           self._exchange.release(len(taken))
           spend('hand_off')
-    except (Closed, ActorHangs) as error:
+    except Exception as error:
       spend('learner_waiting')
-      cause = self._error or (isinstance(error, ActorHangs) and error)
-      if cause and not rows:  # With rows the next call comes here again.
-        raise cause
+      if not isinstance(error, Closed):
+        self._error = self._error or error
+        self._stop()
+      if self._error and not rows:  # With rows the next call comes here again.
+        raise self._error
     stages = self._stages()
     return Report(
         {k: np.asarray([row[k] for row in rows]) for k in next(iter(rows), ())},

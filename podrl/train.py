@@ -205,8 +205,8 @@ def _train(
       run.driver.start()
     _loop(config, run, window, terminal, write, signals)
     exit_code = signals.exit_code or DONE
-  except Exception as exception:  # Told, and recorded in the summary.
-    error = f'{type(exception).__name__}: {exception}'
+  except BaseException as exception:  # Told, and recorded in the summary.
+    error = f'{type(exception).__name__}: {" ".join(str(exception).split())}'
     if window.num_updates_since_record:
       write(window.record())
     if not isinstance(exception, FloatingPointError):
@@ -236,11 +236,7 @@ def _train(
 
 def _close(run: build.Run) -> list[str]:
   """Ends the driver; names threads that hang, all stacks printed."""
-  try:
-    hanging = run.driver.close()
-  except Exception:  # An environment's: the summary is to be written still.
-    traceback.print_exc()
-    return []
+  hanging = run.driver.close()
   if hanging:
     print(f'{hanging} did not return; all stacks:', file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
@@ -281,8 +277,8 @@ def _loop(
     # A signal may end a window before its first update.
     if window.num_updates_since_record and (
         is_eval or is_due or signals.is_set()):
-      record = window.record()
-      write(record | evaluate() if is_eval else record)
+      outcome = evaluate() if is_eval else {}  # May raise: the window stays.
+      write(window.record() | outcome)
 
 
 def _describe_machine(run: build.Run) -> metrics.Record:

@@ -87,6 +87,24 @@ def test_separate_torsos_share_nothing():
     assert not (np.any(x) and np.any(y))
 
 
+@pytest.mark.parametrize('name,image', [
+    ('mlp', (3, 3, 1)), ('nature_cnn', (36, 36, 2)), ('impala_resnet', (9, 9, 2))])
+def test_bfloat16_torsos_keep_float32_parameters_and_heads(name, image):
+  obs = jax.random.uniform(jax.random.key(0), (2, *image))
+  def network(dtype):
+    return networks.ActorCritic(networks.make_torso(
+        name, _spec(image), hidden_sizes=(16,), dtype=dtype), 3, True)
+
+  params = network(jnp.float32).init(jax.random.key(1), obs)
+  assert {x.dtype for x in jax.tree.leaves(
+      network(jnp.bfloat16).init(jax.random.key(1), obs))} == {jnp.dtype('float32')}
+  exact, rounded = (
+      network(t).apply(params, obs) for t in (jnp.float32, jnp.bfloat16))
+  for x, y in zip(exact, rounded):
+    assert y.dtype == jnp.float32 and np.any(x != y)
+    np.testing.assert_allclose(x, y, rtol=0.1, atol=0.02)
+
+
 def test_an_image_too_small_is_refused():
   with pytest.raises(ValueError, match='36 x 36'):
     networks.make_torso('nature_cnn', _spec((10, 10, 4)), hidden_sizes=(8,))

@@ -46,7 +46,7 @@ def _agent(config):
   return build.make_agent(config, spec)
 
 
-def _make_env(index, sleep=lambda index: 0., fail_at=None):
+def _make_env(index, sleep=lambda index: 0., fail_at=None, error=OSError):
   """A pool of CartPole that may sleep before each step, or fail at one."""
   env = envpool_env.make(
       'CartPole-v1', _NUM_ENVS, index * _NUM_ENVS, max_episode_steps=_EPISODE)
@@ -55,7 +55,7 @@ def _make_env(index, sleep=lambda index: 0., fail_at=None):
   def step(action):
     time.sleep(sleep(index))
     if next(steps) == fail_at:
-      raise OSError('the environment broke')
+      raise error('the environment broke')
     return env.step(action)
 
   return env._replace(step=step)
@@ -63,19 +63,20 @@ def _make_env(index, sleep=lambda index: 0., fail_at=None):
 
 def _driver(make_env=_make_env, *, agent_name='ppo', deterministic=True,
             max_lag=1, num_actors=2, unrolls_per_update=2, num_learners=2,
-            hang_seconds=60., loss=None):
+            num_actor_devices=1, hang_seconds=60., loss=None):
   agent = _agent(_config(agent_name))
   if loss:
     agent = agent._replace(loss=loss)
   learner = make_learner(agent, optax.adam(1e-2), num_epochs=2)
   devices = jax.devices()
   settings = sebulba.Settings(
-      num_envs=_NUM_ENVS, unroll_length=_T, actors_per_device=num_actors,
+      num_envs=_NUM_ENVS, unroll_length=_T,
+      actors_per_device=num_actors // num_actor_devices,
       unrolls_per_update=unrolls_per_update, deterministic=deterministic,
       max_lag=max_lag, hang_seconds=hang_seconds)
   return sebulba.Sebulba(
       make_env, agent, learner, spmd.make_mesh(devices[:num_learners]),
-      devices[-1:], settings, jax.random.key(0))
+      devices[-num_actor_devices:], settings, jax.random.key(0))
 
 
 def _advance(driver, num_updates):
@@ -109,6 +110,43 @@ def test_deterministic_runs_are_bitwise_equal(max_lag):
 
   for x, y in zip(*map(jax.tree.leaves, (params(0), params(1)))):
     np.testing.assert_array_equal(x, y)
+
+
+def test_actors_on_two_devices_learn_as_on_one():
+  def params(num_actor_devices):
+    driver = _driver(num_actor_devices=num_actor_devices)
+    driver.start()
+    _advance(driver, 5)
+    outcome = jax.device_get(driver.learner.params)
+    assert driver.close() == []
+    return outcome
+
+  for x, y in zip(*map(jax.tree.leaves, (params(1), params(2)))):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_unrolls_do_not_depend_on_how_they_are_stacked(monkeypatch):
+  agent = _agent(_config())
+  _, unrolls = _unrolls(agent)
+  monkeypatch.setattr(actor_lib, '_STACKED', 3)
+  _, others = _unrolls(agent)
+  for x, y in zip(unrolls, others):
+    jax.tree.map(np.testing.assert_array_equal, x.shards, y.shards)
+
+
+def test_every_environment_is_freed_though_one_raises(capsys):
+  freed = []
+
+  def make_env(index):
+    def close():
+      freed.append(index)
+      raise OSError('not freed')
+    return _make_env(index)._replace(close=close)
+
+  driver = _driver(make_env)
+  driver.start()
+  assert driver.close() == [] and freed == [0, 1]
+  assert capsys.readouterr().err.count('OSError: not freed') == 2
 
 
 def _unrolls(agent, num_shards=1, num_unrolls=3, sleep=None):
@@ -153,7 +191,7 @@ def test_unrolls_follow_one_another_over_their_joints():
 
 def test_nothing_is_learnt_over_a_joint():
   config = _config()
-  config.agent.normalize_advantages = False
+  config.agent.normalize_advantage = False
   agent = _agent(config)
   params, unrolls = jax.device_get(_unrolls(agent))
   gamma, lambda_ = config.agent.gamma, config.agent.lambda_
@@ -249,13 +287,14 @@ def _run(config, workdir):
       'test.py', f'--workdir={workdir}'])
 
 
-def test_an_actors_exception_ends_the_run(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize('error', [OSError, SystemExit])
+def test_an_actors_exception_ends_the_run(error, tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(
       build, 'make_host_env', lambda config, num_envs, seed, threads, **kw:
-      _make_env(seed // _NUM_ENVS, fail_at=100 if seed else None))
+      _make_env(seed // _NUM_ENVS, fail_at=100 if seed else None, error=error))
   assert _run(_config(), tmp_path / 'run') == train.FAILED
   stderr = capsys.readouterr().err
-  assert 'OSError: the environment broke' in stderr
+  assert f'{error.__name__}: the environment broke' in stderr
   assert 'in step' in stderr and '_run_actor' in stderr  # Its own traceback.
   assert not _podrl_threads()
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
@@ -275,7 +314,20 @@ def test_an_exception_in_the_learner_ends_the_run(tmp_path, monkeypatch, capsys)
   assert _run(_config(), tmp_path / 'run') == train.FAILED
   assert 'the learner broke' in capsys.readouterr().err
   assert not _podrl_threads()
-  assert (tmp_path / 'run' / 'summary.json').exists()
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['num_updates'] == 2  # Of two unrolls each.
+
+
+def test_a_failing_evaluation_loses_no_record(tmp_path, monkeypatch):
+  def fail(*arguments):
+    raise OSError('no evaluation')
+
+  monkeypatch.setattr(build, 'make_host_evaluate', lambda *a, **k: fail)
+  config = _config()
+  config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
+  assert _run(config, tmp_path / 'run') == train.FAILED
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['num_updates'] == 5 and 'no evaluation' in summary['error']
 
 
 def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
@@ -383,4 +435,13 @@ def test_too_many_environment_threads_are_warned_of():
   config.sebulba.env_threads = 64
   (warning,) = build.make_run(config).warnings
   assert '2 actors x config.sebulba.env_threads=64 are 128' in warning
+
+
+def test_idle_devices_are_warned_of():
+  config = _config()
+  config.env.num_envs = 4  # Four devices: one acts, and two of three learn.
+  config.sebulba.actor_devices = config.sebulba.learner_devices = ()
+  config.num_minibatches = 1
+  (warning,) = build.make_run(config).warnings
+  assert '3 of 4 devices are used: config.env.num_envs=4' in warning
   assert build.make_run(_config()).warnings == []

@@ -148,6 +148,7 @@ def test_parameters_are_bitwise_reproducible():
     (['--config.agent.gamma=2'], 'from 0 to 1'),
     (['--config.optimizer.learning_rate=nan'], 'not of type float'),
     (['--config.optimizer.learning_rate=0'], 'more than 0'),
+    (['--config.optimizer.learning_rate=1' + 400 * '0'], 'not of type float'),
     (['--config.optimizer.name=adm'], 'did you mean adam'),
     (['--config.network.name=cnn'], 'config.network.name=cnn'),
     (['--config.network.name=nature_cnn'], '36 x 36'),

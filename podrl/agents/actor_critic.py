@@ -16,16 +16,18 @@ from podrl.types import Agent, Array, Metrics, TimeStep, Trajectory, Tree
 class Extras(NamedTuple):
   """What acting notes, `[..., B]` float32 each."""
   log_prob: Array
-  value: Array
+  value: Array | tuple[()]
 
 
-def make_policy(network: nn.Module, distribution: Distribution, obs: Tree):
+def make_policy(network: nn.Module, distribution: Distribution, obs: Tree, *,
+                notes_value: bool):
   """The `init`, `initial_carry` and `act` that feed-forward agents share.
 
   Args:
     network: from observations `[N, ...]` to a policy head and values `[N]`.
     distribution: what the policy head means.
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
+    notes_value: whether the extras have the value; acting then computes it.
 
   Returns:
     The three functions of `Agent`; the extras are `Extras`.
@@ -47,7 +49,8 @@ def make_policy(network: nn.Module, distribution: Distribution, obs: Tree):
       action = distribution.mode(head)
     else:
       action = jax.vmap(distribution.sample)(rng_key, head)
-    return action, Extras(distribution.log_prob(head, action), value), carry
+    log_prob = distribution.log_prob(head, action)
+    return action, Extras(log_prob, value if notes_value else ()), carry
 
   return init, initial_carry, act
 
@@ -125,4 +128,5 @@ def make_agent(
                    'entropy': entropy}
 
   return Agent(
-      *make_policy(network, distribution, obs), prepare=prepare, loss=loss)
+      *make_policy(network, distribution, obs, notes_value=False),
+      prepare=prepare, loss=loss)

@@ -62,7 +62,7 @@ def make_agent(
     clip: float = 0.2,
     entropy_cost: float = 0.01,
     value_cost: float = 0.5,
-    normalize_advantages: bool = True,
+    normalize_advantage: bool = True,
     reward_clip: float = 0.,
 ) -> Agent:
   """A PPO agent.
@@ -76,7 +76,7 @@ def make_agent(
     clip: how far the probability ratio may move from 1 and still pay.
     entropy_cost: weight of the entropy bonus.
     value_cost: weight of the value loss.
-    normalize_advantages: over the global batch, once per unroll.
+    normalize_advantage: over the global batch, once per unroll.
     reward_clip: clip rewards to plus and minus this; 0 is off.
 
   Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
@@ -97,7 +97,7 @@ def make_agent(
         weight,
         lambda_=lambda_).errors
     target = values[:-1] + advantage
-    if normalize_advantages:
+    if normalize_advantage:
       advantage = normalize(advantage, weight, mean)
     batch = Batch(
         obs=jax.tree.map(lambda x: x[:-1], timestep.obs),
@@ -125,4 +125,5 @@ def make_agent(
                    'entropy': entropy, 'approx_kl': approx_kl}
 
   return Agent(
-      *make_policy(network, distribution, obs), prepare=prepare, loss=loss)
+      *make_policy(network, distribution, obs, notes_value=True),
+      prepare=prepare, loss=loss)

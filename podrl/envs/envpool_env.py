@@ -14,11 +14,13 @@ from podrl.types import EnvSpec, HostEnv, TimeStep
 # Set by podrl, or of no use to it.
 _OWN_OPTIONS = frozenset([
     'num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path',
-    'gym_reset_return_info', 'max_num_players', 'task'])
+    'gym_reset_return_info', 'max_num_players', 'task',
+    'zero_discount_on_life_loss'])
 
 # Counts: of 0 of them C++ crashes, hangs or makes nonsense.
 _COUNTS = frozenset([
-    'frame_skip', 'img_height', 'img_width', 'max_episode_steps', 'stack_num'])
+    'frame_skip', 'img_height', 'img_width', 'max_episode_steps', 'stack_num',
+    'height', 'width', 'size'])
 
 
 def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -201,9 +201,9 @@ def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
       'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP}
   if mode == 'async':
     vector_kwargs['context'] = 'spawn'  # A fork would copy JAX's threads' locks.
-  # Inherited by the processes: who ends them is this one. The tracker that the
-  # first of them would start lifts the mask, so it comes before.
-  resource_tracker.ensure_running()
+    # The tracker that the first process would start lifts the mask below.
+    resource_tracker.ensure_running()
+  # Inherited by the processes: who ends them is this one.
   mask = signal.pthread_sigmask(
       signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
   try:
@@ -215,15 +215,20 @@ def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
   start = int(getattr(envs.single_action_space, 'start', 0))
   joints = Joints(num_envs)
 
-  def copy(obs: Tree) -> Tree:
-    return jax.tree.map(np.array, obs)  # gymnasium writes into its own again.
-
   def reset() -> TimeStep:
-    return joints.reset(copy(envs.reset(seed=seed)[0]))
+    return joints.reset(envs.reset(seed=seed)[0])  # A copy: see `copy` of VectorEnv.
 
   def step(action: np.ndarray) -> TimeStep:
     obs, reward, terminated, truncated, _ = envs.step(
         action + start if start else action)
-    return joints.step(copy(obs), reward, terminated, truncated)
+    return joints.step(obs, reward, terminated, truncated)
 
-  return HostEnv(spec, reset, step, envs.close, lambda obs: observe(space, obs))
+  def close() -> None:
+    try:
+      envs.close()
+    except BaseException:  # One of its processes died.
+      for process in getattr(envs.unwrapped, 'processes', ()):
+        process.kill()  # SIGTERM is blocked there.
+      raise
+
+  return HostEnv(spec, reset, step, close, lambda obs: observe(space, obs))
