@@ -10,12 +10,11 @@ medians. Training cannot be faster than the least of its parts, and overlaps
 them as far as it comes near.
 """
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable
 import threading
 import time
 
-from absl import app
-from absl import flags
 import jax
 import numpy as np
 
@@ -25,8 +24,6 @@ from podrl import sebulba
 from podrl import spmd
 from podrl.config import sebulba_config
 from podrl.types import Discrete, EnvSpec, HostEnv, Learner, TimeStep
-
-_REPEATS = flags.DEFINE_integer('repeats', 3, 'of each measurement', 1)
 
 _NUM_ACTORS, _NUM_ENVS, _LENGTH = 2, 8, 10
 _STEP_SECONDS = .05
@@ -133,12 +130,14 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
           'update': learn, 'training': train}, driver.close
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
   """Prints the table."""
-  if len(argv) > 1:
-    raise app.UsageError(f'{argv[1]} is not understood')
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--repeats', type=int, default=3, choices=range(1, 1000),
+                      metavar='N', help='of each measurement')
+  repeats = parser.parse_args().repeats
   jax.config.update('jax_cpu_enable_async_dispatch', False)  # As a run has it.
-  print(f'Updates per second, medians of {_REPEATS.value}; an unroll sleeps '
+  print(f'Updates per second, medians of {repeats}; an unroll sleeps '
         f'{_LENGTH * _STEP_SECONDS:g} s')
   columns = ('mode', 'cost', 'environment', 'acting', 'update', 'training',
              'of least')
@@ -148,7 +147,7 @@ def main(argv: Sequence[str]) -> None:
       functions, close = parts(cost, mode)
       rates = {name: [] for name in functions}
       try:
-        for repeat in range(_REPEATS.value + 1):
+        for repeat in range(repeats + 1):
           for name, function in functions.items():
             ahead = 2 if name == 'training' else 0  # What was made meanwhile.
             function(ahead)
@@ -166,4 +165,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  main()

@@ -1,10 +1,12 @@
 """Sebulba on Atari's Pong-v5, from its screen.
 
-  python experiments/sebulba_pong.py [--agent=ppo|impala|a2c] [--variant=cpu]
+  python experiments/sebulba_pong.py [--agent=ppo|impala|a2c]
+      [--variant=cpu|cleanba]
 """
 
 from ml_collections import ConfigDict
 
+from podrl import spmd
 from podrl import train
 from podrl.config import check_choice, sebulba_config
 
@@ -14,11 +16,12 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
 
   Args:
     agent: as `sebulba_config`.
-    variant: '' has the settings of Cleanba (Huang et al. 2023,
+    variant: 'cleanba' has the settings of Cleanba (Huang et al. 2023,
       arXiv:2310.00036), for accelerators; 'cpu' small images, a small network
-      and small batches, for a machine without one.
+      and small batches, for a machine without one; '' is what fits this one.
   """
-  check_choice('variant', variant, ('', 'cpu'))
+  check_choice('variant', variant, ('', 'cleanba', 'cpu'))
+  variant = variant or ('cleanba' if spmd.has_accelerator() else 'cpu')
   config = sebulba_config(agent)
   options = config.env.options
   config.env.name = 'Pong-v5'
@@ -46,12 +49,14 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
     options.full_action_space = True
   else:
     options.img_height = options.img_width = 42
-    config.total_env_steps = 6_000_000
+    config.total_env_steps = 1_500_000
     config.env.num_envs = 16
     config.network.name = 'conv'
-    config.log.every_updates = 50
+    config.eval.every_env_steps = 250_000
     if agent == 'ppo':
-      config.unroll_length = 64
+      config.num_epochs = 3
+      config.num_minibatches = 8
+      config.agent.clip = 0.2
       config.optimizer.learning_rate = 5e-4
   return config
 

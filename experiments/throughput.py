@@ -181,7 +181,7 @@ def sebulba_programs(
   Returns:
     Them by name, the number of parameters, and what frees all.
   """
-  plan = layout.make_layout(config)
+  plan = layout.make_layout(config, build.make_host_spec(config))
   num_envs, length = config.env.num_envs // plan.num_actors, config.unroll_length
   devices = jax.local_devices()
   learner_devices = [devices[i] for i in plan.learner_devices]

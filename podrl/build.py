@@ -1,4 +1,4 @@
-"""From a configuration to objects; the only reader of its fields."""
+"""From a configuration to objects."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -215,7 +215,7 @@ def _make_sebulba_run(config: ConfigDict) -> Run:
   """`make_run` for Sebulba."""
   spec = make_host_spec(config)
   agent = make_agent(config, spec)
-  layout = make_layout(config)
+  layout = make_layout(config, spec)
   found = jax.local_devices()
   actor_devices = [found[i] for i in layout.actor_devices]
   learner_devices = [found[i] for i in layout.learner_devices]

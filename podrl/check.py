@@ -20,8 +20,7 @@ def _check_ranges(config: ConfigDict) -> None:
       'num_minibatches': config.num_minibatches,
       'env.num_envs': config.env.num_envs,
       'eval.num_episodes': config.eval.num_episodes,
-      'log.every_updates': config.log.every_updates,
-      'network.hidden_sizes': min(config.network.hidden_sizes, default=0)}
+      'log.every_updates': config.log.every_updates}
   not_negative = {
       'seed': config.seed,
       'eval.every_env_steps': config.eval.every_env_steps,
@@ -52,6 +51,10 @@ def _check_ranges(config: ConfigDict) -> None:
     for name, value in values.items():
       if not holds(value):
         raise ValueError(f'config.{name}={value} must be {remedy}')
+  if min(config.network.hidden_sizes, default=0) < 1:
+    raise ValueError(
+        f'config.network.hidden_sizes={config.network.hidden_sizes} must be one '
+        'or more widths, each at least 1')
   bounded = {
       'env.num_envs': 2**24, 'unroll_length': 2**24, 'num_epochs': 2**24,
       'num_minibatches': 2**24, 'eval.num_episodes': 2**24,
@@ -122,7 +125,13 @@ def check(config: ConfigDict) -> None:
   """
   _check_ranges(config)
   architecture = 'sebulba' if is_sebulba(config) else 'anakin'
-  check_choice('config.env.suite', config.env.suite, _SUITES[architecture])
+  suite, suites = config.env.suite, _SUITES[architecture]
+  others = {s: name for name in _SUITES for s in _SUITES[name]}
+  if suite not in suites and suite in others:
+    raise ValueError(
+        f'config.env.suite={suite} runs from an experiment of {others[suite]}, '
+        f'and this is one of {architecture}; use {" or ".join(suites)}')
+  check_choice('config.env.suite', suite, suites)
   check_choice('config.network.name', config.network.name, NETWORKS)
   check_choice('config.network.dtype', config.network.dtype, _DTYPES)
   check_choice(

@@ -24,13 +24,19 @@ def as_vector(obs: Tree, dtype: Any = jnp.float32) -> Array:
   return jnp.concatenate([x.astype(dtype) for x in leaves], axis=-1)
 
 
-def as_image(
-    obs: Tree, channels_first: bool, dtype: Any = jnp.float32) -> Array:
+def as_image(obs: Tree, channels_first: bool, dtype: Any = jnp.float32) -> Array:
   """An image observation as `[N, H, W, C]`; uint8 is scaled to 0..1."""
   (image,) = jax.tree.leaves(obs)
   scale = 255. if image.dtype == jnp.uint8 else 1.
   image = jnp.moveaxis(image, 1, -1) if channels_first else image
   return image.astype(dtype) / scale
+
+
+def standardize(image: Array) -> Array:
+  """Each of the images `[N, H, W, C]` with mean 0 and deviation 1."""
+  # A uniform ground would outweigh what moves on it, such as Pong's ball.
+  x = image - jnp.mean(image, (1, 2, 3), keepdims=True)
+  return x / (jnp.std(x, (1, 2, 3), keepdims=True) + 1e-3)
 
 
 class MLP(nn.Module):
@@ -56,11 +62,6 @@ class MLP(nn.Module):
 
 # Wider observations are worth joining two first layers (measured on a CPU).
 _JOIN_WIDTH = 256
-
-
-def _width(obs: Tree) -> int:
-  """How many numbers one observation has."""
-  return sum(int(np.prod(x.shape[1:])) for x in jax.tree.leaves(obs))
 
 
 class TwinMLP(nn.Module):
@@ -99,8 +100,7 @@ class TwinMLP(nn.Module):
     return tuple(outputs)
 
 
-def _extract_patches(
-    x: Array, kernel: int, stride: int, padding: str) -> Array:
+def _extract_patches(x: Array, kernel: int, stride: int, padding: str) -> Array:
   """`[N, H, W, C]` to `[N, H', W', kernel * kernel * C]`, as strided slices."""
   height, width = x.shape[1:3]
   if padding == 'SAME':
@@ -159,16 +159,19 @@ class ConvNet(nn.Module):
     channels_first: whether observations are CHW.
     layers: (features, kernel, stride) of each convolution.
     hidden_size: width of the layer after them.
+    standardize: whether images are standardised, each by itself.
     dtype: of the arithmetic.
   """
   channels_first: bool
   layers: Sequence[tuple[int, int, int]]
   hidden_size: int
+  standardize: bool = False
   dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, obs: Tree) -> Array:
-    x = as_image(obs, self.channels_first, self.dtype)
+    x = as_image(obs, self.channels_first)
+    x = (standardize(x) if self.standardize else x).astype(self.dtype)
     for features, kernel, stride in self.layers:
       x = nn.relu(Conv(features, kernel, stride, dtype=self.dtype)(x))
     init = nn.initializers.orthogonal(np.sqrt(2))
@@ -178,15 +181,13 @@ class ConvNet(nn.Module):
 
 
 class ImpalaResNet(nn.Module):
-  """The deep residual torso of IMPALA.
+  """The residual torso of IMPALA (Espeholt et al. 2018, arXiv:1802.01561, fig. 3).
 
   Attributes:
     channels_first: whether observations are CHW.
     channels: of the sections, each of which halves the image.
     hidden_size: width of the last layer.
     dtype: of the arithmetic.
-
-  Source: Espeholt et al. 2018, arXiv:1802.01561, figure 3 (right).
   """
   channels_first: bool
   channels: Sequence[int] = (16, 32, 32)
@@ -196,8 +197,7 @@ class ImpalaResNet(nn.Module):
   @nn.compact
   def __call__(self, obs: Tree) -> Array:
     x = as_image(obs, self.channels_first, self.dtype)
-    conv = functools.partial(
-        Conv, kernel=3, padding='SAME', dtype=self.dtype)
+    conv = functools.partial(Conv, kernel=3, padding='SAME', dtype=self.dtype)
     for features in self.channels:
       x = conv(features)(x)
       x = nn.max_pool(x, (3, 3), strides=(2, 2), padding='SAME')
@@ -229,7 +229,7 @@ class ActorCritic(nn.Module):
     torso = self.make_torso()
     if self.shared_torso:
       policy_features = value_features = torso(obs)
-    elif isinstance(torso, MLP) and _width(obs) > _JOIN_WIDTH:
+    elif isinstance(torso, MLP) and as_vector(obs).shape[1] > _JOIN_WIDTH:
       policy_features, value_features = TwinMLP(
           torso.hidden_sizes, torso.activation, torso.dtype)(obs)
     else:
@@ -244,8 +244,8 @@ class ActorCritic(nn.Module):
 
 
 # Nature CNN: Mnih et al. 2015, methods. For small images MinAtar's network,
-# Young and Tian 2019, arXiv:1903.03176; for larger ones two strided layers of
-# about the same cost, for machines without an accelerator.
+# Young and Tian 2019, arXiv:1903.03176; for larger ones, without an accelerator,
+# two strided layers of about the same cost over standardised images.
 _NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 _SMALL_LAYERS = ((16, 3, 1),)
 _STRIDED_LAYERS = ((16, 3, 3), (32, 4, 2))
@@ -296,4 +296,5 @@ def make_torso(
   layers = _NATURE_LAYERS if name == 'nature_cnn' else (
       _SMALL_LAYERS if size < _SMALLEST_NATURE_IMAGE else _STRIDED_LAYERS)
   return lambda: ConvNet(
-      spec.channels_first, layers, hidden_sizes[-1], dtype)
+      spec.channels_first, layers, hidden_sizes[-1],
+      standardize=layers is _STRIDED_LAYERS, dtype=dtype)

@@ -1,12 +1,13 @@
 """Mapping over devices: one mesh of one axis, and jit(shard_map) over it.
 
 This is what `jax.pmap` itself has been since JAX 0.8. It is the only file that
-names a mesh.
+makes a mesh or says how arrays lie on one.
 """
 
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.extend import backend
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
@@ -57,6 +58,18 @@ def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
 def set_num_cpu_devices(num_devices: int) -> None:
   """Makes so many CPU devices; call it before the first use of a device."""
   jax.config.update('jax_num_cpu_devices', num_devices)
+
+
+def has_accelerator() -> bool:
+  """Whether JAX finds one; where not, `set_num_cpu_devices` may still follow.
+
+  Arrays made before are lost then: call it first.
+  """
+  if jax.default_backend() != 'cpu':
+    return True
+  if jax.config.jax_num_cpu_devices < 1:
+    backend.clear_backends()
+  return False
 
 
 def copy_to_first_device(tree: Tree) -> Tree:

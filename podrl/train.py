@@ -158,7 +158,8 @@ def _set_up_jax(config: ConfigDict) -> None:
   """Sets what must be set before the first use of a device."""
   # Devices made already (by a test, XLA_FLAGS) stay.
   if jax.config.jax_num_cpu_devices < 1 and (
-      'device_count' not in os.environ.get('XLA_FLAGS', '')):
+      'device_count' not in os.environ.get('XLA_FLAGS', '')) and (
+      not spmd.has_accelerator()):
     spmd.set_num_cpu_devices(num_cpu_devices(config))
     # An actor's small programs are faster in its own thread than in another.
     jax.config.update('jax_cpu_enable_async_dispatch', not is_sebulba(config))

@@ -99,6 +99,9 @@ def test_a_category_is_one_hot():
     ('Pong-v5', {'task': 'foo'}, 'not an option'),
     ('Pong-v5', {'stack_num': 0}, 'from 1'),
     ('Pong-v5', {'frame_skip': 0}, 'from 1'),
+    ('Pong-v5', {'noop_max': 0}, 'from 1'),
+    ('Pong-v5', {'repeat_action_probability': 1.5}, 'from 0 to 1'),
+    ('FrozenLake-v1', {'size': 5}, '4 or 8'),
     ('CartPole-v1', {'max_episode_steps': -5}, 'from 1'),
     ('CartPole-v1', {'max_episode_steps': 1e12}, 'from 1'),
     ('Go9x9-v1', {}, '2 players')])

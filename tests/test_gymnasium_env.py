@@ -57,6 +57,18 @@ def test_categories_and_dicts():
   np.testing.assert_array_equal(obs['where'], [[1, 0, 0], [0, 0, 1]])
 
 
+def test_a_module_that_registers_is_imported(tmp_path, monkeypatch):
+  (tmp_path / 'a_module_of_walks.py').write_text(
+      'import gymnasium\n'
+      'gymnasium.register("Elsewhere-v0", "gymnasium.envs.classic_control:'
+      'CartPoleEnv", max_episode_steps=9)\n')
+  monkeypatch.syspath_prepend(tmp_path)
+  env = gymnasium_env.make('a_module_of_walks:Elsewhere-v0', 2, seed=0)
+  assert env.spec.max_episode_steps == 9
+  assert env.reset().obs.shape == (2, 4)
+  env.close()
+
+
 def test_a_discretes_start_is_added():
   env = gymnasium_env.make('FrozenLake-v1', 2, seed=0)
   assert env.spec.action == Discrete(4)
@@ -66,7 +78,9 @@ def test_a_discretes_start_is_added():
 
 @pytest.mark.parametrize('name,options,message', [
     ('CartPole-v9', {}, 'near names: CartPole-v'),
-    ('CartPole-v1', {'sutton_bartow_reward': True}, 'sutton_barto_reward'),
+    ('no_module:CartPole-v1', {}, "No module named 'no_module'"),
+    ('CartPole-v1', {'sutton_bartow_reward': True}, '^env.options.*barto_reward'),
+    ('Pendulum-v1', {'g': 'x', 'render_mode': 3}, 'cannot be made'),
     ('FrozenLake-v1', {'map_name': 'x'}, 'cannot be made')])
 def test_mistakes(name, options, message):
   with pytest.raises(ValueError, match=message) as error:

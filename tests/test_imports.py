@@ -43,7 +43,7 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
     'evaluate': {'types'}, 'envs.gymnax_env': {'types'}, 'channel': set(),
     'envs.gymnasium_env': {'types'},
     'envs.envpool_env': {'types', 'envs.gymnasium_env'},
-    'check': {'config', 'networks'}, 'layout': {'config', 'check'},
+    'check': {'config', 'networks'}, 'layout': {'config', 'check', 'types'},
     'actor': {'types', 'channel'},
     'sebulba': {'types', 'spmd', 'channel', 'actor'},
     'anakin': {'types', 'spmd'},

@@ -72,6 +72,27 @@ def test_nature_cnn_has_its_published_parameters():
   assert sum(x.size for x in jax.tree.leaves(params)) == 1_684_128
 
 
+def test_standardized_images_have_mean_0_and_deviation_1():
+  images = np.random.default_rng(0).integers(0, 256, (3, 5, 4, 2))
+  expected = np.stack([(x - x.mean()) / x.std() for x in images])
+  np.testing.assert_allclose(
+      networks.standardize(images / np.float32(255)), expected, rtol=0.01)
+  flat = networks.standardize(np.full((1, 2, 2, 1), 7, np.float32))
+  np.testing.assert_array_equal(flat, np.zeros((1, 2, 2, 1)))
+
+
+@pytest.mark.parametrize('name,is_standardized', [
+    ('conv', True), ('nature_cnn', False)])
+def test_brightness_does_not_matter_to_the_small_network(name, is_standardized):
+  torso = networks.make_torso(
+      name, _spec((42, 42, 4)), hidden_sizes=(8,))()
+  dark = np.random.default_rng(0).integers(0, 128, (2, 42, 42, 4), np.uint8)
+  params = torso.init(jax.random.key(0), dark)
+  x, y = torso.apply(params, dark), torso.apply(params, dark + np.uint8(100))
+  assert np.any(x)
+  assert np.allclose(x, y, rtol=1e-3, atol=1e-4) == is_standardized
+
+
 def test_vectors_join_the_leaves_of_an_observation():
   obs = {'a': np.asarray([[1, 2]]), 'b': np.asarray([[[True], [False]]])}
   np.testing.assert_array_equal(networks.as_vector(obs), [[1., 2., 1., 0.]])

@@ -15,6 +15,7 @@ import pytest
 
 from podrl import actor as actor_lib
 from podrl import build
+from podrl import layout
 from podrl import sebulba
 from podrl import spmd
 from podrl import train
@@ -394,7 +395,7 @@ def test_evaluation_leaves_out_what_only_training_uses():
     ({'env.name': 'CartPole-v9'}, 'CartPole-v'),
     ({'env.name': 'Pendulum-v1'}, 'discrete'),
     ({'env.name': 'Go9x9-v1'}, '2 players'),
-    ({'env.suite': 'gymnax'}, 'did you mean gymnasium'),
+    ({'env.suite': 'gymnax'}, 'from an experiment of anakin'),
     ({'env.num_envs': 15}, 'try 12 or 16'),
     ({'sebulba.learner_devices': (0, 1, 2)}, '3 learner devices; try 12 or 18'),
     ({'sebulba.learner_devices': (4,)}, '0 to 3'),
@@ -435,6 +436,17 @@ def test_too_many_environment_threads_are_warned_of():
   config.sebulba.env_threads = 64
   (warning,) = build.make_run(config).warnings
   assert '2 actors x config.sebulba.env_threads=64 are 128' in warning
+
+
+@pytest.mark.parametrize('name,env_threads', [
+    ('CartPole-v1', 1), ('Pong-v5', 2)])
+def test_a_learner_has_a_core_unless_images_are_drawn(
+    name, env_threads, monkeypatch):
+  monkeypatch.setattr(layout, 'num_cores', lambda: 2)
+  config = sebulba_config('ppo')
+  config.env.name = name
+  plan = layout.make_layout(config, build.make_host_spec(config))
+  assert (plan.num_actors, plan.env_threads) == (1, env_threads)
 
 
 def test_idle_devices_are_warned_of():

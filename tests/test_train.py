@@ -133,6 +133,7 @@ def test_parameters_are_bitwise_reproducible():
     (['--variant=x'], 'variant=x is unknown'),
     (['--config.env.name=Catch'], 'Catch-bsuite'),
     (['--config.env.suite=gym'], 'did you mean gymnax'),
+    (['--config.env.suite=envpool'], 'from an experiment of sebulba'),
     (['--config.env.options.size=3'], 'max_steps_in_episode'),
     (['--config.env.name=Pendulum-v1'], 'discrete'),
     (['--config.env.num_envs=9'], 'try 8 or 10'),
@@ -153,6 +154,7 @@ def test_parameters_are_bitwise_reproducible():
     (['--config.network.name=cnn'], 'config.network.name=cnn'),
     (['--config.network.name=nature_cnn'], '36 x 36'),
     (['--config.network.hidden_sizes=(0,)'], 'at least 1'),
+    (['--config.network.hidden_sizes=()'], 'one or more widths'),
     (['--agent=a2c', '--config.num_epochs=2'], '--agent=impala'),
     (['--confg.seed=1'], 'not understood'),
     (['extra'], 'not understood')])

@@ -20,7 +20,7 @@ _OWN_OPTIONS = frozenset([
 # Counts: of 0 of them C++ crashes, hangs or makes nonsense.
 _COUNTS = frozenset([
     'frame_skip', 'img_height', 'img_width', 'max_episode_steps', 'stack_num',
-    'height', 'width', 'size'])
+    'height', 'width', 'size', 'noop_max'])
 
 
 def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -40,6 +40,9 @@ def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
                      f'{" ".join(str(error).split())}') from error
   gymnasium_env.check_options(name, options, set(defaults) - _OWN_OPTIONS)
   options = {k: _typed(k, v, defaults[k]) for k, v in options.items()}
+  if name.startswith('FrozenLake') and options.get('size', 4) not in (4, 8):
+    raise ValueError(  # It reads past its map's end.
+        f'env.options.size={options["size"]} must be 4 or 8 for {name}')
   try:
     return envpool.make_spec(name, **options), options
   except Exception as error:  # Whatever the task's C++ raises.
@@ -57,6 +60,8 @@ def _typed(key: str, value: Any, default: Any) -> Any:
     if key in _COUNTS and not 1 <= value < 2**31:
       raise ValueError(
           f'env.options.{key}={value} must be from 1 to {2**31 - 1}')
+    if key == 'repeat_action_probability' and not 0 <= value <= 1:
+      raise ValueError(f'env.options.{key}={value} must be from 0 to 1')
     return value
   raise ValueError(
       f'env.options.{key}={value!r} is not of type {type(default).__name__}; '

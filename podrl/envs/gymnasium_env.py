@@ -1,6 +1,7 @@
 """gymnasium environments as a `HostEnv`, and spaces as podrl's types."""
 
 import difflib
+import importlib
 import inspect
 from multiprocessing import resource_tracker
 import signal
@@ -127,11 +128,16 @@ class Joints:
 
 
 def _registered_spec(name: str) -> Any:
-  """gymnasium's record of an environment."""
+  """gymnasium's record of an environment, its module imported where named."""
   import gymnasium
 
+  module, _, identifier = name.rpartition(':')
   try:
-    return gymnasium.spec(name)
+    if module:
+      importlib.import_module(module)
+    return gymnasium.spec(identifier)
+  except ImportError as error:
+    raise ValueError(f'env.name={name}: {error}') from error
   except gymnasium.error.Error as error:
     near = difflib.get_close_matches(name, gymnasium.registry, 3, 0.4)
     raise ValueError(
@@ -143,8 +149,8 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
   """What agents and drivers need to know, from one environment made briefly.
 
   Args:
-    name: as registered, for example 'CartPole-v1'.
-    **options: as `make` takes them.
+    name: as `make`.
+    **options: the same.
 
   Raises:
     ValueError: if the name or an option is unknown or refused, or a space is
@@ -158,24 +164,32 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
     raise ValueError(f'env.options.vectorization_mode={mode} is unknown; '
                      f'choose from {", ".join(_MODES)}')
   max_episode_steps = options.get('max_episode_steps', spec.max_episode_steps)
+  def refused(error: Exception) -> ValueError:
+    return ValueError(
+        f'env.name={name} with {options or "no options"} cannot be made: '
+        f'{type(error).__name__}: {" ".join(str(error).split())}')
+
+  entry = spec.entry_point
   try:
-    entry = spec.entry_point
     if isinstance(entry, str):
       entry = gymnasium.envs.registration.load_env_creator(entry)
     parameters = inspect.signature(entry).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-      check_options(name, options, {
-          *parameters, 'max_episode_steps', 'vectorization_mode'} - {'self'})
+  except Exception as error:  # Whatever its module raises.
+    raise refused(error) from error
+  if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    check_options(name, options, {
+        *parameters, 'max_episode_steps', 'vectorization_mode'} - {'self'})
+  try:
     env = gymnasium.make(name, **options)
-    try:
-      obs = obs_spec(env.observation_space)
-      action = action_space(env.action_space)
-    finally:
-      env.close()
   except Exception as error:  # Whatever an environment's constructor raises.
-    raise ValueError(
-        f'env.name={name} with {options or "no options"} cannot be made: '
-        f'{type(error).__name__}: {" ".join(str(error).split())}') from error
+    raise refused(error) from error
+  try:
+    obs = obs_spec(env.observation_space)
+    action = action_space(env.action_space)
+  except ValueError as error:
+    raise ValueError(f'env.name={name}: {error}') from error
+  finally:
+    env.close()
   return EnvSpec(obs, is_channels_first(obs), action, 1,
                  max_episode_steps or 0)
 
@@ -184,7 +198,8 @@ def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
   """Makes a batch of gymnasium environments through its vector API.
 
   Args:
-    name: as registered, for example 'CartPole-v1'.
+    name: as registered, for example 'CartPole-v1'; 'module:Id' imports the
+      module that registers it.
     num_envs: of the batch; environment i has the seed `seed` + i.
     seed: of the first.
     **options: of the environment, and `vectorization_mode`: 'sync' steps them

@@ -1,0 +1,43 @@
+"""The benchmarks run, on a small scale; their figures are not judged here."""
+
+from absl import flags
+import numpy as np
+import overlap
+import pytest
+import throughput
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags():
+  flags.FLAGS(['test'])
+
+
+@pytest.mark.parametrize('make_config', [
+    throughput.get_config, throughput.get_sebulba_config])
+def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
+  monkeypatch.setattr(throughput, '_SECONDS', 0.)  # One update a sample.
+  config = make_config('CartPole-v1', 8)
+  row = throughput.measure(config, repeats=1)
+  # Twice: 4 x 64 and 64, 64 x 64 and 64; then heads for 2 actions and a value.
+  assert row['num_params'] == 2 * (5 * 64 + 65 * 64) + 65 * 2 + 65
+  acting, update = row['acting'], row['update']
+  bound = (min(row['environment'], acting, update)
+           if make_config is throughput.get_sebulba_config
+           else acting * update / (acting + update))
+  assert row['share_of_bound'] == pytest.approx(row['training'] / bound)
+  assert 0 < row['training'] < np.inf
+
+
+@pytest.mark.parametrize('mode', ['deterministic', 'asynchronous'])
+def test_overlap_has_parts_and_a_whole(mode, monkeypatch):
+  monkeypatch.setattr(overlap, '_STEP_SECONDS', .002)
+  functions, close = overlap.parts(.5, mode)
+  try:
+    for name, least in ('environment', 2 * 10 * .002), ('update', .02):
+      start = overlap.time.perf_counter()
+      functions[name](2)
+      assert overlap.time.perf_counter() - start >= least
+    functions['acting'](2)
+    functions['training'](2)
+  finally:
+    assert close() == []
