@@ -1,6 +1,7 @@
 """Sebulba on Atari's Breakout-v5, from its screen.
 
-  python experiments/sebulba_breakout.py [--agent=ppo|impala|a2c] [--variant=cpu]
+  python experiments/sebulba_breakout.py [--agent=ppo|impala|a2c]
+      [--variant=cpu|cleanba]
 """
 
 from ml_collections import ConfigDict

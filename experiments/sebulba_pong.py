@@ -58,6 +58,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
       config.num_minibatches = 8
       config.agent.clip = 0.2
       config.optimizer.learning_rate = 5e-4
+      config.optimizer.anneal = False  # Of so short a run it would stop half.
   return config
 
 

@@ -1,5 +1,8 @@
 """Mapping over devices."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,3 +37,13 @@ def test_a_copy_outlives_the_donation_of_its_source():
   assert x.is_deleted()
   np.testing.assert_array_equal(copy, np.arange(4.))
   assert copy.devices() == {jax.devices()[0]}
+
+
+def test_a_look_for_accelerators_leaves_the_number_of_cpu_devices_open():
+  code = ('import jax; from podrl import spmd; '
+          'jax.config.update("jax_platforms", "cpu"); '
+          'assert not spmd.has_accelerator(); spmd.set_num_cpu_devices(3); '
+          'print(len(jax.devices()))')
+  outcome = subprocess.run(
+      [sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert outcome.stdout.strip() == '3'

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from podrl import build
+from podrl import spmd
 from podrl import train
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -279,6 +280,17 @@ def test_a_second_run_finds_its_programs_compiled(tmp_path):
         check=True, capture_output=True)
     seconds.append(_read(tmp_path / name)[1]['compile_seconds'])
   assert seconds[1] <= seconds[0] / 4
+
+
+@pytest.mark.parametrize('agent', ['ppo', 'impala', 'a2c'])
+def test_atari_has_settings_for_each_machine(agent, monkeypatch):
+  get_config = _get_config('sebulba_pong')
+  small, full = get_config(agent, 'cpu'), get_config(agent, 'cleanba')
+  assert small.network.name == 'conv' and full.network.name == 'impala_resnet'
+  assert full.env.options.repeat_action_probability == 0.25
+  for is_found, expected in (False, small), (True, full):
+    monkeypatch.setattr(spmd, 'has_accelerator', lambda: is_found)
+    assert get_config(agent) == expected
 
 
 @pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
