@@ -82,7 +82,6 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
   driver = sebulba.Sebulba(
       lambda _: make_env(_STEP_SECONDS), agent, learner, mesh, [device],
       settings, jax.random.key(0))
-  driver.start()
 
   params = jax.jit(agent.init)(jax.random.key(1))
   functions = actor_lib.make_actor_functions(agent, lambda x: x, 1)
@@ -126,6 +125,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
     while num_updates > 0:
       num_updates -= driver.advance(num_updates).num_updates
 
+  driver.start()  # The last: from here on `close` is needed.
   return {'environment': in_threads(step), 'acting': in_threads(act),
           'update': learn, 'training': train}, driver.close
 

@@ -242,7 +242,6 @@ def sebulba_programs(
           state.params, state._replace(params=()), trajectories, key))
 
   run = build.make_run(config)
-  run.driver.start()
 
   def train(num_updates: int) -> None:
     while num_updates > 0:
@@ -253,6 +252,7 @@ def sebulba_programs(
     for pool in pools:
       pool.close()
 
+  run.driver.start()  # The last: from here on `close` is needed.
   return {'environment': environment, 'acting': acting, 'update': learn,
           'training': train}, sum(x.size for x in jax.tree.leaves(params)), close
 

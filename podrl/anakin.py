@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import chex
 import jax
-from jax.sharding import Mesh
 import jax.numpy as jnp
 import numpy as np
 
@@ -145,7 +144,7 @@ def make_anakin(
     env: DeviceEnv,
     agent: Agent,
     learner: Learner,
-    mesh: Mesh,
+    mesh: spmd.Mesh,
     *,
     num_envs: int,
     unroll_length: int,
@@ -240,6 +239,8 @@ class Runner:
     max_updates: bound of the updates in one call.
     predictions_per_update: environments times steps of an unroll.
   """
+
+  error = None  # There are no threads: what is wrong is raised at once.
 
   def __init__(self, driver: Anakin, rng_key: chex.PRNGKey, max_updates: int,
                predictions_per_update: int):

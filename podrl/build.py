@@ -246,7 +246,9 @@ def _make_sebulba_run(config: ConfigDict) -> Run:
       f'{layout.num_actors} actors x config.sebulba.env_threads='
       f'{layout.env_threads} are {num_threads} environment threads, and there '
       f'are {cores} cores'
-  ] if config.sebulba.env_threads and num_threads > cores else []
+  ] if num_threads > cores and config.env.suite == 'envpool' and (
+      config.sebulba.env_threads or config.sebulba.threads_per_actor_device
+  ) else []
   num_found, num_used = len(found), len({*actor_devices, *learner_devices})
   if num_used < num_found and not (
       config.sebulba.actor_devices or config.sebulba.learner_devices):

@@ -1,6 +1,6 @@
 """How threads hand things on: a bounded queue and a slot, both closable.
 
-Closing wakes whoever waits, on both sides; nobody polls.
+Closing wakes whoever waits, on both sides.
 
 Of these, two ways for a learner and its actors to exchange parameters and
 unrolls, with the same methods: `Deterministic` and `Asynchronous`.

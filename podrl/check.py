@@ -32,7 +32,8 @@ def _check_ranges(config: ConfigDict) -> None:
   positive = {'optimizer.learning_rate': config.optimizer.learning_rate}
   if is_sebulba(config):
     sebulba = config.sebulba
-    for field in ('threads_per_actor_device', 'env_threads', 'unrolls_per_update', 'max_lag'):
+    for field in ('threads_per_actor_device', 'env_threads',
+                  'unrolls_per_update', 'max_lag'):
       not_negative[f'sebulba.{field}'] = sebulba[field]
     for field in ('actor_devices', 'learner_devices'):
       not_negative[f'sebulba.{field}'] = min(sebulba[field], default=0)

@@ -12,7 +12,6 @@ import time
 
 import chex
 import jax
-from jax.sharding import Mesh
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,7 +49,7 @@ class Settings:
   hang_seconds: float
 
 
-def make_update(learner: Learner, mesh: Mesh) -> Callable:
+def make_update(learner: Learner, mesh: spmd.Mesh) -> Callable:
   """Maps `Learner.update` over the learner devices.
 
   Args:
@@ -91,7 +90,7 @@ class Sebulba:
 
   def __init__(
       self, make_env: Callable[[int], HostEnv], agent: Agent, learner: Learner,
-      mesh: Mesh, actor_devices: Sequence[jax.Device], settings: Settings,
+      mesh: spmd.Mesh, actor_devices: Sequence[jax.Device], settings: Settings,
       rng_key: chex.PRNGKey):
     self._make_env = make_env
     self._agent = agent
@@ -109,7 +108,7 @@ class Sebulba:
         Asynchronous(settings.unrolls_per_update, settings.max_lag))
     self._actors: list[Actor] = []
     self._threads: list[threading.Thread] = []
-    self._error: BaseException | None = None
+    self.error: BaseException | None = None  # What ended an actor, or learning.
     self._stopper: threading.Thread | None = None
     self._update = self._state = None  # Until `start`.
     self._num_updates = self._num_dropped = 0
@@ -173,7 +172,7 @@ class Sebulba:
     except Closed:
       pass
     except BaseException as error:  # Raised again in the main thread.
-      self._error = self._error or error
+      self.error = self.error or error
       self._stop()
     finally:
       actor.enter('actor_waiting')
@@ -256,13 +255,13 @@ class Sebulba:
           self._publish()
           self._exchange.release(len(taken))
           spend('hand_off')
-    except Exception as error:
+    except Closed:
       spend('learner_waiting')
-      if not isinstance(error, Closed):
-        self._error = self._error or error
-        self._stop()
-      if self._error and not rows:  # With rows the next call comes here again.
-        raise self._error
+    except Exception as error:
+      self.error = self.error or error
+      self._stop()
+    if self.error and not rows:  # With rows the next call comes here again.
+      raise self.error
     stages = self._stages()
     return Report(
         {k: np.asarray([row[k] for row in rows]) for k in next(iter(rows), ())},

@@ -64,8 +64,15 @@ def has_accelerator() -> bool:
   """Whether JAX finds one; where not, `set_num_cpu_devices` may still follow.
 
   Arrays made before are lost then: call it first.
+
+  Raises:
+    ValueError: if what JAX_PLATFORMS asks for is not there.
   """
-  if jax.default_backend() != 'cpu':
+  try:
+    platform = jax.default_backend()
+  except RuntimeError as error:
+    raise ValueError(' '.join(str(error).split())) from error
+  if platform != 'cpu':
     return True
   if jax.config.jax_num_cpu_devices < 1:
     backend.clear_backends()

@@ -255,7 +255,8 @@ def _loop(
     terminal.say('evaluating')
     params = spmd.copy_to_first_device(run.driver.learner.params)
     key = jax.random.fold_in(run.eval_key, window.num_updates)
-    outcome = run.evaluate(params, key, signals.is_set)
+    outcome = run.evaluate(
+        params, key, lambda: signals.is_set() or run.driver.error is not None)
     if outcome is None:
       return {}
     return {'eval_return': float(outcome.returns.mean(dtype=np.float64)),
@@ -280,6 +281,8 @@ def _loop(
         is_eval or is_due or signals.is_set()):
       outcome = evaluate() if is_eval else {}  # May raise: the window stays.
       write(window.record() | outcome)
+    if is_eval and run.driver.error:  # Of a thread, meanwhile.
+      raise run.driver.error
 
 
 def _describe_machine(run: build.Run) -> metrics.Record:

@@ -69,10 +69,24 @@ def test_a_module_that_registers_is_imported(tmp_path, monkeypatch):
   env.close()
 
 
+class _From3(gymnasium.Env):
+  """Observes its last action, from 3 to 5."""
+  observation_space = gymnasium.spaces.Box(0, 9, (1,))
+  action_space = gymnasium.spaces.Discrete(3, start=3)
+
+  def reset(self, *, seed=None, options=None):
+    return np.zeros(1, np.float32), {}
+
+  def step(self, action):
+    return np.full(1, action, np.float32), 0., False, False, {}
+
+
 def test_a_discretes_start_is_added():
-  env = gymnasium_env.make('FrozenLake-v1', 2, seed=0)
-  assert env.spec.action == Discrete(4)
-  assert env.spec.max_episode_steps == 100
+  gymnasium.register('From3-v0', _From3)
+  env = gymnasium_env.make('From3-v0', 2, seed=0)
+  assert env.spec.action == Discrete(3)
+  env.reset()
+  np.testing.assert_array_equal(env.step(np.array([0, 2])).obs, [[3], [5]])
   env.close()
 
 

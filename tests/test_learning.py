@@ -24,10 +24,11 @@ def test_catch_is_solved(agent, tmp_path):
 @pytest.mark.parametrize('name,agent,threshold', [
     ('anakin_cartpole', 'ppo', 475), ('anakin_cartpole', 'impala', 475),
     ('anakin_cartpole', 'a2c', 475), ('anakin_pong', 'ppo', 900),
-    ('anakin_pong', 'impala', 900)])
+    ('anakin_pong', 'impala', 900), ('sebulba_cartpole', 'ppo', 475)])
 def test_larger_tasks_are_solved(name, agent, threshold, seed, tmp_path):
   argv = [f'{name}.py', f'--agent={agent}', f'--workdir={tmp_path}/run',
-          f'--config.seed={seed}', '--config.num_devices=2']
+          f'--config.seed={seed}']
+  argv += ['--config.num_devices=2'] if name.startswith('anakin') else []
   assert train.run(_get_config(name), argv) == 0
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['eval_return'] >= threshold

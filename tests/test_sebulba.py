@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from podrl import actor as actor_lib
+from podrl import anakin
 from podrl import build
 from podrl import layout
 from podrl import sebulba
@@ -21,8 +22,9 @@ from podrl import spmd
 from podrl import train
 from podrl.config import sebulba_config
 from podrl.envs import envpool_env
+from podrl.envs import gymnax_env
 from podrl.learner import make_learner
-from podrl.types import Trajectory
+from podrl.types import DEVICE_AXIS, Trajectory
 
 _T, _NUM_ENVS, _EPISODE = 8, 8, 5
 
@@ -223,7 +225,45 @@ def test_nothing_is_learnt_over_a_joint():
 
 @pytest.mark.parametrize('agent_name', ['ppo', 'impala'])
 @pytest.mark.parametrize('num_devices', [1, 2])
-def test_one_trajectory_through_both_mappings(agent_name, num_devices):
+def test_one_trajectory_through_both_drivers(agent_name, num_devices):
+  config = _config(agent_name)
+  env = gymnax_env.make('CartPole-v1')
+  agent = build.make_agent(config, env.spec)
+  learner = make_learner(
+      agent, optax.sgd(0.1), num_epochs=2, num_minibatches=2)
+
+  def update(state, trajectory, rng_key):
+    whole = jax.tree.map(lambda x: jax.lax.all_gather(
+        x, DEVICE_AXIS, axis=1, tiled=True), trajectory)
+    state, metrics = learner.update(state, trajectory, rng_key)
+    return state, metrics | {'trajectory': whole}
+
+  mesh = spmd.make_mesh(jax.devices()[:num_devices])
+  driver = anakin.make_anakin(
+      env, agent, learner._replace(update=update), mesh, num_envs=8,
+      unroll_length=_T, max_updates=1)
+  state = driver.init(jax.random.key(5))
+  before = jax.tree.map(np.array, jax.device_get(state.learner))
+  key = jnp.array(jax.random.key_data(state.rng_key))
+  state, records = driver.train(state, np.int32(1))
+  trajectory = jax.tree.map(
+      lambda x: np.array(x[0]), records.metrics['trajectory'])
+  placed = spmd.place(before, mesh, spmd.LEARNER_STATE)
+  ours, _ = sebulba.make_update(learner, mesh)(
+      placed.params, placed._replace(params=()),
+      (spmd.place(trajectory, mesh, spmd.TRAJECTORY),),
+      jax.random.wrap_key_data(key))
+  changed = False
+  for x, y, z in zip(*map(jax.tree.leaves, (
+      ours.params, state.learner.params, before.params))):
+    np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    changed |= bool(np.abs(np.asarray(x) - z).max() > 1e-3)
+  assert changed
+
+
+@pytest.mark.parametrize('agent_name', ['ppo', 'impala'])
+@pytest.mark.parametrize('num_devices', [1, 2])
+def test_unrolls_are_joined_into_one_trajectory(agent_name, num_devices):
   agent = _agent(_config(agent_name))
   params, (one, two) = _unrolls(agent, num_devices, num_unrolls=2)
   learner = make_learner(agent, optax.sgd(0.1), num_epochs=2)
@@ -233,11 +273,11 @@ def test_one_trajectory_through_both_mappings(agent_name, num_devices):
   state = spmd.place(
       learner.init(jax.random.key(2), parts[0]), mesh, spmd.LEARNER_STATE)
 
-  # Sebulba's: two unrolls, joined on each device.
+  # Two unrolls, joined on each device.
   ours, _ = sebulba.make_update(learner, mesh)(
       jax.tree.map(jnp.copy, state.params),
       jax.tree.map(jnp.copy, state._replace(params=())), tuple(parts), key)
-  # Anakin's: one trajectory, split over the devices.
+  # One trajectory, split over the devices.
   whole = spmd.place(jax.tree.map(
       lambda *x: np.concatenate([np.asarray(p) for p in x], 1), *parts),
       mesh, spmd.TRAJECTORY)
@@ -296,7 +336,8 @@ def test_an_actors_exception_ends_the_run(error, tmp_path, monkeypatch, capsys):
   assert _run(_config(), tmp_path / 'run') == train.FAILED
   stderr = capsys.readouterr().err
   assert f'{error.__name__}: the environment broke' in stderr
-  assert 'in step' in stderr and '_run_actor' in stderr  # Its own traceback.
+  assert 'in step' in stderr and '_run_actor' in stderr  # Its own traceback,
+  assert 'Closed' not in stderr  # not how the learner heard of it.
   assert not _podrl_threads()
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['exit'] == 'failed' and 'broke' in summary['error']
@@ -317,6 +358,38 @@ def test_an_exception_in_the_learner_ends_the_run(tmp_path, monkeypatch, capsys)
   assert not _podrl_threads()
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 2  # Of two unrolls each.
+
+
+def test_an_actor_may_fail_during_the_last_evaluation(
+    tmp_path, monkeypatch, capsys):
+  def evaluate(params, rng_key, should_stop):
+    del params, rng_key
+    for _ in range(1000):
+      if should_stop():
+        return None
+      time.sleep(.01)
+    raise AssertionError('the evaluation was not stopped')
+
+  monkeypatch.setattr(build, 'make_host_evaluate', lambda *a, **k: evaluate)
+  monkeypatch.setattr(
+      build, 'make_host_env', lambda config, num_envs, seed, threads, **kw:
+      _make_env(seed // _NUM_ENVS, fail_at=6 * _T + 2))  # Of version 5.
+  config = _config()
+  config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
+  assert _run(config, tmp_path / 'run') == train.FAILED
+  assert 'OSError: the environment broke' in capsys.readouterr().err
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['num_updates'] == 5 and summary['exit'] == 'failed'
+
+
+def test_an_asynchronous_run(tmp_path):
+  config = _config('impala')
+  config.sebulba.mode = 'asynchronous'
+  config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
+  assert _run(config, tmp_path / 'run') == train.DONE
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['num_updates'] == 5
+  assert summary['policy_lag_max'] <= 1 and summary['eval_episodes'] > 0
 
 
 def test_a_failing_evaluation_loses_no_record(tmp_path, monkeypatch):
@@ -431,11 +504,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(
   assert not (tmp_path / 'run').exists()
 
 
-def test_too_many_environment_threads_are_warned_of():
+@pytest.mark.parametrize('field,value,message', [
+    ('env_threads', 64, '2 actors x config.sebulba.env_threads=64 are 128'),
+    ('threads_per_actor_device', 16, '16 actors x')])
+def test_too_many_environment_threads_are_warned_of(field, value, message):
   config = _config()
-  config.sebulba.env_threads = 64
+  config.env.num_envs = 64
+  config.sebulba[field] = value
   (warning,) = build.make_run(config).warnings
-  assert '2 actors x config.sebulba.env_threads=64 are 128' in warning
+  assert message in warning
 
 
 @pytest.mark.parametrize('name,env_threads', [

@@ -270,6 +270,14 @@ def _end(process, tmp_path, code, outcome):
   return summary
 
 
+def test_a_platform_that_is_not_there_is_one_line():
+  outcome = subprocess.run(
+      [sys.executable, str(_ROOT / 'experiments' / 'sebulba_pong.py')],
+      capture_output=True, text=True, env=os.environ | {'JAX_PLATFORMS': 'abc'})
+  assert outcome.returncode == train.MISTAKE
+  assert 'abc' in outcome.stderr and outcome.stderr.count('\n') == 1
+
+
 def test_a_second_run_finds_its_programs_compiled(tmp_path):
   seconds = []
   for name in 'ab':
