@@ -70,8 +70,10 @@ def has_accelerator() -> bool:
   """
   try:
     platform = jax.default_backend()
-  except RuntimeError as error:
-    raise ValueError(' '.join(str(error).split())) from error
+  except (RuntimeError, AssertionError) as error:  # The latter says nothing.
+    raise ValueError(
+        f'JAX_PLATFORMS={jax.config.jax_platforms} is not to be had here '
+        f'{" ".join(str(error).split())}'.rstrip()) from error
   if platform != 'cpu':
     return True
   if jax.config.jax_num_cpu_devices < 1:

@@ -270,12 +270,15 @@ def _end(process, tmp_path, code, outcome):
   return summary
 
 
-def test_a_platform_that_is_not_there_is_one_line():
+@pytest.mark.parametrize('platform', ['abc', 'cuda'])
+def test_a_platform_that_is_not_there_is_one_line(platform):
   outcome = subprocess.run(
       [sys.executable, str(_ROOT / 'experiments' / 'sebulba_pong.py')],
-      capture_output=True, text=True, env=os.environ | {'JAX_PLATFORMS': 'abc'})
+      capture_output=True, text=True, env=os.environ | {
+          'JAX_PLATFORMS': platform, 'CUDA_VISIBLE_DEVICES': ''})
   assert outcome.returncode == train.MISTAKE
-  assert 'abc' in outcome.stderr and outcome.stderr.count('\n') == 1
+  assert f'JAX_PLATFORMS={platform}' in outcome.stderr
+  assert outcome.stderr.count('\n') == 1
 
 
 def test_a_second_run_finds_its_programs_compiled(tmp_path):
