@@ -181,12 +181,13 @@ def sebulba_programs(
   Returns:
     Them by name, the number of parameters, and what frees all.
   """
-  plan = layout.make_layout(config, build.make_host_spec(config))
+  spec = build.make_host_spec(config)
+  plan = layout.make_layout(config, spec)
   num_envs, length = config.env.num_envs // plan.num_actors, config.unroll_length
   devices = jax.local_devices()
   learner_devices = [devices[i] for i in plan.learner_devices]
   mesh = spmd.make_mesh(learner_devices)
-  agent = build.make_agent(config, build.make_host_spec(config))
+  agent = build.make_agent(config, spec)
   learner = build.learner_for(config, agent, num_updates=1)
   pools = [build.make_host_env(config, num_envs, i * num_envs, plan.env_threads)
            for i in range(plan.num_actors)]

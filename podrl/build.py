@@ -242,13 +242,13 @@ def _make_sebulba_run(config: ConfigDict) -> Run:
           config, num_envs, seed, num_cores(), evaluation=True),
       agent, **_evaluation(config, spec))
   num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
-  warnings = [
-      f'{layout.num_actors} actors x config.sebulba.env_threads='
-      f'{layout.env_threads} are {num_threads} environment threads, and there '
-      f'are {cores} cores'
-  ] if num_threads > cores and config.env.suite == 'envpool' and (
-      config.sebulba.env_threads or config.sebulba.threads_per_actor_device
-  ) else []
+  warnings = []
+  if num_threads > cores and config.env.suite == 'envpool' and (
+      config.sebulba.env_threads or config.sebulba.threads_per_actor_device):
+    warnings.append(
+        f'{layout.num_actors} actors x config.sebulba.env_threads='
+        f'{layout.env_threads} are {num_threads} environment threads, and there '
+        f'are {cores} cores')
   num_found, num_used = len(found), len({*actor_devices, *learner_devices})
   if num_used < num_found and not (
       config.sebulba.actor_devices or config.sebulba.learner_devices):

@@ -56,6 +56,7 @@ def _check_ranges(config: ConfigDict) -> None:
     raise ValueError(
         f'config.network.hidden_sizes={config.network.hidden_sizes} must be one '
         'or more widths, each at least 1')
+  largest = at_least_one | not_negative | positive
   bounded = {
       'env.num_envs': 2**24, 'unroll_length': 2**24, 'num_epochs': 2**24,
       'num_minibatches': 2**24, 'eval.num_episodes': 2**24,
@@ -67,13 +68,12 @@ def _check_ranges(config: ConfigDict) -> None:
         'sebulba.unrolls_per_update': 1024, 'sebulba.hang_seconds': 10**6,
         'sebulba.actor_devices': 255, 'sebulba.learner_devices': 255}
     for field in ('actor_devices', 'learner_devices'):
-      not_negative[f'sebulba.{field}'] = max(sebulba[field], default=0)
+      largest[f'sebulba.{field}'] = max(sebulba[field], default=0)
   else:
     bounded['num_devices'] = 256  # A CPU is divided into as many as are named.
   for name, bound in bounded.items():
-    value = (at_least_one | not_negative | positive)[name]
-    if value > bound:
-      raise ValueError(f'config.{name}={value} must be at most {bound}')
+    if largest[name] > bound:
+      raise ValueError(f'config.{name}={largest[name]} must be at most {bound}')
   # Environment i of a host's pool has the seed `seed` + i, an int32.
   bound = 2**31 - config.env.num_envs if is_sebulba(config) else 2**32
   if config.seed >= bound:

@@ -169,6 +169,7 @@ def describe_stages(record: Record) -> str:
   """Where Sebulba's time went, in one line; empty for other records."""
   if 'time_update' not in record:
     return ''
+
   def share(name: str) -> str:
     label = name.removeprefix('actor_').removeprefix('learner_')
     return f'{label.replace("_", " ")} {record["time_" + name]:.0%}'

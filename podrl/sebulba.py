@@ -217,7 +217,8 @@ class Sebulba:
       ActorHangs: where an actor has not come back for `hang_seconds`.
       BaseException: what an actor raised, or the learner.
     """
-    start, before = (mark := time.perf_counter()), self._stages()
+    start = mark = time.perf_counter()
+    before = self._stages()
     rows, episodes, num_unrolls, is_finite = [], [], 0, True
     def spend(stage: str) -> None:
       nonlocal mark

@@ -164,6 +164,7 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
     raise ValueError(f'env.options.vectorization_mode={mode} is unknown; '
                      f'choose from {", ".join(_MODES)}')
   max_episode_steps = options.get('max_episode_steps', spec.max_episode_steps)
+
   def refused(error: Exception) -> ValueError:
     return ValueError(
         f'env.name={name} with {options or "no options"} cannot be made: '
