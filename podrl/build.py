@@ -11,12 +11,15 @@ import optax
 from podrl import anakin
 from podrl import distributions
 from podrl import networks
+from podrl import normalization
 from podrl import sebulba
 from podrl import spmd
+from podrl import torsos
 from podrl.agents import actor_critic
 from podrl.agents import ppo
 from podrl.check import check
 from podrl.config import is_sebulba
+from podrl.distributions import Distribution
 from podrl.envs import envpool_env
 from podrl.envs import gymnasium_env
 from podrl.envs import gymnax_env
@@ -70,14 +73,20 @@ def make_env(config: ConfigDict) -> DeviceEnv:
       fit the agents.
   """
   env = gymnax_env.make(config.env.name, **config.env.options)
-  _check_actions(config, env.spec)
+  make_distribution(config, env.spec)  # Raises where none fits.
   return env
 
 
-def _check_actions(config: ConfigDict, spec: EnvSpec) -> None:
-  """Raises a ValueError where the agents cannot act."""
+def make_distribution(config: ConfigDict, spec: EnvSpec) -> Distribution:
+  """The distribution over an environment's actions.
+
+  Raises:
+    ValueError: if it does not fit them.
+  """
   try:
-    distributions.for_action_space(spec.action)
+    return distributions.for_action_space(
+        spec.action, config.network.distribution,
+        state_dependent_scale=config.network.state_dependent_scale)
   except ValueError as error:
     raise ValueError(f'config.env.name={config.env.name}: {error}') from error
 
@@ -115,25 +124,34 @@ def make_host_spec(config: ConfigDict) -> EnvSpec:
   """
   suite = {'envpool': envpool_env, 'gymnasium': gymnasium_env}[config.env.suite]
   spec = suite.make_spec(config.env.name, **config.env.options)
-  _check_actions(config, spec)
+  make_distribution(config, spec)
   return spec
 
 
 def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
   """The agent, with its network, for an environment."""
-  distribution = distributions.for_action_space(spec.action)
-  torso = networks.make_torso(
-      config.network.name, spec, hidden_sizes=config.network.hidden_sizes,
-      dtype=config.network.dtype)
-  network = networks.ActorCritic(
-      torso, distribution.num_params, config.network.shared_torso)
+  distribution = make_distribution(config, spec)
   arguments = config.agent.to_dict()
   name = arguments.pop('name')
+  observations, rewards = (
+      arguments.pop(f'normalize_{x}') for x in ('observation', 'reward'))
+  fields = config.network
+  torso = torsos.make_torso(
+      fields.name, spec, hidden_sizes=fields.hidden_sizes, dtype=fields.dtype)
+  network = networks.make_network(
+      torso, normalization.as_float(spec.obs) if observations else spec.obs,
+      distribution.num_params, shared_torso=fields.shared_torso,
+      num_constant_params=distribution.num_constant_params, core=fields.recurrent,
+      core_size=fields.hidden_sizes[-1])
   if name == 'ppo':
-    return ppo.make_agent(network, distribution, spec.obs, **arguments)
-  return actor_critic.make_agent(
-      network, distribution, spec.obs,
-      off_policy_correction=name == 'impala', **arguments)
+    agent = ppo.make_agent(network, distribution, **arguments)
+  else:
+    agent = actor_critic.make_agent(
+        network, distribution, off_policy_correction=name == 'impala',
+        **arguments)
+  return normalization.normalize(
+      agent, spec.obs, observations=observations, rewards=rewards,
+      gamma=config.agent.gamma)
 
 
 def make_optimizer(

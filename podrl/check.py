@@ -3,7 +3,9 @@
 from ml_collections import ConfigDict
 
 from podrl.config import check_choice, is_sebulba
-from podrl.networks import NETWORKS
+from podrl.distributions import DISTRIBUTIONS
+from podrl.networks import CORES
+from podrl.torsos import TORSOS
 
 OPTIMIZERS = ('adam', 'rmsprop', 'sgd')
 _SUITES = {'anakin': ('gymnax',), 'sebulba': ('envpool', 'gymnasium')}
@@ -88,7 +90,8 @@ def multiples_near(value: int, divisor: int) -> str:
 
 def slots(config: ConfigDict, num_envs: int) -> tuple[int, str]:
   """What minibatches divide on a device with `num_envs`: how many, of what."""
-  if config.agent.name == 'ppo':  # It learns from steps, the others from unrolls.
+  # Without memory PPO learns from steps; all else from whole unrolls.
+  if config.agent.name == 'ppo' and config.network.recurrent == 'none':
     return num_envs * config.unroll_length, 'steps'
   return num_envs, 'environments'
 
@@ -133,8 +136,11 @@ def check(config: ConfigDict) -> None:
         f'config.env.suite={suite} runs from an experiment of {others[suite]}, '
         f'and this is one of {architecture}; use {" or ".join(suites)}')
   check_choice('config.env.suite', suite, suites)
-  check_choice('config.network.name', config.network.name, NETWORKS)
+  check_choice('config.network.name', config.network.name, TORSOS)
   check_choice('config.network.dtype', config.network.dtype, _DTYPES)
+  check_choice('config.network.recurrent', config.network.recurrent, CORES)
+  check_choice('config.network.distribution', config.network.distribution,
+               DISTRIBUTIONS)
   check_choice(
       'config.optimizer.name', config.optimizer.name, OPTIMIZERS)
   for field in ('num_epochs', 'num_minibatches'):

@@ -56,6 +56,8 @@ def base_config(agent: str) -> ConfigDict:
   config.agent.entropy_cost = 0.01  # Weight of the entropy bonus.
   config.agent.value_cost = 0.5  # Weight of the value loss.
   config.agent.reward_clip = 0.0  # Clip rewards to plus and minus; 0 is off.
+  config.agent.normalize_observation = False  # By running mean and deviation.
+  config.agent.normalize_reward = False  # By that of returns; before clipping.
   if is_ppo:
     config.agent.clip = 0.2  # How far the probability ratio may pay.
     config.agent.normalize_advantage = True  # Over the global batch.
@@ -64,6 +66,12 @@ def base_config(agent: str) -> ConfigDict:
   config.network.name = 'auto'  # Or mlp, conv, nature_cnn, impala_resnet.
   config.network.hidden_sizes = (64, 64)  # Of an MLP; the last, of any torso.
   config.network.shared_torso = False  # One torso for both heads, or one each.
+  config.network.recurrent = 'none'  # Or gru, lstm: a memory after each torso.
+  # Auto fits the actions; or categorical, gaussian (clipped to the bounds of a
+  # box), tanh_gaussian (squashed into them).
+  config.network.distribution = 'auto'
+  # A Gaussian's scale from the network, or one that is the same in all states.
+  config.network.state_dependent_scale = False
   # Of a torso's arithmetic; bfloat16 suits accelerators. Parameters are float32.
   config.network.dtype = 'float32'
 

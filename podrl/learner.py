@@ -1,8 +1,8 @@
 """The learner core: how parameters change, whatever the agent or the driver.
 
 It is the only place that calls a collective. The compiled update has one
-all-reduce per optimiser step, of the gradients and the loss's metrics in one
-vector, and one small one per unroll where the agent's `prepare` uses `mean`.
+all-reduce per optimiser step, of the gradients, the loss's metrics and what
+running statistics measure in one vector, and one small one per unroll where the agent's `prepare` uses `mean`.
 """
 
 import chex
@@ -12,13 +12,25 @@ import jax.numpy as jnp
 import optax
 
 from podrl.types import (
-    DEVICE_AXIS, Agent, Array, Learner, LearnerState, Metrics, Trajectory, Tree)
+    DEVICE_AXIS, Agent, Array, Learner, LearnerState, Metrics, Tracked, Trajectory,
+    Tree)
 
 
 def _all_mean(tree: Tree) -> Tree:
   """Averages a tree over devices, in one all-reduce of one vector."""
   vector, unravel = ravel_pytree(tree)
   return unravel(jax.lax.pmean(vector, DEVICE_AXIS))
+
+
+def _trained(params: Tree) -> Tree:
+  """The part of an agent's parameters that the optimiser changes."""
+  return params.params if isinstance(params, Tracked) else params
+
+
+def _with_trained(params: Tree, trained: Tree) -> Tree:
+  """An agent's parameters with that part replaced."""
+  return params._replace(params=trained) if isinstance(
+      params, Tracked) else trained
 
 
 def shuffle(rng_key: chex.PRNGKey, size: int) -> Array:
@@ -74,31 +86,37 @@ def make_learner(
         # Copied: donating one buffer under two names crashes.
         target_params=() if target_period is None else jax.tree.map(
             jnp.copy, params),
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(_trained(params)),
         num_updates=jnp.zeros((), jnp.int32),
         num_sgd_steps=jnp.zeros((), jnp.int32),
         memory=())
 
   def sgd_step(
-      state: LearnerState, batch: Tree, rng_key: chex.PRNGKey
-  ) -> tuple[LearnerState, Metrics]:
-    (loss, metrics), grads = jax.value_and_grad(agent.loss, has_aux=True)(
-        state.params, state.target_params, batch, rng_key)
-    grads, metrics = _all_mean((grads, metrics | {'loss': loss}))
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+      state: LearnerState, batch: Tree, measured: Tree, rng_key: chex.PRNGKey
+  ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
+    def loss(trained: Tree) -> tuple[Array, Metrics]:
+      return agent.loss(_with_trained(state.params, trained),
+                        state.target_params, batch, rng_key)
+
+    params = _trained(state.params)
+    (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    grads, metrics, measured = _all_mean(
+        (grads, metrics | {'loss': value}, measured))
+    updates, opt_state = optimizer.update(grads, state.opt_state, params)
     metrics['grad_norm'] = optax.tree.norm(grads)
     return state._replace(
-        params=optax.apply_updates(state.params, updates),
+        params=_with_trained(
+            state.params, optax.apply_updates(params, updates)),
         opt_state=opt_state,
-        num_sgd_steps=state.num_sgd_steps + 1), metrics
+        num_sgd_steps=state.num_sgd_steps + 1), (metrics, measured)
 
   def epoch(
-      state: LearnerState, batch: Tree, rng_key: chex.PRNGKey
-  ) -> tuple[LearnerState, Metrics]:
+      state: LearnerState, batch: Tree, measured: Tree, rng_key: chex.PRNGKey
+  ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
     shuffle_key, loss_key = jax.random.split(rng_key)
     loss_keys = jax.random.split(loss_key, num_minibatches)
     if num_minibatches == 1:
-      return sgd_step(state, batch, loss_keys[0])
+      return sgd_step(state, batch, measured, loss_keys[0])
     size = jax.tree.leaves(batch)[0].shape[0]
     if size % num_minibatches:
       raise ValueError(
@@ -108,23 +126,27 @@ def make_learner(
 
     def minibatch_step(state, order_and_key):
       rows, loss_key = order_and_key
-      return sgd_step(state, jax.tree.map(lambda x: x[rows], batch), loss_key)
+      return sgd_step(
+          state, jax.tree.map(lambda x: x[rows], batch), measured, loss_key)
 
-    state, metrics = jax.lax.scan(minibatch_step, state, (order, loss_keys))
-    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+    state, rows = jax.lax.scan(minibatch_step, state, (order, loss_keys))
+    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), rows)
 
   def update(
       state: LearnerState, trajectory: Trajectory, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, Metrics]:
-    batch = jax.lax.stop_gradient(
-        agent.prepare(state.params, trajectory, _all_mean))
+    batch, measured = jax.lax.stop_gradient((
+        agent.prepare(state.params, trajectory, _all_mean),
+        agent.measure(state.params, trajectory)))
     if num_epochs == 1:
-      state, metrics = epoch(state, batch, rng_key)
+      state, (metrics, measured) = epoch(state, batch, measured, rng_key)
     else:
-      state, metrics = jax.lax.scan(
-          lambda state, key: epoch(state, batch, key),
+      state, rows = jax.lax.scan(
+          lambda state, key: epoch(state, batch, measured, key),
           state, jax.random.split(rng_key, num_epochs))
-      metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+      metrics, measured = jax.tree.map(lambda x: jnp.mean(x, axis=0), rows)
+    # Last: the whole update sees the statistics that acting saw.
+    state = state._replace(params=agent.absorb(state.params, measured))
     num_updates = state.num_updates + 1
     if target_period is not None:
       is_due = num_updates % target_period == 0

@@ -51,11 +51,22 @@ class Trajectory(NamedTuple):
   carry: Tree
 
 
+class Tracked(NamedTuple):
+  """Parameters, and statistics beside them that no gradient changes.
+
+  Attributes:
+    params: what the optimiser changes.
+    statistics: what `Agent.absorb` changes.
+  """
+  params: Tree
+  statistics: Tree
+
+
 class LearnerState(NamedTuple):
   """Everything that learning changes; replicated over devices.
 
   Attributes:
-    params: the network's parameters.
+    params: the network's parameters, or `Tracked` ones.
     target_params: a periodic copy of them, or `()`.
     opt_state: the optax state.
     num_updates: int32 `[]`, calls of `Learner.update`.
@@ -151,12 +162,19 @@ class Agent(NamedTuple):
       axis of every leaf of `batch` is the one that minibatches divide.
     loss: `(params, target_params, batch, rng_key) -> (scalar, metrics)`; a
       mean over the batch's slots.
+    measure: `(params, trajectory) -> tree` of float32, what the statistics of
+      `Tracked` parameters are to learn from this device's shard: means, which
+      the learner averages over devices.
+    absorb: `(params, measured) -> params`, the statistics with that taken in;
+      called once in an update, after the optimiser's steps.
   """
   init: Callable[[chex.PRNGKey], Tree]
   initial_carry: Callable[[int], Tree]
   act: Callable[..., tuple[Array, Tree, Tree]]
   prepare: Callable[[Tree, Trajectory, Callable[[Tree], Tree]], Tree]
   loss: Callable[[Tree, Tree, Tree, chex.PRNGKey], tuple[Array, Metrics]]
+  measure: Callable[[Tree, Trajectory], Tree] = lambda params, trajectory: ()
+  absorb: Callable[[Tree, Tree], Tree] = lambda params, measured: params
 
 
 class Learner(NamedTuple):

@@ -12,25 +12,36 @@ import pytest
 from podrl import distributions
 from podrl import learner as learner_lib
 from podrl import networks
+from podrl import normalization
 from podrl import spmd
+from podrl import torsos
 from podrl.agents import actor_critic
 from podrl.agents import ppo
-from podrl.types import Agent, TimeStep, Trajectory
+from podrl.types import Agent, Box, TimeStep, Trajectory
 
 _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
 _T, _B = 12, 8
 
 
-def _agent(name):
-  dist = distributions.categorical(3)
-  network = networks.ActorCritic(lambda: networks.MLP((16, 16)), 3, False)
-  if name == 'ppo':
-    return ppo.make_agent(network, dist, _OBS)
-  return actor_critic.make_agent(
-      network, dist, _OBS, off_policy_correction=name == 'impala')
+_BOX = Box((2,), np.float32([-1, 0]), np.float32([1, 3]))
 
 
-def _trajectory(seed=0, length=_T, batch=_B):
+def _agent(name, is_full=False):
+  """An agent; a full one has a memory, continuous actions, normalisation."""
+  dist = (distributions.gaussian(_BOX, squash=True) if is_full else
+          distributions.categorical(3))
+  network = networks.make_network(
+      lambda: torsos.MLP((16, 16)), _OBS, dist.num_params, shared_torso=False,
+      num_constant_params=dist.num_constant_params,
+      core='gru' if is_full else 'none', core_size=8)
+  agent = ppo.make_agent(network, dist) if name == 'ppo' else (
+      actor_critic.make_agent(
+          network, dist, off_policy_correction=name == 'impala'))
+  return normalization.normalize(
+      agent, _OBS, observations=is_full, rewards=is_full, gamma=0.9)
+
+
+def _trajectory(agent, seed=0, length=_T, batch=_B):
   """Random, with terminations, truncations and joints, one at each end."""
   rng = np.random.default_rng(seed)
   is_first = rng.random((length + 1, batch)) < 0.15
@@ -41,11 +52,23 @@ def _trajectory(seed=0, length=_T, batch=_B):
       rng.normal(size=(length + 1, batch, 5)).astype(np.float32),
       np.where(is_first, 0., rng.normal(size=is_first.shape)).astype(np.float32),
       discount.astype(np.float32), is_first)
-  extras = actor_critic.Extras(
-      np.log(rng.uniform(.2, .5, (length, batch))).astype(np.float32),
-      rng.normal(size=(length, batch)).astype(np.float32))
-  action = rng.integers(0, 3, (length, batch)).astype(np.int32)
-  return Trajectory(timestep, action, extras, ())
+  carry = jax.tree.map(
+      lambda x: rng.normal(size=(1, *x.shape)).astype(np.float32),
+      agent.initial_carry(batch))
+  action, extras, _ = jax.eval_shape(
+      agent.act, agent.init(jax.random.key(0)), jax.random.split(
+          jax.random.key(0), batch), jax.tree.map(lambda x: x[0], timestep),
+      agent.initial_carry(batch))
+  if action.ndim == 2:
+    action = rng.normal(size=(length, *action.shape)).astype(np.float32)
+  else:
+    action = rng.integers(0, 3, (length, batch)).astype(np.int32)
+  # Close to 1 / 3, or to the density of a policy that has not learnt.
+  log_prob = np.log(rng.uniform(.2, .5, (length, batch))).astype(np.float32)
+  value = extras.value if extras.value == () else rng.normal(
+      size=(length, batch)).astype(np.float32)
+  return Trajectory(
+      timestep, action, actor_critic.Extras(action, log_prob, value), carry)
 
 
 def _update(agent, optimizer, num_devices, **kwargs):
@@ -65,19 +88,25 @@ def _with_idle_leaf(agent):
       loss=unused(agent.loss))
 
 
+@pytest.mark.parametrize('is_full', [False, True])
 @pytest.mark.parametrize('name', ['ppo', 'impala', 'a2c'])
-def test_one_two_and_four_devices_agree(name):
-  agent = _with_idle_leaf(_agent(name))
-  trajectory = _trajectory()
+def test_one_two_and_four_devices_agree(name, is_full):
+  agent = _agent(name, is_full)
+  agent = agent if is_full else _with_idle_leaf(agent)
+  trajectory = _trajectory(agent)
   outcomes = []
   for num_devices in (1, 2, 4):
     learner, update = _update(agent, optax.sgd(1.), num_devices)
     state = learner.init(jax.random.key(0), trajectory)
     new, metrics = update(state, trajectory, jax.random.key(1))
-    grads = jax.tree.map(lambda a, b: a - b, state.params, new.params)
-    outcomes.append(jax.device_get((grads, new.params, metrics)))
-  assert not np.any(outcomes[0][0]['idle'])
-  assert max(np.abs(x).max() for x in jax.tree.leaves(outcomes[0][0])) > 0.01
+    change = jax.tree.map(lambda a, b: a - b, state.params, new.params)
+    outcomes.append(jax.device_get((change, new.params, metrics)))
+  change = outcomes[0][0]
+  if is_full:
+    assert all(map(np.any, jax.tree.leaves(change)))  # Statistics included.
+  else:
+    assert not np.any(change['idle'])
+  assert max(np.abs(x).max() for x in jax.tree.leaves(change)) > 0.01
   for other in outcomes[1:]:
     for a, b in zip(jax.tree.leaves(outcomes[0]), jax.tree.leaves(other)):
       np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
@@ -85,7 +114,7 @@ def test_one_two_and_four_devices_agree(name):
 
 def test_an_update_is_the_gradient_of_the_loss():
   agent = _agent('ppo')
-  trajectory = _trajectory()
+  trajectory = _trajectory(agent)
   learner, update = _update(agent, optax.sgd(1.), 1)
   state = learner.init(jax.random.key(0), trajectory)
   new, _ = update(state, trajectory, jax.random.key(1))
@@ -115,12 +144,14 @@ def _all_reduces(hlo):
   return found
 
 
+@pytest.mark.parametrize('is_full', [False, True])
 @pytest.mark.parametrize('name,num_epochs,num_minibatches', [
-    ('ppo', 1, 1), ('ppo', 3, 4), ('impala', 1, 1), ('impala', 2, 2),
+    ('ppo', 1, 1), ('ppo', 3, 2), ('impala', 1, 1), ('impala', 2, 2),
     ('a2c', 1, 1)])
-def test_collectives_of_the_compiled_update(name, num_epochs, num_minibatches):
-  agent = _agent(name)
-  trajectory = _trajectory()
+def test_collectives_of_the_compiled_update(
+    name, num_epochs, num_minibatches, is_full):
+  agent = _agent(name, is_full)
+  trajectory = _trajectory(agent)
   learner, update = _update(
       agent, optax.adam(1e-3), 4, num_epochs=num_epochs,
       num_minibatches=num_minibatches)
@@ -143,9 +174,10 @@ def test_the_hlo_reader_sees_a_collective_too_many():
           lambda x: x + mean(x) if x.dtype == jnp.float32 else x,
           trajectory), mean)))
   learner, update = _update(wasteful, optax.sgd(1.), 2)
-  state = learner.init(jax.random.key(0), _trajectory())
+  trajectory = _trajectory(agent)
+  state = learner.init(jax.random.key(0), trajectory)
   text = update.lower(
-      state, _trajectory(), jax.random.key(1)).compile().as_text()
+      state, trajectory, jax.random.key(1)).compile().as_text()
   assert len(_all_reduces(text)) > 1
 
 

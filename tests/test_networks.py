@@ -1,4 +1,4 @@
-"""Networks: the matmul convolution, dtypes and the choice by observation."""
+"""Networks: heads, memories against plain loops, steps against unrolls."""
 
 import jax
 import jax.numpy as jnp
@@ -6,100 +6,34 @@ import numpy as np
 import pytest
 
 from podrl import networks
+from podrl import torsos
 from podrl.types import Discrete, EnvSpec
 
-
-def _spec(shape, dtype=jnp.uint8, channels_first=False):
-  obs = jax.ShapeDtypeStruct(shape, dtype)
-  return EnvSpec(obs, channels_first, Discrete(3), 1, 100)
+_OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
 
 
-@pytest.mark.parametrize('padding,kernel,stride,size', [
-    ('VALID', 3, 1, (10, 10)), ('SAME', 3, 1, (9, 10)),
-    ('VALID', 4, 2, (13, 16)), ('SAME', 3, 2, (13, 16)),
-    ('SAME', 4, 3, (13, 16))])
-def test_matmul_convolution_equals_lax(padding, kernel, stride, size):
-  x = jax.random.normal(jax.random.key(0), (2, *size, 3))
-  ours = networks.Conv(5, kernel, stride, padding, matmul=True)
-  lax = networks.Conv(5, kernel, stride, padding, matmul=False)
-  params = lax.init(jax.random.key(1), x)
-
-  def value_and_grad(module):
-    return jax.value_and_grad(
-        lambda p, x: jnp.sum(jnp.sin(module.apply(p, x))), (0, 1))(params, x)
-
-  np.testing.assert_allclose(
-      ours.apply(params, x), lax.apply(params, x), atol=1e-5)
-  for a, b in zip(jax.tree.leaves(value_and_grad(ours)),
-                  jax.tree.leaves(value_and_grad(lax))):
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+def _network(core, shared_torso=False):
+  return networks.make_network(
+      lambda: torsos.MLP((16,)), _OBS, 3, shared_torso=shared_torso, core=core,
+      core_size=8)
 
 
-@pytest.mark.parametrize('shape,expected', [
-    ((4,), networks.MLP), ((10, 5), networks.MLP), ((2, 2, 3), networks.MLP),
-    ((10, 10, 4), networks.ConvNet), ((84, 84, 4), networks.ConvNet)])
-def test_auto_fits_the_observation(shape, expected):
-  spec = _spec(shape)
-  torso = networks.make_torso('auto', spec, hidden_sizes=(8, 16))()
-  assert isinstance(torso, expected)
-  obs = jnp.zeros((2, *shape), jnp.uint8)
-  features, _ = torso.init_with_output(jax.random.key(0), obs)
-  assert features.shape == (2, 16) and features.dtype == jnp.float32
+def _sequence(seed=0, length=12, batch=4):
+  """Observations and first steps, with joints within."""
+  rng = np.random.default_rng(seed)
+  is_first = rng.random((length, batch)) < 0.2
+  is_first[5, 0] = True
+  return rng.normal(size=(length, batch, 5)).astype(np.float32), is_first
 
 
-@pytest.mark.parametrize('name', ['conv', 'nature_cnn', 'impala_resnet'])
-def test_images_may_be_channels_first_and_uint8(name):
-  image = np.random.default_rng(0).integers(
-      0, 256, (2, 40, 44, 3)).astype(np.uint8)
-  last = networks.make_torso(name, _spec(image.shape[1:]), hidden_sizes=(8,))()
-  chw = np.moveaxis(image, -1, 1)
-  first = networks.make_torso(
-      name, _spec(chw.shape[1:], channels_first=True), hidden_sizes=(8,))()
-  params = last.init(jax.random.key(0), image)
-  expected = last.apply(params, image)
-  np.testing.assert_allclose(first.apply(params, chw), expected, rtol=1e-4, atol=1e-4)
-  # uint8 means 0 ... 255 for 0 ... 1.
-  np.testing.assert_allclose(
-      last.apply(params, (image / 255.).astype(np.float32)), expected,
-      rtol=1e-4, atol=1e-4)
-
-
-def test_nature_cnn_has_its_published_parameters():
-  # 8*8*4*32+32 + 4*4*32*64+64 + 3*3*64*64+64 + 7*7*64*512+512 = 1,684,128.
-  torso = networks.make_torso(
-      'nature_cnn', _spec((84, 84, 4)), hidden_sizes=(512,))()
-  params = torso.init(jax.random.key(0), jnp.zeros((1, 84, 84, 4), jnp.uint8))
-  assert sum(x.size for x in jax.tree.leaves(params)) == 1_684_128
-
-
-def test_standardized_images_have_mean_0_and_deviation_1():
-  images = np.random.default_rng(0).integers(0, 256, (3, 5, 4, 2))
-  expected = np.stack([(x - x.mean()) / x.std() for x in images])
-  np.testing.assert_allclose(
-      networks.standardize(images / np.float32(255)), expected, rtol=0.01)
-  flat = networks.standardize(np.full((1, 2, 2, 1), 7, np.float32))
-  np.testing.assert_array_equal(flat, np.zeros((1, 2, 2, 1)))
-
-
-@pytest.mark.parametrize('name,is_standardized', [
-    ('conv', True), ('nature_cnn', False)])
-def test_brightness_does_not_matter_to_the_small_network(name, is_standardized):
-  torso = networks.make_torso(
-      name, _spec((42, 42, 4)), hidden_sizes=(8,))()
-  dark = np.random.default_rng(0).integers(0, 128, (2, 42, 42, 4), np.uint8)
-  params = torso.init(jax.random.key(0), dark)
-  x, y = torso.apply(params, dark), torso.apply(params, dark + np.uint8(100))
-  assert np.any(x)
-  assert np.allclose(x, y, rtol=1e-3, atol=1e-4) == is_standardized
-
-
-def test_vectors_join_the_leaves_of_an_observation():
-  obs = {'a': np.asarray([[1, 2]]), 'b': np.asarray([[[True], [False]]])}
-  np.testing.assert_array_equal(networks.as_vector(obs), [[1., 2., 1., 0.]])
+def _random_carry(network, batch=4):
+  return jax.tree.map(
+      lambda x: jax.random.normal(jax.random.key(3), x.shape),
+      network.initial_carry(batch))
 
 
 def test_separate_torsos_share_nothing():
-  network = networks.ActorCritic(lambda: networks.MLP((8,)), 3, False)
+  network = networks.ActorCritic(lambda: torsos.MLP((8,)), 3, False)
   obs = jnp.ones((1, 4))
   params = network.init(jax.random.key(0), obs)
   of_value = jax.grad(lambda p: network.apply(p, obs)[1][0])(params)
@@ -113,8 +47,8 @@ def test_separate_torsos_share_nothing():
 def test_bfloat16_torsos_keep_float32_parameters_and_heads(name, image):
   obs = jax.random.uniform(jax.random.key(0), (2, *image))
   def network(dtype):
-    return networks.ActorCritic(networks.make_torso(
-        name, _spec(image), hidden_sizes=(16,), dtype=dtype), 3, True)
+    return networks.ActorCritic(torsos.make_torso(
+        name, EnvSpec(jax.ShapeDtypeStruct(image, jnp.float32), False, Discrete(3), 1, 100), hidden_sizes=(16,), dtype=dtype), 3, True)
 
   params = network(jnp.float32).init(jax.random.key(1), obs)
   assert {x.dtype for x in jax.tree.leaves(
@@ -126,6 +60,100 @@ def test_bfloat16_torsos_keep_float32_parameters_and_heads(name, image):
     np.testing.assert_allclose(x, y, rtol=0.1, atol=0.02)
 
 
-def test_an_image_too_small_is_refused():
-  with pytest.raises(ValueError, match='36 x 36'):
-    networks.make_torso('nature_cnn', _spec((10, 10, 4)), hidden_sizes=(8,))
+def _sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def _gru(p, x, h):
+  """Cho et al. 2014, with the reset gate after the product (its v3)."""
+  dense = lambda name, y: y @ p[name]['kernel'] + p[name].get('bias', 0)
+  r = _sigmoid(dense('ir', x) + dense('hr', h))
+  z = _sigmoid(dense('iz', x) + dense('hz', h))
+  n = np.tanh(dense('in', x) + r * dense('hn', h))
+  h = (1 - z) * n + z * h
+  return h, h
+
+
+def _lstm(p, x, carry):
+  """Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al."""
+  c, h = carry
+  gate = lambda g: x @ p[f'i{g}']['kernel'] + h @ p[f'h{g}']['kernel'] + (
+      p[f'h{g}']['bias'])
+  c = _sigmoid(gate('f')) * c + _sigmoid(gate('i')) * np.tanh(gate('g'))
+  h = _sigmoid(gate('o')) * np.tanh(c)
+  return h, (c, h)
+
+
+@pytest.mark.parametrize('kind,cell', [('gru', _gru), ('lstm', _lstm)])
+def test_a_core_is_a_plain_loop_that_forgets_at_first_steps(kind, cell):
+  core = networks.Core(kind, 6)
+  x, is_first = _sequence()
+  zeros = np.zeros((4, 6), np.float32)
+  carry = zeros if kind == 'gru' else (zeros, zeros)
+  carry = jax.tree.map(lambda c: c + np.float32(0.5), carry)
+  outputs, (params) = core.init_with_output(
+      jax.random.key(0), x, is_first, carry)
+  (params,) = jax.device_get(params)['params'].values()
+  params = jax.tree.map(np.asarray, params)
+  expected = []
+  for x_t, first in zip(x, is_first):
+    carry = jax.tree.map(lambda c: np.where(first[:, None], 0, c), carry)
+    y, carry = cell(params, x_t, carry)
+    expected.append(y)
+  np.testing.assert_allclose(outputs[0], expected, atol=1e-5)
+  for a, b in zip(jax.tree.leaves(outputs[1]), jax.tree.leaves(carry)):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize('shared_torso', [False, True])
+@pytest.mark.parametrize('core', ['gru', 'lstm'])
+def test_steps_equal_the_unroll(core, shared_torso):
+  network = _network(core, shared_torso)
+  params = network.init(jax.random.key(0))
+  obs, is_first = _sequence()
+  carry = first_carry = _random_carry(network)
+  heads, values = [], []
+  for t in range(len(obs)):
+    head, value, carry = network.unroll(
+        params, obs[t:t + 1], is_first[t:t + 1], carry)
+    heads.append(head[0])
+    values.append(value[0])
+  unrolled = network.unroll(params, obs, is_first, first_carry)
+  for a, b in zip(jax.tree.leaves(unrolled),
+                  jax.tree.leaves((jnp.stack(heads), jnp.stack(values), carry))):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+  # It remembers: the carry matters until the first joint.
+  forgetful, _, _ = network.unroll(
+      params, obs, is_first, network.initial_carry(4))
+  assert not np.allclose(forgetful, unrolled[0], atol=1e-5)
+
+
+@pytest.mark.parametrize('core', ['gru', 'lstm'])
+def test_nothing_passes_a_joint(core):
+  network = _network(core)
+  params = network.init(jax.random.key(0))
+  obs, is_first = _sequence()
+
+  def after(obs, carry):
+    head, value, _ = network.unroll(params, obs, is_first, carry)
+    return head[5:, 0], value[5:, 0]
+
+  changes = jax.jacrev(after, (0, 1))(obs, _random_carry(network))
+  for of_obs, of_carry in changes:
+    of_obs = np.asarray(of_obs)  # [..., T, B, 5]
+    assert np.any(of_obs[..., 5:, 0, :])
+    assert not np.any(of_obs[..., :5, 0, :])
+    assert not any(np.any(x) for x in jax.tree.leaves(of_carry))
+
+
+def test_constant_parameters_are_the_same_in_all_states():
+  network = networks.make_network(
+      lambda: torsos.MLP((16,)), _OBS, 5, num_constant_params=2)
+  params = network.init(jax.random.key(0))
+  params['params']['constant'] += jnp.float32([7, 8])
+  obs, is_first = _sequence()
+  head, _, _ = network.unroll(params, obs, is_first, ())
+  assert head.shape == (12, 4, 5)
+  np.testing.assert_array_equal(head[..., 3:], np.broadcast_to(
+      np.float32([7, 8]), (12, 4, 2)))
+  assert len(np.unique(head[..., 0])) == 48

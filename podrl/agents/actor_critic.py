@@ -3,56 +3,67 @@
 from typing import NamedTuple
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from podrl import losses
 from podrl import returns
 from podrl.distributions import Distribution
+from podrl.networks import Network
 from podrl.types import Agent, Array, Metrics, TimeStep, Trajectory, Tree
 
 
+# Of probability ratios: beyond it float32 would overflow, and times a weight
+# of 0 give NaN.
+_MAX_LOG_RATIO = 20.
+
+
 class Extras(NamedTuple):
-  """What acting notes, `[..., B]` float32 each."""
+  """What acting notes, `[..., B]` each.
+
+  Attributes:
+    sample: what the distribution drew; the action is its image.
+    log_prob: float32, of the action under the policy that acted.
+    value: float32, of the time step, or `()`.
+  """
+  sample: Array
   log_prob: Array
   value: Array | tuple[()]
 
 
-def make_policy(network: nn.Module, distribution: Distribution, obs: Tree, *,
-                notes_value: bool):
-  """The `init`, `initial_carry` and `act` that feed-forward agents share.
+def make_act(network: Network, distribution: Distribution, *,
+             notes_value: bool):
+  """The `act` that the agents share.
 
   Args:
-    network: from observations `[N, ...]` to a policy head and values `[N]`.
+    network: the policy and the value.
     distribution: what the policy head means.
-    obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
     notes_value: whether the extras have the value; acting then computes it.
 
   Returns:
-    The three functions of `Agent`; the extras are `Extras`.
+    `Agent.act`; the extras are `Extras`.
   """
-
-  def init(rng_key: chex.PRNGKey) -> Tree:
-    example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), obs)
-    return network.init(rng_key, example)
-
-  def initial_carry(batch_size: int) -> Tree:
-    del batch_size
-    return ()
-
   def act(
       params: Tree, rng_key: chex.PRNGKey, timestep: TimeStep, carry: Tree, *,
       greedy: bool = False) -> tuple[Array, Extras, Tree]:
-    head, value = network.apply(params, timestep.obs)
+    obs, is_first = jax.tree.map(
+        lambda x: x[None], (timestep.obs, timestep.is_first))
+    head, value, carry = network.unroll(params, obs, is_first, carry)
+    head, value = head[0], value[0]
     if greedy:
-      action = distribution.mode(head)
+      sample = distribution.mode(head)
     else:
-      action = jax.vmap(distribution.sample)(rng_key, head)
-    log_prob = distribution.log_prob(head, action)
-    return action, Extras(log_prob, value if notes_value else ()), carry
+      sample = jax.vmap(distribution.sample)(rng_key, head)
+    log_prob = distribution.log_prob(head, sample)
+    extras = Extras(sample, log_prob, value if notes_value else ())
+    return distribution.to_action(sample), extras, carry
 
-  return init, initial_carry, act
+  return act
+
+
+def log_ratio(log_prob: Array, behaviour_log_prob: Array) -> Array:
+  """The log of an importance ratio, bounded above so that its exp is finite."""
+  return jnp.minimum(log_prob - behaviour_log_prob, _MAX_LOG_RATIO)
 
 
 def clip_reward(reward: Array, bound: float) -> Array:
@@ -61,9 +72,8 @@ def clip_reward(reward: Array, bound: float) -> Array:
 
 
 def make_agent(
-    network: nn.Module,
+    network: Network,
     distribution: Distribution,
-    obs: Tree,
     *,
     off_policy_correction: bool,
     gamma: float = 0.99,
@@ -78,9 +88,8 @@ def make_agent(
   network on all T + 1 steps.
 
   Args:
-    network: from observations `[N, ...]` to a policy head and values `[N]`.
+    network: the policy and the value.
     distribution: what the policy head means.
-    obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
     off_policy_correction: IMPALA's importance ratios; without them the agent
       is A2C, and its data must come from the policy that learns.
     gamma: discount per step.
@@ -103,16 +112,15 @@ def make_agent(
     del target_params, rng_key
     trajectory = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
     timestep = trajectory.timestep
-    shape = timestep.is_first.shape
-    flat_obs = jax.tree.map(
-        lambda x: x.reshape(-1, *x.shape[2:]), timestep.obs)
-    head, values = network.apply(params, flat_obs)
-    head, values = head.reshape(*shape, -1)[:-1], values.reshape(shape)
-    log_prob = distribution.log_prob(head, trajectory.action)
+    carry = jax.tree.map(lambda x: x[0], trajectory.carry)
+    head, values, _ = network.unroll(
+        params, timestep.obs, timestep.is_first, carry)
+    head = head[:-1]
+    log_prob = distribution.log_prob(head, trajectory.extras.sample)
     weight = returns.weights(timestep)
     ratio = weight
     if off_policy_correction:
-      ratio = weight * jnp.exp(log_prob - trajectory.extras.log_prob)
+      ratio = weight * jnp.exp(log_ratio(log_prob, trajectory.extras.log_prob))
     errors, advantages = returns.vtrace(
         jax.lax.stop_gradient(values),
         clip_reward(timestep.reward[1:], reward_clip),
@@ -128,5 +136,6 @@ def make_agent(
                    'entropy': entropy}
 
   return Agent(
-      *make_policy(network, distribution, obs, notes_value=False),
+      init=network.init, initial_carry=network.initial_carry,
+      act=make_act(network, distribution, notes_value=False),
       prepare=prepare, loss=loss)

@@ -4,30 +4,37 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from podrl import losses
 from podrl import returns
-from podrl.agents.actor_critic import clip_reward, make_policy
+from podrl.agents.actor_critic import clip_reward, log_ratio, make_act
 from podrl.distributions import Distribution
+from podrl.networks import Network
 from podrl.types import Agent, Array, Metrics, Trajectory, Tree
 
 
 class Batch(NamedTuple):
-  """One row per slot: time is folded into the batch, N = T B.
+  """Sequences, `[N, S, ...]`: one for each environment, or one for each slot.
+
+  Without memory every slot is a sequence of one step, N = T B and S = 1, so
+  that minibatches mix them all; with memory N = B and S = T.
 
   Attributes:
-    obs: `[N, ...]`.
-    action: `[N, ...]`.
-    log_prob: `[N]` float32, under the policy that acted.
-    advantage: `[N]` float32.
-    target: `[N]` float32, of the value.
-    weight: `[N]` float32, 0 at joints.
+    obs: `[N, S, ...]`.
+    is_first: `[N, S]` bool.
+    carry: `[N, 1, ...]`, before the first step.
+    sample: `[N, S, ...]`, as `Extras.sample`.
+    log_prob: `[N, S]` float32, under the policy that acted.
+    advantage: `[N, S]` float32.
+    target: `[N, S]` float32, of the value.
+    weight: `[N, S]` float32, 0 at joints.
   """
   obs: Tree
-  action: Array
+  is_first: Array
+  carry: Tree
+  sample: Array
   log_prob: Array
   advantage: Array
   target: Array
@@ -53,9 +60,8 @@ def normalize(
 
 
 def make_agent(
-    network: nn.Module,
+    network: Network,
     distribution: Distribution,
-    obs: Tree,
     *,
     gamma: float = 0.99,
     lambda_: float = 0.95,
@@ -68,9 +74,8 @@ def make_agent(
   """A PPO agent.
 
   Args:
-    network: from observations `[N, ...]` to a policy head and values `[N]`.
+    network: the policy and the value.
     distribution: what the policy head means.
-    obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
     gamma: discount per step.
     lambda_: of the generalised advantages.
     clip: how far the probability ratio may move from 1 and still pay.
@@ -86,9 +91,13 @@ def make_agent(
       params: Tree, trajectory: Trajectory, mean: Callable[[Tree], Tree]
   ) -> Batch:
     timestep = trajectory.timestep
-    last_obs = jax.tree.map(lambda x: x[-1], timestep.obs)
-    _, last_value = network.apply(params, last_obs)
-    values = jnp.concatenate([trajectory.extras.value, last_value[None]])
+    # The last step's value: without memory, of that step alone.
+    seen = timestep if network.is_recurrent else jax.tree.map(
+        lambda x: x[-1:], timestep)
+    _, seen_values, _ = network.unroll(
+        params, seen.obs, seen.is_first,
+        jax.tree.map(lambda x: x[0], trajectory.carry))
+    values = jnp.concatenate([trajectory.extras.value, seen_values[-1:]])
     weight = returns.weights(timestep)
     advantage = returns.vtrace(
         values,
@@ -101,29 +110,37 @@ def make_agent(
       advantage = normalize(advantage, weight, mean)
     batch = Batch(
         obs=jax.tree.map(lambda x: x[:-1], timestep.obs),
-        action=trajectory.action,
+        is_first=timestep.is_first[:-1],
+        carry=trajectory.carry,
+        sample=trajectory.extras.sample,
         log_prob=trajectory.extras.log_prob,
         advantage=advantage,
         target=target,
         weight=weight)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+    if network.is_recurrent:
+      return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
+    return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), batch)
 
   def loss(
       params: Tree, target_params: Tree, batch: Batch, rng_key: chex.PRNGKey
   ) -> tuple[Array, Metrics]:
     del target_params, rng_key
-    head, value = network.apply(params, batch.obs)
-    log_ratio = distribution.log_prob(head, batch.action) - batch.log_prob
+    batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
+    carry = jax.tree.map(lambda x: x[0], batch.carry)
+    head, value, _ = network.unroll(params, batch.obs, batch.is_first, carry)
+    log_ratios = log_ratio(
+        distribution.log_prob(head, batch.sample), batch.log_prob)
     policy_loss = losses.ppo_clip(
-        log_ratio, batch.advantage, batch.weight, clip=clip)
+        log_ratios, batch.advantage, batch.weight, clip=clip)
     value_loss = losses.value(value, batch.target, batch.weight)
     entropy = losses.entropy(distribution.entropy(head), batch.weight)
     total = policy_loss + value_cost * value_loss - entropy_cost * entropy
     # An estimate of KL(old, new) that is never negative: Schulman 2020.
-    approx_kl = jnp.mean(batch.weight * (jnp.expm1(log_ratio) - log_ratio))
+    approx_kl = jnp.mean(batch.weight * (jnp.expm1(log_ratios) - log_ratios))
     return total, {'policy_loss': policy_loss, 'value_loss': value_loss,
                    'entropy': entropy, 'approx_kl': approx_kl}
 
   return Agent(
-      *make_policy(network, distribution, obs, notes_value=True),
+      init=network.init, initial_carry=network.initial_carry,
+      act=make_act(network, distribution, notes_value=True),
       prepare=prepare, loss=loss)

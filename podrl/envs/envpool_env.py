@@ -124,15 +124,14 @@ def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     space = pool.single_observation_space
-    start = int(getattr(pool.single_action_space, 'start', 0))
+    to_action = gymnasium_env.to_library_action(pool.single_action_space)
   joints = gymnasium_env.Joints(num_envs)
 
   def reset() -> TimeStep:
     return joints.reset(pool.reset()[0])
 
   def step(action: Any) -> TimeStep:
-    obs, reward, terminated, truncated, _ = pool.step(
-        action + start if start else action)
+    obs, reward, terminated, truncated, _ = pool.step(to_action(action))
     return joints.step(obs, reward, terminated, truncated)
 
   return HostEnv(spec, reset, step, pool.close,

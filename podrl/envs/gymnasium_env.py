@@ -1,5 +1,6 @@
 """gymnasium environments as a `HostEnv`, and spaces as podrl's types."""
 
+from collections.abc import Callable
 import difflib
 import importlib
 import inspect
@@ -75,10 +76,29 @@ def action_space(space: Any) -> Discrete | Box:
   if kind == 'Discrete':
     return Discrete(int(space.n))
   if kind == 'Box':
-    return Box(space.shape, np.asarray(space.low, np.float32),
-               np.asarray(space.high, np.float32))
-  raise ValueError(
-      f'actions are {space}, which no agent takes; what fits are categories')
+    # Rounded inwards: float32's 0.4 is more than float64's.
+    low, high = (np.asarray(x, np.float32) for x in (space.low, space.high))
+    low = np.where(low < space.low, np.nextafter(low, np.float32(np.inf)), low)
+    high = np.where(
+        high > space.high, np.nextafter(high, np.float32(-np.inf)), high)
+    return Box(space.shape, low, high)
+  raise ValueError(f'actions are {space}, which no agent takes; what fits are '
+                   'categories and boxes')
+
+
+def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
+  """What turns actions `[B, ...]` of `action_space(space)` into the library's.
+
+  A category's start is added; a box's numbers get its dtype, and are rounded
+  where that is an integer's.
+  """
+  if type(space).__name__ == 'Discrete':
+    start = int(space.start)
+    return lambda action: action + start if start else action
+  dtype = space.dtype
+  if np.issubdtype(dtype, np.integer):
+    return lambda action: np.rint(action).astype(dtype)
+  return lambda action: action.astype(dtype, copy=False)
 
 
 def is_channels_first(spec: Tree) -> bool:
@@ -228,15 +248,14 @@ def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
   finally:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
   space = envs.single_observation_space
-  start = int(getattr(envs.single_action_space, 'start', 0))
+  to_action = to_library_action(envs.single_action_space)
   joints = Joints(num_envs)
 
   def reset() -> TimeStep:
     return joints.reset(envs.reset(seed=seed)[0])  # A copy: see `copy` of VectorEnv.
 
   def step(action: np.ndarray) -> TimeStep:
-    obs, reward, terminated, truncated, _ = envs.step(
-        action + start if start else action)
+    obs, reward, terminated, truncated, _ = envs.step(to_action(action))
     return joints.step(obs, reward, terminated, truncated)
 
   def close() -> None:

@@ -1,0 +1,23 @@
+"""Anakin on gymnax's Pendulum-v1: swing a pendulum up and hold it there.
+
+  python experiments/anakin_pendulum.py [--agent=ppo|impala|a2c]
+"""
+
+from ml_collections import ConfigDict
+
+from podrl import train
+from podrl.config import base_config, check_choice
+
+
+def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
+  """The configuration for an agent; there are no variants."""
+  check_choice('variant', variant, ('',))
+  config = base_config(agent)
+  config.env.name = 'Pendulum-v1'  # 3 numbers, 1 torque, 200 steps.
+  config.agent.normalize_observation = True
+  config.agent.normalize_reward = True
+  return config
+
+
+if __name__ == '__main__':
+  train.main(get_config)

@@ -1,0 +1,32 @@
+"""Sebulba on MuJoCo's HalfCheetah-v4: run.
+
+  python experiments/sebulba_half_cheetah.py [--agent=ppo|impala|a2c]
+"""
+
+from ml_collections import ConfigDict
+
+from podrl import train
+from podrl.config import check_choice, sebulba_config
+
+
+def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
+  """The configuration for an agent; there are no variants."""
+  check_choice('variant', variant, ('',))
+  config = sebulba_config(agent)
+  config.env.name = 'HalfCheetah-v4'  # 17 numbers, 6 torques, 1,000 steps.
+  config.env.num_envs = 16
+  config.agent.entropy_cost = 0.0
+  config.agent.reward_clip = 10.0
+  config.agent.normalize_observation = True
+  config.agent.normalize_reward = True
+  config.eval.num_episodes = 16
+  if agent == 'ppo':  # As CleanRL's ppo_continuous_action.py.
+    config.unroll_length = 128
+    config.num_epochs = 10
+    config.num_minibatches = 32
+    config.optimizer.learning_rate = 3e-4
+  return config
+
+
+if __name__ == '__main__':
+  train.main(get_config)
