@@ -4,6 +4,7 @@ The slow tests keep docs/coverage.csv: a row for each task, with its outcome.
 """
 
 import csv
+import fcntl
 import json
 import pathlib
 
@@ -20,10 +21,9 @@ from test_train import _get_config
 _TABLE = pathlib.Path(__file__).parent.parent / 'docs' / 'coverage.csv'
 _COLUMNS = ('suite', 'family', 'task', 'observation', 'action', 'outcome')
 
+
 def _family(name):
-  """envpool's module of a task, such as 'mujoco.gym'; the end of a gymnax name."""
-  if name not in envpool.registration.registry.specs:
-    return name.rpartition('-')[2]
+  """envpool's module of a task, such as 'mujoco.gym'."""
   module = envpool.registration.registry.specs[name][0]
   return '.'.join(module.split('.')[1:3])
 
@@ -34,43 +34,48 @@ def _has_players(name):
           or 'multiagent' in name.lower().replace('-', ''))
 
 
-def _exemption(name):
-  """Why an envpool task of one agent cannot run here, or ''."""
-  if _family(name) == 'procgen':
+def _exemption(task):
+  """Why a task of one agent cannot run here, or ''."""
+  _, family, name = task
+  if family == 'procgen':
     return 'needs Qt 5 of the system, which no Python package brings'
   if 'Sudoku' in name:
     return "its puzzles are not in envpool's wheel"
   if name == 'VizdoomCustom-v1':
     return "runs the user's own scenario file"
+  if name == 'MNISTBandit-bsuite':
+    return 'downloads a data set when made'
   return ''
 
 
-_ENVPOOL = [x for x in sorted(envpool.list_all_envs()) if not _has_players(x)]
-# Row and reason of those that do not run.
-_EXEMPT = [('envpool', _family(x), x, '', '', f'exempt: {_exemption(x)}')
-           for x in _ENVPOOL if _exemption(x)]
-_EXEMPT.append(('gymnax', _family('MNISTBandit-bsuite'), 'MNISTBandit-bsuite', '', '',
-                'exempt: downloads a data set when made'))
-_EXEMPT_TASKS = [(row[0], row[2]) for row in _EXEMPT]
-_TASKS = [('envpool', x) for x in _ENVPOOL] + [
-    ('gymnax', x) for x in sorted(gymnax.registered_envs)]
-_RUN = [x for x in _TASKS if x not in _EXEMPT_TASKS]
+_ENVPOOL = [('envpool', _family(x), x) for x in sorted(envpool.list_all_envs())
+            if not _has_players(x)]
+_GYMNAX = [('gymnax', x.rpartition('-')[2], x)
+           for x in sorted(gymnax.registered_envs)]
+_EXEMPT = {x: _exemption(x) for x in _ENVPOOL + _GYMNAX if _exemption(x)}
+_RUN = [x for x in _ENVPOOL + _GYMNAX if x not in _EXEMPT]
 
 
 def test_how_many_there_are():
   # Of envpool 1.2.5 and gymnax 1.0.1; later ones may add some.
-  assert len(_ENVPOOL) >= 1629 and len(_TASKS) >= 1629 + 26
+  assert len(_ENVPOOL) >= 1629 and len(_GYMNAX) >= 26
   # 50 of Procgen, 4 of Sudoku, 1 of VizDoom, 1 of gymnax.
   assert len(_EXEMPT) == 50 + 4 + 1 + 1
   assert len(_EXEMPT) - 1 < 0.05 * len(_ENVPOOL)
 
 
-def test_the_table_is_complete():
+def _read_table():
+  """Rows by their first three columns."""
   with _TABLE.open() as file:
-    rows = {(r['suite'], r['task']): tuple(r.values())
-            for r in csv.DictReader(file)}
+    rows = [tuple(row.values()) for row in csv.DictReader(file)]
+  return {row[:3]: row for row in rows}
+
+
+def test_the_table_is_complete():
+  rows = _read_table()
   assert {rows[x][-1] for x in _RUN} == {'passed'}
-  assert [rows[x] for x in _EXEMPT_TASKS] == _EXEMPT
+  assert {x: rows[x][-1] for x in _EXEMPT} == {
+      x: f'exempt: {reason}' for x, reason in _EXEMPT.items()}
 
 
 def _describe(spec):
@@ -83,22 +88,16 @@ def _describe(spec):
       f'box[{",".join(map(str, action.shape))}]')
 
 
-@pytest.fixture(scope='module')
-def table():
-  """Rows by (suite, task); in the end they join those of the table."""
-  rows = {}
-  yield rows
-  if not rows:
-    return
-  if _TABLE.exists():
-    with _TABLE.open() as file:
-      rows = {(r['suite'], r['task']): tuple(r.values())
-              for r in csv.DictReader(file)} | rows
-  rows |= dict(zip(_EXEMPT_TASKS, _EXEMPT))
-  with _TABLE.open('w', newline='') as file:
-    writer = csv.writer(file, lineterminator='\n')
-    writer.writerow(_COLUMNS)
-    writer.writerows(sorted(rows.values()))
+def _note(*row):
+  """Puts a row into the table; several processes may."""
+  with _TABLE.open('a+', newline='') as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.seek(0)
+    rows = [r for r in csv.reader(file) if r[:3] not in (
+        list(row[:3]), list(_COLUMNS[:3]))]
+    file.truncate(0)
+    csv.writer(file, lineterminator='\n').writerows(
+        [_COLUMNS, *sorted([*rows, list(row)])])
 
 
 _TINY = ['--config.env.num_envs=4', '--config.unroll_length=4',
@@ -110,9 +109,15 @@ _TINY_HOST = ['--config.sebulba.actor_devices=0',
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('suite,name', [
-    pytest.param(*x, id=f'{x[0]}-{_family(x[1])}-{x[1]}') for x in _RUN])
-def test_three_updates(suite, name, table, tmp_path):
+def test_the_exempt_are_noted():
+  for task, reason in _EXEMPT.items():
+    _note(*task, '', '', f'exempt: {reason}')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('task', _RUN, ids='-'.join)
+def test_three_updates(task, tmp_path):
+  suite, _, name = task
   is_host = suite == 'envpool'
   experiment = 'sebulba_cartpole' if is_host else 'anakin_cartpole'
   argv = [f'{experiment}.py', f'--workdir={tmp_path / "run"}', '--agent=impala',
@@ -123,14 +128,14 @@ def test_three_updates(suite, name, table, tmp_path):
     configs.append(_get_config(experiment)(agent, variant))
     return configs[0]
 
-  table[suite, name] = suite, _family(name), name, '', '', 'failed'
+  _note(*task, '', '', 'failed')  # What crashes leaves this.
   # gymnax's Swimmer adds arrays of different ranks.
   with jax.numpy_rank_promotion(
       'allow' if name == 'Swimmer-misc' else 'raise'):
     assert train.run(get_config, argv) == 0
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 3 and summary['eval_episodes'] == 1
-  spec = (build.make_host_spec if is_host else lambda config: build.make_env(
-      config).spec)(configs[0])
-  table[suite, name] = suite, _family(name), name, *_describe(spec), 'passed'
+  spec = (build.make_host_spec(configs[0]) if is_host else
+          build.make_env(configs[0]).spec)
+  _note(*task, *_describe(spec), 'passed')
   jax.clear_caches()

@@ -1,0 +1,223 @@
+"""Running normalisation: against numpy over all steps, and around an agent."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from podrl import distributions
+from podrl import learner as learner_lib
+from podrl import networks
+from podrl import normalization
+from podrl import spmd
+from podrl import torsos
+from podrl.agents import actor_critic
+from podrl.agents import ppo
+from podrl.types import TimeStep, Trajectory
+
+_OBS = {'a': jax.ShapeDtypeStruct((3,), jnp.float32),
+        'b': jax.ShapeDtypeStruct((2, 2), jnp.uint8)}
+_GAMMA = 0.9
+
+
+def _agent(*, observations=True, rewards=True, make=ppo.make_agent, **kwargs):
+  dist = distributions.categorical(3)
+  network = networks.make_network(
+      lambda: torsos.MLP((8,)), normalization.as_float(_OBS), 3)
+  return normalization.normalize(
+      make(network, dist, gamma=_GAMMA, **kwargs), _OBS,
+      observations=observations, rewards=rewards, gamma=_GAMMA)
+
+
+def _steps(length=40, batch=4, seed=0):
+  """A long sequence of time steps, of far means and unlike deviations."""
+  rng = np.random.default_rng(seed)
+  is_first = rng.random((length, batch)) < 0.15
+  is_first[0] = True
+  shape = (length, batch)
+  obs = {'a': rng.normal(
+             [0, 100, -3], [1, .5, 20], (*shape, 3)).astype(np.float32),
+         'b': rng.integers(0, 256, (*shape, 2, 2)).astype(np.uint8)}
+  reward = np.where(is_first, 0, rng.normal(3, 2, shape)).astype(np.float32)
+  return TimeStep(obs, reward, np.ones(shape, np.float32), is_first)
+
+
+def _unrolls(agent, params, steps, length=8):
+  """The sequence, acted in; each unroll's last post opens the next."""
+  act = jax.jit(agent.act)
+  batch = steps.is_first.shape[1]
+  carry, unrolls = agent.initial_carry(batch), []
+  for start in range(0, len(steps.is_first) - length, length):
+    first, rows = carry, []
+    for t in range(start, start + length):
+      action, extras, carry = act(
+          params, jax.random.split(jax.random.key(t), batch),
+          jax.tree.map(lambda x: x[t], steps), carry)
+      rows.append((action, extras))
+    actions, extras = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    unrolls.append(Trajectory(
+        jax.tree.map(lambda x: x[start:start + length + 1], steps),
+        actions, extras, jax.tree.map(lambda x: x[None], first)))
+  return unrolls
+
+
+def _plain_returns(steps):
+  """The discounted return on each arrival, step by step."""
+  so_far, rows = np.zeros(steps.is_first.shape[1]), []
+  for reward, is_first in zip(steps.reward, steps.is_first):
+    so_far = np.where(is_first, 0., _GAMMA * so_far + reward)
+    rows.append(so_far)
+  return np.stack(rows)
+
+
+def _update(agent, optimizer, num_devices, **kwargs):
+  learner = learner_lib.make_learner(agent, optimizer, **kwargs)
+  mesh = spmd.make_mesh(jax.devices()[:num_devices])
+  return learner, spmd.device_map(
+      learner.update, mesh,
+      (spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED), spmd.REPLICATED)
+
+
+@pytest.mark.parametrize('num_devices', [1, 2, 4])
+def test_moments_are_those_of_all_steps_so_far(num_devices):
+  agent = _agent()
+  steps = _steps()
+  learner, update = _update(
+      agent, optax.sgd(0.1), num_devices, num_epochs=2, num_minibatches=2)
+  state = learner.init(jax.random.key(0), ())
+  unrolls = _unrolls(agent, state.params, steps)
+  for i, trajectory in enumerate(unrolls):
+    state, _ = update(state, trajectory, jax.random.key(i))
+    seen = slice(0, 8 * (i + 1))
+    statistics = state.params.statistics
+    for name, x in steps.obs.items():
+      x = x[seen].astype(np.float64)
+      np.testing.assert_allclose(
+          statistics.obs.mean[name], x.mean((0, 1)), rtol=1e-5, atol=1e-4)
+      np.testing.assert_allclose(
+          statistics.obs.variance[name], x.var((0, 1)), rtol=5e-3)
+    returns = _plain_returns(steps)[seen][~steps.is_first[seen]]
+    np.testing.assert_allclose(
+        statistics.discounted_return.mean, returns.mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        statistics.discounted_return.variance, returns.var(), rtol=1e-4)
+  assert len(unrolls) == 4 and int(state.num_updates) == 4
+
+
+def _with_statistics(agent):
+  """Parameters whose statistics are not those of the start."""
+  params = agent.init(jax.random.key(0))
+  statistics = params.statistics
+  mean = {'a': jnp.asarray([1., 100., -2.]), 'b': jnp.full((2, 2), 100.)}
+  variance = {'a': jnp.asarray([4., 1., 100.]), 'b': jnp.full((2, 2), 1e3)}
+  return params._replace(statistics=statistics._replace(
+      obs=statistics.obs and statistics.obs._replace(
+          mean=mean, variance=variance),
+      discounted_return=statistics.discounted_return and (
+          statistics.discounted_return._replace(variance=jnp.asarray(25.)))))
+
+
+@pytest.mark.parametrize('make', [ppo.make_agent, functools.partial(
+    actor_critic.make_agent, off_policy_correction=True)])
+def test_the_agent_sees_what_was_normalised_by_hand(make):
+  wrapped = _agent(make=make)
+  plain = make(networks.make_network(
+      lambda: torsos.MLP((8,)), normalization.as_float(_OBS), 3),
+      distributions.categorical(3), gamma=_GAMMA)
+  params = _with_statistics(wrapped)
+  steps = _steps(17)
+  (trajectory, _) = _unrolls(wrapped, params, steps)
+  a = np.clip((steps.obs['a'] - [1., 100., -2.]) / [2., 1., 10.], -10, 10)
+  b = np.clip((steps.obs['b'] - 100.) / 1e3**.5, -10, 10)
+  assert np.abs(a).max() < 10  # The clip is tested below.
+  by_hand = steps._replace(
+      obs={'a': a.astype(np.float32), 'b': b.astype(np.float32)},
+      reward=steps.reward / np.float32(5))
+  (expected, _) = _unrolls(plain, params.params, by_hand)
+  for x, y in zip(jax.tree.leaves(trajectory.extras),
+                  jax.tree.leaves(expected.extras)):
+    np.testing.assert_allclose(x, y, atol=1e-3)
+  expected = expected._replace(
+      action=trajectory.action, extras=trajectory.extras)
+  one = lambda x: x
+
+  def loss(agent, params, trajectory):
+    batch = agent.prepare(params, trajectory, one)
+    return agent.loss(params, (), batch, jax.random.key(0))[0]
+
+  np.testing.assert_allclose(
+      loss(wrapped, params, trajectory), loss(plain, params.params, expected),
+      rtol=1e-3)
+
+
+def test_far_observations_are_clipped():
+  agent = _agent(rewards=False)
+  params = _with_statistics(agent)
+  assert params.statistics.discounted_return == ()
+  near, far = (TimeStep(
+      {'a': jnp.asarray([[1. + 2 * x, 100., -2.]]),
+       'b': jnp.full((1, 2, 2), 100, jnp.uint8)},
+      jnp.zeros(1), jnp.ones(1), jnp.ones(1, bool)) for x in (10., 1e4))
+  keys = jax.random.split(jax.random.key(0), 1)
+  carry = agent.initial_carry(1)
+  _, a, _ = agent.act(params, keys, near, carry)
+  _, b, _ = agent.act(params, keys, far, carry)
+  np.testing.assert_allclose(a.value, b.value, rtol=1e-5)
+  _, c, _ = agent.act(
+      params, keys, near._replace(obs=near.obs | {'a': jnp.zeros((1, 3))}), carry)
+  assert not np.allclose(a.value, c.value, rtol=1e-3)
+
+
+def test_an_update_sees_the_statistics_that_acting_saw():
+  agent = _agent(normalize_advantage=False)
+  learner, update = _update(agent, optax.sgd(0.1), 1)
+  state = learner.init(jax.random.key(0), ())
+  first, second, *_ = _unrolls(agent, state.params, _steps())
+  after, metrics = update(state, first, jax.random.key(1))
+  # One step of SGD: every ratio is 1 when it is taken.
+  np.testing.assert_allclose(metrics['approx_kl'], 0., atol=1e-8)
+  # With the statistics of the unroll itself they would not be.
+  stale = state._replace(params=state.params._replace(
+      statistics=after.params.statistics))
+  _, metrics = update(stale, first, jax.random.key(1))
+  assert metrics['approx_kl'] > 1e-5
+  assert float(after.params.statistics.obs.count) == 1.
+
+
+def test_the_optimizer_leaves_the_statistics_alone():
+  agent = _agent(rewards=False)
+  learner, update = _update(agent, optax.adamw(0.1, weight_decay=0.5), 1)
+  state = learner.init(jax.random.key(0), ())
+  still = learner_lib.make_learner(
+      agent._replace(absorb=lambda params, measured: params),
+      optax.adamw(0.1, weight_decay=0.5))
+  (trajectory, *_) = _unrolls(agent, state.params, _steps())
+  new, _ = spmd.device_map(
+      still.update, spmd.make_mesh(jax.devices()[:1]),
+      (spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED),
+      spmd.REPLICATED)(state, trajectory, jax.random.key(1))
+  for x, y in zip(*map(jax.tree.leaves, (
+      new.params.statistics, state.params.statistics))):
+    np.testing.assert_array_equal(x, y)
+  assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (
+      new.params.params, state.params.params))))
+
+
+def test_an_unroll_of_joints_alone_teaches_nothing_of_returns():
+  agent = _agent(observations=False)
+  steps = _steps(9)._replace(is_first=np.ones((9, 4), bool))
+  learner, update = _update(agent, optax.sgd(0.1), 1)
+  state = learner.init(jax.random.key(0), ())
+  (trajectory,) = _unrolls(agent, state.params, steps)
+  new, _ = update(state, trajectory, jax.random.key(1))
+  moments = new.params.statistics.discounted_return
+  assert (float(moments.mean), float(moments.variance), float(moments.count)
+          ) == (0., 1., 0.)
+
+
+def test_nothing_to_normalise_is_the_agent_itself():
+  agent = _agent(observations=False, rewards=False)
+  assert agent.measure(None, None) == () and agent.initial_carry(3) == ()
