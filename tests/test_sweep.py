@@ -116,7 +116,8 @@ def test_the_exempt_are_noted():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('task', _RUN, ids='-'.join)
-def test_three_updates(task, tmp_path):
+def test_three_updates(task, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # VizDoom leaves files.
   suite, _, name = task
   is_host = suite == 'envpool'
   experiment = 'sebulba_cartpole' if is_host else 'anakin_cartpole'
