@@ -1,7 +1,7 @@
 """Sebulba on Atari's Breakout-v5, from its screen.
 
   python experiments/sebulba_breakout.py [--agent=ppo|impala|a2c]
-      [--variant=cpu|cleanba]
+      [--variant=cpu|cleanba|recurrent]
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,7 @@
 """Sebulba on Atari's Pong-v5, from its screen.
 
   python experiments/sebulba_pong.py [--agent=ppo|impala|a2c]
-      [--variant=cpu|cleanba]
+      [--variant=cpu|cleanba|recurrent]
 """
 
 from ml_collections import ConfigDict
@@ -18,10 +18,13 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
     agent: as `sebulba_config`.
     variant: 'cleanba' has the settings of Cleanba (Huang et al. 2023,
       arXiv:2310.00036), for accelerators; 'cpu' small images, a small network
-      and small batches, for a machine without one; '' is what fits this one.
+      and small batches, for a machine without one; '' is what fits this one;
+      'recurrent' too, but it sees one frame at a time and remembers the others.
   """
-  check_choice('variant', variant, ('', 'cleanba', 'cpu'))
-  variant = variant or ('cleanba' if spmd.has_accelerator() else 'cpu')
+  check_choice('variant', variant, ('', 'cleanba', 'cpu', 'recurrent'))
+  is_recurrent = variant == 'recurrent'
+  if not variant or is_recurrent:
+    variant = 'cleanba' if spmd.has_accelerator() else 'cpu'
   config = sebulba_config(agent)
   options = config.env.options
   config.env.name = 'Pong-v5'
@@ -59,6 +62,9 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
       config.agent.clip = 0.2
       config.optimizer.learning_rate = 5e-4
       config.optimizer.anneal = False  # Of so short a run it would stop half.
+  if is_recurrent:
+    options.stack_num = 1
+    config.network.recurrent = 'lstm'
   return config
 
 

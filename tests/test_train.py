@@ -61,17 +61,19 @@ _TINY_HOST = ['--config.total_env_steps=512', '--config.env.num_envs=8',
 @pytest.mark.parametrize('name,agent', [
     ('sebulba_cartpole', 'ppo'), ('sebulba_cartpole', 'impala'),
     ('sebulba_cartpole', 'a2c'), ('sebulba_pong', 'impala'),
-    ('sebulba_breakout', 'ppo')])
+    ('sebulba_breakout', 'ppo'), ('sebulba_half_cheetah', 'ppo'),
+    ('sebulba_half_cheetah', 'impala'), ('sebulba_half_cheetah', 'a2c')])
 def test_every_host_experiment_runs_tiny(name, agent, tmp_path):
   workdir = tmp_path / 'run'
-  arguments = [*_TINY_HOST] + ([] if 'cartpole' in name else ['--variant=cpu'])
+  arguments = [*_TINY_HOST] + (
+      ['--variant=cpu'] if name in ('sebulba_pong', 'sebulba_breakout') else [])
   assert _run(workdir, f'--agent={agent}', *arguments, name=name, tiny=False) == 0
   records, summary = _read(workdir)
   # 512 / (8 x 8) = 8 updates; records at 3, 6 and at the end.
   assert [r['num_updates'] for r in records] == [3, 6, 8]
   assert summary['exit'] == 'done' and summary['eval_episodes'] == 2
-  assert records[-1]['frames'] == records[-1]['env_steps'] * (
-      1 if 'cartpole' in name else 4)
+  frame_skip = {'sebulba_cartpole': 1, 'sebulba_half_cheetah': 5}.get(name, 4)
+  assert records[-1]['frames'] == records[-1]['env_steps'] * frame_skip
   assert records[-1]['policy_lag'] == (0 if agent == 'a2c' else 1)
   shares = [v for r in records for k, v in r.items() if k.startswith('time_')]
   assert len(shares) == 3 * 6 and all(0 <= x <= 1.1 for x in shares)
@@ -136,7 +138,13 @@ def test_parameters_are_bitwise_reproducible():
     (['--config.env.suite=gym'], 'did you mean gymnax'),
     (['--config.env.suite=envpool'], 'from an experiment of sebulba'),
     (['--config.env.options.size=3'], 'max_steps_in_episode'),
-    (['--config.env.name=Pendulum-v1'], 'discrete'),
+    (['--config.env.name=Pendulum-v1',
+      '--config.network.distribution=categorical'], 'use gaussian'),
+    (['--config.network.distribution=gaussian'], 'use categorical'),
+    (['--config.network.distribution=gausian'], 'did you mean gaussian'),
+    (['--config.network.recurrent=grru'], 'did you mean gru'),
+    (['--config.network.recurrent=gru', '--config.num_minibatches=3'],
+     'does not divide the 4 environments per update of each of 2 devices'),
     (['--config.env.num_envs=9'], 'try 8 or 10'),
     (['--config.env.num_envs=0'], 'at least 1'),
     (['--config.eval.num_episodes=1e20'], 'at most'),
@@ -299,9 +307,16 @@ def test_atari_has_settings_for_each_machine(agent, monkeypatch):
   small, full = get_config(agent, 'cpu'), get_config(agent, 'cleanba')
   assert small.network.name == 'conv' and full.network.name == 'impala_resnet'
   assert full.env.options.repeat_action_probability == 0.25
+  assert 'stack_num' not in small.env.options
   for is_found, expected in (False, small), (True, full):
     monkeypatch.setattr(spmd, 'has_accelerator', lambda: is_found)
     assert get_config(agent) == expected
+    recurrent = get_config(agent, 'recurrent')
+    assert recurrent.env.options.stack_num == 1
+    del recurrent.env.options.stack_num
+    assert recurrent.network.recurrent == 'lstm'
+    recurrent.network.recurrent = 'none'
+    assert recurrent == expected
 
 
 @pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
