@@ -86,7 +86,8 @@ def make_distribution(config: ConfigDict, spec: EnvSpec) -> Distribution:
   try:
     return distributions.for_action_space(
         spec.action, config.network.distribution,
-        state_dependent_scale=config.network.state_dependent_scale)
+        state_dependent_scale=config.network.state_dependent_scale,
+        initial_scale=config.network.initial_scale)
   except ValueError as error:
     raise ValueError(f'config.env.name={config.env.name}: {error}') from error
 

@@ -32,6 +32,10 @@ def _check_ranges(config: ConfigDict) -> None:
       'agent.value_cost': config.agent.value_cost,
       'agent.reward_clip': config.agent.reward_clip}
   positive = {'optimizer.learning_rate': config.optimizer.learning_rate}
+  if not 0.01 <= config.network.initial_scale <= 100:
+    raise ValueError(
+        f'config.network.initial_scale={config.network.initial_scale} must be '
+        'from 0.01 to 100')
   if is_sebulba(config):
     sebulba = config.sebulba
     for field in ('threads_per_actor_device', 'env_threads',

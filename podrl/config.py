@@ -72,6 +72,7 @@ def base_config(agent: str) -> ConfigDict:
   config.network.distribution = 'auto'
   # A Gaussian's scale from the network, or one that is the same in all states.
   config.network.state_dependent_scale = False
+  config.network.initial_scale = 1.0  # Of a Gaussian; the bounds are -1 and 1.
   # Of a torso's arithmetic; bfloat16 suits accelerators. Parameters are float32.
   config.network.dtype = 'float32'
 

@@ -1,7 +1,7 @@
 """What the numbers of a policy head mean: a distribution over actions."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -82,8 +82,9 @@ def _log_slope(x: Array) -> Array:
   return 2. * (np.log(2.) - x - jax.nn.softplus(-2. * x))
 
 
-def gaussian(box: Box, *, squash: bool, state_dependent_scale: bool = False
-             ) -> Distribution:
+def gaussian(
+    box: Box, *, squash: bool, state_dependent_scale: bool = False,
+    initial_scale: float = 1.) -> Distribution:
   """A diagonal Gaussian over a box, one number per dimension, or its tanh.
 
   A sample x is in units in which the bounds are -1 and 1; a dimension without
@@ -92,8 +93,7 @@ def gaussian(box: Box, *, squash: bool, state_dependent_scale: bool = False
 
     log p(a) = log N(x; mean, scale) - log(1 - tanh(x)^2) - log((high - low)/2).
 
-  The head holds the means, then what softplus turns into the scales, which
-  start at 1. The entropy of the tanh form is by Gauss-Hermite quadrature: it
+  The head holds the means, then what softplus turns into the scales. The entropy of the tanh form is by Gauss-Hermite quadrature: it
   has no closed form, and a random estimate would depend on how a batch is
   spread over devices.
 
@@ -102,6 +102,7 @@ def gaussian(box: Box, *, squash: bool, state_dependent_scale: bool = False
     squash: take the tanh, which needs bounds, rather than clip.
     state_dependent_scale: take the scales from the head in each state, rather
       than as parameters that are the same in all.
+    initial_scale: of a head of zeros, as before learning; more than 0.001.
 
   Raises:
     ValueError: if `squash` and a bound is missing.
@@ -124,10 +125,11 @@ def gaussian(box: Box, *, squash: bool, state_dependent_scale: bool = False
   half, middle = half.astype(np.float32), middle.astype(np.float32)
   log_half = float(np.log(half).sum())
 
+  offset = np.log(np.expm1(initial_scale - _SMALLEST_SCALE))
+
   def split(head: Array) -> tuple[Array, Array]:
     mean, scale = jnp.split(head, 2, axis=-1)
-    # softplus(0.5413) is 1.
-    return mean, jax.nn.softplus(scale + np.log(np.e - 1)) + _SMALLEST_SCALE
+    return mean, jax.nn.softplus(scale + offset) + _SMALLEST_SCALE
 
   def along(constants: np.ndarray, x: Array) -> np.ndarray:
     return constants.reshape((1,) * (x.ndim - 1) + (-1,))
@@ -170,14 +172,14 @@ def gaussian(box: Box, *, squash: bool, state_dependent_scale: bool = False
 
 
 def for_action_space(
-    action: Discrete | Box, name: str = 'auto', *,
-    state_dependent_scale: bool = False) -> Distribution:
+    action: Discrete | Box, name: str = 'auto', **options: Any
+) -> Distribution:
   """A distribution over an action space.
 
   Args:
     action: the action space.
     name: one of `DISTRIBUTIONS`; 'auto' is categorical or Gaussian.
-    state_dependent_scale: of a Gaussian.
+    **options: of `gaussian`.
 
   Raises:
     ValueError: where the distribution does not fit.
@@ -194,5 +196,4 @@ def for_action_space(
         f'use {fitting}, or auto')
   if is_discrete:
     return categorical(action.num_actions)
-  return gaussian(action, squash=name == 'tanh_gaussian',
-                  state_dependent_scale=state_dependent_scale)
+  return gaussian(action, squash=name == 'tanh_gaussian', **options)

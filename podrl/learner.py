@@ -22,15 +22,14 @@ def _all_mean(tree: Tree) -> Tree:
   return unravel(jax.lax.pmean(vector, DEVICE_AXIS))
 
 
-def _trained(params: Tree) -> Tree:
+def trained(params: Tree) -> Tree:
   """The part of an agent's parameters that the optimiser changes."""
   return params.params if isinstance(params, Tracked) else params
 
 
-def _with_trained(params: Tree, trained: Tree) -> Tree:
+def _with_trained(params: Tree, part: Tree) -> Tree:
   """An agent's parameters with that part replaced."""
-  return params._replace(params=trained) if isinstance(
-      params, Tracked) else trained
+  return params._replace(params=part) if isinstance(params, Tracked) else part
 
 
 def shuffle(rng_key: chex.PRNGKey, size: int) -> Array:
@@ -86,7 +85,7 @@ def make_learner(
         # Copied: donating one buffer under two names crashes.
         target_params=() if target_period is None else jax.tree.map(
             jnp.copy, params),
-        opt_state=optimizer.init(_trained(params)),
+        opt_state=optimizer.init(trained(params)),
         num_updates=jnp.zeros((), jnp.int32),
         num_sgd_steps=jnp.zeros((), jnp.int32),
         memory=())
@@ -94,11 +93,11 @@ def make_learner(
   def sgd_step(
       state: LearnerState, batch: Tree, measured: Tree, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
-    def loss(trained: Tree) -> tuple[Array, Metrics]:
-      return agent.loss(_with_trained(state.params, trained),
+    def loss(part: Tree) -> tuple[Array, Metrics]:
+      return agent.loss(_with_trained(state.params, part),
                         state.target_params, batch, rng_key)
 
-    params = _trained(state.params)
+    params = trained(state.params)
     (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
     grads, metrics, measured = _all_mean(
         (grads, metrics | {'loss': value}, measured))

@@ -22,6 +22,7 @@ from podrl import spmd
 from podrl.check import check
 from podrl.config import AGENTS, apply_overrides, describe, is_sebulba
 from podrl.layout import num_cpu_devices
+from podrl.learner import trained
 
 DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -296,5 +297,5 @@ def _describe_machine(run: build.Run) -> metrics.Record:
           p: importlib.metadata.version(p) for p in packages}}
   if run.driver.learner is not None:
     machine['num_params'] = sum(
-        x.size for x in jax.tree.leaves(run.driver.learner.params))
+        x.size for x in jax.tree.leaves(trained(run.driver.learner.params)))
   return machine

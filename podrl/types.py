@@ -42,8 +42,8 @@ class Trajectory(NamedTuple):
     timestep: leaves `[T+1, B, ...]`.
     action: `[T, B, ...]`; `action[t]` was chosen at `timestep[t]`.
     extras: leaves `[T, B, ...]`, what `Agent.act` noted beside each action.
-    carry: leaves `[1, B, ...]`, the recurrent state at the first step; `()`
-      for a feed-forward agent.
+    carry: leaves `[1, B, ...]`, what `Agent.act` carried into the first step;
+      `()` for an agent that carries nothing.
   """
   timestep: TimeStep
   action: Array

@@ -45,8 +45,8 @@ def _head(dist, seed=0, batch=50):
   rng = np.random.default_rng(seed)
   mean = rng.normal(size=(batch, 3)) * 2.
   scale = rng.uniform(0.05, 3., (batch, 3))
-  # softplus(raw + log(e - 1)) + 1e-3 is the scale.
-  raw = np.log(np.expm1(scale - 1e-3)) - np.log(np.expm1(1.))
+  # softplus(raw + offset) + 1e-3 is the scale, and 1 where raw is 0.
+  raw = np.log(np.expm1(scale - 1e-3)) - np.log(np.expm1(1. - 1e-3))
   assert dist.num_params == 6
   return np.concatenate([mean, raw], -1).astype(np.float32), mean, scale
 
@@ -157,7 +157,7 @@ def test_boxes_of_any_shape_and_with_missing_bounds():
       np.float32([[1., 1e12, 1e12], [5., 2., 1e10]]))
   np.testing.assert_allclose(
       dist.log_prob(jnp.zeros(12), sample), scipy.stats.norm.logpdf(
-          0.5, scale=1.001) * 6, rtol=1e-5)
+          0.5) * 6, rtol=1e-5)
 
 
 @pytest.mark.parametrize('space,name,message', [
@@ -169,6 +169,14 @@ def test_boxes_of_any_shape_and_with_missing_bounds():
 def test_what_does_not_fit_is_refused(space, name, message):
   with pytest.raises(ValueError, match=message):
     distributions.for_action_space(space, name)
+
+
+def test_scales_start_where_they_are_told():
+  dist = distributions.for_action_space(_BOX, initial_scale=0.2)
+  half = (_HIGH - _LOW) / 2
+  np.testing.assert_allclose(
+      dist.entropy(jnp.zeros(6)),
+      scipy.stats.norm(0, 0.2 * half).entropy().sum(), rtol=1e-5)
 
 
 def test_scales_may_depend_on_the_state():

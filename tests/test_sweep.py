@@ -103,7 +103,7 @@ def _note(*row):
 _TINY = ['--config.env.num_envs=4', '--config.unroll_length=4',
          '--config.total_env_steps=48', '--config.network.hidden_sizes=16',
          '--config.eval.num_episodes=1', '--config.eval.max_episode_steps=5',
-         '--config.log.tensorboard=False']
+         '--config.network.shared_torso=True', '--config.log.tensorboard=False']
 _TINY_HOST = ['--config.sebulba.actor_devices=0',
               '--config.sebulba.learner_devices=0']
 
