@@ -16,10 +16,10 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config.env.name = 'HalfCheetah-v4'  # 17 numbers, 6 torques, 1,000 steps.
   config.env.num_envs = 16
   config.agent.entropy_cost = 0.0
-  config.agent.reward_clip = 10.0
   config.agent.normalize_observation = True
   config.agent.normalize_reward = True
   config.eval.num_episodes = 16
+  config.eval.every_env_steps = 250_000
   if agent == 'ppo':  # As CleanRL's ppo_continuous_action.py.
     config.unroll_length = 128
     config.num_epochs = 10

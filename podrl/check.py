@@ -32,10 +32,6 @@ def _check_ranges(config: ConfigDict) -> None:
       'agent.value_cost': config.agent.value_cost,
       'agent.reward_clip': config.agent.reward_clip}
   positive = {'optimizer.learning_rate': config.optimizer.learning_rate}
-  if not 0.01 <= config.network.initial_scale <= 100:
-    raise ValueError(
-        f'config.network.initial_scale={config.network.initial_scale} must be '
-        'from 0.01 to 100')
   if is_sebulba(config):
     sebulba = config.sebulba
     for field in ('threads_per_actor_device', 'env_threads',
@@ -62,6 +58,10 @@ def _check_ranges(config: ConfigDict) -> None:
     raise ValueError(
         f'config.network.hidden_sizes={config.network.hidden_sizes} must be one '
         'or more widths, each at least 1')
+  if not 0.01 <= config.network.initial_scale <= 10:
+    raise ValueError(
+        f'config.network.initial_scale={config.network.initial_scale} must be '
+        'from 0.01 to 10')
   largest = at_least_one | not_negative | positive
   bounded = {
       'env.num_envs': 2**24, 'unroll_length': 2**24, 'num_epochs': 2**24,

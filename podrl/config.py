@@ -56,15 +56,18 @@ def base_config(agent: str) -> ConfigDict:
   config.agent.entropy_cost = 0.01  # Weight of the entropy bonus.
   config.agent.value_cost = 0.5  # Weight of the value loss.
   config.agent.reward_clip = 0.0  # Clip rewards to plus and minus; 0 is off.
-  config.agent.normalize_observation = False  # By running mean and deviation.
-  config.agent.normalize_reward = False  # By that of returns; before clipping.
+  # By running statistics, and clipped to 10 deviations; rewards by the
+  # deviation of discounted returns, before `reward_clip`.
+  config.agent.normalize_observation = False
+  config.agent.normalize_reward = False
   if is_ppo:
     config.agent.clip = 0.2  # How far the probability ratio may pay.
     config.agent.normalize_advantage = True  # Over the global batch.
 
   config.network = ConfigDict()
   config.network.name = 'auto'  # Or mlp, conv, nature_cnn, impala_resnet.
-  config.network.hidden_sizes = (64, 64)  # Of an MLP; the last, of any torso.
+  # Of an MLP's layers; the last is the width of any torso's output and memory.
+  config.network.hidden_sizes = (64, 64)
   config.network.shared_torso = False  # One torso for both heads, or one each.
   config.network.recurrent = 'none'  # Or gru, lstm: a memory after each torso.
   # Auto fits the actions; or categorical, gaussian (clipped to the bounds of a

@@ -1,8 +1,9 @@
 """The learner core: how parameters change, whatever the agent or the driver.
 
 It is the only place that calls a collective. The compiled update has one
-all-reduce per optimiser step, of the gradients, the loss's metrics and what
-running statistics measure in one vector, and one small one per unroll where the agent's `prepare` uses `mean`.
+all-reduce per optimiser step: the gradients, the loss's metrics and what running
+statistics measure, in one vector as large as the parameters and statistics and
+at most 1 KB. It has one small one per unroll where `prepare` uses `mean`.
 """
 
 import chex
@@ -144,7 +145,7 @@ def make_learner(
           lambda state, key: epoch(state, batch, measured, key),
           state, jax.random.split(rng_key, num_epochs))
       metrics, measured = jax.tree.map(lambda x: jnp.mean(x, axis=0), rows)
-    # Last: the whole update sees the statistics that acting saw.
+    # Last: all of the update's steps see the same statistics.
     state = state._replace(params=agent.absorb(state.params, measured))
     num_updates = state.num_updates + 1
     if target_period is not None:

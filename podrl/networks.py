@@ -69,7 +69,8 @@ def recurrent(
   """
   def init(rng_key: jax.Array) -> Tree:
     example = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), obs)
-    return module.init(rng_key, example, jnp.ones((1, 1), bool), initial_carry(1))
+    return module.init(
+        rng_key, example, jnp.ones((1, 1), bool), initial_carry(1))
 
   return Network(init, initial_carry, module.apply, is_recurrent=True)
 
@@ -113,13 +114,33 @@ class ActorCritic(nn.Module):
     shared_torso: whether the two heads share one torso.
     num_constant_params: how many of the policy's numbers, the last, are
       parameters, the same in all states.
+    core: of each torso, a memory between it and its head; one of `CORES`.
+    core_size: width of that memory.
   """
   make_torso: Callable[[], nn.Module]
   num_policy_params: int
   shared_torso: bool = True
   num_constant_params: int = 0
+  core: str = 'none'
+  core_size: int = 64
 
-  def features(self, obs: Tree) -> list[Array]:
+  @nn.compact
+  def __call__(self, obs: Tree, is_first: Array,
+               carry: Tree) -> tuple[Array, Array, Tree]:
+    """As `Network.unroll`, with a carry for each torso that has a memory."""
+    features = self._features(jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:]), obs))
+    if self.core != 'none':
+      outputs = [
+          Core(self.core, self.core_size)(
+              x.astype(jnp.float32).reshape(*is_first.shape, -1), is_first, c)
+          for x, c in zip(features, carry, strict=True)]
+      features, carry = map(list, zip(*outputs))
+    head, value = self._heads(features[0], features[-1])
+    return (head.reshape(*is_first.shape, -1), value.reshape(is_first.shape),
+            carry)
+
+  def _features(self, obs: Tree) -> list[Array]:
     """Of observations `[N, ...]`, `[N, F]`: for both heads, or for each."""
     torso = self.make_torso()
     if self.shared_torso:
@@ -129,75 +150,47 @@ class ActorCritic(nn.Module):
           torso.hidden_sizes, torso.activation, torso.dtype)(obs))
     return [torso(obs), self.make_torso()(obs)]
 
-  def heads(self, features: list[Array]) -> tuple[Array, Array]:
-    """Of features `[..., F]`, the policy head `[..., P]` and values `[...]`."""
+  def _heads(self, policy_features: Array,
+             value_features: Array) -> tuple[Array, Array]:
+    """Of features `[..., F]`, the policy's numbers `[..., P]` and values."""
     num_outputs = self.num_policy_params - self.num_constant_params
     # A small policy head starts the policy close to uniform.
     policy = nn.Dense(
-        num_outputs, kernel_init=nn.initializers.orthogonal(0.01))(features[0])
+        num_outputs,
+        kernel_init=nn.initializers.orthogonal(0.01))(policy_features)
     if self.num_constant_params:
       constant = self.param('constant', nn.initializers.zeros_init(),
                             (self.num_constant_params,))
       policy = jnp.concatenate([policy, jnp.broadcast_to(
           constant, (*policy.shape[:-1], constant.size))], axis=-1)
     value = nn.Dense(
-        1, kernel_init=nn.initializers.orthogonal(1.))(features[-1])
-    return policy, value[..., 0]
-
-  @nn.compact
-  def __call__(self, obs: Tree) -> tuple[Array, Array]:
-    """Returns the policy head `[N, num_policy_params]` and values `[N]`."""
-    return self.heads(self.features(obs))
-
-
-class RecurrentActorCritic(ActorCritic):
-  """An `ActorCritic` with a memory between each torso and its heads.
-
-  Attributes:
-    core: 'gru' or 'lstm'.
-    core_size: width of the memory.
-  """
-  core: str = 'gru'
-  core_size: int = 64
-
-  @nn.compact
-  def __call__(self, obs: Tree, is_first: Array,
-               carry: Tree) -> tuple[Array, Array, Tree]:
-    """As `Network.unroll`, with a carry for each torso."""
-    features = self.features(jax.tree.map(
-        lambda x: x.reshape(-1, *x.shape[2:]), obs))
-    outputs = [
-        Core(self.core, self.core_size)(
-            x.astype(jnp.float32).reshape(*is_first.shape, -1), is_first, c)
-        for x, c in zip(features, carry, strict=True)]
-    features, carry = map(list, zip(*outputs))
-    return *self.heads(features), carry
+        1, kernel_init=nn.initializers.orthogonal(1.))(value_features)
+    return policy, value
 
 
 def make_network(
     make_torso: Callable[[], nn.Module], obs: Tree, num_policy_params: int, *,
-    shared_torso: bool = True, num_constant_params: int = 0, core: str = 'none',
-    core_size: int = 64) -> Network:
+    shared_torso: bool = True, num_constant_params: int = 0,
+    core: str = 'none', core_size: int = 64) -> Network:
   """The actor-critic network of an agent.
 
   Args:
     make_torso: builds a torso, an `nn.Module`.
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
     num_policy_params: width of the policy head.
-    shared_torso: as in `ActorCritic`.
+    shared_torso: as in `ActorCritic`, and so are the others.
     num_constant_params: the same.
-    core: one of `CORES`.
-    core_size: width of its memory.
+    core: the same.
+    core_size: the same.
   """
-  arguments = (
-      make_torso, num_policy_params, shared_torso, num_constant_params)
-  if core == 'none':
-    return feed_forward(ActorCritic(*arguments), obs)
-
   def initial_carry(batch_size: int) -> Tree:
+    if core == 'none':
+      return ()
     zeros = jnp.zeros((batch_size, core_size))
     carry = zeros if core == 'gru' else (zeros, zeros)  # The cell, the state.
     return [carry] * (1 if shared_torso else 2)
 
-  return recurrent(
-      RecurrentActorCritic(*arguments, core, core_size), obs, initial_carry)
+  module = ActorCritic(make_torso, num_policy_params, shared_torso,
+                       num_constant_params, core, core_size)
+  return recurrent(module, obs, initial_carry)._replace(
+      is_recurrent=core != 'none')

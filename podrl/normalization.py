@@ -1,11 +1,13 @@
 """Running normalisation of observations and rewards, around any agent.
 
 The statistics are part of the agent's parameters, so that they go wherever
-these go, and are the same on all devices. They count every environment step
-once. An update uses those from before it, as acting did, and changes them at
-its end.
+these go, and are the same on all devices. They count every step that is learnt
+from once, but for the first unroll's, which give the first mean alone: measured
+about 0, its variance would be inexact. An update uses those that it finds, which
+without policy lag are the ones that acting used, and changes them at its end.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -15,8 +17,8 @@ import jax.numpy as jnp
 from podrl.types import (
     Agent, Array, Metrics, TimeStep, Tracked, Trajectory, Tree)
 
-_LARGEST_OBS = 10.  # In standard deviations.
-_EPSILON = 1e-8  # Of a variance.
+_LARGEST = 10.  # In standard deviations, of an observation or a reward.
+_EPSILON = 1e-8
 
 
 class Moments(NamedTuple):
@@ -24,8 +26,8 @@ class Moments(NamedTuple):
 
   Attributes:
     mean: float32 leaves.
-    variance: the same shapes; 1 until something is counted.
-    count: float32 `[]`, in unrolls.
+    variance: the same shapes; 1 until the second unroll.
+    count: float32 `[]`, in unrolls; the first counts next to nothing.
   """
   mean: Tree
   variance: Tree
@@ -101,27 +103,39 @@ def absorb(moments: Moments, measured: Measured) -> Moments:
   Computing Sample Variances, eq. 2.1.
   """
   share = measured.share
-  count = moments.count + share
-  gain = share / jnp.maximum(count, _EPSILON)
   safe = jnp.maximum(share, _EPSILON)  # Joints alone have a share of 0.
   shift = jax.tree.map(lambda x: x / safe, measured.first)
+  is_first = moments.count == 0.
+  count = moments.count + jnp.where(is_first, _EPSILON, 1.) * share
+  gain = jnp.where(is_first, 1., share / jnp.maximum(count, _EPSILON))
 
   def variance(old: Array, second: Array, shift: Array) -> Array:
     new = jnp.maximum(second / safe - jnp.square(shift), 0.)
-    return old + gain * (new - old) + gain * (1. - gain) * jnp.square(shift)
+    merged = old + gain * (new - old) + gain * (1. - gain) * jnp.square(shift)
+    return jnp.where(is_first, old, merged)
 
   return Moments(
       jax.tree.map(lambda x, s: x + gain * s, moments.mean, shift),
       jax.tree.map(variance, moments.variance, measured.second, shift), count)
 
 
+def _scale(mean: Array, variance: Array) -> Array:
+  """One over the deviation; 1 for what has hardly varied.
+
+  Divided by their deviation, the rounding errors of a constant would be large,
+  and would differ with the number of devices.
+  """
+  has_varied = variance > _EPSILON + jnp.square(1e-5 * mean)
+  return jnp.where(has_varied, jax.lax.rsqrt(jnp.maximum(
+      variance, _EPSILON)), 1.)
+
+
 def _standardize(moments: Moments, obs: Tree) -> Tree:
   """Observations `[..., *obs_shape]` in standard deviations, and clipped."""
   def one(x: Array, mean: Array, variance: Array) -> Array:
-    mean, variance = (
-        y.reshape((1,) * (x.ndim - y.ndim) + y.shape) for y in (mean, variance))
-    x = (x.astype(jnp.float32) - mean) * jax.lax.rsqrt(variance + _EPSILON)
-    return jnp.clip(x, -_LARGEST_OBS, _LARGEST_OBS)
+    mean, scale = (y.reshape((1,) * (x.ndim - y.ndim) + y.shape)
+                   for y in (mean, _scale(mean, variance)))
+    return jnp.clip((x.astype(jnp.float32) - mean) * scale, -_LARGEST, _LARGEST)
   return jax.tree.map(one, obs, moments.mean, moments.variance)
 
 
@@ -135,9 +149,9 @@ def normalize(agent: Agent, obs: Tree, *, observations: bool, rewards: bool,
               gamma: float) -> Agent:
   """An agent that sees normalised observations or rewards.
 
-  Observations have their running mean subtracted, are divided by their running
-  deviation and clipped to 10 of these. Rewards are divided by the running
-  deviation of the discounted return so far, for all environments alike.
+  Observations have their running mean subtracted, rewards do not. Then both are
+  divided by a running deviation, rewards by that of the discounted return so
+  far, for all environments alike; and clipped to plus and minus 10.
 
   Args:
     agent: made for `as_float(obs)` where observations are normalised.
@@ -182,12 +196,14 @@ def normalize(agent: Agent, obs: Tree, *, observations: bool, rewards: bool,
     return action, extras, Carry(agent_carry, accumulate(
         carry.discounted_return, timestep) if rewards else ())
 
-  def prepare(params: Tracked, trajectory: Trajectory, mean) -> Tree:
+  def prepare(params: Tracked, trajectory: Trajectory,
+              mean: Callable[[Tree], Tree]) -> Tree:
     timestep = seen(params.statistics, trajectory.timestep)
     if rewards:
-      variance = params.statistics.discounted_return.variance
+      moments = params.statistics.discounted_return
+      reward = timestep.reward * _scale(moments.mean, moments.variance)
       timestep = timestep._replace(
-          reward=timestep.reward * jax.lax.rsqrt(variance + _EPSILON))
+          reward=jnp.clip(reward, -_LARGEST, _LARGEST))
     return agent.prepare(params.params, trajectory._replace(
         timestep=timestep, carry=trajectory.carry.agent), mean)
 

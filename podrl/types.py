@@ -40,7 +40,8 @@ class Trajectory(NamedTuple):
 
   Attributes:
     timestep: leaves `[T+1, B, ...]`.
-    action: `[T, B, ...]`; `action[t]` was chosen at `timestep[t]`.
+    action: `[T, B, ...]`; `action[t]` was chosen at `timestep[t]`. Where it is
+      the image of a sample, `extras` hold that.
     extras: leaves `[T, B, ...]`, what `Agent.act` noted beside each action.
     carry: leaves `[1, B, ...]`, what `Agent.act` carried into the first step;
       `()` for an agent that carries nothing.

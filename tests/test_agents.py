@@ -18,8 +18,8 @@ _SPACES = {'discrete': Discrete(3),
 _T, _B, _JOINT = 14, 4, 6  # Environment 0 has a joint on arriving at step 6.
 
 
-def _agent(name, core='gru', space='discrete', squash='auto', **kwargs):
-  dist = distributions.for_action_space(_SPACES[space], squash)
+def _agent(name, core='gru', space='discrete', dist_name='auto', **kwargs):
+  dist = distributions.for_action_space(_SPACES[space], dist_name)
   network = networks.make_network(
       lambda: torsos.MLP((16,)), _OBS, dist.num_params, shared_torso=False,
       num_constant_params=dist.num_constant_params, core=core, core_size=8)
@@ -33,10 +33,12 @@ def _steps(seed=0):
   rng = np.random.default_rng(seed)
   is_first = rng.random((_T + 1, _B)) < 0.15
   is_first[:, 0] = np.arange(_T + 1) == _JOINT
+  # Half of the episodes terminate, the others are truncated.
+  is_terminal = np.roll(is_first, -1, 0) & (np.arange(_B) % 2 == 0)
   return TimeStep(
       rng.normal(size=(_T + 1, _B, 5)).astype(np.float32),
       np.where(is_first, 0, rng.normal(size=is_first.shape)).astype(np.float32),
-      np.ones(is_first.shape, np.float32), is_first)
+      1 - is_terminal.astype(np.float32), is_first)
 
 
 def _act_through(agent, params, steps):
@@ -84,7 +86,8 @@ def test_steps_act_as_the_unrolled_network_does(name, core, space):
   final = targets.reshape(_B, _T)[:, -1] if core != 'none' else (
       targets.reshape(_T, _B)[-1])
   expected = np.where(
-      steps.is_first[-1], values[-2], steps.reward[-1] + 0.99 * last[0])
+      steps.is_first[-1], values[-2],
+      steps.reward[-1] + 0.99 * steps.discount[-1] * last[0])
   np.testing.assert_allclose(final, expected, atol=1e-5)
 
 
@@ -104,10 +107,10 @@ def test_greedy_acting_takes_the_mode(name):
       action, dist.to_action(head[0, :, :2]), atol=1e-6)
 
 
-@pytest.mark.parametrize('squash', ['gaussian', 'tanh_gaussian'])
+@pytest.mark.parametrize('dist_name', ['gaussian', 'tanh_gaussian'])
 @pytest.mark.parametrize('name', ['ppo', 'impala', 'a2c'])
-def test_actions_stay_inside_their_bounds(name, squash):
-  _, _, agent = _agent(name, 'gru', 'box', squash)
+def test_actions_stay_inside_their_bounds(name, dist_name):
+  _, _, agent = _agent(name, 'gru', 'box', dist_name)
   params = jax.tree.map(lambda x: 20. * x, agent.init(jax.random.key(0)))
   trajectory, _ = _act_through(agent, params, _steps())
   box = _SPACES['box']
@@ -117,30 +120,11 @@ def test_actions_stay_inside_their_bounds(name, squash):
 
 
 def _mixed(before, after):
-  """Environment 0 of one up to its joint, and of the other from there on."""
-  def one(a, b):
-    a, b = np.array(a), np.asarray(b)
-    if len(a) == 1:  # The carry: before everything.
-      return a
-    a[_JOINT:, 0] = b[_JOINT:, 0]
-    return a
-
+  """One up to its joint, the other from there on; the carry is of the first."""
   # The action that was ignored belongs to the time before.
-  extras = lambda a, b: np.concatenate(
-      [np.asarray(a)[:_JOINT], np.asarray(b)[_JOINT:]])
-  def rails(a, b):
-    a, b = np.asarray(a), np.asarray(b)
-    mixed = a.copy()
-    mixed[:, 0] = extras(a[:, 0], b[:, 0])
-    return mixed
-
-  reward, discount = np.array(before.timestep.reward), np.array(
-      before.timestep.discount)
-  timestep = jax.tree.map(one, before.timestep, after.timestep)
-  del reward, discount
-  return Trajectory(
-      timestep, rails(before.action, after.action),
-      jax.tree.map(rails, before.extras, after.extras), before.carry)
+  join = lambda a, b: jnp.concatenate([a[:_JOINT], b[_JOINT:]])
+  parts = before._replace(carry=()), after._replace(carry=())
+  return jax.tree.map(join, *parts)._replace(carry=before.carry)
 
 
 @pytest.mark.parametrize('space', ['discrete', 'box'])

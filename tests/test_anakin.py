@@ -95,6 +95,28 @@ def test_an_unroll_is_fence_posts_and_rails():
   np.testing.assert_array_equal(whole, np.arange(15) % 4)
 
 
+def test_each_unroll_keeps_what_was_carried_into_it():
+  agent = _agent()
+
+  def act(params, rng_key, timestep, carry, *, greedy=False):
+    action, extras, _ = agent.act(params, rng_key, timestep, carry)
+    return action, extras, jnp.where(timestep.is_first, 0, carry) + 1
+
+  counting = agent._replace(
+      initial_carry=lambda n: jnp.zeros(n, jnp.int32), act=act)
+  driver = anakin.make_anakin(
+      _counting_env(3), counting, _spying_learner(counting),
+      spmd.make_mesh(jax.devices()[:2]), num_envs=4, unroll_length=5,
+      max_updates=8)
+  state, carries = driver.init(jax.random.key(0)), []
+  for _ in range(4):
+    state, _ = driver.train(state, np.int32(1))
+    carries.append(np.asarray(state.learner.memory.carry)[0, 0])
+  # Steps of the episode so far, of cycles of 4, when 0, 5, 10, 15 are made.
+  np.testing.assert_array_equal(
+      carries, np.repeat([[0], [1], [2], [3]], 4, 1))
+
+
 def test_episodes_and_joints_are_counted():
   driver = _make(2)
   state, records = driver.train(driver.init(jax.random.key(0)), np.int32(8))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from podrl import evaluate
-from podrl.types import Agent, DeviceEnv, Discrete, EnvSpec, TimeStep
+from podrl.types import Agent, DeviceEnv, Discrete, EnvSpec, HostEnv, TimeStep
 
 _SPEC = EnvSpec(jax.ShapeDtypeStruct((), jnp.int32), False, Discrete(2), 1, 0)
 
@@ -66,6 +66,36 @@ def test_sampled_actions_differ_from_greedy_ones():
 def test_an_episode_that_does_not_end_is_cut(max_steps):
   outcome = _evaluate(max_steps)
   assert outcome.lengths.max() == max_steps
+
+
+def test_what_is_carried_goes_from_step_to_step():
+  def act(params, rng_key, timestep, carry, *, greedy=False):
+    return carry + 1, (), carry + 1
+
+  agent = Agent(None, lambda n: jnp.zeros(n, jnp.int32), act, None, None)
+  outcome = evaluate.make_evaluate(
+      _env(), agent, num_episodes=64, max_episode_steps=9, greedy=True)(
+          (), jax.random.key(0), lambda: False)
+  n = outcome.lengths
+  np.testing.assert_array_equal(outcome.returns, n * (n + 1) / 2)  # 1 + ... + n
+
+  def make_env(num_envs, seed):
+    t = np.zeros(num_envs)
+    def timestep(reward):
+      ended = t == 3
+      return TimeStep(np.zeros(num_envs), reward.astype(np.float32),
+                      1. - ended, (t == 0) | (t == 4))
+    def step(action):
+      nonlocal t
+      t = t + 1
+      return timestep(action)
+    return HostEnv(_SPEC, lambda: timestep(t), step, lambda: None)
+
+  outcome = evaluate.make_host_evaluate(
+      make_env, agent, num_episodes=2, max_episode_steps=9, greedy=True)(
+          (), jax.random.key(0), lambda: False)
+  np.testing.assert_array_equal(outcome.lengths, [3, 3])
+  np.testing.assert_array_equal(outcome.returns, [6, 6])
 
 
 def test_it_stops_when_asked():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from podrl.envs import gymnasium_env
-from podrl.types import Discrete
+from podrl.types import Box, Discrete
 
 
 def test_steps_and_joints_are_those_of_single_environments():
@@ -55,6 +55,33 @@ def test_categories_and_dicts():
   obs = gymnasium_env.observe(space, {
       'where': np.array([1, 3]), 'what': np.ones((2, 2), np.float32)})
   np.testing.assert_array_equal(obs['where'], [[1, 0, 0], [0, 0, 1]])
+
+
+@pytest.mark.parametrize('space', [
+    gymnasium.spaces.Box(-0.4, 0.4, (3,), np.float64),  # float32's 0.4 is more.
+    gymnasium.spaces.Box(0.1, 0.7, (2, 2), np.float32),
+    gymnasium.spaces.Box(-1, 5, (2,), np.int32),
+    gymnasium.spaces.Box(0, np.inf, (1,), np.float32)])
+def test_actions_are_in_the_librarys_own_space(space):
+  box = gymnasium_env.action_space(space)
+  assert isinstance(box, Box) and box.shape == space.shape
+  assert box.low.dtype == box.high.dtype == np.float32
+  to_action = gymnasium_env.to_library_action(space)
+  draws = np.random.default_rng(0).normal(0, 4, (50, *space.shape))
+  draws = np.concatenate([draws, 0 * draws[:1] + 1e9, 0 * draws[:1] - 1e9])
+  draws = np.clip(draws.astype(np.float32), box.low, box.high)
+  draws.flags.writeable = False  # As JAX's are.
+  actions = to_action(draws)
+  assert all(space.contains(action) for action in actions)
+  actions[:] = 0  # They are the environment's to change.
+  if space.dtype == np.int32:
+    assert set(np.unique(to_action(draws))) == set(range(-1, 6))
+
+
+def test_a_category_that_starts_elsewhere_is_shifted():
+  to_action = gymnasium_env.to_library_action(
+      gymnasium.spaces.Discrete(3, start=2))
+  np.testing.assert_array_equal(to_action(np.array([0, 2])), [2, 4])
 
 
 def test_a_module_that_registers_is_imported(tmp_path, monkeypatch):

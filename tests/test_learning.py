@@ -24,7 +24,8 @@ def _evaluated(name, tmp_path, *arguments):
   argv = [f'{name}.py', f'--workdir={tmp_path}/run', *arguments]
   argv += ['--config.num_devices=2'] if name.startswith('anakin') else []
   assert train.run(_get_config(name), argv) == 0
-  return json.loads((tmp_path / 'run' / 'summary.json').read_text())['eval_return']
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  return summary['eval_return']
 
 
 @pytest.mark.parametrize('agent,core', [

@@ -22,7 +22,7 @@ def _sequence(seed=0, length=12, batch=4):
   """Observations and first steps, with joints within."""
   rng = np.random.default_rng(seed)
   is_first = rng.random((length, batch)) < 0.2
-  is_first[5, 0] = True
+  is_first[5:6, 0] = True
   return rng.normal(size=(length, batch, 5)).astype(np.float32), is_first
 
 
@@ -33,28 +33,34 @@ def _random_carry(network, batch=4):
 
 
 def test_separate_torsos_share_nothing():
-  network = networks.ActorCritic(lambda: torsos.MLP((8,)), 3, False)
-  obs = jnp.ones((1, 4))
-  params = network.init(jax.random.key(0), obs)
-  of_value = jax.grad(lambda p: network.apply(p, obs)[1][0])(params)
-  of_policy = jax.grad(lambda p: network.apply(p, obs)[0][0, 0])(params)
+  network = _network('none')
+  params = network.init(jax.random.key(0))
+  obs, is_first = _sequence(length=1, batch=1)
+  of_policy, of_value = (jax.grad(lambda p: network.unroll(
+      p, obs, is_first, ())[i].ravel()[0])(params) for i in (0, 1))
   for x, y in zip(jax.tree.leaves(of_value), jax.tree.leaves(of_policy)):
     assert not (np.any(x) and np.any(y))
 
 
+@pytest.mark.parametrize('core', networks.CORES)
 @pytest.mark.parametrize('name,image', [
-    ('mlp', (3, 3, 1)), ('nature_cnn', (36, 36, 2)), ('impala_resnet', (9, 9, 2))])
-def test_bfloat16_torsos_keep_float32_parameters_and_heads(name, image):
-  obs = jax.random.uniform(jax.random.key(0), (2, *image))
-  def network(dtype):
-    return networks.ActorCritic(torsos.make_torso(
-        name, EnvSpec(jax.ShapeDtypeStruct(image, jnp.float32), False, Discrete(3), 1, 100), hidden_sizes=(16,), dtype=dtype), 3, True)
+    ('mlp', (3, 3, 1)), ('nature_cnn', (36, 36, 2)),
+    ('impala_resnet', (9, 9, 2))])
+def test_bfloat16_torsos_keep_float32_parameters_and_heads(name, image, core):
+  obs = jax.ShapeDtypeStruct(image, jnp.float32)
+  spec = EnvSpec(obs, False, Discrete(3), 1, 100)
 
-  params = network(jnp.float32).init(jax.random.key(1), obs)
-  assert {x.dtype for x in jax.tree.leaves(
-      network(jnp.bfloat16).init(jax.random.key(1), obs))} == {jnp.dtype('float32')}
-  exact, rounded = (
-      network(t).apply(params, obs) for t in (jnp.float32, jnp.bfloat16))
+  def network(dtype):
+    return networks.make_network(torsos.make_torso(
+        name, spec, hidden_sizes=(16,), dtype=dtype), obs, 3, core=core)
+
+  params = network(jnp.float32).init(jax.random.key(1))
+  assert {x.dtype for x in jax.tree.leaves(network(jnp.bfloat16).init(
+      jax.random.key(1)))} == {jnp.dtype('float32')}
+  exact, rounded = (network(t).unroll(
+      params, jax.random.uniform(jax.random.key(0), (1, 2, *image)),
+      jnp.ones((1, 2), bool), network(t).initial_carry(2))[:2]
+                    for t in (jnp.float32, jnp.bfloat16))
   for x, y in zip(exact, rounded):
     assert y.dtype == jnp.float32 and np.any(x != y)
     np.testing.assert_allclose(x, y, rtol=0.1, atol=0.02)
@@ -119,8 +125,8 @@ def test_steps_equal_the_unroll(core, shared_torso):
     heads.append(head[0])
     values.append(value[0])
   unrolled = network.unroll(params, obs, is_first, first_carry)
-  for a, b in zip(jax.tree.leaves(unrolled),
-                  jax.tree.leaves((jnp.stack(heads), jnp.stack(values), carry))):
+  stepped = jnp.stack(heads), jnp.stack(values), carry
+  for a, b in zip(jax.tree.leaves(unrolled), jax.tree.leaves(stepped)):
     np.testing.assert_allclose(a, b, atol=1e-5)
   # It remembers: the carry matters until the first joint.
   forgetful, _, _ = network.unroll(

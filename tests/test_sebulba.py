@@ -44,6 +44,13 @@ def _config(agent='ppo', **options):
   return config
 
 
+def _with_memory(config):
+  """The configuration with what an agent may carry from step to step."""
+  config.network.recurrent = 'gru'
+  config.agent.normalize_observation = config.agent.normalize_reward = True
+  return config
+
+
 def _agent(config):
   spec = envpool_env.make_spec(config.env.name, **config.env.options)
   return build.make_agent(config, spec)
@@ -66,8 +73,8 @@ def _make_env(index, sleep=lambda index: 0., fail_at=None, error=OSError):
 
 def _driver(make_env=_make_env, *, agent_name='ppo', deterministic=True,
             max_lag=1, num_actors=2, unrolls_per_update=2, num_learners=2,
-            num_actor_devices=1, hang_seconds=60., loss=None):
-  agent = _agent(_config(agent_name))
+            num_actor_devices=1, hang_seconds=60., loss=None, agent=None):
+  agent = agent or _agent(_config(agent_name))
   if loss:
     agent = agent._replace(loss=loss)
   learner = make_learner(agent, optax.adam(1e-2), num_epochs=2)
@@ -95,13 +102,16 @@ def _podrl_threads():
   return [t.name for t in threading.enumerate() if t.name.startswith('podrl')]
 
 
-@pytest.mark.parametrize('max_lag', [0, 1])
-def test_deterministic_runs_are_bitwise_equal(max_lag):
+@pytest.mark.parametrize(
+    'max_lag,has_memory', [(0, False), (1, False), (1, True)])
+def test_deterministic_runs_are_bitwise_equal(max_lag, has_memory):
+  config = _with_memory(_config()) if has_memory else _config()
+
   def params(seed):
     rng = np.random.default_rng(seed)  # Other delays in each run.
     driver = _driver(
         lambda i: _make_env(i, lambda _: rng.exponential(0.001)),
-        max_lag=max_lag)
+        max_lag=max_lag, agent=_agent(config))
     driver.start()
     reports = _advance(driver, 20)
     outcome = jax.device_get(driver.learner.params)
@@ -192,6 +202,21 @@ def test_unrolls_follow_one_another_over_their_joints():
   pool.close()
 
 
+def test_each_unroll_keeps_what_was_carried_into_it():
+  agent = _agent(_with_memory(_config('impala')))
+  params, unrolls = _unrolls(agent)
+  trajectories = [jax.device_get(u.shards[0]) for u in unrolls]
+  keys = jax.random.split(jax.random.key(0), _NUM_ENVS)
+  carry = jax.device_get(agent.initial_carry(_NUM_ENVS))
+  for trajectory in trajectories:
+    for x, y in zip(jax.tree.leaves(trajectory.carry), jax.tree.leaves(carry)):
+      np.testing.assert_allclose(x[0], y, atol=1e-5)
+    for t in range(_T):
+      step = jax.tree.map(lambda x: x[t], trajectory.timestep)
+      _, _, carry = agent.act(params, keys, step, carry)
+  assert all(map(np.any, jax.tree.leaves(carry)))
+
+
 def test_nothing_is_learnt_over_a_joint():
   config = _config()
   config.agent.normalize_advantage = False
@@ -223,10 +248,13 @@ def test_nothing_is_learnt_over_a_joint():
             not is_first[t + 1, b])
 
 
+@pytest.mark.parametrize('has_memory', [False, True])
 @pytest.mark.parametrize('agent_name', ['ppo', 'impala'])
 @pytest.mark.parametrize('num_devices', [1, 2])
-def test_one_trajectory_through_both_drivers(agent_name, num_devices):
+def test_one_trajectory_through_both_drivers(
+    agent_name, num_devices, has_memory):
   config = _config(agent_name)
+  config = _with_memory(config) if has_memory else config
   env = gymnax_env.make('CartPole-v1')
   agent = build.make_agent(config, env.spec)
   learner = make_learner(
@@ -466,7 +494,13 @@ def test_evaluation_leaves_out_what_only_training_uses():
 
 @pytest.mark.parametrize('changes,message', [
     ({'env.name': 'CartPole-v9'}, 'CartPole-v'),
-    ({'env.name': 'Pendulum-v1'}, 'discrete'),
+    ({'env.name': 'Pendulum-v1', 'network.distribution': 'categorical'},
+     'use gaussian or tanh_gaussian'),
+    ({'env.name': 'LqrLqr21-v1', 'network.distribution': 'tanh_gaussian'},
+     'needs bounds'),
+    ({'network.recurrent': 'gru', 'num_minibatches': 3},
+     'does not divide the 8 environments per update of each of 2'),
+    ({'network.initial_scale': 0.}, 'from 0.01 to 10'),
     ({'env.name': 'Go9x9-v1'}, '2 players'),
     ({'env.suite': 'gymnax'}, 'from an experiment of anakin'),
     ({'env.num_envs': 15}, 'try 12 or 16'),

@@ -62,11 +62,14 @@ _TINY_HOST = ['--config.total_env_steps=512', '--config.env.num_envs=8',
     ('sebulba_cartpole', 'ppo'), ('sebulba_cartpole', 'impala'),
     ('sebulba_cartpole', 'a2c'), ('sebulba_pong', 'impala'),
     ('sebulba_breakout', 'ppo'), ('sebulba_half_cheetah', 'ppo'),
-    ('sebulba_half_cheetah', 'impala'), ('sebulba_half_cheetah', 'a2c')])
+    ('sebulba_half_cheetah', 'impala'), ('sebulba_half_cheetah', 'a2c'),
+    ('sebulba_pong --variant=recurrent', 'ppo')])
 def test_every_host_experiment_runs_tiny(name, agent, tmp_path):
   workdir = tmp_path / 'run'
-  arguments = [*_TINY_HOST] + (
-      ['--variant=cpu'] if name in ('sebulba_pong', 'sebulba_breakout') else [])
+  name, *arguments = name.split()
+  if name in ('sebulba_pong', 'sebulba_breakout') and not arguments:
+    arguments = ['--variant=cpu']
+  arguments += _TINY_HOST
   assert _run(workdir, f'--agent={agent}', *arguments, name=name, tiny=False) == 0
   records, summary = _read(workdir)
   # 512 / (8 x 8) = 8 updates; records at 3, 6 and at the end.

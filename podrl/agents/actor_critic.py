@@ -1,5 +1,6 @@
 """Actor-critic agents with V-trace: IMPALA, and A2C where nothing is stale."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -13,8 +14,8 @@ from podrl.networks import Network
 from podrl.types import Agent, Array, Metrics, TimeStep, Trajectory, Tree
 
 
-# Of probability ratios: beyond it float32 would overflow, and times a weight
-# of 0 give NaN.
+# Of probability ratios, all far beyond what is clipped: continuous actions have
+# larger ones, and an infinite one times a weight of 0 is NaN.
 _MAX_LOG_RATIO = 20.
 
 
@@ -32,7 +33,7 @@ class Extras(NamedTuple):
 
 
 def make_act(network: Network, distribution: Distribution, *,
-             notes_value: bool):
+             notes_value: bool) -> Callable[..., tuple[Array, Extras, Tree]]:
   """The `act` that the agents share.
 
   Args:

@@ -98,7 +98,7 @@ def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
   dtype = space.dtype
   if np.issubdtype(dtype, np.integer):
     return lambda action: np.rint(action).astype(dtype)
-  return lambda action: action.astype(dtype, copy=False)
+  return lambda action: action.astype(dtype)  # A copy: JAX's is read-only.
 
 
 def is_channels_first(spec: Tree) -> bool:
