@@ -105,8 +105,7 @@ def _parse(
 ) -> tuple[ConfigDict | None, str]:
   """Reads the command line; no config where only help was asked for."""
   values = flags.FlagValues()
-  flags.DEFINE_string(
-      'agent', 'ppo', f'{", ".join(AGENTS)}', flag_values=values)
+  flags.DEFINE_string('agent', 'ppo', ', '.join(AGENTS), flag_values=values)
   flags.DEFINE_string(
       'variant', '', 'of the experiment; empty is its default.',
       flag_values=values)

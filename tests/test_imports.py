@@ -53,7 +53,7 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
         'types', 'returns', 'losses', 'distributions', 'networks'},
     'agents.ppo': {'types', 'returns', 'losses', 'distributions', 'networks',
                    'agents.actor_critic'},
-    'metrics': {'types'},
+    'metrics': {'types'}, 'plot': {'metrics'},
 }
 _FREE = {'build', 'train'}
 
