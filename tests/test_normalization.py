@@ -236,12 +236,13 @@ def test_a_constant_looks_the_same_whatever_the_devices(constant):
 def test_rewards_are_clipped_and_unscaled_until_there_are_some():
   agent = _agent(observations=False, make=functools.partial(
       actor_critic.make_agent, off_policy_correction=True))
-  steps = _steps(9)
+  steps = _steps(17)
   steps.reward[:] = 0
   learner, update = _update(agent, optax.sgd(0.), 1)
   state = learner.init(jax.random.key(0), ())
-  (trajectory,) = _unrolls(agent, state.params, steps)
-  state, _ = update(state, trajectory, jax.random.key(1))
+  for trajectory in _unrolls(agent, state.params, steps):
+    state, _ = update(state, trajectory, jax.random.key(1))
+  assert state.params.statistics.discounted_return.variance == 0.
   timestep = trajectory.timestep
   rare = jnp.zeros_like(timestep.reward).at[3, 0].set(4.).at[4, 0].set(-99.)
   batch = agent.prepare(state.params, trajectory._replace(
