@@ -41,13 +41,19 @@ def _steps(seed=0):
       1 - is_terminal.astype(np.float32), is_first)
 
 
+def _prepare(agent):
+  """Compiled, for one device."""
+  return jax.jit(lambda params, trajectory: agent.prepare(
+      params, trajectory, lambda x: x))
+
+
 def _act_through(agent, params, steps):
   """Fed one step at a time, from a carry that is not zero."""
   first = carry = jax.tree.map(
       lambda x: x + 0.5, agent.initial_carry(_B))
-  rows = []
+  rows, act = [], jax.jit(agent.act)
   for t in range(_T):
-    action, extras, carry = agent.act(
+    action, extras, carry = act(
         params, jax.random.split(jax.random.key(t), _B),
         jax.tree.map(lambda x: x[t], steps), carry)
     rows.append((action, extras))
@@ -56,17 +62,18 @@ def _act_through(agent, params, steps):
       steps, actions, extras, jax.tree.map(lambda x: x[None], first)), carry
 
 
-@pytest.mark.parametrize('space', ['discrete', 'box'])
-@pytest.mark.parametrize('core', ['none', 'gru', 'lstm'])
-@pytest.mark.parametrize('name', ['ppo', 'impala'])
+@pytest.mark.parametrize('name,core,space', [
+    ('ppo', 'none', 'box'), ('ppo', 'gru', 'discrete'), ('ppo', 'lstm', 'box'),
+    ('impala', 'gru', 'box'), ('impala', 'lstm', 'discrete')])
 def test_steps_act_as_the_unrolled_network_does(name, core, space):
   network, dist, agent = _agent(name, core, space)
-  params = agent.init(jax.random.key(0))
+  params = jax.jit(agent.init)(jax.random.key(0))
   # Far from uniform: the first policy head is close to zero.
   params = jax.tree.map(lambda x: 3. * x, params)
   steps = _steps()
   trajectory, carry = _act_through(agent, params, steps)
-  head, values, _ = network.unroll(
+  unroll = jax.jit(network.unroll)
+  head, values, _ = unroll(
       params, steps.obs, steps.is_first,
       jax.tree.map(lambda x: x[0], trajectory.carry))
   np.testing.assert_allclose(
@@ -76,13 +83,13 @@ def test_steps_act_as_the_unrolled_network_does(name, core, space):
     return
   np.testing.assert_allclose(values[:-1], trajectory.extras.value, atol=1e-5)
   # The value of the last step, which no action followed, bootstraps.
-  _, last, _ = network.unroll(params, *jax.tree.map(
+  _, last, _ = unroll(params, *jax.tree.map(
       lambda x: x[-1:], (steps.obs, steps.is_first)), carry)
-  batch = agent.prepare(params, trajectory, lambda x: x)
+  batch = _prepare(agent)(params, trajectory)
   shape = (_B, _T) if core != 'none' else (_B * _T, 1)
   assert batch.log_prob.shape == batch.advantage.shape == shape
   bare = ppo.make_agent(network, dist, normalize_advantage=False)
-  targets = bare.prepare(params, trajectory, lambda x: x).target
+  targets = _prepare(bare)(params, trajectory).target
   final = targets.reshape(_B, _T)[:, -1] if core != 'none' else (
       targets.reshape(_T, _B)[-1])
   expected = np.where(
@@ -91,10 +98,9 @@ def test_steps_act_as_the_unrolled_network_does(name, core, space):
   np.testing.assert_allclose(final, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['ppo', 'impala', 'a2c'])
-def test_greedy_acting_takes_the_mode(name):
-  network, dist, agent = _agent(name, 'lstm', 'box')
-  params = agent.init(jax.random.key(0))
+def test_greedy_acting_takes_the_mode():
+  network, dist, agent = _agent('ppo', 'lstm', 'box')
+  params = jax.jit(agent.init)(jax.random.key(0))
   steps = _steps()
   first = jax.tree.map(lambda x: x[0], steps)
   keys = jax.random.split(jax.random.key(0), _B)
@@ -107,11 +113,11 @@ def test_greedy_acting_takes_the_mode(name):
       action, dist.to_action(head[0, :, :2]), atol=1e-6)
 
 
-@pytest.mark.parametrize('dist_name', ['gaussian', 'tanh_gaussian'])
-@pytest.mark.parametrize('name', ['ppo', 'impala', 'a2c'])
+@pytest.mark.parametrize('name,dist_name', [
+    ('ppo', 'gaussian'), ('impala', 'tanh_gaussian')])
 def test_actions_stay_inside_their_bounds(name, dist_name):
   _, _, agent = _agent(name, 'gru', 'box', dist_name)
-  params = jax.tree.map(lambda x: 20. * x, agent.init(jax.random.key(0)))
+  params = jax.tree.map(lambda x: 20. * x, jax.jit(agent.init)(jax.random.key(0)))
   trajectory, _ = _act_through(agent, params, _steps())
   box = _SPACES['box']
   action = np.asarray(trajectory.action)
@@ -127,13 +133,13 @@ def _mixed(before, after):
   return jax.tree.map(join, *parts)._replace(carry=before.carry)
 
 
-@pytest.mark.parametrize('space', ['discrete', 'box'])
-@pytest.mark.parametrize('core', ['gru', 'lstm'])
-@pytest.mark.parametrize('name', ['ppo', 'impala', 'a2c'])
+@pytest.mark.parametrize('name,core,space', [
+    ('ppo', 'gru', 'box'), ('ppo', 'lstm', 'discrete'),
+    ('impala', 'lstm', 'box'), ('a2c', 'gru', 'discrete')])
 def test_nothing_before_a_joint_changes_what_is_learnt_after(name, core, space):
   kwargs = {'normalize_advantage': False} if name == 'ppo' else {}
   _, _, agent = _agent(name, core, space, **kwargs)
-  params = jax.tree.map(lambda x: 3. * x, agent.init(jax.random.key(0)))
+  params = jax.tree.map(lambda x: 3. * x, jax.jit(agent.init)(jax.random.key(0)))
   acting = jax.tree.map(lambda x: 0.9 * x, params)
   runs = []
   for seed in (0, 1):
@@ -142,6 +148,7 @@ def test_nothing_before_a_joint_changes_what_is_learnt_after(name, core, space):
     runs.append(one._replace(carry=jax.tree.map(
         lambda x: x + seed, one.carry)))
 
+  @jax.jit
   def gradient(trajectory):
     batch = agent.prepare(params, trajectory, lambda x: x)
     return jax.grad(lambda p: agent.loss(
@@ -160,7 +167,7 @@ def test_nothing_before_a_joint_changes_what_is_learnt_after(name, core, space):
 
 def test_a_ratio_that_overflows_is_bounded():
   _, _, agent = _agent('impala', 'none', 'box')
-  params = agent.init(jax.random.key(0))
+  params = jax.jit(agent.init)(jax.random.key(0))
   trajectory, _ = _act_through(agent, params, _steps())
   log_prob = trajectory.extras.log_prob.at[_JOINT - 1, 0].set(-500.)
   trajectory = trajectory._replace(

@@ -56,8 +56,8 @@ def _trajectory(agent, seed=0, length=_T, batch=_B):
       lambda x: rng.normal(size=(1, *x.shape)).astype(np.float32),
       agent.initial_carry(batch))
   action, extras, _ = jax.eval_shape(
-      agent.act, agent.init(jax.random.key(0)), jax.random.split(
-          jax.random.key(0), batch), jax.tree.map(lambda x: x[0], timestep),
+      agent.act, jax.eval_shape(agent.init, jax.random.key(0)),
+      jax.random.split(jax.random.key(0), batch), jax.tree.map(lambda x: x[0], timestep),
       agent.initial_carry(batch))
   if action.ndim == 2:
     action = rng.normal(size=(length, *action.shape)).astype(np.float32)
@@ -88,8 +88,9 @@ def _with_idle_leaf(agent):
       loss=unused(agent.loss))
 
 
-@pytest.mark.parametrize('is_full', [False, True])
-@pytest.mark.parametrize('name', ['ppo', 'impala', 'a2c'])
+@pytest.mark.parametrize('name,is_full', [
+    ('ppo', False), ('impala', False), ('a2c', False), ('ppo', True),
+    ('impala', True)])
 def test_one_two_and_four_devices_agree(name, is_full):
   agent = _agent(name, is_full)
   agent = agent if is_full else _with_idle_leaf(agent)
@@ -97,7 +98,7 @@ def test_one_two_and_four_devices_agree(name, is_full):
   outcomes = []
   for num_devices in (1, 2, 4):
     learner, update = _update(agent, optax.sgd(1.), num_devices)
-    state = learner.init(jax.random.key(0), trajectory)
+    state = jax.jit(learner.init)(jax.random.key(0), trajectory)
     new, metrics = update(state, trajectory, jax.random.key(1))
     change = jax.tree.map(lambda a, b: a - b, state.params, new.params)
     outcomes.append(jax.device_get((change, new.params, metrics)))
@@ -116,7 +117,7 @@ def test_an_update_is_the_gradient_of_the_loss():
   agent = _agent('ppo')
   trajectory = _trajectory(agent)
   learner, update = _update(agent, optax.sgd(1.), 1)
-  state = learner.init(jax.random.key(0), trajectory)
+  state = jax.jit(learner.init)(jax.random.key(0), trajectory)
   new, _ = update(state, trajectory, jax.random.key(1))
   batch = agent.prepare(state.params, trajectory, lambda x: x)
   grads = jax.grad(
@@ -144,10 +145,10 @@ def _all_reduces(hlo):
   return found
 
 
-@pytest.mark.parametrize('is_full', [False, True])
-@pytest.mark.parametrize('name,num_epochs,num_minibatches', [
-    ('ppo', 1, 1), ('ppo', 3, 2), ('impala', 1, 1), ('impala', 2, 2),
-    ('a2c', 1, 1)])
+@pytest.mark.parametrize('name,num_epochs,num_minibatches,is_full', [
+    ('ppo', 1, 1, False), ('ppo', 3, 2, False), ('impala', 1, 1, False),
+    ('impala', 2, 2, False), ('a2c', 1, 1, False), ('ppo', 3, 2, True),
+    ('impala', 1, 1, True)])
 def test_collectives_of_the_compiled_update(
     name, num_epochs, num_minibatches, is_full):
   agent = _agent(name, is_full)
@@ -155,7 +156,7 @@ def test_collectives_of_the_compiled_update(
   learner, update = _update(
       agent, optax.adam(1e-3), 4, num_epochs=num_epochs,
       num_minibatches=num_minibatches)
-  state = learner.init(jax.random.key(0), trajectory)
+  state = jax.jit(learner.init)(jax.random.key(0), trajectory)
   compiled = update.lower(state, trajectory, jax.random.key(1)).compile()
   found = sorted(_all_reduces(compiled.as_text()), key=lambda x: x[1])
   assert {kind for kind, _ in found} == {'all-reduce'}
@@ -175,7 +176,7 @@ def test_the_hlo_reader_sees_a_collective_too_many():
           trajectory), mean)))
   learner, update = _update(wasteful, optax.sgd(1.), 2)
   trajectory = _trajectory(agent)
-  state = learner.init(jax.random.key(0), trajectory)
+  state = jax.jit(learner.init)(jax.random.key(0), trajectory)
   text = update.lower(
       state, trajectory, jax.random.key(1)).compile().as_text()
   assert len(_all_reduces(text)) > 1
