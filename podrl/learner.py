@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from podrl.types import (
-    DEVICE_AXIS, Agent, Array, Learner, LearnerState, Metrics, Tracked, Trajectory,
-    Tree)
+    DEVICE_AXIS, Agent, Array, Learner, LearnerState, Metrics, Tracked,
+    Trajectory, Tree)
 
 
 def _all_mean(tree: Tree) -> Tree:

@@ -210,8 +210,9 @@ def normalize(agent: Agent, obs: Tree, *, observations: bool, rewards: bool,
   def loss(
       params: Tracked, target_params: Tree, batch: Tree, rng_key: chex.PRNGKey
   ) -> tuple[Array, Metrics]:
-    target = target_params and target_params.params
-    return agent.loss(params.params, target, batch, rng_key)
+    if target_params:
+      target_params = target_params.params
+    return agent.loss(params.params, target_params, batch, rng_key)
 
   def measure_all(params: Tracked, trajectory: Trajectory) -> Statistics:
     # The last post is the first of the next unroll.

@@ -71,7 +71,8 @@ def _trajectory(agent, seed=0, length=_T, batch=_B):
       timestep, action, actor_critic.Extras(action, log_prob, value), carry)
 
 
-def _update(agent, optimizer, num_devices, **kwargs):
+def make_update(agent, optimizer, num_devices, **kwargs):
+  """A learner, and its update mapped over so many devices."""
   learner = learner_lib.make_learner(agent, optimizer, **kwargs)
   mesh = spmd.make_mesh(jax.devices()[:num_devices])
   return learner, spmd.device_map(
@@ -97,7 +98,7 @@ def test_one_two_and_four_devices_agree(name, is_full):
   trajectory = _trajectory(agent)
   outcomes = []
   for num_devices in (1, 2, 4):
-    learner, update = _update(agent, optax.sgd(1.), num_devices)
+    learner, update = make_update(agent, optax.sgd(1.), num_devices)
     state = jax.jit(learner.init)(jax.random.key(0), trajectory)
     if is_full:  # As after an unroll: the first gives no variance.
       state = state._replace(params=state.params._replace(
@@ -121,7 +122,7 @@ def test_one_two_and_four_devices_agree(name, is_full):
 def test_an_update_is_the_gradient_of_the_loss():
   agent = _agent('ppo')
   trajectory = _trajectory(agent)
-  learner, update = _update(agent, optax.sgd(1.), 1)
+  learner, update = make_update(agent, optax.sgd(1.), 1)
   state = jax.jit(learner.init)(jax.random.key(0), trajectory)
   new, _ = update(state, trajectory, jax.random.key(1))
   batch = agent.prepare(state.params, trajectory, lambda x: x)
@@ -158,7 +159,7 @@ def test_collectives_of_the_compiled_update(
     name, num_epochs, num_minibatches, is_full):
   agent = _agent(name, is_full)
   trajectory = _trajectory(agent)
-  learner, update = _update(
+  learner, update = make_update(
       agent, optax.adam(1e-3), 4, num_epochs=num_epochs,
       num_minibatches=num_minibatches)
   state = jax.jit(learner.init)(jax.random.key(0), trajectory)
@@ -179,7 +180,7 @@ def test_the_hlo_reader_sees_a_collective_too_many():
       agent.prepare(params, jax.tree.map(
           lambda x: x + mean(x) if x.dtype == jnp.float32 else x,
           trajectory), mean)))
-  learner, update = _update(wasteful, optax.sgd(1.), 2)
+  learner, update = make_update(wasteful, optax.sgd(1.), 2)
   trajectory = _trajectory(agent)
   state = jax.jit(learner.init)(jax.random.key(0), trajectory)
   text = update.lower(
@@ -209,7 +210,7 @@ def _counting_agent():
 
 @pytest.mark.parametrize('num_epochs,num_minibatches', [(1, 4), (3, 8), (2, 1)])
 def test_every_row_is_learnt_once_per_epoch(num_epochs, num_minibatches):
-  learner, update = _update(
+  learner, update = make_update(
       _counting_agent(), optax.sgd(1.), 1, num_epochs=num_epochs,
       num_minibatches=num_minibatches)
   state = learner.init(jax.random.key(0), ())
@@ -221,14 +222,14 @@ def test_every_row_is_learnt_once_per_epoch(num_epochs, num_minibatches):
 
 
 def test_minibatches_that_do_not_divide_are_refused():
-  learner, update = _update(
+  learner, update = make_update(
       _counting_agent(), optax.sgd(1.), 1, num_minibatches=5)
   with pytest.raises(ValueError, match='num_minibatches=5 .* 16'):
     update(learner.init(jax.random.key(0), ()), jnp.eye(16), jax.random.key(1))
 
 
 def test_target_params_follow_every_period():
-  learner, update = _update(
+  learner, update = make_update(
       _counting_agent(), optax.sgd(1.), 1, target_period=3)
   state = learner.init(jax.random.key(0), ())
   targets = []

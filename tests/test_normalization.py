@@ -9,14 +9,13 @@ import optax
 import pytest
 
 from podrl import distributions
-from podrl import learner as learner_lib
 from podrl import networks
 from podrl import normalization
-from podrl import spmd
 from podrl import torsos
 from podrl.agents import actor_critic
 from podrl.agents import ppo
 from podrl.types import TimeStep, Trajectory
+from test_learner import make_update
 
 _OBS = {'a': jax.ShapeDtypeStruct((3,), jnp.float32),
         'b': jax.ShapeDtypeStruct((2, 2), jnp.uint8)}
@@ -73,19 +72,11 @@ def _plain_returns(steps):
   return np.stack(rows)
 
 
-def _update(agent, optimizer, num_devices, **kwargs):
-  learner = learner_lib.make_learner(agent, optimizer, **kwargs)
-  mesh = spmd.make_mesh(jax.devices()[:num_devices])
-  return learner, spmd.device_map(
-      learner.update, mesh,
-      (spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED), spmd.REPLICATED)
-
-
 @pytest.mark.parametrize('num_devices', [1, 2, 4])
 def test_moments_are_those_of_all_steps_so_far(num_devices):
   agent = _agent()
   steps = _steps()
-  learner, update = _update(
+  learner, update = make_update(
       agent, optax.sgd(0.1), num_devices, num_epochs=2, num_minibatches=2)
   state = learner.init(jax.random.key(0), ())
   unrolls = _unrolls(agent, state.params, steps)
@@ -176,7 +167,7 @@ def test_far_observations_are_clipped():
 
 def test_an_update_sees_the_statistics_that_acting_saw():
   agent = _agent(normalize_advantage=False)
-  learner, update = _update(agent, optax.sgd(0.1), 1)
+  learner, update = make_update(agent, optax.sgd(0.1), 1)
   state = learner.init(jax.random.key(0), ())
   first, second, *_ = _unrolls(agent, state.params, _steps())
   after, metrics = update(state, first, jax.random.key(1))
@@ -192,7 +183,7 @@ def test_an_update_sees_the_statistics_that_acting_saw():
 def test_the_optimizer_leaves_the_statistics_alone():
   agent = _agent(rewards=False)
   still = agent._replace(absorb=lambda params, measured: params)
-  learner, update = _update(still, optax.adamw(0.1, weight_decay=0.5), 1)
+  learner, update = make_update(still, optax.adamw(0.1, weight_decay=0.5), 1)
   state = learner.init(jax.random.key(0), ())
   trajectory, *_ = _unrolls(agent, state.params, _steps())
   new, _ = update(state, trajectory, jax.random.key(1))
@@ -206,7 +197,7 @@ def test_the_optimizer_leaves_the_statistics_alone():
 def test_an_unroll_of_joints_alone_teaches_nothing_of_returns():
   agent = _agent(observations=False)
   steps = _steps(9)._replace(is_first=np.ones((9, 4), bool))
-  learner, update = _update(agent, optax.sgd(0.1), 1)
+  learner, update = make_update(agent, optax.sgd(0.1), 1)
   state = learner.init(jax.random.key(0), ())
   (trajectory,) = _unrolls(agent, state.params, steps)
   new, _ = update(state, trajectory, jax.random.key(1))
@@ -222,7 +213,7 @@ def test_a_constant_looks_the_same_whatever_the_devices(constant):
     agent = _agent(rewards=False)
     steps = _steps()
     steps.obs['a'][..., 0] = constant
-    learner, update = _update(agent, optax.sgd(0.), num_devices)
+    learner, update = make_update(agent, optax.sgd(0.), num_devices)
     state = learner.init(jax.random.key(0), ())
     for i, trajectory in enumerate(_unrolls(agent, state.params, steps)):
       state, _ = update(state, trajectory, jax.random.key(i))
@@ -238,7 +229,7 @@ def test_rewards_are_clipped_and_unscaled_until_there_are_some():
       actor_critic.make_agent, off_policy_correction=True))
   steps = _steps(17)
   steps.reward[:] = 0
-  learner, update = _update(agent, optax.sgd(0.), 1)
+  learner, update = make_update(agent, optax.sgd(0.), 1)
   state = learner.init(jax.random.key(0), ())
   for trajectory in _unrolls(agent, state.params, steps):
     state, _ = update(state, trajectory, jax.random.key(1))
