@@ -90,7 +90,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
       i * _NUM_ENVS) for i in range(_NUM_ACTORS)]
   shards = [actor.compile(params) for actor in actors]
   pools = [make_env(_STEP_SECONDS) for _ in actors]
-  update = sebulba.make_update(learner, mesh)
+  update = spmd.map_update(learner, mesh)
   trajectories = tuple(
       spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards)
   state = spmd.place(learner.init(jax.random.key(3), trajectories[0]), mesh,
@@ -123,7 +123,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
 
   def train(num_updates: int) -> None:
     while num_updates > 0:
-      num_updates -= driver.advance(num_updates).num_updates
+      num_updates -= driver.advance(num_updates)[0].num_updates
 
   driver.start()  # The last: from here on `close` is needed.
   return {'environment': in_threads(step), 'acting': in_threads(act),

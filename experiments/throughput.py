@@ -208,7 +208,7 @@ def sebulba_programs(
             for actor in actors]
   trajectories = tuple(
       spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards)
-  update = sebulba.make_update(learner, mesh)
+  update = spmd.map_update(learner, mesh)
   state = spmd.place(learner.init(jax.random.key(0), trajectories[0]), mesh,
                      spmd.LEARNER_STATE)
   key = spmd.place(jax.random.key(2), mesh, spmd.REPLICATED)
@@ -246,7 +246,7 @@ def sebulba_programs(
 
   def train(num_updates: int) -> None:
     while num_updates > 0:
-      num_updates -= run.driver.advance(num_updates).num_updates
+      num_updates -= run.driver.advance(num_updates)[0].num_updates
 
   def close() -> None:
     run.driver.close()

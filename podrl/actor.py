@@ -42,10 +42,12 @@ class Unroll(NamedTuple):
     shards: a `Trajectory` for each learner device, on it.
     version: of the parameters that acted.
     episodes: that ended during it.
+    actor: its index.
   """
   shards: list[Trajectory]
   version: int
   episodes: Episodes
+  actor: int
 
 
 class ActorFunctions(NamedTuple):
@@ -178,6 +180,10 @@ class Actor:
     self.is_stopped = False  # Set by another thread; read before each step.
     self._times = 'actor_waiting', time.perf_counter(), dict.fromkeys(STAGES, 0.)
 
+  def skip(self, num_unrolls: int) -> None:
+    """Chooses the next actions as after so many unrolls; before the first."""
+    self._num_steps = num_unrolls * self._unroll_length
+
   def enter(self, stage: str) -> None:
     """Ends one stage and begins another."""
     self._times = stage, time.perf_counter(), self.seconds()
@@ -254,7 +260,7 @@ class Actor:
     shards = self._finish(
         rows, timesteps._replace(obs=timestep.obs), first_carry)
     return Unroll(shards, version, self._episodes.add(
-        timesteps.reward[1:], timesteps.is_first[1:]))
+        timesteps.reward[1:], timesteps.is_first[1:]), self.index)
 
   def _finish(self, rows: list[Row], timesteps: TimeStep,
               carry: Tree) -> list[Trajectory]:
@@ -272,3 +278,13 @@ class Actor:
       self._env.close()
     except Exception:
       traceback.print_exc()
+
+
+def check_hangs(actors: Sequence[Actor], hang_seconds: float) -> None:
+  """Raises `ActorHangs` where an actor has been in one call for so long."""
+  for actor in actors:
+    if actor.hangs(hang_seconds):
+      stage, seconds = actor.stage()
+      raise ActorHangs(
+          f'{actor.name} has not come back from {stage} for {seconds:.0f} s, '
+          f'more than sebulba.hang_seconds={hang_seconds:g}')

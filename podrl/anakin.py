@@ -6,18 +6,16 @@ the devices. The environments are split over them, the learner is replicated.
 """
 
 from collections.abc import Callable
-import time
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from podrl import spmd
 from podrl.types import (
-    Agent, Array, DeviceEnv, Episodes, Learner, LearnerState, Metrics, Report,
-    TimeStep, Trajectory, Tree)
+    Agent, Array, DeviceEnv, Episodes, Learner, LearnerState, Metrics, TimeStep,
+    Trajectory, Tree)
 
 # Streams of random numbers, folded into the key of the seed.
 _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM, _ACT_STREAM = range(4)
@@ -70,8 +68,9 @@ class Records(NamedTuple):
   Rows past the number of updates that were run are zero.
 
   Attributes:
-    metrics: float32 `[max_updates]` each, the learner's.
-    episodes: `[max_updates, num_devices]` each.
+    metrics: float32 `[max_updates]` each, the learner's; `[max_updates, S]`
+      for several seeds.
+    episodes: `[max_updates, num_devices]` each; `[max_updates, num_devices, S]`.
     is_finite: bool `[]`, false if the last update's loss was NaN or infinite,
       at which the call ended.
   """
@@ -84,7 +83,8 @@ class Anakin(NamedTuple):
   """The driver, as functions.
 
   Attributes:
-    init: `(rng_key) -> AnakinState`, placed on the devices.
+    init: `(rng_key) -> AnakinState`, placed on the devices; keys `[S]` for
+      several seeds.
     train: `(state, num_updates) -> (state, Records)`; compiled once for any
       int32 `num_updates` up to `max_updates`. The state's buffers are donated.
   """
@@ -149,6 +149,7 @@ def make_anakin(
     num_envs: int,
     unroll_length: int,
     max_updates: int,
+    num_seeds: int | None = None,
 ) -> Anakin:
   """Builds the driver.
 
@@ -160,6 +161,9 @@ def make_anakin(
     num_envs: over all devices, which divide it.
     unroll_length: steps of an unroll.
     max_updates: bound of the updates in one call.
+    num_seeds: so many independent agents, in one program: keys, the state's
+      leaves and a record's rows have an axis of them, in front (of rows: behind
+      theirs). None is one, without such an axis.
   """
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
     """Starts the environments whose global indices are `index` `[B]`."""
@@ -183,6 +187,9 @@ def make_anakin(
         jax.random.fold_in(state.rng_key, num_updates))
     return AnakinState(learner_state, actors, state.rng_key), metrics, episodes
 
+  if num_seeds is not None:
+    update = jax.vmap(update)
+
   def train(
       state: AnakinState, num_updates: Array) -> tuple[AnakinState, Records]:
     _, *shapes = jax.eval_shape(update, state)
@@ -198,93 +205,39 @@ def make_anakin(
       state, metrics, episodes = update(state)
       rows = jax.tree.map(
           lambda x, row: x.at[i].set(row), rows, [metrics, episodes])
-      return i + 1, state, rows, jnp.isfinite(metrics['loss'])
+      return i + 1, state, rows, jnp.all(jnp.isfinite(metrics['loss']))
 
     _, state, (metrics, episodes), is_finite = jax.lax.while_loop(
         is_running, body, (0, state, rows, jnp.ones((), bool)))
     episodes = jax.tree.map(lambda x: x[:, None], episodes)
     return state, Records(metrics, episodes, is_finite)
 
-  sharding = AnakinState(spmd.LEARNER_STATE, spmd.BATCH, spmd.REPLICATED)
+  batch = spmd.BATCH if num_seeds is None else spmd.TRAJECTORY  # Axis 0 or 1.
+  sharding = AnakinState(spmd.LEARNER_STATE, batch, spmd.REPLICATED)
+  over_seeds = (lambda f, **_: f) if num_seeds is None else jax.vmap
   map_reset = spmd.device_map(
-      reset, mesh, (spmd.REPLICATED, spmd.BATCH), spmd.BATCH)
+      over_seeds(reset, in_axes=(0, None)), mesh,
+      (spmd.REPLICATED, spmd.BATCH), batch)
 
   def init(rng_key: chex.PRNGKey) -> AnakinState:
     learner_key, update_key, env_key = (
-        jax.random.fold_in(rng_key, stream)
+        over_seeds(lambda key, stream=stream: jax.random.fold_in(key, stream))(
+            rng_key)
         for stream in (_LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM))
     actors = map_reset(env_key, jnp.arange(num_envs))
-    params = jax.eval_shape(agent.init, learner_key)
-    _, trajectory, _ = jax.eval_shape(unroll, params, actors, 0)
-    state = jax.jit(lambda key: learner.init(key, trajectory))(learner_key)
+
+    @jax.jit
+    @over_seeds
+    def init_learner(key: chex.PRNGKey, actors: Actors) -> LearnerState:
+      params = jax.eval_shape(agent.init, key)
+      _, trajectory, _ = jax.eval_shape(unroll, params, actors, 0)
+      return learner.init(key, trajectory)
+
     return AnakinState(
-        spmd.place(state, mesh, spmd.LEARNER_STATE), actors,
-        spmd.place(update_key, mesh, spmd.REPLICATED))
+        spmd.place(init_learner(learner_key, actors), mesh, spmd.LEARNER_STATE),
+        actors, spmd.place(update_key, mesh, spmd.REPLICATED))
 
   return Anakin(init, spmd.device_map(
       train, mesh, (sharding, spmd.REPLICATED),
       (sharding, Records(spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED)),
       donate=(0,)))
-
-
-_SECONDS_PER_CALL = 0.5  # So long may a signal wait.
-
-
-class Runner:
-  """Runs the driver from the host, in calls of about half a second.
-
-  Args:
-    driver: of `make_anakin`.
-    rng_key: of the whole run.
-    max_updates: bound of the updates in one call.
-    predictions_per_update: environments times steps of an unroll.
-  """
-
-  error = None  # There are no threads: what is wrong is raised at once.
-
-  def __init__(self, driver: Anakin, rng_key: chex.PRNGKey, max_updates: int,
-               predictions_per_update: int):
-    self._driver = driver
-    self._rng_key = rng_key
-    self._max_updates = max_updates
-    self._predictions_per_update = predictions_per_update
-    self._updates_per_call = 1
-    self._state: AnakinState | None = None
-
-  def start(self) -> None:
-    """Makes the state and compiles."""
-    state = self._driver.init(self._rng_key)
-    # No update: it compiles, so that the first window is not the compiler's.
-    self._state, _ = jax.block_until_ready(
-        self._driver.train(state, np.int32(0)))
-
-  @property
-  def learner(self) -> LearnerState | None:
-    """The learner's state, once started; the next `advance` deletes it."""
-    return self._state and self._state.learner
-
-  def advance(self, max_updates: int) -> Report:
-    """Runs at least one and at most so many updates."""
-    num_updates = min(self._updates_per_call, max_updates)
-    start = time.perf_counter()
-    self._state, records = self._driver.train(
-        self._state, np.int32(num_updates))
-    records = jax.device_get(records)
-    seconds = time.perf_counter() - start
-    self._updates_per_call = min(
-        2 * self._updates_per_call, self._max_updates,
-        max(1, int(_SECONDS_PER_CALL * num_updates / seconds)))
-    if not records.is_finite:
-      num_updates = int(np.argmin(np.isfinite(records.metrics['loss'])))
-    rows = jax.tree.map(
-        lambda x: x[:num_updates], (records.metrics, records.episodes))
-    return Report(
-        *rows, num_predictions=num_updates * self._predictions_per_update,
-        seconds=seconds, is_finite=bool(records.is_finite), stages={})
-
-  def stop(self) -> None:
-    """Nothing: a call of `advance` is short."""
-
-  def close(self) -> list[str]:
-    """Nothing; returns the names of threads that hang, of which it has none."""
-    return []

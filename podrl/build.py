@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
-import optax
 
 from podrl import anakin
 from podrl import distributions
@@ -26,13 +26,9 @@ from podrl.envs import gymnax_env
 from podrl.evaluate import Evaluation, make_evaluate, make_host_evaluate
 from podrl.layout import devices, make_layout, num_cores
 from podrl.learner import make_learner
+from podrl.optimizers import make_optimizer
+from podrl.runner import Runner
 from podrl.types import Agent, DeviceEnv, EnvSpec, HostEnv, Learner
-
-_OPTIMIZERS = {
-    'adam': lambda rate: optax.adam(rate, eps=1e-5),
-    'rmsprop': lambda rate: optax.rmsprop(rate, decay=0.99, eps=1e-5),
-    'sgd': optax.sgd,
-}
 
 # Where the environment itself never cuts an episode, evaluation does.
 _UNLIMITED_STEPS = 10_000
@@ -47,22 +43,26 @@ class Run(NamedTuple):
     spec: of the environment.
     suite: the library that the environment is from.
     devices: that it uses.
-    driver: `anakin.Runner` or `sebulba.Sebulba`.
+    driver: `runner.Runner` or `sebulba.Sebulba`.
     evaluate: of `make_evaluate` or `make_host_evaluate`.
-    eval_key: of the evaluations; the number of updates is folded in.
+    eval_keys: of each agent's evaluations; the number of updates is folded in.
     num_updates: after which training ends.
     eval_every_updates: between two evaluations; 0 is only at the end.
+    checkpoint_every_updates: between two checkpoints; 0 is by time alone.
     warnings: a line each, for the user.
+    resume_note: what a resumed run does not go on with, for the user.
   """
   spec: EnvSpec
   suite: str
   devices: Sequence[jax.Device]
-  driver: anakin.Runner | sebulba.Sebulba
+  driver: Runner | sebulba.Sebulba
   evaluate: Callable[..., Evaluation | None]
-  eval_key: chex.PRNGKey
+  eval_keys: Sequence[chex.PRNGKey]
   num_updates: int
   eval_every_updates: int
+  checkpoint_every_updates: int
   warnings: Sequence[str] = ()
+  resume_note: str = ''
 
 
 def make_env(config: ConfigDict) -> DeviceEnv:
@@ -155,35 +155,29 @@ def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
       gamma=config.agent.gamma)
 
 
-def make_optimizer(
-    config: ConfigDict, num_updates: int) -> optax.GradientTransformation:
-  """The optimiser, its learning rate annealed over `num_updates`."""
-  rate = config.optimizer.learning_rate
-  if config.optimizer.anneal:
-    steps = num_updates * config.num_epochs * config.num_minibatches
-    rate = optax.linear_schedule(rate, 0., steps)
-  optimizer = _OPTIMIZERS[config.optimizer.name](rate)
-  if config.optimizer.max_grad_norm:
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(config.optimizer.max_grad_norm), optimizer)
-  return optimizer
-
-
 def learner_for(config: ConfigDict, agent: Agent, num_updates: int) -> Learner:
   """The learner of an agent over a run of `num_updates` updates."""
+  fields = config.optimizer.to_dict()
+  num_steps = num_updates * config.num_epochs * config.num_minibatches
   return make_learner(
-      agent, make_optimizer(config, num_updates),
+      agent, make_optimizer(
+          **fields | {'anneal': num_steps if fields['anneal'] else 0}),
       num_epochs=config.num_epochs, num_minibatches=config.num_minibatches)
 
 
-def make_run(config: ConfigDict) -> Run:
+def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
   """All that `train` needs.
+
+  Args:
+    config: of the run.
+    num_resumes: how often it was gone on with; environments on the host begin
+      anew each time, with other seeds.
 
   Raises:
     ValueError: for a user's mistake, before anything compiles.
   """
   check(config)
-  return _make_sebulba_run(config) if is_sebulba(config) else (
+  return _make_sebulba_run(config, num_resumes) if is_sebulba(config) else (
       _make_anakin_run(config))
 
 
@@ -207,20 +201,30 @@ def _make_anakin_run(config: ConfigDict) -> Run:
   # A call reports each of its updates, and ends with a record at the latest.
   max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
   used = devices(config)
+  num_seeds = config.num_seeds if config.num_seeds > 1 else None
   driver = anakin.make_anakin(
       env, agent, learner_for(config, agent, num_updates), spmd.make_mesh(used),
       num_envs=config.env.num_envs, unroll_length=config.unroll_length,
-      max_updates=max_updates)
-  evaluate = make_evaluate(env, agent, **_evaluation(config, env.spec))
-  init_key, eval_key = jax.random.split(jax.random.key(config.seed))
+      max_updates=max_updates, num_seeds=num_seeds)
+  evaluate = make_evaluate(env, agent, **evaluation(config, env.spec))
+  init_keys, eval_keys = zip(*(
+      jax.random.split(jax.random.key(config.seed + i))
+      for i in range(config.num_seeds)))
+  runner = Runner(
+      driver, jnp.stack(init_keys) if num_seeds else init_keys[0], max_updates,
+      steps_per_update)
   return Run(
-      env.spec, config.env.suite, used,
-      anakin.Runner(driver, init_key, max_updates, steps_per_update),
-      evaluate, eval_key, num_updates,
-      -(-config.eval.every_env_steps // steps_per_update))
+      env.spec, config.env.suite, used, runner, evaluate, eval_keys,
+      num_updates, *_periods(config, steps_per_update))
 
 
-def _evaluation(config: ConfigDict, spec: EnvSpec) -> dict[str, int | bool]:
+def _periods(config: ConfigDict, steps_per_update: int) -> tuple[int, int]:
+  """Updates between two evaluations, and between two checkpoints."""
+  return tuple(-(-fields.every_env_steps // steps_per_update)
+               for fields in (config.eval, config.checkpoint))
+
+
+def evaluation(config: ConfigDict, spec: EnvSpec) -> dict[str, int | bool]:
   """The arguments of an evaluation."""
   limit = spec.max_episode_steps
   if not 0 < limit < 2**31 - 1:  # It has none.
@@ -230,7 +234,7 @@ def _evaluation(config: ConfigDict, spec: EnvSpec) -> dict[str, int | bool]:
           'greedy': config.eval.greedy}
 
 
-def _make_sebulba_run(config: ConfigDict) -> Run:
+def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
   """`make_run` for Sebulba."""
   spec = make_host_spec(config)
   agent = make_agent(config, spec)
@@ -250,16 +254,21 @@ def _make_sebulba_run(config: ConfigDict) -> Run:
       max_lag=config.sebulba.max_lag,
       hang_seconds=config.sebulba.hang_seconds)
   init_key, eval_key = jax.random.split(jax.random.key(config.seed))
+  first_seed = config.seed
+  if num_resumes:  # The same ones would repeat what was learnt from.
+    first_seed = int(jax.random.randint(
+        jax.random.fold_in(jax.random.key(config.seed), num_resumes), (), 0,
+        2**31 - config.env.num_envs))
   driver = sebulba.Sebulba(
       lambda actor: make_host_env(
-          config, envs_per_actor, config.seed + actor * envs_per_actor,
+          config, envs_per_actor, first_seed + actor * envs_per_actor,
           layout.env_threads),
       agent, learner_for(config, agent, num_updates),
       spmd.make_mesh(learner_devices), actor_devices, settings, init_key)
   evaluate = make_host_evaluate(
       lambda num_envs, seed: make_host_env(
           config, num_envs, seed, num_cores(), evaluation=True),
-      agent, **_evaluation(config, spec))
+      agent, **evaluation(config, spec))
   num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
   warnings = []
   if num_threads > cores and config.env.suite == 'envpool' and (
@@ -279,5 +288,6 @@ def _make_sebulba_run(config: ConfigDict) -> Run:
   return Run(
       spec, config.env.suite, sorted(
           {*actor_devices, *learner_devices}, key=lambda device: device.id),
-      driver, evaluate, eval_key, num_updates,
-      -(-config.eval.every_env_steps // steps_per_update), warnings)
+      driver, evaluate, [eval_key], num_updates,
+      *_periods(config, steps_per_update), warnings,
+      '; the environments begin new episodes')

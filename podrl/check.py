@@ -1,13 +1,15 @@
 """Checks of a configuration that need neither a device nor an environment."""
 
+import importlib.util
+
 from ml_collections import ConfigDict
 
 from podrl.config import check_choice, is_sebulba
 from podrl.distributions import DISTRIBUTIONS
 from podrl.networks import CORES
+from podrl.optimizers import OPTIMIZERS
 from podrl.torsos import TORSOS
 
-OPTIMIZERS = ('adam', 'rmsprop', 'sgd')
 _SUITES = {'anakin': ('gymnax',), 'sebulba': ('envpool', 'gymnasium')}
 _DTYPES = ('float32', 'bfloat16')
 _MODES = ('deterministic', 'asynchronous')
@@ -22,16 +24,22 @@ def _check_ranges(config: ConfigDict) -> None:
       'num_minibatches': config.num_minibatches,
       'env.num_envs': config.env.num_envs,
       'eval.num_episodes': config.eval.num_episodes,
-      'log.every_updates': config.log.every_updates}
+      'log.every_updates': config.log.every_updates,
+      'checkpoint.keep': config.checkpoint.keep}
   not_negative = {
       'seed': config.seed,
+      'log.profile': config.log.profile,
+      'checkpoint.every_seconds': config.checkpoint.every_seconds,
+      'checkpoint.every_env_steps': config.checkpoint.every_env_steps,
       'eval.every_env_steps': config.eval.every_env_steps,
       'eval.max_episode_steps': config.eval.max_episode_steps,
       'optimizer.max_grad_norm': config.optimizer.max_grad_norm,
       'agent.entropy_cost': config.agent.entropy_cost,
       'agent.value_cost': config.agent.value_cost,
       'agent.reward_clip': config.agent.reward_clip}
-  positive = {'optimizer.learning_rate': config.optimizer.learning_rate}
+  positive = {
+      'optimizer.learning_rate': config.optimizer.learning_rate,
+      'checkpoint.grace_seconds': config.checkpoint.grace_seconds}
   if is_sebulba(config):
     sebulba = config.sebulba
     for field in ('threads_per_actor_device', 'env_threads',
@@ -42,6 +50,7 @@ def _check_ranges(config: ConfigDict) -> None:
     positive['sebulba.hang_seconds'] = sebulba.hang_seconds
   else:
     not_negative['num_devices'] = config.num_devices
+    at_least_one['num_seeds'] = config.num_seeds
   fractions = {
       'agent.gamma': config.agent.gamma, 'agent.lambda_': config.agent.lambda_}
   if config.agent.name == 'ppo':
@@ -66,7 +75,9 @@ def _check_ranges(config: ConfigDict) -> None:
   bounded = {
       'env.num_envs': 2**24, 'unroll_length': 2**24, 'num_epochs': 2**24,
       'num_minibatches': 2**24, 'eval.num_episodes': 2**24,
-      'eval.max_episode_steps': 2**31 - 1, 'log.every_updates': 2**31 - 1}
+      'eval.max_episode_steps': 2**31 - 1, 'log.every_updates': 2**31 - 1,
+      'log.profile': 10**6, 'checkpoint.keep': 10**6,
+      'checkpoint.grace_seconds': 10**6}
   if is_sebulba(config):
     bounded |= {
         'sebulba.max_lag': 1024, 'sebulba.env_threads': 1024,
@@ -77,13 +88,23 @@ def _check_ranges(config: ConfigDict) -> None:
       largest[f'sebulba.{field}'] = max(sebulba[field], default=0)
   else:
     bounded['num_devices'] = 256  # A CPU is divided into as many as are named.
+    bounded['num_seeds'] = 2**16
   for name, bound in bounded.items():
     if largest[name] > bound:
       raise ValueError(f'config.{name}={largest[name]} must be at most {bound}')
   # Environment i of a host's pool has the seed `seed` + i, an int32.
-  bound = 2**31 - config.env.num_envs if is_sebulba(config) else 2**32
+  bound = 2**31 - config.env.num_envs if is_sebulba(config) else (
+      2**32 - config.num_seeds + 1)
   if config.seed >= bound:
     raise ValueError(f'config.seed={config.seed} must be less than {bound}')
+
+
+def check_sinks(config: ConfigDict) -> None:
+  """Raises a ValueError where an extra is asked for and not installed."""
+  if config.log.wandb and not importlib.util.find_spec('wandb'):
+    raise ValueError(
+        "config.log.wandb=True needs wandb; install podrl's extra, "
+        "pip install -e '.[wandb]'")
 
 
 def multiples_near(value: int, divisor: int) -> str:
@@ -146,7 +167,7 @@ def check(config: ConfigDict) -> None:
   check_choice('config.network.distribution', config.network.distribution,
                DISTRIBUTIONS)
   check_choice(
-      'config.optimizer.name', config.optimizer.name, OPTIMIZERS)
+      'config.optimizer.name', config.optimizer.name, list(OPTIMIZERS))
   for field in ('num_epochs', 'num_minibatches'):
     if config.agent.name == 'a2c' and config[field] != 1:
       raise ValueError(

@@ -34,6 +34,7 @@ def base_config(agent: str) -> ConfigDict:
   is_ppo = agent == 'ppo'
   config = ConfigDict()
   config.seed = 0  # Everything random derives from it.
+  config.num_seeds = 1  # Independent agents in one program: seed, seed + 1 ...
   config.total_env_steps = 1_000_000  # Over all environments; rounded up.
   config.num_devices = 0  # 0 is all of an accelerator's; one per core on CPUs.
   config.unroll_length = 64 if is_ppo else 32  # Steps per update.
@@ -95,6 +96,15 @@ def base_config(agent: str) -> ConfigDict:
   config.log = ConfigDict()
   config.log.every_updates = 10  # Updates to a record.
   config.log.tensorboard = True  # Write TensorBoard events as well.
+  config.log.wandb = False  # Send records to Weights & Biases.
+  config.log.profile = 0  # Trace so many updates with JAX's profiler.
+
+  config.checkpoint = ConfigDict()
+  # Between two checkpoints; 0 is off. The last one is always written.
+  config.checkpoint.every_seconds = 300.0
+  config.checkpoint.every_env_steps = 0
+  config.checkpoint.keep = 2  # Of the newest; the best evaluated stays as well.
+  config.checkpoint.grace_seconds = 30.0  # After SIGTERM, until it is saved.
 
   config.lock()
   config.env.options.unlock()
@@ -113,6 +123,7 @@ def sebulba_config(agent: str) -> ConfigDict:
   config = base_config(agent)
   config.unlock()
   del config.num_devices  # Devices are named one by one.
+  del config.num_seeds  # One program cannot hold the environments.
   config.env.suite = 'envpool'
   config.sebulba = ConfigDict()
   # Indices among this process's devices, which may overlap; empty takes the
@@ -170,23 +181,28 @@ def _parse(name: str, text: str, default: Any) -> Any:
       f'its default is {default!r}')
 
 
-def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> None:
+def apply_overrides(
+    config: ConfigDict, arguments: Sequence[str]) -> set[str]:
   """Sets fields from `--config.FIELD=VALUE` arguments, in place.
 
   `1e6` is an integer where one is meant. New fields may be made only under
   `env.options`.
 
+  Returns:
+    The fields' names, 'env.options' for any under it.
+
   Raises:
     ValueError: for an argument of another form, an unknown field (with near
       names) or a value of the wrong type.
   """
-  arguments = list(arguments)
+  arguments, names = list(arguments), set()
   while arguments:
     argument = arguments.pop(0)
     name, equals, text = argument.lstrip('-').partition('=')
     if not argument.startswith('-') or not name.startswith('config.'):
       near = difflib.get_close_matches(
-          name, ('config', 'agent', 'variant', 'workdir', 'help'), 1)
+          name, ('config', 'agent', 'variant', 'workdir', 'resume', 'init_from',
+                 'help'), 1)
       raise ValueError(
           f'{argument} is not understood; ' + (
               f'did you mean --{near[0]}' if near and near[0] != name else
@@ -204,8 +220,9 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> None:
       default = node.get(field)
       node[field] = _parse_option(text) if default is None else _parse(
           name, text, default)
+      names.add('env.options')
       continue
-    known = sorted(dict(_flatten(config)))
+    known = sorted(set(flatten(config.to_dict())) - {'env.options'})
     if name not in known:
       near = difflib.get_close_matches(name, known, 3, 0.5) or [
           x for x in known if field and x.endswith(field)]
@@ -217,6 +234,8 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> None:
           f'config.agent.name={text} cannot be overridden, because what goes '
           f'with the agent would not follow; use --agent={text}')
     node[field] = _parse(name, text, node[field])
+    names.add(name)
+  return names
 
 
 def _parse_option(text: str) -> Any:
@@ -229,17 +248,19 @@ def _parse_option(text: str) -> Any:
     return {'true': True, 'false': False}.get(text.lower(), text)
 
 
-def _flatten(config: ConfigDict, prefix: str = '') -> list[tuple[str, Any]]:
-  """The fields as (dotted name, value), `env.options` left out."""
-  fields = []
+def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
+  """The fields by their dotted names; `env.options` is one, a dictionary."""
+  fields = {}
   for key, value in config.items():
-    if not isinstance(value, ConfigDict):
-      fields.append((prefix + key, value))
-    elif prefix + key != 'env.options':
-      fields.extend(_flatten(value, f'{prefix}{key}.'))
+    if isinstance(value, dict) and prefix + key != 'env.options':
+      fields |= flatten(value, f'{prefix}{key}.')
+    else:
+      fields[prefix + key] = value
   return fields
 
 
 def describe(config: ConfigDict) -> str:
   """The fields and their values, a line each, as overrides are written."""
-  return '\n'.join(f'  --config.{k}={v}' for k, v in _flatten(config))
+  fields = flatten(config.to_dict())
+  del fields['env.options']  # Written one by one.
+  return '\n'.join(f'  --config.{k}={v}' for k, v in fields.items())

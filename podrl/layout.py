@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
+from podrl import spmd
 from podrl.check import (
     check_division, check_minibatches, multiples_near, slots)
 from podrl.config import is_sebulba
@@ -151,3 +152,25 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   return Layout(
       actor_devices, learner_devices, threads, num_actors, unrolls_per_update,
       fields.env_threads or max(1, free_cores // num_actors))
+
+
+def set_up_jax(config: ConfigDict) -> None:
+  """Sets what must be set before the first use of a device."""
+  # Devices made already (by a test, XLA_FLAGS) stay.
+  if jax.config.jax_num_cpu_devices < 1 and (
+      'device_count' not in os.environ.get('XLA_FLAGS', '')) and (
+      not spmd.has_accelerator()):
+    spmd.set_num_cpu_devices(num_cpu_devices(config))
+    # An actor's small programs are faster in its own thread than in another.
+    jax.config.update('jax_cpu_enable_async_dispatch', not is_sebulba(config))
+  cache = config.compilation_cache
+  if cache == 'off':
+    jax.config.update('jax_enable_compilation_cache', False)
+    return
+  if cache == 'auto':
+    cache = os.path.join(
+        os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'),
+        'podrl', 'xla')
+  jax.config.update('jax_compilation_cache_dir', cache)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)

@@ -1,24 +1,19 @@
 """Records of a run: what is measured, and where it is written."""
 
-import json
-import math
+from collections.abc import Iterator, Sequence
+import contextlib
+import fcntl
 import os
-import sys
-import time
+import threading
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import (
-    BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn)
-from rich.table import Table
-from rich.text import Text
 
+from podrl import workdir
+from podrl.channel import Channel
 from podrl.types import Episodes, Report
-
-Record = dict[str, Any]
+from podrl.workdir import Record, WriteError
 
 
 class CompileClock:
@@ -76,6 +71,28 @@ class Window:
     self.num_updates += report.num_updates
     self.env_steps += report.num_predictions - int(episodes.num_joints)
 
+  def progress(self) -> Record:
+    """All of it as JSON, which `resume` takes; floats come back bitwise."""
+    return {
+        'env_steps': self.env_steps, 'num_updates': self.num_updates,
+        'rows': [{k: x.tolist() for k, x in row.items()} for row in self._rows],
+        'episodes': self._episodes.tolist(), 'stages': self._stages,
+        'num_predictions': self._num_predictions,
+        'num_updates_since_record': self._num_updates,
+        'seconds': self._seconds}
+
+  def resume(self, progress: Record) -> None:
+    """Goes on from what `progress` returned."""
+    self.env_steps = progress['env_steps']
+    self.num_updates = progress['num_updates']
+    self._rows = [{k: np.asarray(x, np.float64) for k, x in row.items()}
+                  for row in progress['rows']]
+    self._episodes = np.asarray(progress['episodes'])
+    self._stages = progress['stages']
+    self._num_predictions = progress['num_predictions']
+    self._num_updates = progress['num_updates_since_record']
+    self._seconds = progress['seconds']
+
   def record(self) -> Record:
     """The record of what was added since the last one."""
     episodes = Episodes(*self._episodes)
@@ -105,18 +122,6 @@ class Window:
     return record
 
 
-def to_json(record: Record, indent: int | None = None) -> str:
-  """Strict JSON: NaN and infinities, which it does not have, become null."""
-  def plain(value: Any) -> Any:
-    if isinstance(value, dict):
-      return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, np.generic):
-      value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(
-        value) else value
-  return json.dumps(plain(record), indent=indent, allow_nan=False)
-
-
 class Sink(Protocol):
   """Where records go."""
 
@@ -128,14 +133,34 @@ class Sink(Protocol):
 
 
 class JsonLines:
-  """`metrics.jsonl`: one object a line, complete after each record."""
+  """`metrics.jsonl`: one object a line, complete after each record.
 
-  def __init__(self, workdir: str):
+  Args:
+    path: of the directory.
+    num_records: to keep of those that are there; the rest was written after
+      the checkpoint that a run goes on from.
+
+  Raises:
+    ValueError: if another process writes there.
+  """
+
+  def __init__(self, path: str, num_records: int = 0):
     self._file = open(
-        os.path.join(workdir, 'metrics.jsonl'), 'a', encoding='utf-8')
+        os.path.join(path, 'metrics.jsonl'), 'a+', encoding='utf-8')
+    try:
+      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      self._file.close()
+      raise ValueError(
+          f'{path} is being written by another process; end that one first'
+      ) from error
+    self._file.seek(0)
+    for _ in range(num_records):
+      self._file.readline()
+    self._file.truncate(self._file.tell())
 
   def write(self, record: Record) -> None:
-    self._file.write(to_json(record) + '\n')
+    self._file.write(workdir.to_json(record) + '\n')
     self._file.flush()
 
   def close(self) -> None:
@@ -143,11 +168,16 @@ class JsonLines:
 
 
 class TensorBoard:
-  """TensorBoard events, by environment steps."""
+  """TensorBoard events, by environment steps.
 
-  def __init__(self, workdir: str):
+  Args:
+    path: of the directory.
+    purge_step: events from here on, of an earlier process, count no longer.
+  """
+
+  def __init__(self, path: str, purge_step: int | None = None):
     from tensorboardX import SummaryWriter  # Only where it is wanted.
-    self._writer = SummaryWriter(workdir)
+    self._writer = SummaryWriter(path, purge_step=purge_step)
 
   def write(self, record: Record) -> None:
     for name, value in record.items():
@@ -157,110 +187,82 @@ class TensorBoard:
     self._writer.close()
 
 
-def compact(value: float) -> str:
-  """A number in a few characters: 1234567 is 1.23M."""
-  for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
-    if abs(value) >= size:
-      return f'{value / size:.3g}{unit}'
-  return f'{value:.4g}'
+class Wandb:
+  """Weights & Biases, by environment steps; a run of its own for each seed.
 
+  Args:
+    path: of the directory; it names the run, so that a resumed one goes on.
+    project: where it is listed.
+    config: of the run.
+  """
 
-def describe_stages(record: Record) -> str:
-  """Where Sebulba's time went, in one line; empty for other records."""
-  if 'time_update' not in record:
-    return ''
-
-  def share(name: str) -> str:
-    label = name.removeprefix('actor_').removeprefix('learner_')
-    return f'{label.replace("_", " ")} {record["time_" + name]:.0%}'
-
-  actors = ' '.join(map(share, ('environment', 'inference', 'actor_waiting')))
-  learner = ' '.join(map(share, ('update', 'learner_waiting', 'hand_off')))
-  return (f'actors: {actors}  learner: {learner}  '
-          f'lag {record["policy_lag"]:.2g} (max {record["policy_lag_max"]:.0f})  '
-          f'queue {record["queue_depth"]:.2g}  '
-          f'predictions {compact(record["predictions_per_second"])}/s  '
-          f'updates {compact(record["updates_per_second"])}/s')
-
-
-class Terminal:
-  """A live panel in a terminal, plain lines elsewhere."""
-
-  def __init__(self, name: str, num_updates: int):
-    self._console = Console(highlight=False, markup=False)
-    self._console.on_broken_pipe = self._go_silent
-    self._num_updates = num_updates
-    self._start = time.perf_counter()
-    self._name = name
-    self._live = None
-    if self._console.is_terminal:
-      self._progress = Progress(
-          TextColumn('{task.description}'), BarColumn(bar_width=None),
-          TaskProgressColumn(), TimeRemainingColumn(compact=True),
-          TextColumn('{task.fields[status]}'),
-          console=self._console, expand=True)
-      self._task = self._progress.add_task(
-          name, total=num_updates, status='compiling')
-      self._live = Live(self._progress, console=self._console)
-      self._live.start()
-
-  def _go_silent(self) -> None:
-    """Nobody reads any more, as after `| head`: training goes on."""
-    self._console.quiet = True
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-  def say(self, status: str) -> None:
-    """Shows what the run is doing."""
-    if self._live:
-      self._progress.update(self._task, status=status)
-    else:
-      self._console.print(f'{self._name}: {status}', soft_wrap=True)
+  def __init__(self, path: str, project: str, config: dict[str, Any]):
+    import wandb  # An extra.
+    name = os.path.abspath(path).strip(os.sep).replace(os.sep, '-')[-120:]
+    self._run = wandb.init(
+        project=project, name=name, id=name, dir=path, config=config,
+        resume='allow', reinit='create_new')
 
   def write(self, record: Record) -> None:
-    done = record['num_updates']
-    status = f'{compact(record["steps_per_second"])} steps/s'
-    if record['frames'] != record['env_steps']:
-      status += f' ({compact(record["frames_per_second"])} frames/s)'
-    if 'episode_return' in record:
-      status += f'  return {compact(record["episode_return"])}'
-    if 'eval_return' in record:
-      status += f'  evaluated {compact(record["eval_return"])}'
-    stages = describe_stages(record)
-    if self._live:
-      self._progress.update(self._task, completed=done, status=status)
-      if stages:
-        self._live.update(Group(self._progress, Text(stages, style='dim')))
-      return
-    share = done / self._num_updates
-    left = (time.perf_counter() - self._start) * (1 / max(share, 1e-9) - 1)
-    self.say(f'{share:4.0%}  {compact(record["env_steps"])} steps  '
-             f'{left:.0f} s left  {status}' + (stages and f'\n  {stages}'))
+    self._run.log(record, step=record['env_steps'])
 
   def close(self) -> None:
-    if self._live:
-      self._live.stop()
-      self._live = None
+    self._run.finish()
 
-  def print_summary(self, summary: Record, workdir: str) -> None:
-    """Prints the run's summary as a person reads it."""
-    rows = []
-    if 'eval_return' in summary:
-      rows.append(('evaluated return', (
-          f'{summary["eval_return"]:.2f} +- {summary["eval_return_std"]:.2f} '
-          f'over {summary["eval_episodes"]} episodes')))
-    if 'env_steps' in summary:
-      rows += [
-          ('environment steps', f'{summary["env_steps"]:,}'),
-          ('steps per second', f'{summary["steps_per_second"]:,.0f} (last window)')]
-    rows += [
-        ('wall time', (f'{summary["wall_seconds"]:.1f} s, of which '
-                       f'{summary["compile_seconds"]:.1f} s compiling')),
-        ('devices', f'{summary["devices"]} {summary["platform"]}'),
-        ('run', workdir)]
-    table = Table(title=Text(f'{self._name}: {summary["exit"]}'), show_header=False,
-                  title_justify='left')
-    table.add_column()
-    table.add_column(overflow='fold')
-    for name, value in rows:
-      table.add_row(name, Text(value))
-    self._console.print(table)
+
+class Writer:
+  """Writes records in a thread of its own, so that no sink delays training.
+
+  Where a sink raises, the next call of any method raises a `WriteError`.
+  """
+
+  def __init__(self):
+    self._queue = Channel(1024)
+    self._error: WriteError | None = None
+    self._thread = threading.Thread(target=self._run, name='podrl-writer')
+    self._thread.start()
+
+  def _run(self) -> None:
+    """The thread's."""
+    while (item := self._queue.get()) is not None:
+      if isinstance(item, threading.Event):
+        item.set()
+      elif self._error is None:
+        sink, record = item
+        with self._errors(sink):
+          sink.write(record)
+
+  @contextlib.contextmanager
+  def _errors(self, sink: Sink) -> Iterator[None]:
+    try:
+      yield
+    except Exception as error:  # Raised in the main thread.
+      self._error = self._error or WriteError(
+          f'{type(sink).__name__} could not write: {error}')
+      self._error.__cause__ = error
+
+  def _check(self) -> None:
+    if self._error:
+      raise self._error
+
+  def write(self, sinks: Sequence[Sink], record: Record) -> None:
+    """Hands on a record; it waits only where very many are waiting."""
+    self._check()
+    for sink in sinks:
+      self._queue.put((sink, record))
+
+  def flush(self) -> None:
+    """Waits until all is written."""
+    done = threading.Event()
+    self._queue.put(done)
+    done.wait()
+    self._check()
+
+  def close(self, sinks: Sequence[Sink]) -> None:
+    """Writes what waits, ends the thread and closes the sinks."""
+    self._queue.put(None)
+    self._thread.join()
+    for sink in sinks:
+      with self._errors(sink):
+        sink.close()
+    self._check()

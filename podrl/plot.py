@@ -9,6 +9,7 @@ run's directory or in the one that holds all of several runs.
 """
 
 from collections.abc import Sequence
+import glob
 import json
 import os
 import sys
@@ -20,11 +21,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from podrl.metrics import compact
+from podrl import workdir
+from podrl.config import flatten
+from podrl.terminal import compact
+from podrl.workdir import IDLE
 
 _AXES = {'env_steps': 'environment steps', 'wall_seconds': 'wall time (s)'}
-# Fields that change nothing of what is learnt.
-_IDLE = ('seed', 'compilation_cache', 'eval.', 'log.', 'checkpoint.')
+# Fields in which the runs of a group may differ.
+_SEEDS = ('seed', 'num_seeds') + IDLE
 _NUM_POINTS = 200  # Of a curve.
 _NUM_RESAMPLES = 2000
 _COLORS = ('#1f5fa8', '#c44e00', '#2f8f4e', '#8a4fbf', '#b8860b', '#5a5a5a')
@@ -56,17 +60,6 @@ class Group(NamedTuple):
   runs: list[Run]
 
 
-def _flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
-  """A configuration's fields by their dotted names."""
-  fields = {}
-  for name, value in config.items():
-    if isinstance(value, dict):
-      fields |= _flatten(value, f'{prefix}{name}.')
-    else:
-      fields[prefix + name] = value
-  return fields
-
-
 def read(path: str) -> Run:
   """Reads a run, which may still be under way.
 
@@ -76,20 +69,8 @@ def read(path: str) -> Run:
   Raises:
     ValueError: if it is not a run, or a file of it is damaged.
   """
-  try:
-    with open(os.path.join(path, 'config.json'), encoding='utf-8') as file:
-      config = _flatten(json.load(file))
-    with open(os.path.join(path, 'metrics.jsonl'), encoding='utf-8') as file:
-      lines = file.read().split('\n')
-  except (OSError, ValueError) as error:
-    raise ValueError(f'{path} is not a run: {error}') from error
-  records = []
-  for number, line in enumerate(lines[:-1], 1):  # The last has no end yet.
-    try:
-      records.append(json.loads(line))
-    except ValueError as error:
-      raise ValueError(
-          f'{path}/metrics.jsonl is damaged in line {number}') from error
+  config = flatten(workdir.read_config(path).to_dict())
+  records = workdir.read_records(path)
   if not any('episode_return' in r or 'eval_return' in r for r in records):
     raise ValueError(f'{path} has no return yet')
   return Run(path, config, records)
@@ -100,7 +81,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
   groups: dict[str, list[Run]] = {}
   for run in runs:
     key = json.dumps({k: v for k, v in run.config.items()
-                      if not k.startswith(_IDLE)}, sort_keys=True)
+                      if not k.startswith(_SEEDS)}, sort_keys=True)
     groups.setdefault(key, []).append(run)
   configs = [members[0].config for members in groups.values()]
 
@@ -108,7 +89,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
     task, agent = config.get('env.name'), config.get('agent.name')
     alike = [c for c in configs if (
         c.get('env.name'), c.get('agent.name')) == (task, agent)]
-    differing = [k for k in config if not k.startswith(_IDLE) and len(
+    differing = [k for k in config if not k.startswith(_SEEDS) and len(
         {json.dumps(c.get(k)) for c in alike}) > 1]
     return str(task), ', '.join([str(agent)] + [
         f'{k.rpartition(".")[2]}={config[k]}' for k in differing])
@@ -243,12 +224,14 @@ def run(argv: Sequence[str]) -> int:
     if not paths:
       raise ValueError('no run is named; try python -m podrl.plot runs/*/*')
     paths = [os.path.normpath(path) for path in paths]
+    runs = [seed for path in paths for seed in sorted(glob.glob(
+        os.path.join(glob.escape(path), 'seed_*'))) or [path]]
     out = values.out or os.path.join(
         paths[0] if len(paths) == 1 else os.path.commonpath(
             list(map(os.path.abspath, paths))), 'curve.png')
     if not out.endswith(('.png', '.svg')):
       raise ValueError(f'--out={out} must end in .png or .svg')
-    groups = group([read(path) for path in dict.fromkeys(paths)])
+    groups = group([read(path) for path in dict.fromkeys(runs)])
     draw(groups, values.x, out)
   except (flags.Error, ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)

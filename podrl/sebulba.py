@@ -12,12 +12,11 @@ import time
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from podrl import spmd
 from podrl.actor import (
-    STAGES, Actor, ActorHangs, Unroll, make_actor_functions)
+    STAGES, Actor, Unroll, check_hangs, make_actor_functions)
 from podrl.channel import Asynchronous, Closed, Deterministic
 from podrl.types import (
     Agent, Episodes, HostEnv, Learner, LearnerState, Report, Tree)
@@ -47,32 +46,6 @@ class Settings:
   deterministic: bool
   max_lag: int
   hang_seconds: float
-
-
-def make_update(learner: Learner, mesh: spmd.Mesh) -> Callable:
-  """Maps `Learner.update` over the learner devices.
-
-  Args:
-    learner: whose `update` it is.
-    mesh: of the learner devices.
-
-  Returns:
-    `(params, rest, trajectories, rng_key) -> (LearnerState, metrics)`. `rest`
-    is the learner's state without its parameters and is donated; these are not,
-    so that actors may go on using them. The trajectories, a tuple, are joined
-    on the batch axis on each device.
-  """
-  def update(params, rest, trajectories, rng_key):
-    trajectory = jax.tree.map(
-        lambda *x: jnp.concatenate(x, axis=1), *trajectories)
-    state = rest._replace(params=params)
-    return learner.update(
-        state, trajectory, jax.random.fold_in(rng_key, state.num_updates))
-
-  return spmd.device_map(
-      update, mesh,
-      (spmd.REPLICATED, spmd.LEARNER_STATE, spmd.TRAJECTORY, spmd.REPLICATED),
-      (spmd.LEARNER_STATE, spmd.REPLICATED), donate=(1,))
 
 
 class Sebulba:
@@ -112,6 +85,8 @@ class Sebulba:
     self._stopper: threading.Thread | None = None
     self._update = self._state = None  # Until `start`.
     self._num_updates = self._num_dropped = 0
+    self._num_waits = 0  # Before this process.
+    self._num_unrolls = [0] * self._num_actors  # Learnt or dropped, of each.
     self._seconds = dict.fromkeys(('update', 'learner_waiting', 'hand_off'), 0.)
 
   @property
@@ -119,8 +94,22 @@ class Sebulba:
     """The learner's state, once started."""
     return self._state
 
-  def start(self) -> None:
-    """Makes the environments, compiles, and starts the actors."""
+  state = learner  # All of a run that can be had; the environments cannot.
+
+  def progress(self) -> dict:
+    """What the state does not hold, as JSON."""
+    waits = sum(actor.num_waits for actor in self._actors)
+    return {'num_unrolls': self._num_unrolls, 'num_dropped': self._num_dropped,
+            'num_waits': self._num_waits + waits}
+
+  def start(self, restore: Callable[
+      [LearnerState], tuple[LearnerState, dict]] = lambda x: (x, {})) -> None:
+    """Makes the environments, compiles, and starts the actors.
+
+    Args:
+      restore: from the first state to the one to begin with, and to what
+        `progress` returned then.
+    """
     settings, devices = self._settings, list(self._mesh.devices.flat)
     functions = None
     for index in range(self._num_actors):
@@ -131,16 +120,19 @@ class Sebulba:
           index, env, functions, settings.unroll_length,
           self._actor_devices[index // settings.actors_per_device],
           devices, self._act_key, index * settings.num_envs))
-    params = spmd.place(  # As those that it will get.
-        jax.jit(self._agent.init)(self._init_key), self._mesh, spmd.REPLICATED)
+    params = spmd.place(jax.jit(self._agent.init)(self._init_key), self._mesh,
+                        spmd.REPLICATED)  # As those that it will get.
     for actor in self._actors:
       shards = actor.compile(spmd.to_device(params, actor.device))
     example = spmd.join_shards(shards, self._mesh, spmd.TRAJECTORY)
     state = jax.jit(self._learner.init)(self._init_key, example)
-    self._state = spmd.place(state, self._mesh, spmd.LEARNER_STATE)
+    self._state, progress = restore(
+        spmd.place(state, self._mesh, spmd.LEARNER_STATE))
+    if progress:
+      self._resume(progress)
     self._update_key = spmd.place(
         self._update_key, self._mesh, spmd.REPLICATED)
-    self._update = make_update(self._learner, self._mesh).lower(
+    self._update = spmd.map_update(self._learner, self._mesh).lower(
         self._state.params, self._state._replace(params=()),
         (example,) * settings.unrolls_per_update, self._update_key).compile()
     try:
@@ -152,6 +144,17 @@ class Sebulba:
           target=self._run_actor, args=(actor,), name=actor.name)
       self._threads.append(thread)
       thread.start()
+
+  def _resume(self, progress: dict) -> None:
+    self._num_updates = int(self._state.num_updates)
+    self._num_dropped, self._num_waits = (
+        progress['num_dropped'], progress['num_waits'])
+    unrolls = progress['num_unrolls']
+    if len(unrolls) != self._num_actors:  # On other devices.
+      unrolls = [max(unrolls)] * self._num_actors
+    for actor, num_unrolls in zip(self._actors, unrolls):
+      actor.skip(num_unrolls)
+    self._num_unrolls = unrolls
 
   def _publish(self) -> None:
     """Hands the parameters, ready for use, to the actors."""
@@ -185,7 +188,7 @@ class Sebulba:
         unroll = self._exchange.take(
             len(taken), min(1., self._settings.hang_seconds / 2))
       except TimeoutError:
-        self._check_actors()
+        check_hangs(self._actors, self._settings.hang_seconds)
         continue
       if self._num_updates - unroll.version > self._settings.max_lag:
         dropped.append(unroll)
@@ -194,15 +197,6 @@ class Sebulba:
         taken.append(unroll)
     return taken, dropped
 
-  def _check_actors(self) -> None:
-    """Raises `ActorHangs` where an actor has been in one call for too long."""
-    for actor in self._actors:
-      if actor.hangs(self._settings.hang_seconds):
-        stage, seconds = actor.stage()
-        raise ActorHangs(
-            f'{actor.name} has not come back from {stage} for {seconds:.0f} s, '
-            f'more than sebulba.hang_seconds={self._settings.hang_seconds:g}')
-
   def _stages(self) -> dict[str, float]:
     """Seconds in each stage, the mean over actors."""
     actors = [actor.seconds() for actor in self._actors]
@@ -210,8 +204,8 @@ class Sebulba:
         stage: np.mean([x[stage] for x in actors]) for stage in STAGES}
     return {f'time_{stage}': float(x) for stage, x in seconds.items()}
 
-  def advance(self, max_updates: int) -> Report:
-    """Runs at most so many updates, for about half a second.
+  def advance(self, max_updates: int) -> list[Report]:
+    """Runs at most so many updates, for about half a second; one report.
 
     Raises:
       ActorHangs: where an actor has not come back for `hang_seconds`.
@@ -229,7 +223,7 @@ class Sebulba:
     try:
       while is_finite and len(rows) < max_updates and (
           not rows or mark - start < _SECONDS_PER_CALL):
-        self._check_actors()
+        check_hangs(self._actors, self._settings.hang_seconds)
         queue_depth = self._exchange.depth()
         taken, dropped = self._take()
         spend('learner_waiting')
@@ -245,6 +239,8 @@ class Sebulba:
         if is_finite:
           self._num_updates += 1
           self._num_dropped += len(dropped)
+          for unroll in taken + dropped:
+            self._num_unrolls[unroll.actor] += 1
           num_unrolls += len(taken) + len(dropped)
           episodes.append(jax.tree.map(
               lambda *x: sum(x), *(u.episodes for u in taken + dropped)))
@@ -252,7 +248,7 @@ class Sebulba:
               'policy_lag': np.mean(lags), 'policy_lag_max': max(lags),
               'queue_depth': queue_depth,
               'num_unrolls_dropped': self._num_dropped,
-              'num_actor_waits': sum(a.num_waits for a in self._actors)})
+              'num_actor_waits': self.progress()['num_waits']})
           self._publish()
           self._exchange.release(len(taken))
           spend('hand_off')
@@ -264,12 +260,12 @@ class Sebulba:
     if self.error and not rows:  # With rows the next call comes here again.
       raise self.error
     stages = self._stages()
-    return Report(
+    return [Report(
         {k: np.asarray([row[k] for row in rows]) for k in next(iter(rows), ())},
         Episodes(*np.reshape(episodes, (-1, len(Episodes._fields))).T),
         num_unrolls * self._settings.unroll_length * self._settings.num_envs,
         time.perf_counter() - start, is_finite,
-        {k: stages[k] - before[k] for k in stages})
+        {k: stages[k] - before[k] for k in stages})]
 
   def stop(self) -> None:
     """Wakes and ends all threads; a signal handler may call it."""

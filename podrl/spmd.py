@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend import backend
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from podrl.types import DEVICE_AXIS, LearnerState, Tree
+from podrl.types import DEVICE_AXIS, Learner, LearnerState, Tree
 
 REPLICATED = PartitionSpec()
 BATCH = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
@@ -49,6 +50,32 @@ def device_map(
   return jax.jit(mapped, donate_argnums=donate)
 
 
+def map_update(learner: Learner, mesh: Mesh) -> Callable:
+  """Maps `Learner.update`, for a driver whose actors use the parameters.
+
+  Args:
+    learner: whose `update` it is.
+    mesh: of the learner devices.
+
+  Returns:
+    `(params, rest, trajectories, rng_key) -> (LearnerState, metrics)`. `rest`
+    is the learner's state without its parameters and is donated; these are not,
+    so that actors may go on using them. The trajectories, a tuple, are joined
+    on the batch axis on each device.
+  """
+  def update(params, rest, trajectories, rng_key):
+    trajectory = jax.tree.map(
+        lambda *x: jnp.concatenate(x, axis=1), *trajectories)
+    state = rest._replace(params=params)
+    return learner.update(
+        state, trajectory, jax.random.fold_in(rng_key, state.num_updates))
+
+  return device_map(
+      update, mesh,
+      (REPLICATED, LEARNER_STATE, TRAJECTORY, REPLICATED),
+      (LEARNER_STATE, REPLICATED), donate=(1,))
+
+
 def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
   """Copies a tree of arrays onto a mesh, by a tree prefix of specs."""
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -83,7 +110,7 @@ def has_accelerator() -> bool:
 
 def copy_to_first_device(tree: Tree) -> Tree:
   """A copy of a replicated tree on this process's first device of it."""
-  return jax.tree.map(lambda x: jax.numpy.copy(x.addressable_data(0)), tree)
+  return jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), tree)
 
 
 def to_device(tree: Tree, device: jax.Device) -> Tree:

@@ -1,61 +1,34 @@
 """The main of every experiment: `train.main(get_config)`."""
 
 from collections.abc import Callable, Sequence
-import datetime
+import contextlib
 import faulthandler
+import functools
 import importlib.metadata
 import os
-import signal
 import sys
 import time
 import traceback
 
-from absl import flags
 import jax
 from ml_collections import ConfigDict
 import numpy as np
 
 import podrl
 from podrl import build
-from podrl import metrics
+from podrl import checkpoint
+from podrl import command
 from podrl import spmd
-from podrl.check import check
-from podrl.config import AGENTS, apply_overrides, describe, is_sebulba
-from podrl.layout import num_cpu_devices
+from podrl import workdir
+from podrl.check import check, check_sinks
+from podrl.command import Files
+from podrl.layout import set_up_jax
 from podrl.learner import trained
-
-DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-
-
-class _Signals:
-  """Notes Ctrl-C and SIGTERM; a second one ends the process at once.
-
-  The handlers only set a flag: an exception in the middle of a call would
-  leave donated, deleted arrays behind.
-  """
-
-  def __init__(self):
-    self.exit_code = None
-    self.on_signal: Callable[[], None] = lambda: None  # Called by the first.
-    self._previous = {
-        number: signal.signal(number, self._handle)
-        for number in (signal.SIGINT, signal.SIGTERM)}
-
-  def _handle(self, number: int, frame) -> None:
-    del frame
-    self.exit_code = INTERRUPTED if number == signal.SIGINT else PREEMPTED
-    for signal_number in self._previous:
-      signal.signal(signal_number, signal.SIG_DFL)
-    self.on_signal()
-
-  def is_set(self) -> bool:
-    """Whether one came."""
-    return self.exit_code is not None
-
-  def close(self) -> None:
-    """Puts the previous handlers back."""
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)
+from podrl.recorder import Recorder
+from podrl.signals import (
+    DONE, FAILED, INTERRUPTED, MISTAKE, PREEMPTED, Signals)
+from podrl.types import Tree
+from podrl.workdir import Record, WriteError
 
 
 def main(get_config: Callable[..., ConfigDict]) -> None:
@@ -78,160 +51,143 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     0 done, 1 failed, 2 the user's mistake, 75 ended by SIGTERM, 130 by Ctrl-C.
   """
   start_seconds = time.perf_counter()
-  signals = _Signals()
+  signals = Signals()
   try:
     name = os.path.splitext(os.path.basename(argv[0]))[0]
-    config, workdir = _parse(get_config, argv, name)
+    config, files = command.parse(get_config, argv, name)
     if config is None:
       return DONE
     check(config)
-    _check_workdir(workdir)
-    _set_up_jax(config)
-    experiment = build.make_run(config)
+    check_sinks(config)
+    set_up_jax(config)
+    experiment = build.make_run(config, files.num_resumes)
     for warning in experiment.warnings:
       print(f'warning: {warning}', file=sys.stderr)
-    _make_workdir(workdir, config)
+    if not files.is_resumed:
+      workdir.make(files.workdir, config)
+    recorder = Recorder(
+        config, name, files.workdir, experiment.spec.frame_skip,
+        experiment.num_updates, start_seconds)
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return MISTAKE
   else:
-    return _train(config, experiment, name, workdir, signals, start_seconds)
+    signals.grace_seconds = config.checkpoint.grace_seconds
+    return _train(config, experiment, files, recorder, signals)
   finally:
     signals.close()
 
 
-def _parse(
-    get_config: Callable[..., ConfigDict], argv: Sequence[str], name: str
-) -> tuple[ConfigDict | None, str]:
-  """Reads the command line; no config where only help was asked for."""
-  values = flags.FlagValues()
-  flags.DEFINE_string('agent', 'ppo', ', '.join(AGENTS), flag_values=values)
-  flags.DEFINE_string(
-      'variant', '', 'of the experiment; empty is its default.',
-      flag_values=values)
-  flags.DEFINE_string(
-      'workdir', '', 'of the run; empty is runs/NAME/TIME.', flag_values=values)
-  flags.DEFINE_bool('help', False, 'show this.', short_name='h',
-                    flag_values=values)
+class _Mistake(ValueError):
+  """The user's, seen only after the devices were used."""
+
+
+def _begin(
+    run: build.Run, files: Files, recorder: Recorder, state: Tree
+) -> tuple[Tree, dict]:
+  """The state to begin with, and what the driver should know; opens the files.
+
+  Raises:
+    _Mistake: where what is on disc does not fit.
+  """
+  def accept(progress: Record) -> None:
+    if progress['total_updates'] != run.num_updates:
+      raise ValueError(
+          f'the run has {progress["total_updates"]} updates, and these devices '
+          f'and fields make {run.num_updates}')
+    recorder.check_files(progress)
+
+  found = None
   try:
-    rest = values(argv, known_only=True)[1:]
-  except flags.Error as error:
-    raise ValueError(str(error)) from error
-  config = get_config(values.agent, values.variant)
-  if values.help:
-    print(f'usage: python {argv[0]} [flags]\n{values.get_help()}'
-          f'\nfields, with their defaults:\n{describe(config)}')
-    return None, ''
-  apply_overrides(config, rest)
-  now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')
-  return config, values.workdir or os.path.join('runs', name, now)
-
-
-def _check_workdir(workdir: str) -> None:
-  """Raises a ValueError where a run cannot be written, or one is."""
-  if os.path.exists(os.path.join(workdir, 'config.json')):
-    raise ValueError(
-        f'--workdir={workdir} holds another run; choose a new directory')
-  parent = os.path.abspath(workdir)
-  while not os.path.lexists(parent):
-    parent = os.path.dirname(parent)
-  if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
-    raise ValueError(
-        f'--workdir={workdir} cannot be written, because of {parent}; '
-        'choose another directory')
-
-
-def _make_workdir(workdir: str, config: ConfigDict) -> None:
-  """Makes the directory and writes the configuration as run."""
-  try:
-    os.makedirs(workdir, exist_ok=True)
-    # 'x': of two runs started together only one gets the directory.
-    with open(os.path.join(workdir, 'config.json'), 'x') as file:
-      file.write(metrics.to_json(config.to_dict(), indent=2) + '\n')
-  except OSError as error:
-    raise ValueError(
-        f'--workdir={workdir} cannot be written ({error.strerror}); '
-        'choose another directory') from error
-
-
-def _set_up_jax(config: ConfigDict) -> None:
-  """Sets what must be set before the first use of a device."""
-  # Devices made already (by a test, XLA_FLAGS) stay.
-  if jax.config.jax_num_cpu_devices < 1 and (
-      'device_count' not in os.environ.get('XLA_FLAGS', '')) and (
-      not spmd.has_accelerator()):
-    spmd.set_num_cpu_devices(num_cpu_devices(config))
-    # An actor's small programs are faster in its own thread than in another.
-    jax.config.update('jax_cpu_enable_async_dispatch', not is_sebulba(config))
-  cache = config.compilation_cache
-  if cache == 'off':
-    jax.config.update('jax_enable_compilation_cache', False)
-    return
-  if cache == 'auto':
-    cache = os.path.join(
-        os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'),
-        'podrl', 'xla')
-  jax.config.update('jax_compilation_cache_dir', cache)
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.)
-  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+    if files.is_resumed:
+      found = checkpoint.read_newest(
+          files.workdir, state, accept, lambda x: print(x, file=sys.stderr))
+      print(f'{files.workdir}: ' + (
+          f'going on after update {found[1]["windows"][0]["num_updates"]}'
+          + run.resume_note if found else 'no checkpoint yet, it begins again'),
+          file=sys.stderr)
+    if files.init_from:
+      state = checkpoint.with_params(state, checkpoint.read_params(
+          *checkpoint.find(files.init_from),
+          checkpoint.learner(state).params))
+    state, progress = found or (state, {})
+    recorder.open(progress)
+  except ValueError as error:
+    raise _Mistake(str(error)) from error
+  return state, progress.get('driver', {})
 
 
 def _train(
-    config: ConfigDict, run: build.Run, name: str, workdir: str,
-    signals: _Signals, start_seconds: float) -> int:
+    config: ConfigDict, run: build.Run, files: Files, recorder: Recorder,
+    signals: Signals) -> int:
   """Trains, evaluates and writes the run's files; returns the exit code."""
-  clock = metrics.CompileClock()
-  window = metrics.Window(
-      run.spec.frame_skip, config.num_epochs * config.num_minibatches)
-  terminal = metrics.Terminal(name, run.num_updates)
-  sinks: list[metrics.Sink] = [metrics.JsonLines(workdir), terminal]
-  if config.log.tensorboard:
-    sinks.append(metrics.TensorBoard(workdir))
-  last: metrics.Record = {}
+  checkpoints = checkpoint.Checkpoints(files.workdir, config.checkpoint.keep)
 
-  def times() -> metrics.Record:
-    return {'wall_seconds': time.perf_counter() - start_seconds,
-            'compile_seconds': clock.seconds}
-
-  def write(record: metrics.Record) -> None:
-    last.update(record | times())
-    for sink in sinks:
-      sink.write(record | times())
+  def save() -> None:
+    checkpoints.save(
+        recorder.num_updates, run.driver.state,
+        recorder.progress() | {
+            'total_updates': run.num_updates, 'driver': run.driver.progress(),
+            'num_resumes': files.num_resumes},
+        recorder.best and recorder.best[1])
 
   exit_code, error = FAILED, None
   try:
     signals.on_signal = run.driver.stop
-    terminal.say('compiling')
+    recorder.terminal.say('compiling')
+    is_finished = False
     if not signals.is_set():
-      run.driver.start()
-    _loop(config, run, window, terminal, write, signals)
-    exit_code = signals.exit_code or DONE
+      run.driver.start(functools.partial(_begin, run, files, recorder))
+      is_finished = _loop(config, run, files, recorder, save, signals)
+      recorder.terminal.say('saving')
+      save()
+      if recorder.num_updates_since_record:
+        recorder.write()  # The checkpoint's window is whole all the same.
+      checkpoints.close()
+    exit_code = DONE if is_finished else signals.exit_code
+  except _Mistake as mistake:
+    exit_code, error = MISTAKE, str(mistake)
   except BaseException as exception:  # Told, and recorded in the summary.
     error = f'{type(exception).__name__}: {" ".join(str(exception).split())}'
-    if window.num_updates_since_record:
-      write(window.record())
-    if not isinstance(exception, FloatingPointError):
+    if not isinstance(exception, FloatingPointError | WriteError):
       traceback.print_exc()
+    if recorder.num_updates_since_record and (
+        not isinstance(exception, WriteError)):
+      recorder.write()
   finally:
     hanging = _close(run)
     if hanging:
       exit_code, error = exit_code or FAILED, error or (
           f'{", ".join(hanging)} did not return')
-    for sink in sinks:
-      sink.close()
-    clock.close()
-    outcome = {DONE: 'done', FAILED: 'failed', PREEMPTED: 'preempted',
-               INTERRUPTED: 'interrupted'}[exit_code]
-    summary = last | times() | _describe_machine(run) | {'exit': outcome}
-    if error:
-      summary['error'] = error
-      print(f'error: {error}', file=sys.stderr)
-    with open(os.path.join(workdir, 'summary.json'), 'w') as file:
-      file.write(metrics.to_json(summary, indent=2) + '\n')
-    terminal.print_summary(summary, workdir)
+    exit_code = _conclude(run, files, recorder, exit_code, error)
   if hanging:
     sys.stdout.flush()
     os._exit(exit_code)  # A thread that stays in C++ cannot be joined.
+  return exit_code
+
+
+def _conclude(
+    run: build.Run, files: Files, recorder: Recorder, exit_code: int,
+    error: str | None) -> int:
+  """Closes the records and writes the summaries; returns the exit code."""
+  try:
+    recorder.close()
+  except WriteError as exception:
+    exit_code, error = exit_code or FAILED, error or str(exception)
+  if error:
+    print(f'error: {error}', file=sys.stderr)
+  if exit_code == MISTAKE:
+    return exit_code
+  outcome = {DONE: 'done', FAILED: 'failed', PREEMPTED: 'preempted',
+             INTERRUPTED: 'interrupted'}[exit_code]
+  more = recorder.times() | _describe_machine(run) | {'exit': outcome} | (
+      {'error': error} if error else {})
+  try:
+    recorder.write_summaries(more)
+  except OSError as exception:
+    print(f'error: no summary could be written: {exception}', file=sys.stderr)
+    exit_code = exit_code or FAILED
+  recorder.terminal.print_summary(recorder.last[0] | more, files.workdir)
   return exit_code
 
 
@@ -245,47 +201,79 @@ def _close(run: build.Run) -> list[str]:
 
 
 def _loop(
-    config: ConfigDict, run: build.Run, window: metrics.Window,
-    terminal: metrics.Terminal, write: Callable[[metrics.Record], None],
-    signals: _Signals) -> None:
-  """Trains until the last update or a signal, a record for each window."""
-  periods = [p for p in (config.log.every_updates, run.eval_every_updates) if p]
+    config: ConfigDict, run: build.Run, files: Files, recorder: Recorder,
+    save: Callable[[], None], signals: Signals) -> bool:
+  """Trains until the last update or a signal; whether it is the former."""
+  periods = [x for x in (config.log.every_updates, run.eval_every_updates,
+                         run.checkpoint_every_updates) if x]
+  profile_end = recorder.num_updates + config.log.profile
+  saved_seconds = time.perf_counter()
 
-  def evaluate() -> metrics.Record:
-    terminal.say('evaluating')
-    params = spmd.copy_to_first_device(run.driver.learner.params)
-    key = jax.random.fold_in(run.eval_key, window.num_updates)
+  def is_due(period: int) -> bool:
+    return bool(period) and recorder.num_updates % period == 0
+
+  with contextlib.ExitStack() as profile:
+    if config.log.profile:
+      profile.enter_context(jax.profiler.trace(
+          os.path.join(files.workdir, 'profile'), create_perfetto_trace=True))
+    while True:
+      num_updates = recorder.num_updates
+      is_last = num_updates == run.num_updates
+      is_eval = is_last or is_due(run.eval_every_updates)
+      if recorder.num_updates_since_record and (
+          is_eval or is_due(config.log.every_updates)):
+        outcomes = _evaluate(run, recorder, signals) if is_eval else []
+        if run.driver.error:  # Of a thread, meanwhile.
+          raise run.driver.error
+        if outcomes is None:
+          return False  # The window stays, for whoever goes on.
+        recorder.write(outcomes)
+      if is_last:
+        return True
+      if signals.is_set():
+        return False
+      now, every_seconds = time.perf_counter(), config.checkpoint.every_seconds
+      if num_updates and is_due(run.checkpoint_every_updates) or (
+          every_seconds and now - saved_seconds >= every_seconds) or (
+          recorder.best and recorder.best[1] == num_updates):
+        save()
+        saved_seconds = now
+      if num_updates >= profile_end:
+        profile.close()
+      ends = [num_updates - num_updates % x + x for x in periods] + [
+          run.num_updates] + [profile_end] * (profile_end > num_updates)
+      reports = run.driver.advance(min(ends) - num_updates)
+      recorder.add(reports)
+      for i, report in enumerate(reports):
+        if not report.is_finite:
+          raise FloatingPointError(
+              f'the loss of seed {config.seed + i} is NaN or infinite at update '
+              f'{recorder.num_updates + 1}; try a smaller '
+              'optimizer.learning_rate')
+
+
+def _evaluate(
+    run: build.Run, recorder: Recorder, signals: Signals
+) -> list[Record] | None:
+  """What an evaluation of each agent gives; None where it was stopped."""
+  recorder.terminal.say('evaluating')
+  params = spmd.copy_to_first_device(run.driver.learner.params)
+  records = []
+  for i, key in enumerate(run.eval_keys):
     outcome = run.evaluate(
-        params, key, lambda: signals.is_set() or run.driver.error is not None)
+        jax.tree.map(lambda x: x[i], params) if len(run.eval_keys) > 1 else (
+            params), jax.random.fold_in(key, recorder.num_updates),
+        lambda: signals.is_set() or run.driver.error is not None)
     if outcome is None:
-      return {}
-    return {'eval_return': float(outcome.returns.mean(dtype=np.float64)),
-            'eval_return_std': float(outcome.returns.std(dtype=np.float64)),
-            'eval_episodes': len(outcome.returns)}
-
-  while window.num_updates < run.num_updates and not signals.is_set():
-    report = run.driver.advance(min(
-        run.num_updates - window.num_updates,
-        *(period - window.num_updates % period for period in periods)))
-    window.add(report)
-    if not report.is_finite:
-      raise FloatingPointError(
-          f'the loss is NaN or infinite at update {window.num_updates + 1}; '
-          'try a smaller optimizer.learning_rate')
-    is_last = window.num_updates == run.num_updates
-    is_eval = is_last or run.eval_every_updates and (
-        window.num_updates % run.eval_every_updates == 0)
-    is_due = window.num_updates % config.log.every_updates == 0
-    # A signal may end a window before its first update.
-    if window.num_updates_since_record and (
-        is_eval or is_due or signals.is_set()):
-      outcome = evaluate() if is_eval else {}  # May raise: the window stays.
-      write(window.record() | outcome)
-    if is_eval and run.driver.error:  # Of a thread, meanwhile.
-      raise run.driver.error
+      return None
+    records.append({
+        'eval_return': float(outcome.returns.mean(dtype=np.float64)),
+        'eval_return_std': float(outcome.returns.std(dtype=np.float64)),
+        'eval_episodes': len(outcome.returns)})
+  return records
 
 
-def _describe_machine(run: build.Run) -> metrics.Record:
+def _describe_machine(run: build.Run) -> Record:
   """What the run ran on."""
   packages = ('jax', 'jaxlib', 'flax', 'optax', run.suite)
   machine = {
@@ -296,5 +284,6 @@ def _describe_machine(run: build.Run) -> metrics.Record:
           p: importlib.metadata.version(p) for p in packages}}
   if run.driver.learner is not None:
     machine['num_params'] = sum(
-        x.size for x in jax.tree.leaves(trained(run.driver.learner.params)))
+        x.size for x in jax.tree.leaves(
+            trained(run.driver.learner.params))) // len(run.eval_keys)
   return machine

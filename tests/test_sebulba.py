@@ -93,7 +93,7 @@ def _advance(driver, num_updates):
   """The reports of so many updates."""
   reports = []
   while num_updates:
-    reports.append(driver.advance(num_updates))
+    reports += driver.advance(num_updates)
     num_updates -= reports[-1].num_updates
   return reports
 
@@ -277,7 +277,7 @@ def test_one_trajectory_through_both_drivers(
   trajectory = jax.tree.map(
       lambda x: np.array(x[0]), records.metrics['trajectory'])
   placed = spmd.place(before, mesh, spmd.LEARNER_STATE)
-  ours, _ = sebulba.make_update(learner, mesh)(
+  ours, _ = spmd.map_update(learner, mesh)(
       placed.params, placed._replace(params=()),
       (spmd.place(trajectory, mesh, spmd.TRAJECTORY),),
       jax.random.wrap_key_data(key))
@@ -302,7 +302,7 @@ def test_unrolls_are_joined_into_one_trajectory(agent_name, num_devices):
       learner.init(jax.random.key(2), parts[0]), mesh, spmd.LEARNER_STATE)
 
   # Two unrolls, joined on each device.
-  ours, _ = sebulba.make_update(learner, mesh)(
+  ours, _ = spmd.map_update(learner, mesh)(
       jax.tree.map(jnp.copy, state.params),
       jax.tree.map(jnp.copy, state._replace(params=())), tuple(parts), key)
   # One trajectory, split over the devices.

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from podrl import build
+from podrl import command
 from podrl import spmd
 from podrl import train
 
@@ -127,7 +128,8 @@ def test_parameters_are_bitwise_reproducible():
     run.driver.start()
     left = 4
     while left:
-      left -= run.driver.advance(min(left, 4 // num_calls)).num_updates
+      left -= run.driver.advance(
+          min(left, 4 // num_calls))[0].num_updates
     return jax.device_get(run.driver.learner.params)
 
   for x, y in zip(*map(jax.tree.leaves, (params(2), params(1)))):
@@ -353,7 +355,8 @@ def test_every_field_is_read(agent, name, tmp_path, monkeypatch):
         self, key) if key in object.__getattribute__(self, '_fields') else (
             object.__getattribute__(self, key)))
     patch.setattr(
-        train, '_parse', lambda *_: (config, str(tmp_path / 'run')))
+        command, 'parse',
+        lambda *_: (config, command.Files(str(tmp_path / 'run'))))
     patch.setattr(ConfigDict, 'to_dict', lambda self, **kw: dict(
         (k, v) for k, v in object.__getattribute__(self, '_fields').items()
         if not isinstance(v, ConfigDict)))

@@ -1,0 +1,297 @@
+"""Checkpoints: the whole of a run, written by orbax while training goes on.
+
+Each is a directory `checkpoints/NUM_UPDATES` of three items: `params`, what a
+policy needs; `state`, the rest of the driver's; and `progress`, JSON. It gets its
+name only when it is whole, with the digests of its files: orbax itself lets a bit
+that has turned pass.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import glob
+import hashlib
+import os
+from typing import Any
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from podrl import workdir
+from podrl.types import LearnerState, Tree
+from podrl.workdir import WriteError
+
+_FORMAT = 1  # Of what is written here; a larger one is from a newer version.
+_ITEMS = 'params', 'state', 'progress'
+
+# jitted: one dispatch, and all of it copied before the next update.
+_copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+
+def learner(state: Tree) -> LearnerState:
+  """The learner's part of a driver's state."""
+  return state if isinstance(state, LearnerState) else state.learner
+
+
+def with_params(state: Tree, params: Tree) -> Tree:
+  """A driver's state with other parameters."""
+  changed = learner(state)._replace(params=params)
+  return changed if isinstance(state, LearnerState) else state._replace(
+      learner=changed)
+
+
+def _directory(path: str) -> str:
+  return os.path.join(os.path.abspath(path), 'checkpoints')
+
+
+def _one_line(error: BaseException) -> str:
+  text = ' '.join(str(error).split())
+  return text[:200] or type(error).__name__
+
+
+def _digests(directory: str) -> dict[str, str]:
+  """Of all files of the items of a checkpoint, by their relative paths."""
+  digests = {}
+  for item in _ITEMS:
+    for parent, _, names in os.walk(os.path.join(directory, item)):
+      for name in names:
+        path = os.path.join(parent, name)
+        with open(path, 'rb') as file:
+          digests[os.path.relpath(path, directory)] = hashlib.file_digest(
+              file, 'sha256').hexdigest()
+  return digests
+
+
+class NewerFormatError(ValueError):
+  """A checkpoint was written by a newer version."""
+
+
+def _check(directory: str) -> None:
+  """Raises a ValueError where a checkpoint is not as it was written."""
+  path = os.path.join(directory, 'digests.json')
+  contents = workdir.read_json(path)
+  if contents['format'] > _FORMAT:
+    raise NewerFormatError(
+        f'{directory} has format {contents["format"]}, of a newer version of '
+        f'podrl; this one reads {_FORMAT}')
+  written, found = contents['sha256'], _digests(directory)
+  for name in sorted(written.keys() | found.keys()):
+    if written.get(name) != found.get(name):
+      raise ValueError(f'its file {name} is not as it was written')
+
+
+class _Keep:
+  """A policy of orbax's that preserves one step."""
+
+  def __init__(self):
+    self.step: int | None = None
+
+  def should_preserve(self, checkpoints: Sequence, *, context) -> list[bool]:
+    del context
+    return [checkpoint.step == self.step for checkpoint in checkpoints]
+
+
+class Checkpoints:
+  """Writes the checkpoints of a run.
+
+  Args:
+    path: of the run.
+    keep: how many of the newest stay.
+  """
+
+  def __init__(self, path: str, keep: int):
+    logging.set_verbosity(logging.ERROR)  # Orbax tells of every file.
+    self._path = path
+    self._best = _Keep()
+    self._num_updates = 0  # Of the one that is being written.
+    self._manager = ocp.CheckpointManager(
+        _directory(path), options=ocp.CheckpointManagerOptions(
+            cleanup_tmp_directories=True,
+            # Called before it gets its name.
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._write_digests),
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+                [checkpoint_managers.LatestN(keep), self._best])))
+
+  def _write_digests(self) -> None:
+    for directory in glob.glob(
+        os.path.join(glob.escape(_directory(self._path)),
+                     f'{self._num_updates}.orbax-checkpoint-tmp*')):
+      workdir.write_json(
+          os.path.join(directory, 'digests.json'),
+          {'format': _FORMAT, 'sha256': _digests(directory)})
+
+  def save(self, num_updates: int, state: Tree, progress: dict[str, Any],
+           best: int | None) -> None:
+    """Begins to write one, unless it is there; waits for the one before.
+
+    Args:
+      num_updates: its name.
+      state: of the driver, which may go on at once.
+      progress: JSON.
+      best: the one that stays for its evaluation.
+
+    Raises:
+      WriteError: if one could not be written.
+    """
+    self._best.step = best
+    if num_updates == self._manager.latest_step():
+      return
+    with self._errors():
+      self._manager.wait_until_finished()
+      self._num_updates = num_updates
+      state = _copy(state)  # What is donated meanwhile would be overwritten.
+      self._manager.save(num_updates, args=ocp.args.Composite(
+          params=ocp.args.StandardSave(learner(state).params),
+          state=ocp.args.StandardSave(with_params(state, ())),
+          progress=ocp.args.JsonSave(progress)))
+
+  def close(self) -> None:
+    """Waits until all is written.
+
+    Raises:
+      WriteError: if something could not be.
+    """
+    with self._errors():
+      self._manager.close()
+
+  @contextlib.contextmanager
+  def _errors(self) -> Iterator[None]:
+    try:
+      yield
+    except Exception as error:  # Orbax raises whatever the file system does.
+      raise WriteError(f'checkpoint {self._num_updates} could not be written: '
+                       f'{_one_line(error)}') from error
+
+
+def steps(path: str) -> list[int]:
+  """The checkpoints of a run, the newest first."""
+  directory = _directory(path)
+  names = os.listdir(directory) if os.path.isdir(directory) else []
+  return sorted((int(x) for x in names if x.isdecimal()), reverse=True)
+
+
+def _read(directory: str, name: str, like: Tree) -> Tree:
+  """An item of a checkpoint, laid out as the arrays of `like` are."""
+  with ocp.StandardCheckpointer() as reader:
+    return reader.restore(os.path.join(directory, name), like)
+
+
+def _read_progress(directory: str) -> dict[str, Any]:
+  with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+    return reader.restore(os.path.join(directory, 'progress'))
+
+
+def find(path: str, which: str = 'last') -> tuple[str, int]:
+  """The run's directory and one checkpoint of it.
+
+  Args:
+    path: of the run.
+    which: 'last', 'best' by its evaluations, or a number of updates.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  if not workdir.is_run(path):
+    raise ValueError(f'{path} is not a run: it has no config.json')
+  found = steps(path)
+  if not found:
+    raise ValueError(f'{path} has no checkpoint yet')
+  if which == 'last':
+    return path, found[0]
+  if which == 'best':
+    evaluated = [
+        (record['eval_return'], record['num_updates'])
+        for record in workdir.read_records(path)
+        if 'eval_return' in record and record['num_updates'] in found]
+    if not evaluated:
+      raise ValueError(f'{path} has no checkpoint that was evaluated')
+    return path, max(evaluated)[1]
+  if which not in map(str, found):
+    raise ValueError(
+        f'{path} has no checkpoint {which}; it has '
+        f'{", ".join(map(str, found))}')
+  return path, int(which)
+
+
+def peek(path: str) -> dict[str, Any] | None:
+  """The `progress` of the newest checkpoint where it can be read."""
+  for step in steps(path):
+    directory = os.path.join(_directory(path), str(step))
+    try:
+      return _read_progress(directory)
+    except Exception:  # `read_newest` will tell.
+      continue
+  return None
+
+
+def read_params(path: str, step: int, like: Tree) -> Tree:
+  """The parameters of one checkpoint.
+
+  Args:
+    path: of the run.
+    step: of `steps`.
+    like: parameters of the same shapes, or `jax.ShapeDtypeStruct` that name a
+      sharding.
+
+  Raises:
+    ValueError: if they cannot be read, or have other shapes.
+  """
+  directory = os.path.join(_directory(path), str(step))
+  try:
+    _check(directory)
+    return _read(directory, 'params', like)
+  except NewerFormatError:
+    raise
+  except Exception as error:  # Orbax raises whatever its files make it.
+    raise ValueError(
+        f'the parameters of {directory} cannot be read, or are those of another '
+        f'network: {_one_line(error)}') from error
+
+
+def read_newest(
+    path: str, like: Tree, accept: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]] | None:
+  """The newest checkpoint that is whole, or None where a run has none.
+
+  Newer ones are renamed `checkpoints/NUM_UPDATES.set_aside`.
+
+  Args:
+    path: of the run.
+    like: the state of a driver that has just begun.
+    accept: raises a ValueError where `progress` does not fit the run's files.
+    say: takes a line for each that is passed over.
+
+  Returns:
+    The state, laid out as `like`, and `progress`.
+
+  Raises:
+    ValueError: if there are some and none is whole.
+    NewerFormatError: where a newer version wrote one.
+  """
+  passed_over = []
+  for step in steps(path):
+    directory = os.path.join(_directory(path), str(step))
+    try:
+      _check(directory)
+      progress = _read_progress(directory)
+      accept(progress)
+      state = with_params(
+          _read(directory, 'state', with_params(like, ())),
+          _read(directory, 'params', learner(like).params))
+    except NewerFormatError:
+      raise
+    except Exception as error:  # Orbax raises whatever its files make it.
+      passed_over.append(directory)
+      say(f'checkpoint {step} is passed over: {_one_line(error)}')
+      continue
+    for directory in passed_over:
+      os.rename(directory, f'{directory}.set_aside')
+    return state, progress
+  if passed_over:
+    raise ValueError(
+        f'no checkpoint of {path} can be gone on with; take a copy of it, if '
+        'there is one')
+  return None

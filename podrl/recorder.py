@@ -1,0 +1,161 @@
+"""What a run records: windows and files of each agent, and the terminal."""
+
+from collections.abc import Sequence
+import os
+import time
+
+from ml_collections import ConfigDict
+import numpy as np
+
+from podrl import metrics
+from podrl import workdir
+from podrl.terminal import Terminal
+from podrl.types import Report
+from podrl.workdir import Record
+
+
+def mean_record(records: Sequence[Record]) -> Record:
+  """One record of several agents': rates are summed, all else is averaged."""
+  mean = {}
+  for name in set.intersection(*map(set, records)):
+    reduce = np.sum if name.endswith('_per_second') else np.mean
+    value = float(reduce([r[name] for r in records]))
+    is_count = all(isinstance(r[name], int) for r in records)
+    mean[name] = round(value) if is_count else value
+  return {k: mean[k] for k in records[0] if k in mean}
+
+
+class Recorder:
+  """Records of a run of one or more agents, each with a seed of its own.
+
+  A run of several has a directory for each, and the mean in its own.
+
+  Args:
+    config: of the run.
+    name: of the experiment.
+    path: of the run's directory.
+    frame_skip: raw frames in an environment step.
+    num_updates: of the whole run.
+    start_seconds: when the process began, by `time.perf_counter`.
+  """
+
+  def __init__(self, config: ConfigDict, name: str, path: str, frame_skip: int,
+               num_updates: int, start_seconds: float):
+    self._config = config
+    self._name = name
+    seeds = workdir.seed_directories(path, config)
+    self._windows = [
+        metrics.Window(frame_skip, config.num_epochs * config.num_minibatches)
+        for _ in seeds]
+    self._paths = [path] + [x for _, x in seeds if x != path]
+    self._sinks: list[list[metrics.Sink]] = []
+    self.last: list[Record] = [{} for _ in self._paths]
+    # Of earlier processes of this run.
+    self._before = {'wall_seconds': 0., 'compile_seconds': 0.}
+    self._start_seconds = start_seconds
+    self._clock = metrics.CompileClock()
+    self._num_records = 0
+    self.best: tuple[float, int] | None = None  # Evaluated return, its update.
+    self.terminal = Terminal(name, num_updates)
+    self._writer = metrics.Writer()
+
+  @property
+  def num_updates(self) -> int:
+    """Calls of `update` in the whole run so far."""
+    return self._windows[0].num_updates
+
+  @property
+  def num_updates_since_record(self) -> int:
+    """Updates that no record tells of yet."""
+    return self._windows[0].num_updates_since_record
+
+  def check_files(self, progress: Record) -> None:
+    """Raises a ValueError where records are lost that `progress` counts."""
+    for path in self._paths:
+      number = len(workdir.read_records(path))
+      if number < progress['num_records']:
+        raise ValueError(
+            f'{path}/metrics.jsonl has {number} records, and had '
+            f'{progress["num_records"]} when it was written')
+
+  def open(self, progress: Record) -> None:
+    """Opens the files; a run goes on after what `progress` returned.
+
+    Args:
+      progress: empty for a run that begins.
+
+    Raises:
+      ValueError: if another process writes them.
+    """
+    if progress:
+      self._num_records = progress['num_records']
+      self._before = {name: progress[name] for name in self._before}
+      self.best = progress['best'] and tuple(progress['best'])
+      for window, state in zip(self._windows, progress['windows']):
+        window.resume(state)
+      self.terminal.resume(self.num_updates)
+    log = self._config.log
+    for path, last in zip(self._paths, self.last):
+      sinks: list[metrics.Sink] = [metrics.JsonLines(path, self._num_records)]
+      self._sinks.append(sinks)
+      for record in workdir.read_records(path):
+        last.update(record)
+      if log.tensorboard:
+        sinks.append(metrics.TensorBoard(
+            path, last['env_steps'] + 1 if last else None))
+      if log.wandb:
+        sinks.append(metrics.Wandb(
+            path, self._name, workdir.read_config(path).to_dict()))
+    self._sinks[0].append(self.terminal)
+
+  def add(self, reports: Sequence[Report]) -> None:
+    """Adds what a driver reports, an item for each agent."""
+    for window, report in zip(self._windows, reports):
+      window.add(report)
+
+  def times(self) -> Record:
+    """Wall time and time spent compiling, over all processes of the run."""
+    return {'wall_seconds': self._before['wall_seconds'] + (
+                time.perf_counter() - self._start_seconds),
+            'compile_seconds': (
+                self._before['compile_seconds'] + self._clock.seconds)}
+
+  def write(self, outcomes: Sequence[Record] = ()) -> None:
+    """Writes the windows' records, with what else is known of each agent."""
+    records = [window.record() for window in self._windows]
+    for record, outcome in zip(records, outcomes):
+      record |= outcome
+    if len(self._paths) > 1:
+      records.insert(0, mean_record(records))
+    self._num_records += 1
+    times = self.times()
+    for record, sinks, last in zip(records, self._sinks, self.last):
+      last.update(record | times)
+      self._writer.write(sinks, record | times)
+    if 'eval_return' in records[0] and (
+        self.best is None or records[0]['eval_return'] > self.best[0]):
+      self.best = records[0]['eval_return'], self.num_updates
+
+  def progress(self) -> Record:
+    """What `open` needs to go on from here, as JSON; all is written by then."""
+    self._writer.flush()
+    return self.times() | {
+        'num_records': self._num_records, 'best': self.best,
+        'windows': [window.progress() for window in self._windows]}
+
+  def close(self) -> None:
+    """Writes what waits and closes the files.
+
+    Raises:
+      WriteError: where a sink raised.
+    """
+    self._clock.close()
+    try:
+      self._writer.close([sink for sinks in self._sinks for sink in sinks])
+    finally:
+      self.terminal.close()  # It may have had no record.
+
+  def write_summaries(self, more: Record) -> None:
+    """Writes each directory's summary: the last values, and `more`."""
+    for path, last in zip(self._paths, self.last):
+      workdir.write_json(os.path.join(path, 'summary.json'), last | more)
