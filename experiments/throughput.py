@@ -41,7 +41,7 @@ from podrl import spmd
 from podrl.anakin import make_anakin, make_unroll
 from podrl.check import check
 from podrl.config import base_config, is_sebulba, sebulba_config
-from podrl.metrics import compact
+from podrl.terminal import compact
 from podrl.types import DeviceEnv, Tree
 
 _ARCHITECTURE = flags.DEFINE_enum(

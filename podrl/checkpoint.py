@@ -11,6 +11,7 @@ import contextlib
 import glob
 import hashlib
 import os
+import shutil
 from typing import Any
 
 from absl import logging
@@ -24,6 +25,7 @@ from podrl.types import LearnerState, Tree
 from podrl.workdir import WriteError
 
 _FORMAT = 1  # Of what is written here; a larger one is from a newer version.
+_ROOM = 2**20  # Bytes, beside the arrays' own.
 _ITEMS = 'params', 'state', 'progress'
 
 # jitted: one dispatch, and all of it copied before the next update.
@@ -102,7 +104,7 @@ class Checkpoints:
   """
 
   def __init__(self, path: str, keep: int):
-    logging.set_verbosity(logging.ERROR)  # Orbax tells of every file.
+    logging.set_verbosity(logging.FATAL)  # Orbax tells of every file.
     self._path = path
     self._best = _Keep()
     self._num_updates = 0  # Of the one that is being written.
@@ -139,6 +141,13 @@ class Checkpoints:
     self._best.step = best
     if num_updates == self._manager.latest_step():
       return
+    # Seen before: orbax's threads print pages where a disc turns out full.
+    needed = sum(x.nbytes for x in jax.tree.leaves(state)) + _ROOM
+    free = shutil.disk_usage(_directory(self._path)).free
+    if free < needed:
+      raise WriteError(
+          f'checkpoint {num_updates} needs {needed / 2**20:.1f} MiB of '
+          f'{_directory(self._path)}, which has {free / 2**20:.1f} left')
     with self._errors():
       self._manager.wait_until_finished()
       self._num_updates = num_updates
@@ -148,13 +157,18 @@ class Checkpoints:
           state=ocp.args.StandardSave(with_params(state, ())),
           progress=ocp.args.JsonSave(progress)))
 
-  def close(self) -> None:
+  def wait(self) -> None:
     """Waits until all is written.
 
     Raises:
       WriteError: if something could not be.
     """
     with self._errors():
+      self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Waits as well, and ends orbax's threads; what `wait` raised is known."""
+    with contextlib.suppress(WriteError), self._errors():
       self._manager.close()
 
   @contextlib.contextmanager

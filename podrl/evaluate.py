@@ -1,8 +1,18 @@
-"""Evaluation: the first whole episode of each of N environments."""
+"""Evaluation: the first whole episode of each of N environments.
 
-from collections.abc import Callable
+  python -m podrl.evaluate RUN [--episodes=N] [--checkpoint=last|best|UPDATES]
+      [--nogreedy] [--seed=I] [--rng_seed=S] [--out=FILE]
+
+evaluates a run's policy, prints the mean return with a bootstrap 95 % interval
+and writes it, with every return, to FILE; by default evaluation.json in RUN.
+"""
+
+from collections.abc import Callable, Sequence
+import os
+import sys
 from typing import NamedTuple
 
+from absl import flags
 import chex
 import jax
 import jax.numpy as jnp
@@ -164,3 +174,64 @@ def make_host_evaluate(
     return Evaluation(returns.astype(np.float32), lengths.astype(np.int32))
 
   return evaluate
+
+
+def run(argv: Sequence[str]) -> int:
+  """The command; returns 0, or 2 for the user's mistake."""
+  # What is above must not import what is built of it.
+  from podrl import build, plot, policy, workdir
+  from podrl.config import is_sebulba
+
+  values = flags.FlagValues()
+  flags.DEFINE_integer('episodes', 128, 'how many.', 1, 2**24,
+                       flag_values=values)
+  flags.DEFINE_string('checkpoint', 'last', 'last, best or its updates.',
+                      flag_values=values)
+  flags.DEFINE_bool('greedy', True, "the policy's mode, or samples.",
+                    flag_values=values)
+  flags.DEFINE_integer('seed', 0, "which of a run's agents.", flag_values=values)
+  flags.DEFINE_integer('rng_seed', 0, 'of the environments.', 0, 2**31 - 1,
+                       flag_values=values)
+  flags.DEFINE_string('out', '', 'the file, .json.', flag_values=values)
+  flags.DEFINE_bool('help', False, 'show this.', short_name='h',
+                    flag_values=values)
+  try:
+    paths = values(argv)[1:]
+    if values.help:
+      print(f'{__doc__}\n{values.get_help()}')
+      return 0
+    if len(paths) != 1:
+      raise ValueError('one run is to be named: python -m podrl.evaluate RUN')
+    agent = policy.load(paths[0], values.checkpoint, values.seed)
+    config = agent.config
+    config.eval.num_episodes, config.eval.greedy = values.episodes, values.greedy
+    arguments = build.evaluation(config, agent.spec)
+    evaluate = make_evaluate(
+        build.make_env(config), agent.agent, **arguments
+    ) if not is_sebulba(config) else make_host_evaluate(
+        lambda num_envs, seed: build.make_host_env(
+            config, num_envs, seed, build.num_cores(), evaluation=True),
+        agent.agent, **arguments)
+    outcome = evaluate(
+        agent.params, jax.random.key(values.rng_seed), lambda: False)
+    returns = outcome.returns.astype(np.float64)
+    low, high = plot.bootstrap(returns)
+    out = values.out or os.path.join(paths[0], 'evaluation.json')
+    workdir.write_json(out, {
+        'env': config.env.name, 'num_updates': agent.num_updates,
+        'greedy': values.greedy, 'rng_seed': values.rng_seed,
+        'episodes': len(returns), 'return': returns.mean(),
+        'return_low': low, 'return_high': high, 'return_std': returns.std(),
+        'length': outcome.lengths.mean(), 'returns': returns.tolist()})
+  except (flags.Error, ValueError, OSError) as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  print(f'{config.env.name}, after {agent.num_updates} updates: '
+        f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
+        f'{len(returns)} episodes of {outcome.lengths.mean():.0f} steps\n'
+        f'written: {out}')
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(run(sys.argv))

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from typing import Any, Protocol
 
 import jax
@@ -76,7 +77,7 @@ class Window:
     return {
         'env_steps': self.env_steps, 'num_updates': self.num_updates,
         'rows': [{k: x.tolist() for k, x in row.items()} for row in self._rows],
-        'episodes': self._episodes.tolist(), 'stages': self._stages,
+        'episodes': self._episodes.tolist(), 'stages': {**self._stages},
         'num_predictions': self._num_predictions,
         'num_updates_since_record': self._num_updates,
         'seconds': self._seconds}
@@ -176,12 +177,24 @@ class TensorBoard:
   """
 
   def __init__(self, path: str, purge_step: int | None = None):
-    from tensorboardX import SummaryWriter  # Only where it is wanted.
-    self._writer = SummaryWriter(path, purge_step=purge_step)
+    # Not SummaryWriter: its own thread hangs where the disc is full.
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.summary import scalar
+    self._make_scalar, self._make_event = scalar, event_pb2.Event
+    self._writer = EventsWriter(os.path.join(path, 'events'))
+    if purge_step is not None:
+      self._write(purge_step, session_log=event_pb2.SessionLog(
+          status=event_pb2.SessionLog.START))
+
+  def _write(self, step: int, **what: Any) -> None:
+    self._writer.write_event(
+        self._make_event(step=step, wall_time=time.time(), **what))
 
   def write(self, record: Record) -> None:
     for name, value in record.items():
-      self._writer.add_scalar(name, value, record['env_steps'])
+      self._write(record['env_steps'], summary=self._make_scalar(name, value))
+    self._writer.flush()
 
   def close(self) -> None:
     self._writer.close()

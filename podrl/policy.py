@@ -51,11 +51,13 @@ class Policy:
     spec: of its environment.
     agent: whose `act` it calls.
     params: of the agent.
+    num_updates: that made them.
   """
   config: ConfigDict
   spec: EnvSpec
   agent: Agent
   params: Tree
+  num_updates: int
 
   def initial_carry(self, batch_size: int) -> Tree:
     """What is carried into the first step of so many episodes."""
@@ -125,4 +127,4 @@ def load(path: str | os.PathLike, which: str = 'last', seed: int = 0) -> Policy:
   params = checkpoint.read_params(path, step, like)
   if num_seeds > 1:
     params = jax.tree.map(lambda x: x[seed], params)
-  return Policy(config, spec, agent, params)
+  return Policy(config, spec, agent, params, step)

@@ -99,7 +99,8 @@ class Sebulba:
   def progress(self) -> dict:
     """What the state does not hold, as JSON."""
     waits = sum(actor.num_waits for actor in self._actors)
-    return {'num_unrolls': self._num_unrolls, 'num_dropped': self._num_dropped,
+    return {'num_unrolls': [*self._num_unrolls],
+            'num_dropped': self._num_dropped,
             'num_waits': self._num_waits + waits}
 
   def start(self, restore: Callable[
@@ -149,7 +150,7 @@ class Sebulba:
     self._num_updates = int(self._state.num_updates)
     self._num_dropped, self._num_waits = (
         progress['num_dropped'], progress['num_waits'])
-    unrolls = progress['num_unrolls']
+    unrolls = [*progress['num_unrolls']]
     if len(unrolls) != self._num_actors:  # On other devices.
       unrolls = [max(unrolls)] * self._num_actors
     for actor, num_unrolls in zip(self._actors, unrolls):

@@ -85,7 +85,8 @@ class _Mistake(ValueError):
 def _begin(
     run: build.Run, files: Files, recorder: Recorder, state: Tree
 ) -> tuple[Tree, dict]:
-  """The state to begin with, and what the driver should know; opens the files.
+  """The state to begin with, and what the driver should know; opens the
+  files of a run that is gone on with.
 
   Raises:
     _Mistake: where what is on disc does not fit.
@@ -111,7 +112,8 @@ def _begin(
           *checkpoint.find(files.init_from),
           checkpoint.learner(state).params))
     state, progress = found or (state, {})
-    recorder.open(progress)
+    if files.is_resumed:
+      recorder.open(progress)
   except ValueError as error:
     raise _Mistake(str(error)) from error
   return state, progress.get('driver', {})
@@ -121,7 +123,7 @@ def _train(
     config: ConfigDict, run: build.Run, files: Files, recorder: Recorder,
     signals: Signals) -> int:
   """Trains, evaluates and writes the run's files; returns the exit code."""
-  checkpoints = checkpoint.Checkpoints(files.workdir, config.checkpoint.keep)
+  checkpoints: checkpoint.Checkpoints | None = None
 
   def save() -> None:
     checkpoints.save(
@@ -135,15 +137,18 @@ def _train(
   try:
     signals.on_signal = run.driver.stop
     recorder.terminal.say('compiling')
+    if not files.is_resumed:
+      recorder.open({})
     is_finished = False
     if not signals.is_set():
       run.driver.start(functools.partial(_begin, run, files, recorder))
+      checkpoints = checkpoint.Checkpoints(
+          files.workdir, config.checkpoint.keep)
       is_finished = _loop(config, run, files, recorder, save, signals)
-      recorder.terminal.say('saving')
       save()
       if recorder.num_updates_since_record:
         recorder.write()  # The checkpoint's window is whole all the same.
-      checkpoints.close()
+      checkpoints.wait()
     exit_code = DONE if is_finished else signals.exit_code
   except _Mistake as mistake:
     exit_code, error = MISTAKE, str(mistake)
@@ -156,6 +161,8 @@ def _train(
       recorder.write()
   finally:
     hanging = _close(run)
+    if checkpoints:
+      checkpoints.close()
     if hanging:
       exit_code, error = exit_code or FAILED, error or (
           f'{", ".join(hanging)} did not return')

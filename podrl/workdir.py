@@ -203,12 +203,8 @@ def settle(config: ConfigDict, path: str, asked: Set[str]) -> list[str]:
       than the run's: named, with both values.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
-  if extra := sorted(set(theirs) - set(ours)):
-    raise ValueError(
-        f'{path} has fields that this experiment does not know, as of another '
-        f'experiment or a newer version: {", ".join(extra)}')
-  differing = [k for k in theirs if theirs[k] != ours[k] and not k.startswith(
-      tuple(x for x in _MOVABLE))]
+  differing = [k for k in theirs if k in ours and theirs[k] != ours[k] and (
+      not k.startswith(_MOVABLE))]
   task = {'env.name', 'env.suite', 'agent.name'} & set(differing)
   refused = [k for k in differing if k in asked or task]
   if refused:
@@ -216,6 +212,10 @@ def settle(config: ConfigDict, path: str, asked: Set[str]) -> list[str]:
         f'{path} was run with another configuration: ' + '; '.join(
             f'config.{k} is {theirs[k]} there and {ours[k]} here'
             for k in refused) + '; --init_from takes the parameters alone')
+  if extra := sorted(set(theirs) - set(ours)):
+    raise ValueError(
+        f'{path} has fields that this experiment does not know, as of another '
+        f'experiment or a newer version: {", ".join(extra)}')
   for name in differing:
     *parents, field = name.split('.')
     node = config

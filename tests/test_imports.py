@@ -41,7 +41,7 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
     'returns': {'types'}, 'losses': {'types'}, 'distributions': {'types'},
     'torsos': {'types'}, 'networks': {'types', 'torsos'},
     'normalization': {'types'}, 'learner': {'types'}, 'spmd': {'types'},
-    'evaluate': {'types'}, 'envs.gymnax_env': {'types'}, 'channel': set(),
+    'evaluate': {'types', 'config', 'build', 'plot', 'policy', 'workdir'}, 'envs.gymnax_env': {'types'}, 'channel': set(),
     'envs.gymnasium_env': {'types'},
     'envs.envpool_env': {'types', 'envs.gymnasium_env'},
     'check': {'config', 'distributions', 'networks', 'torsos', 'optimizers'},
