@@ -9,7 +9,6 @@ that has turned pass.
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import glob
-import hashlib
 import os
 import shutil
 from typing import Any
@@ -20,13 +19,12 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from podrl import digests
 from podrl import workdir
 from podrl.types import LearnerState, Tree
 from podrl.workdir import WriteError
 
-_FORMAT = 1  # Of what is written here; a larger one is from a newer version.
 _ROOM = 2**20  # Bytes, beside the arrays' own.
-_ITEMS = 'params', 'state', 'progress'
 
 # jitted: one dispatch, and all of it copied before the next update.
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -49,39 +47,7 @@ def _directory(path: str) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-  text = ' '.join(str(error).split())
-  return text[:200] or type(error).__name__
-
-
-def _digests(directory: str) -> dict[str, str]:
-  """Of all files of the items of a checkpoint, by their relative paths."""
-  digests = {}
-  for item in _ITEMS:
-    for parent, _, names in os.walk(os.path.join(directory, item)):
-      for name in names:
-        path = os.path.join(parent, name)
-        with open(path, 'rb') as file:
-          digests[os.path.relpath(path, directory)] = hashlib.file_digest(
-              file, 'sha256').hexdigest()
-  return digests
-
-
-class NewerFormatError(ValueError):
-  """A checkpoint was written by a newer version."""
-
-
-def _check(directory: str) -> None:
-  """Raises a ValueError where a checkpoint is not as it was written."""
-  path = os.path.join(directory, 'digests.json')
-  contents = workdir.read_json(path)
-  if contents['format'] > _FORMAT:
-    raise NewerFormatError(
-        f'{directory} has format {contents["format"]}, of a newer version of '
-        f'podrl; this one reads {_FORMAT}')
-  written, found = contents['sha256'], _digests(directory)
-  for name in sorted(written.keys() | found.keys()):
-    if written.get(name) != found.get(name):
-      raise ValueError(f'its file {name} is not as it was written')
+  return ' '.join(str(error).split())[:200] or type(error).__name__
 
 
 class _Keep:
@@ -121,9 +87,7 @@ class Checkpoints:
     for directory in glob.glob(
         os.path.join(glob.escape(_directory(self._path)),
                      f'{self._num_updates}.orbax-checkpoint-tmp*')):
-      workdir.write_json(
-          os.path.join(directory, 'digests.json'),
-          {'format': _FORMAT, 'sha256': _digests(directory)})
+      digests.write(directory)
 
   def save(self, num_updates: int, state: Tree, progress: dict[str, Any],
            best: int | None) -> None:
@@ -216,10 +180,9 @@ def find(path: str, which: str = 'last') -> tuple[str, int]:
   if which == 'last':
     return path, found[0]
   if which == 'best':
-    evaluated = [
-        (record['eval_return'], record['num_updates'])
-        for record in workdir.read_records(path)
-        if 'eval_return' in record and record['num_updates'] in found]
+    evaluated = [(r['eval_return'], r['num_updates'])
+                 for r in workdir.read_records(path)
+                 if 'eval_return' in r and r['num_updates'] in found]
     if not evaluated:
       raise ValueError(f'{path} has no checkpoint that was evaluated')
     return path, max(evaluated)[1]
@@ -255,9 +218,9 @@ def read_params(path: str, step: int, like: Tree) -> Tree:
   """
   directory = os.path.join(_directory(path), str(step))
   try:
-    _check(directory)
+    digests.check(directory)
     return _read(directory, 'params', like)
-  except NewerFormatError:
+  except digests.NewerFormatError:
     raise
   except Exception as error:  # Orbax raises whatever its files make it.
     raise ValueError(
@@ -289,13 +252,13 @@ def read_newest(
   for step in steps(path):
     directory = os.path.join(_directory(path), str(step))
     try:
-      _check(directory)
+      digests.check(directory)
       progress = _read_progress(directory)
       accept(progress)
       state = with_params(
           _read(directory, 'state', with_params(like, ())),
           _read(directory, 'params', learner(like).params))
-    except NewerFormatError:
+    except digests.NewerFormatError:
       raise
     except Exception as error:  # Orbax raises whatever its files make it.
       passed_over.append(directory)

@@ -164,8 +164,8 @@ def set_up_jax(config: ConfigDict) -> None:
     # An actor's small programs are faster in its own thread than in another.
     jax.config.update('jax_cpu_enable_async_dispatch', not is_sebulba(config))
   cache = config.compilation_cache
+  jax.config.update('jax_enable_compilation_cache', cache != 'off')
   if cache == 'off':
-    jax.config.update('jax_enable_compilation_cache', False)
     return
   if cache == 'auto':
     cache = os.path.join(

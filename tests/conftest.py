@@ -1,7 +1,14 @@
-"""Four CPU devices, and no silent broadcasting between ranks."""
+"""Four CPU devices, no silent broadcasting between ranks, one cache of programs.
 
+Runs that the tests make find what earlier ones compiled, in this session alone.
+"""
+
+import atexit
+import os
 import pathlib
+import shutil
 import sys
+import tempfile
 
 import jax
 
@@ -9,6 +16,8 @@ from podrl import spmd
 
 # Experiments import one another, as they do when run as scripts.
 sys.path.append(str(pathlib.Path(__file__).parent.parent / 'experiments'))
+os.environ['XDG_CACHE_HOME'] = tempfile.mkdtemp(prefix='podrl-tests-')
+atexit.register(shutil.rmtree, os.environ['XDG_CACHE_HOME'], True)
 jax.config.update('jax_platforms', 'cpu')
 spmd.set_num_cpu_devices(4)
 jax.config.update('jax_numpy_rank_promotion', 'raise')

@@ -3,6 +3,7 @@
 import time
 
 from absl import flags
+import logging_cost
 import numpy as np
 import overlap
 import pytest
@@ -43,3 +44,11 @@ def test_overlap_has_parts_and_a_whole(mode, monkeypatch):
     functions['training'](2)
   finally:
     assert close() == []
+
+
+@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+def test_logging_cost_is_a_ratio_of_rates(architecture):
+  config = logging_cost._EXPERIMENTS[architecture].get_config('ppo', '')
+  config.env.num_envs, config.unroll_length = 8, 8
+  ratios = logging_cost.measure(config, 2, 0.2, False)
+  assert len(ratios) == 2 and 0.1 < min(ratios) < 10

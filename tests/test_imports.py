@@ -56,7 +56,7 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
     'workdir': {'config'}, 'terminal': {'workdir'}, 'signals': set(),
     'metrics': {'types', 'channel', 'workdir'},
     'recorder': {'types', 'workdir', 'metrics', 'terminal'},
-    'checkpoint': {'types', 'workdir'}, 'plot': {'config', 'workdir', 'terminal'},
+    'checkpoint': {'types', 'workdir', 'digests'}, 'digests': {'workdir'}, 'plot': {'config', 'workdir', 'terminal'},
     'optimizers': set(), 'runner': {'types', 'anakin'},
     'command': {'config', 'workdir', 'checkpoint'},
 }

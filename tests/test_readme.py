@@ -3,15 +3,20 @@
 import pathlib
 import re
 
+from test_train import _run
+
 _ROOT = pathlib.Path(__file__).parent.parent
 _README = (_ROOT / 'README.md').read_text()
 
 
-def test_the_examples_run_and_learn():
+def test_the_examples_run_and_learn(tmp_path):
+  arguments = ['--config.total_env_steps=2e5', '--config.eval.num_episodes=2']
+  assert _run(tmp_path, *arguments, name='anakin_cartpole', tiny=False) == 0
   code = '\n'.join(re.findall(r'```python\n(.*?)```', _README, re.S))
   assert code.count('def ') >= 5
-  scope = {}
+  scope = {'RUN': tmp_path}
   exec(compile(code, 'README.md', 'exec'), scope)
+  assert scope['policy_return'] > 150  # At random 22.
   # A random walk from the middle ends right half of the time.
   assert scope['mean_return'] > 0.95
   assert int(scope['state'].learner.num_updates) == 100

@@ -33,16 +33,6 @@ _HOST = ['--config.total_env_steps=1280', '--config.env.num_envs=8',
 _TWENTY = ['--config.total_env_steps=1280', '--config.eval.every_env_steps=448']
 
 
-@pytest.fixture(scope='module', autouse=True)
-def cache(tmp_path_factory):
-  """A cache of compiled programs: the same ones run many times here."""
-  path = tmp_path_factory.mktemp('cache')
-  _TINY[-1] = f'--config.compilation_cache={path}'
-  yield
-  _TINY[-1] = '--config.compilation_cache=off'
-  jax.config.update('jax_enable_compilation_cache', False)
-
-
 def _signal_at(monkeypatch, owner, name, count):
   """SIGTERM in the middle of a function's call of that number."""
   function, calls = getattr(owner, name), iter(range(1, 10**6))
@@ -337,7 +327,7 @@ def test_a_file_that_cannot_be_written_ends_a_run_in_one_line(tmp_path):
   outcome = subprocess.run(
       [sys.executable, str(_ROOT / 'experiments' / 'anakin_catch.py'), *_TINY,
        f'--workdir={tmp_path / "run"}', '--config.log.every_updates=1',
-       '--config.compilation_cache=off', '--config.log.tensorboard=False'],
+       '--config.log.tensorboard=False'],
       capture_output=True, text=True, preexec_fn=limit)
   assert outcome.returncode == train.FAILED
   assert 'JsonLines could not write: [Errno 27]' in outcome.stderr

@@ -22,8 +22,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _SCRIPTS = sorted((_ROOT / 'experiments').glob('anakin_*.py'))
 _TINY = ['--config.total_env_steps=512', '--config.env.num_envs=8',
          '--config.unroll_length=8', '--config.eval.num_episodes=4',
-         '--config.log.every_updates=3', '--config.num_devices=2',
-         '--config.compilation_cache=off']
+         '--config.log.every_updates=3', '--config.num_devices=2']
 
 
 def _get_config(name):
@@ -53,7 +52,7 @@ _TIMINGS = {'steps_per_second', 'frames_per_second', 'updates_per_second',
 _TINY_HOST = ['--config.total_env_steps=512', '--config.env.num_envs=8',
               '--config.unroll_length=8', '--config.eval.num_episodes=2',
               '--config.eval.max_episode_steps=4',
-              '--config.log.every_updates=3', '--config.compilation_cache=off',
+              '--config.log.every_updates=3',
               '--config.network.hidden_sizes=8',
               '--config.sebulba.actor_devices=0',
               '--config.sebulba.learner_devices=0']
@@ -196,7 +195,7 @@ def test_a_closed_pipe_does_not_end_a_run(tmp_path):
   workdir = tmp_path / 'run[/b]'  # Nor does what looks like markup.
   command = ' '.join([
       sys.executable, str(_ROOT / 'experiments' / 'anakin_catch.py'),
-      *_TINY[:-1], '--config.log.every_updates=1', f"'--workdir={workdir}'",
+      *_TINY, '--config.log.every_updates=1', f"'--workdir={workdir}'",
       f'--config.compilation_cache={tmp_path / "cache"}'])
   outcome = subprocess.run(
       ['bash', '-o', 'pipefail', '-c', f'{command} | head -1'],
@@ -299,7 +298,7 @@ def test_a_second_run_finds_its_programs_compiled(tmp_path):
   for name in 'ab':
     subprocess.run(
         [sys.executable, str(_ROOT / 'experiments' / 'anakin_catch.py'),
-         f'--workdir={tmp_path / name}', *_TINY[:-1],
+         f'--workdir={tmp_path / name}', *_TINY,
          f'--config.compilation_cache={tmp_path / "cache"}'],
         check=True, capture_output=True)
     seconds.append(_read(tmp_path / name)[1]['compile_seconds'])
