@@ -1,5 +1,6 @@
 """Watching: episodes, pictures, captions, files, mistakes."""
 
+import ctypes.util
 import os
 import pathlib
 import subprocess
@@ -104,8 +105,8 @@ def registered():
 
 
 @pytest.mark.parametrize('name,suite,recurrent,greedy', [
-    ('MemoryChain-bsuite', 'gymnax', 'gru', False),
-    ('CartPole-v1', 'envpool', 'none', True),
+    ('MemoryChain-bsuite', 'gymnax', 'none', False),
+    ('CartPole-v1', 'envpool', 'gru', True),
     ('CartPole-v1', 'gymnasium', 'none', False)])
 def test_an_episode_is_that_of_an_evaluation_of_one(
     name, suite, recurrent, greedy):
@@ -187,8 +188,7 @@ def test_every_gymnax_environment_is_drawn(name):
 
 
 @pytest.mark.parametrize('name', [
-    'Breakout-MinAtar', 'MountainCar-v0', 'BernoulliBandit-misc',
-    'FourRooms-misc'])
+    'Breakout-MinAtar', 'MountainCar-v0', 'FourRooms-misc'])
 def test_gymnax_environments_move(name):
   episode = _record(_config(name), max_steps=5)
   assert len(episode.pictures) == len(episode.rewards) + 1 and not episode.note
@@ -248,7 +248,9 @@ def test_mujoco_draws_in_a_process_of_its_own(tmp_path):
       capture_output=True, text=True, env=os.environ | {
           'PYTHONPATH': f'{_ROOT}{os.pathsep}{_ROOT / "tests"}'})
   assert outcome.returncode == 0, outcome.stderr
-  # Where a machine has no OpenGL, it is bars.
+  has_library = sys.platform != 'linux' or ctypes.util.find_library('EGL')
+  assert ('libEGL' in outcome.stdout) == (not has_library)
+  # Where a machine cannot use it, there are bars.
   size = (300, 218) if 'EGL' in outcome.stdout else (240, 258)
   with Image.open(tmp_path / 'episode.gif') as image:
     assert (image.size, image.n_frames) == (size, 3)
