@@ -98,7 +98,7 @@ _TRAINING_OPTIONS = ('episodic_life', 'reward_clip')
 
 def make_host_env(
     config: ConfigDict, num_envs: int, seed: int, num_threads: int,
-    *, evaluation: bool = False) -> HostEnv:
+    *, evaluation: bool = False, render: bool = False) -> HostEnv:
   """A pool of the environments of a Sebulba run.
 
   Args:
@@ -108,9 +108,12 @@ def make_host_env(
     num_threads: that step it.
     evaluation: leave out what only training uses: episodes that end with a
       life, and clipped rewards.
+    render: make it able to draw, for `HostEnv.render`.
   """
   options = {k: v for k, v in config.env.options.items()
              if not (evaluation and k in _TRAINING_OPTIONS)}
+  if render:
+    options['render_mode'] = 'rgb_array'
   if config.env.suite == 'gymnasium':  # Its own threads or processes.
     return gymnasium_env.make(config.env.name, num_envs, seed, **options)
   return envpool_env.make(

@@ -1,7 +1,7 @@
 """Evaluation: the first whole episode of each of N environments.
 
   python -m podrl.evaluate RUN [--episodes=N] [--checkpoint=last|best|UPDATES]
-      [--nogreedy] [--seed=I] [--rng_seed=S] [--out=FILE]
+      [--nogreedy] [--seed=S] [--out=FILE]
 
 evaluates a run's policy, prints the mean return with a bootstrap 95 % interval
 and writes it, with every return, to FILE; by default evaluation.json in RUN.
@@ -189,8 +189,7 @@ def run(argv: Sequence[str]) -> int:
                       flag_values=values)
   flags.DEFINE_bool('greedy', True, "the policy's mode, or samples.",
                     flag_values=values)
-  flags.DEFINE_integer('seed', 0, "which of a run's agents.", flag_values=values)
-  flags.DEFINE_integer('rng_seed', 0, 'of the environments.', 0, 2**31 - 1,
+  flags.DEFINE_integer('seed', 0, 'of environments and actions.', 0, 2**31 - 1,
                        flag_values=values)
   flags.DEFINE_string('out', '', 'the file, .json.', flag_values=values)
   flags.DEFINE_bool('help', False, 'show this.', short_name='h',
@@ -202,7 +201,7 @@ def run(argv: Sequence[str]) -> int:
       return 0
     if len(paths) != 1:
       raise ValueError('one run is to be named: python -m podrl.evaluate RUN')
-    agent = policy.load(paths[0], values.checkpoint, values.seed)
+    agent = policy.load(paths[0], values.checkpoint)
     config = agent.config
     config.eval.num_episodes, config.eval.greedy = values.episodes, values.greedy
     arguments = build.evaluation(config, agent.spec)
@@ -213,13 +212,13 @@ def run(argv: Sequence[str]) -> int:
             config, num_envs, seed, build.num_cores(), evaluation=True),
         agent.agent, **arguments)
     outcome = evaluate(
-        agent.params, jax.random.key(values.rng_seed), lambda: False)
+        agent.params, jax.random.key(values.seed), lambda: False)
     returns = outcome.returns.astype(np.float64)
     low, high = plot.bootstrap(returns)
     out = values.out or os.path.join(paths[0], 'evaluation.json')
     workdir.write_json(out, {
         'env': config.env.name, 'num_updates': agent.num_updates,
-        'greedy': values.greedy, 'rng_seed': values.rng_seed,
+        'greedy': values.greedy, 'seed': values.seed,
         'episodes': len(returns), 'return': returns.mean(),
         'return_low': low, 'return_high': high, 'return_std': returns.std(),
         'length': outcome.lengths.mean(), 'returns': returns.tolist()})

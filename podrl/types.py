@@ -140,12 +140,15 @@ class HostEnv(NamedTuple):
     close: `() -> None`, frees what it holds.
     observe: `(obs) -> obs`, traced, on the device: from what `reset` and
       `step` return to what `spec.obs` says, for example a category to one-hot.
+    render: `() -> uint8 [H, W, 3]`, a picture of the first of them as it is
+      now, or None; raises what its library does where it cannot draw.
   """
   spec: EnvSpec
   reset: Callable[[], TimeStep]
   step: Callable[[np.ndarray], TimeStep]
   close: Callable[[], None]
   observe: Callable[[Tree], Tree] = lambda obs: obs
+  render: Callable[[], np.ndarray] | None = None
 
 
 class Agent(NamedTuple):

@@ -56,9 +56,13 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
     'workdir': {'config'}, 'terminal': {'workdir'}, 'signals': set(),
     'metrics': {'types', 'channel', 'workdir'},
     'recorder': {'types', 'workdir', 'metrics', 'terminal'},
-    'checkpoint': {'types', 'workdir', 'digests'}, 'digests': {'workdir'}, 'plot': {'config', 'workdir', 'terminal'},
+    'checkpoint': {'types', 'workdir', 'digests'}, 'digests': {'workdir'},
+    'plot': {'config', 'workdir', 'terminal'},
     'optimizers': set(), 'runner': {'types', 'anakin'},
     'command': {'config', 'workdir', 'checkpoint'},
+    'pictures': {'types'}, 'film': {'types'},
+    'watch': {'types', 'config', 'build', 'policy', 'envs.envpool_env',
+              'pictures', 'film'},
 }
 _FREE = {'build', 'train', 'policy'}
 
@@ -81,7 +85,7 @@ def test_imports(path):
         r'lax\.(p(mean|sum|max|min|permute)|all_gather|all_to_all|psum_scatter)',
         source)
   if name not in ('config', 'check', 'layout', 'build', 'train', 'command',
-                  'workdir', 'recorder', 'policy'):
+                  'workdir', 'recorder', 'policy', 'watch'):
     assert not any('ml_collections' in x for x in imports)
   assert len(source.splitlines()) <= 300
 

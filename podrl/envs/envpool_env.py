@@ -4,9 +4,13 @@ envpool steps a batch on threads of its own. After an episode's last step the
 next one resets, ignoring its action: dm_env's joints, as they are.
 """
 
+import ctypes
 import difflib
+import sys
 from typing import Any
 import warnings
+
+import numpy as np
 
 from podrl.envs import gymnasium_env
 from podrl.types import EnvSpec, HostEnv, TimeStep
@@ -21,6 +25,8 @@ _OWN_OPTIONS = frozenset([
 _COUNTS = frozenset([
     'frame_skip', 'img_height', 'img_width', 'max_episode_steps', 'stack_num',
     'height', 'width', 'size', 'noop_max'])
+
+_can_mujoco_draw = sys.platform != 'linux'
 
 
 def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -101,8 +107,24 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
   return _to_spec(name, _checked(name, options)[0])
 
 
+def load_opengl() -> None:
+  """Lets MuJoCo's tasks draw on Linux; call it before anything imports envpool.
+
+  MuJoCo looks for a library called libEGL among those that are loaded. The one
+  that envpool brings has another name, and a libEGL that is loaded after it is
+  not the one that envpool set up: in both cases MuJoCo ends the process.
+  """
+  global _can_mujoco_draw
+  if sys.platform == 'linux' and 'envpool' not in sys.modules:
+    try:
+      ctypes.CDLL('libEGL.so.1', ctypes.RTLD_GLOBAL)
+      _can_mujoco_draw = True
+    except OSError:  # There is none.
+      pass
+
+
 def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
-         **options: Any) -> HostEnv:
+         render_mode: str | None = None, **options: Any) -> HostEnv:
   """Makes a pool of envpool environments.
 
   Args:
@@ -110,6 +132,8 @@ def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
     num_envs: of the pool; environment i has the seed `seed` + i.
     seed: of the first.
     num_threads: that step it.
+    render_mode: 'rgb_array' for a pool whose `render` is to be called; that
+      raises a RuntimeError where the task has no pictures here.
     **options: of the task.
 
   Raises:
@@ -120,7 +144,8 @@ def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
   record, options = _checked(name, options)
   spec = _to_spec(name, record)
   pool = envpool.make_gymnasium(
-      name, num_envs=num_envs, seed=seed, num_threads=num_threads, **options)
+      name, num_envs=num_envs, seed=seed, num_threads=num_threads,
+      render_mode=render_mode, **options)
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     space = pool.single_observation_space
@@ -134,5 +159,11 @@ def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
     obs, reward, terminated, truncated, _ = pool.step(to_action(action))
     return joints.step(obs, reward, terminated, truncated)
 
+  def render() -> np.ndarray:
+    module = envpool.registration.registry.specs[name][0]
+    if module.startswith('envpool.mujoco') and not _can_mujoco_draw:
+      raise RuntimeError('MuJoCo needs libEGL, loaded before envpool')
+    return pool.render()[0].copy()
+
   return HostEnv(spec, reset, step, pool.close,
-                 lambda obs: gymnasium_env.observe(space, obs))
+                 lambda obs: gymnasium_env.observe(space, obs), render)

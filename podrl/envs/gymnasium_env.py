@@ -266,4 +266,5 @@ def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
         process.kill()  # SIGTERM is blocked there.
       raise
 
-  return HostEnv(spec, reset, step, close, lambda obs: observe(space, obs))
+  return HostEnv(spec, reset, step, close, lambda obs: observe(space, obs),
+                 lambda: envs.render()[0])
