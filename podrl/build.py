@@ -160,11 +160,14 @@ def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
 
 def learner_for(config: ConfigDict, agent: Agent, num_updates: int) -> Learner:
   """The learner of an agent over a run of `num_updates` updates."""
-  fields = config.optimizer.to_dict()
+  fields = config.optimizer
   num_steps = num_updates * config.num_epochs * config.num_minibatches
+  optimizer = make_optimizer(
+      fields.name, learning_rate=fields.learning_rate,
+      anneal=num_steps if fields.anneal else 0,
+      max_grad_norm=fields.max_grad_norm)
   return make_learner(
-      agent, make_optimizer(
-          **fields | {'anneal': num_steps if fields['anneal'] else 0}),
+      agent, optimizer,
       num_epochs=config.num_epochs, num_minibatches=config.num_minibatches)
 
 

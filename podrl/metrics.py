@@ -179,9 +179,8 @@ class TensorBoard:
   def __init__(self, path: str, purge_step: int | None = None):
     # Not SummaryWriter: its own thread hangs where the disc is full.
     from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto import event_pb2
-    from tensorboardX.summary import scalar
-    self._make_scalar, self._make_event = scalar, event_pb2.Event
+    from tensorboardX.proto import event_pb2, summary_pb2
+    self._event, self._summary = event_pb2.Event, summary_pb2.Summary
     self._writer = EventsWriter(os.path.join(path, 'events'))
     if purge_step is not None:
       self._write(purge_step, session_log=event_pb2.SessionLog(
@@ -189,12 +188,14 @@ class TensorBoard:
 
   def _write(self, step: int, **what: Any) -> None:
     self._writer.write_event(
-        self._make_event(step=step, wall_time=time.time(), **what))
+        self._event(step=step, wall_time=time.time(), **what))
+    self._writer.flush()
 
   def write(self, record: Record) -> None:
-    for name, value in record.items():
-      self._write(record['env_steps'], summary=self._make_scalar(name, value))
-    self._writer.flush()
+    # One event for all: one for each takes the time of many records.
+    self._write(record['env_steps'], summary=self._summary(value=[
+        self._summary.Value(tag=name, simple_value=value)
+        for name, value in record.items()]))
 
   def close(self) -> None:
     self._writer.close()

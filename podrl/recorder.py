@@ -48,7 +48,7 @@ class Recorder:
         metrics.Window(frame_skip, config.num_epochs * config.num_minibatches)
         for _ in seeds]
     self._paths = [path] + [x for _, x in seeds if x != path]
-    self._sinks: list[list[metrics.Sink]] = []
+    self.sinks: list[list[metrics.Sink]] = []  # Of each path.
     self.last: list[Record] = [{} for _ in self._paths]
     # Of earlier processes of this run.
     self._before = {'wall_seconds': 0., 'compile_seconds': 0.}
@@ -97,7 +97,7 @@ class Recorder:
     log = self._config.log
     for path, last in zip(self._paths, self.last):
       sinks: list[metrics.Sink] = [metrics.JsonLines(path, self._num_records)]
-      self._sinks.append(sinks)
+      self.sinks.append(sinks)
       for record in workdir.read_records(path):
         last.update(record)
       if log.tensorboard:
@@ -106,7 +106,7 @@ class Recorder:
       if log.wandb:
         sinks.append(metrics.Wandb(
             path, self._name, workdir.read_config(path).to_dict()))
-    self._sinks[0].append(self.terminal)
+    self.sinks[0].append(self.terminal)
 
   def add(self, reports: Sequence[Report]) -> None:
     """Adds what a driver reports, an item for each agent."""
@@ -129,16 +129,20 @@ class Recorder:
       records.insert(0, mean_record(records))
     self._num_records += 1
     times = self.times()
-    for record, sinks, last in zip(records, self._sinks, self.last):
+    for record, sinks, last in zip(records, self.sinks, self.last):
       last.update(record | times)
       self._writer.write(sinks, record | times)
     if 'eval_return' in records[0] and (
         self.best is None or records[0]['eval_return'] > self.best[0]):
       self.best = records[0]['eval_return'], self.num_updates
 
+  def flush(self) -> None:
+    """Waits until all records are written."""
+    self._writer.flush()
+
   def progress(self) -> Record:
     """What `open` needs to go on from here, as JSON; all is written by then."""
-    self._writer.flush()
+    self.flush()
     return self.times() | {
         'num_records': self._num_records, 'best': self.best,
         'windows': [window.progress() for window in self._windows]}
@@ -151,7 +155,7 @@ class Recorder:
     """
     self._clock.close()
     try:
-      self._writer.close([sink for sinks in self._sinks for sink in sinks])
+      self._writer.close([sink for sinks in self.sinks for sink in sinks])
     finally:
       self.terminal.close()  # It may have had no record.
 

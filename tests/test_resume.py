@@ -357,7 +357,8 @@ def _kill_and_resume(tmp_path, num_kills, rng):
     before = newest()
     process.kill()
     said = process.communicate()[1]
-    assert 'passed over' not in said and 'error' not in said, said
+    # XLA's cache may hold a program half written: JAX warns and compiles.
+    assert 'passed over' not in said and '\nerror: ' not in said, said
     resumed.append((before, newest()))
   return workdir, resumed
 
