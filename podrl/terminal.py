@@ -23,7 +23,7 @@ def compact(value: float) -> str:
 
 
 def describe_stages(record: Record) -> str:
-  """Where Sebulba's time went, in one line; empty for other records."""
+  """Where Sebulba's time went, in three lines; empty for other records."""
   if 'time_update' not in record:
     return ''
 
@@ -33,7 +33,7 @@ def describe_stages(record: Record) -> str:
 
   actors = ' '.join(map(share, ('environment', 'inference', 'actor_waiting')))
   learner = ' '.join(map(share, ('update', 'learner_waiting', 'hand_off')))
-  return (f'actors: {actors}  learner: {learner}  '
+  return (f'actors: {actors}\nlearner: {learner}\n'
           f'lag {record["policy_lag"]:.2g} (max {record["policy_lag_max"]:.0f})  '
           f'queue {record["queue_depth"]:.2g}  '
           f'predictions {compact(record["predictions_per_second"])}/s  '
@@ -54,10 +54,8 @@ class Terminal:
       self._progress = Progress(
           TextColumn('{task.description}'), BarColumn(bar_width=None),
           TaskProgressColumn(), TimeRemainingColumn(compact=True),
-          TextColumn('{task.fields[status]}'),
           console=self._console, expand=True)
-      self._task = self._progress.add_task(
-          name, total=num_updates, status='compiling')
+      self._task = self._progress.add_task(name, total=num_updates)
       self._live = Live(self._progress, console=self._console)
       self._live.start()
 
@@ -75,9 +73,14 @@ class Terminal:
   def say(self, status: str) -> None:
     """Shows what the run is doing."""
     if self._live:
-      self._progress.update(self._task, status=status)
+      self._show(status, '')
     else:
       self._console.print(f'{self._name}: {status}', soft_wrap=True)
+
+  def _show(self, status: str, stages: str) -> None:
+    """Shows the bar, what is known below it, and Sebulba's times."""
+    self._live.update(Group(self._progress, Text(status), *(
+        Text(x, style='dim') for x in stages.split('\n') if x)))
 
   def write(self, record: Record) -> None:
     done = record['num_updates']
@@ -90,16 +93,16 @@ class Terminal:
       status += f'  evaluated {compact(record["eval_return"])}'
     stages = describe_stages(record)
     if self._live:
-      self._progress.update(self._task, completed=done, status=status)
-      if stages:
-        self._live.update(Group(self._progress, Text(stages, style='dim')))
+      self._progress.update(self._task, completed=done)
+      self._show(status, stages)
       return
     share = done / self._num_updates
     start, first_share = self._start
     left = (time.perf_counter() - start) * (1 - share) / max(
         share - first_share, 1e-9)
     self.say(f'{share:4.0%}  {compact(record["env_steps"])} steps  '
-             f'{left:.0f} s left  {status}' + (stages and f'\n  {stages}'))
+             f'{left:.0f} s left  {status}' + (''.join(
+                 f'\n  {x}' for x in stages.split('\n') if x)))
 
   def close(self) -> None:
     if self._live:
