@@ -3,10 +3,11 @@
   python experiments/logging_cost.py [--architecture=anakin|sebulba] [--pairs=20]
       [--seconds=2] [--wandb]
 
-Of CartPole with its experiment's settings, one driver trains for so many seconds with records written to metrics.jsonl, TensorBoard, the terminal
-and, if asked for, Weights & Biases (offline), then for as many without any
-of these; the order changes from pair to pair. It prints the median ratio of
-steps per second, with over without.
+Of CartPole with its experiment's settings, one driver trains for so many seconds
+with records written to metrics.jsonl, TensorBoard, the terminal and, if asked
+for, Weights & Biases (offline), then for as many without any of these; the order
+changes from pair to pair. It prints the median ratio of steps per second, with
+over without.
 """
 
 from collections.abc import Sequence

@@ -6,14 +6,15 @@ from typing import Any
 __version__ = '0.1.0'
 
 
-def load(path: str | os.PathLike, which: str = 'last', seed: int = 0) -> Any:
+def load(path: str | os.PathLike, which: str = 'last',
+         seed: int | None = None) -> Any:
   """Loads the policy of a run: a `podrl.policy.Policy`.
 
   Args:
     path: of the run, or of one of its agents, `RUN/seed_2`.
     which: checkpoint: 'last', 'best' by the run's evaluations, or a number of
       updates.
-    seed: which of a run's agents, from 0 on.
+    seed: which of a run's several agents, from 0 on.
 
   Raises:
     ValueError: if there is no such run, checkpoint or agent, or it cannot be

@@ -28,7 +28,8 @@ from podrl.layout import devices, make_layout, num_cores
 from podrl.learner import make_learner
 from podrl.optimizers import make_optimizer
 from podrl.runner import Runner
-from podrl.types import Agent, DeviceEnv, EnvSpec, HostEnv, Learner
+from podrl.types import (
+    Agent, DeviceEnv, EnvSpec, HostEnv, Learner, Tree)
 
 # Where the environment itself never cuts an episode, evaluation does.
 _UNLIMITED_STEPS = 10_000
@@ -49,6 +50,7 @@ class Run(NamedTuple):
     num_updates: after which training ends.
     eval_every_updates: between two evaluations; 0 is only at the end.
     checkpoint_every_updates: between two checkpoints; 0 is by time alone.
+    params: the shapes of all agents' parameters.
     warnings: a line each, for the user.
     resume_note: what a resumed run does not go on with, for the user.
   """
@@ -61,6 +63,7 @@ class Run(NamedTuple):
   num_updates: int
   eval_every_updates: int
   checkpoint_every_updates: int
+  params: Tree
   warnings: Sequence[str] = ()
   resume_note: str = ''
 
@@ -176,8 +179,7 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
 
   Args:
     config: of the run.
-    num_resumes: how often it was gone on with; environments on the host begin
-      anew each time, with other seeds.
+    num_resumes: how often it was gone on with, each time with other seeds.
 
   Raises:
     ValueError: for a user's mistake, before anything compiles.
@@ -216,12 +218,12 @@ def _make_anakin_run(config: ConfigDict) -> Run:
   init_keys, eval_keys = zip(*(
       jax.random.split(jax.random.key(config.seed + i))
       for i in range(config.num_seeds)))
-  runner = Runner(
-      driver, jnp.stack(init_keys) if num_seeds else init_keys[0], max_updates,
-      steps_per_update)
+  key = jnp.stack(init_keys) if num_seeds else init_keys[0]
+  runner = Runner(driver, key, max_updates, steps_per_update)
   return Run(
       env.spec, config.env.suite, used, runner, evaluate, eval_keys,
-      num_updates, *_periods(config, steps_per_update))
+      num_updates, *_periods(config, steps_per_update), jax.eval_shape(
+          jax.vmap(agent.init) if num_seeds else agent.init, key))
 
 
 def _periods(config: ConfigDict, steps_per_update: int) -> tuple[int, int]:
@@ -279,10 +281,8 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
   warnings = []
   if num_threads > cores and config.env.suite == 'envpool' and (
       config.sebulba.env_threads or config.sebulba.threads_per_actor_device):
-    warnings.append(
-        f'{layout.num_actors} actors x config.sebulba.env_threads='
-        f'{layout.env_threads} are {num_threads} environment threads, and there '
-        f'are {cores} cores')
+    warnings.append(f'{layout.num_actors} actors x config.sebulba.env_threads='
+                    f'{layout.env_threads} make {num_threads} for {cores} cores')
   num_found, num_used = len(found), len({*actor_devices, *learner_devices})
   if num_used < num_found and not (
       config.sebulba.actor_devices or config.sebulba.learner_devices):
@@ -295,5 +295,6 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
       spec, config.env.suite, sorted(
           {*actor_devices, *learner_devices}, key=lambda device: device.id),
       driver, evaluate, [eval_key], num_updates,
-      *_periods(config, steps_per_update), warnings,
+      *_periods(config, steps_per_update),
+      jax.eval_shape(agent.init, init_key), warnings,
       '; the environments begin new episodes')

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import glob
 import os
+import re
 import shutil
 from typing import Any
 
@@ -50,6 +51,10 @@ def _one_line(error: BaseException) -> str:
   return ' '.join(str(error).split())[:200] or type(error).__name__
 
 
+class OtherRunError(ValueError):
+  """A checkpoint is whole, and of a run that goes another way."""
+
+
 class _Keep:
   """A policy of orbax's that preserves one step."""
 
@@ -74,14 +79,15 @@ class Checkpoints:
     self._path = path
     self._best = _Keep()
     self._num_updates = 0  # Of the one that is being written.
-    self._manager = ocp.CheckpointManager(
-        _directory(path), options=ocp.CheckpointManagerOptions(
-            cleanup_tmp_directories=True,
-            # Called before it gets its name.
-            async_options=ocp.AsyncOptions(
-                post_finalization_callback=self._write_digests),
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-                [checkpoint_managers.LatestN(keep), self._best])))
+    options = ocp.CheckpointManagerOptions(
+        cleanup_tmp_directories=True,
+        # Called before it gets its name.
+        async_options=ocp.AsyncOptions(
+            post_finalization_callback=self._write_digests),
+        preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+            [checkpoint_managers.LatestN(keep), self._best]))
+    with self._errors():
+      self._manager = ocp.CheckpointManager(_directory(path), options=options)
 
   def _write_digests(self) -> None:
     for directory in glob.glob(
@@ -116,10 +122,11 @@ class Checkpoints:
       self._manager.wait_until_finished()
       self._num_updates = num_updates
       state = _copy(state)  # What is donated meanwhile would be overwritten.
-      self._manager.save(num_updates, args=ocp.args.Composite(
+      if not self._manager.save(num_updates, args=ocp.args.Composite(
           params=ocp.args.StandardSave(learner(state).params),
           state=ocp.args.StandardSave(with_params(state, ())),
-          progress=ocp.args.JsonSave(progress)))
+          progress=ocp.args.JsonSave(progress))):
+        raise ValueError('there is a newer one')
 
   def wait(self) -> None:
     """Waits until all is written.
@@ -147,8 +154,12 @@ class Checkpoints:
 def steps(path: str) -> list[int]:
   """The checkpoints of a run, the newest first."""
   directory = _directory(path)
-  names = os.listdir(directory) if os.path.isdir(directory) else []
-  return sorted((int(x) for x in names if x.isdecimal()), reverse=True)
+  if not os.path.lexists(directory):
+    return []
+  if not os.path.isdir(directory):
+    raise ValueError(f'{directory} is not a directory that can be read')
+  return sorted((int(x) for x in os.listdir(directory) if re.fullmatch(
+      r'0|[1-9][0-9]*', x)), reverse=True)
 
 
 def _read(directory: str, name: str, like: Tree) -> Tree:
@@ -174,6 +185,8 @@ def find(path: str, which: str = 'last') -> tuple[str, int]:
   """
   if not workdir.is_run(path):
     raise ValueError(f'{path} is not a run: it has no config.json')
+  if parent := workdir.run_of_agent(path):
+    raise ValueError(f'{path} is one agent of {parent}; name that')
   found = steps(path)
   if not found:
     raise ValueError(f'{path} has no checkpoint yet')
@@ -198,6 +211,7 @@ def peek(path: str) -> dict[str, Any] | None:
   for step in steps(path):
     directory = os.path.join(_directory(path), str(step))
     try:
+      digests.check(directory)
       return _read_progress(directory)
     except Exception:  # `read_newest` will tell.
       continue
@@ -210,8 +224,10 @@ def read_params(path: str, step: int, like: Tree) -> Tree:
   Args:
     path: of the run.
     step: of `steps`.
-    like: parameters of the same shapes, or `jax.ShapeDtypeStruct` that name a
-      sharding.
+    like: their shapes, `jax.ShapeDtypeStruct`.
+
+  Returns:
+    The parameters, on this process's first device.
 
   Raises:
     ValueError: if they cannot be read, or have other shapes.
@@ -219,7 +235,9 @@ def read_params(path: str, step: int, like: Tree) -> Tree:
   directory = os.path.join(_directory(path), str(step))
   try:
     digests.check(directory)
-    return _read(directory, 'params', like)
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return _read(directory, 'params', jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like))
   except digests.NewerFormatError:
     raise
   except Exception as error:  # Orbax raises whatever its files make it.
@@ -238,7 +256,8 @@ def read_newest(
   Args:
     path: of the run.
     like: the state of a driver that has just begun.
-    accept: raises a ValueError where `progress` does not fit the run's files.
+    accept: raises a ValueError where `progress` does not fit the run's files,
+      and an `OtherRunError` where no checkpoint of it would fit.
     say: takes a line for each that is passed over.
 
   Returns:
@@ -247,6 +266,7 @@ def read_newest(
   Raises:
     ValueError: if there are some and none is whole.
     NewerFormatError: where a newer version wrote one.
+    OtherRunError: as `accept` does.
   """
   passed_over = []
   for step in steps(path):
@@ -255,17 +275,17 @@ def read_newest(
       digests.check(directory)
       progress = _read_progress(directory)
       accept(progress)
-      state = with_params(
-          _read(directory, 'state', with_params(like, ())),
-          _read(directory, 'params', learner(like).params))
-    except digests.NewerFormatError:
+    except (digests.NewerFormatError, OtherRunError):
       raise
     except Exception as error:  # Orbax raises whatever its files make it.
       passed_over.append(directory)
       say(f'checkpoint {step} is passed over: {_one_line(error)}')
       continue
-    for directory in passed_over:
-      os.rename(directory, f'{directory}.set_aside')
+    state = with_params(
+        _read(directory, 'state', with_params(like, ())),
+        _read(directory, 'params', learner(like).params))
+    for damaged in passed_over:  # Its name is wanted again.
+      workdir.set_aside(damaged)
     return state, progress
   if passed_over:
     raise ValueError(

@@ -1,6 +1,7 @@
 """What an experiment's command line says, and the run that it finds on disc."""
 
 from collections.abc import Callable, Sequence
+import contextlib
 import datetime
 import os
 import sys
@@ -30,14 +31,15 @@ class Files(NamedTuple):
 
 
 def parse(
-    get_config: Callable[..., ConfigDict], argv: Sequence[str], name: str
-) -> tuple[ConfigDict | None, Files]:
+    get_config: Callable[..., ConfigDict], argv: Sequence[str], name: str,
+    held: contextlib.ExitStack) -> tuple[ConfigDict | None, Files]:
   """Reads the command line, and what is on disc of the run that it names.
 
   Args:
     get_config: `(agent, variant) -> ConfigDict`.
     argv: the script's name, then its arguments.
     name: of the experiment.
+    held: gets the lock of a run that is gone on with.
 
   Returns:
     The configuration, None where only help was asked for, and the files.
@@ -88,6 +90,9 @@ def parse(
     if values.resume:
       print(f'{path} holds no run: it begins', file=sys.stderr)
     return config, Files(path, values.init_from)
+  if parent := workdir.run_of_agent(path):
+    raise ValueError(f'--workdir={path} is one agent of {parent}; go on with that')
+  held.enter_context(workdir.lock(path))  # Before anything of it is read.
   if workdir.is_finished(path):
     raise ValueError(f'--workdir={path} is finished; --init_from={path} begins '
                      'another run with its parameters')

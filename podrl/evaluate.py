@@ -1,7 +1,7 @@
 """Evaluation: the first whole episode of each of N environments.
 
   python -m podrl.evaluate RUN [--episodes=N] [--checkpoint=last|best|UPDATES]
-      [--nogreedy] [--seed=S] [--out=FILE]
+      [--[no]greedy] [--seed=S] [--out=FILE]
 
 evaluates a run's policy, prints the mean return with a bootstrap 95 % interval
 and writes it, with every return, to FILE; by default evaluation.json in RUN.
@@ -187,8 +187,8 @@ def run(argv: Sequence[str]) -> int:
                        flag_values=values)
   flags.DEFINE_string('checkpoint', 'last', 'last, best or its updates.',
                       flag_values=values)
-  flags.DEFINE_bool('greedy', True, "the policy's mode, or samples.",
-                    flag_values=values)
+  flags.DEFINE_bool('greedy', None, "the policy's mode, or samples; by "
+                    'default as the run evaluates.', flag_values=values)
   flags.DEFINE_integer('seed', 0, 'of environments and actions.', 0, 2**31 - 1,
                        flag_values=values)
   flags.DEFINE_string('out', '', 'the file, .json.', flag_values=values)
@@ -203,7 +203,9 @@ def run(argv: Sequence[str]) -> int:
       raise ValueError('one run is to be named: python -m podrl.evaluate RUN')
     agent = policy.load(paths[0], values.checkpoint)
     config = agent.config
-    config.eval.num_episodes, config.eval.greedy = values.episodes, values.greedy
+    config.eval.num_episodes = values.episodes
+    if values.greedy is not None:
+      config.eval.greedy = values.greedy
     arguments = build.evaluation(config, agent.spec)
     evaluate = make_evaluate(
         build.make_env(config), agent.agent, **arguments
@@ -218,7 +220,7 @@ def run(argv: Sequence[str]) -> int:
     out = values.out or os.path.join(paths[0], 'evaluation.json')
     workdir.write_json(out, {
         'env': config.env.name, 'num_updates': agent.num_updates,
-        'greedy': values.greedy, 'seed': values.seed,
+        'greedy': config.eval.greedy, 'seed': values.seed,
         'episodes': len(returns), 'return': returns.mean(),
         'return_low': low, 'return_high': high, 'return_std': returns.std(),
         'length': outcome.lengths.mean(), 'returns': returns.tolist()})

@@ -1,12 +1,14 @@
 """Which devices and threads of this host a run uses."""
 
 from collections.abc import Sequence
+import importlib.metadata
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
 
+import podrl
 from podrl import spmd
 from podrl.check import (
     check_division, check_minibatches, multiples_near, slots)
@@ -174,3 +176,14 @@ def set_up_jax(config: ConfigDict) -> None:
   jax.config.update('jax_compilation_cache_dir', cache)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+
+
+def describe_machine(
+    devices: Sequence[jax.Device], suite: str) -> dict[str, Any]:
+  """What a run ran on: its devices, and versions, of its library of tasks too."""
+  packages = ('jax', 'jaxlib', 'flax', 'optax', suite)
+  return {
+      'platform': devices[0].platform, 'devices': len(devices),
+      'processes': jax.process_count(),
+      'versions': {'podrl': podrl.__version__} | {
+          p: importlib.metadata.version(p) for p in packages}}

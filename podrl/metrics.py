@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 import contextlib
-import fcntl
 import os
 import threading
 import time
@@ -140,21 +139,11 @@ class JsonLines:
     path: of the directory.
     num_records: to keep of those that are there; the rest was written after
       the checkpoint that a run goes on from.
-
-  Raises:
-    ValueError: if another process writes there.
   """
 
   def __init__(self, path: str, num_records: int = 0):
     self._file = open(
         os.path.join(path, 'metrics.jsonl'), 'a+', encoding='utf-8')
-    try:
-      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      self._file.close()
-      raise ValueError(
-          f'{path} is being written by another process; end that one first'
-      ) from error
     self._file.seek(0)
     for _ in range(num_records):
       self._file.readline()
@@ -176,15 +165,14 @@ class TensorBoard:
     purge_step: events from here on, of an earlier process, count no longer.
   """
 
-  def __init__(self, path: str, purge_step: int | None = None):
+  def __init__(self, path: str, purge_step: int = 0):
     # Not SummaryWriter: its own thread hangs where the disc is full.
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2, summary_pb2
     self._event, self._summary = event_pb2.Event, summary_pb2.Summary
     self._writer = EventsWriter(os.path.join(path, 'events'))
-    if purge_step is not None:
-      self._write(purge_step, session_log=event_pb2.SessionLog(
-          status=event_pb2.SessionLog.START))
+    self._write(purge_step, session_log=event_pb2.SessionLog(
+        status=event_pb2.SessionLog.START))
 
   def _write(self, step: int, **what: Any) -> None:
     self._writer.write_event(

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import re
 
 import chex
 import jax
@@ -105,13 +104,17 @@ class Policy:
     return act
 
 
-def load(path: str | os.PathLike, which: str = 'last', seed: int = 0) -> Policy:
+def load(path: str | os.PathLike, which: str = 'last',
+         seed: int | None = None) -> Policy:
   """Loads the policy of a run; see `podrl.load`."""
   path = os.path.normpath(path)
-  if found := re.fullmatch(r'seed_(\d+)', os.path.basename(path)):
-    path, seed = os.path.dirname(path) or '.', int(found[1])
+  if parent := workdir.run_of_agent(path):
+    path, seed = parent, int(path.rpartition('_')[2])
   config = workdir.read_config(path)
   num_seeds = config.get('num_seeds', 1)
+  if seed is None and num_seeds > 1:
+    raise ValueError(f'{path} has {num_seeds} agents; name one, {path}/seed_0')
+  seed = seed or 0
   if not 0 <= seed < num_seeds:
     raise ValueError(f'{path} has no agent {seed}; it has {num_seeds}')
   _, step = checkpoint.find(path, which)
@@ -119,12 +122,9 @@ def load(path: str | os.PathLike, which: str = 'last', seed: int = 0) -> Policy:
       build.make_env(config).spec)
   agent = build.make_agent(config, spec)
   keys = jax.random.split(jax.random.key(0), num_seeds)
-  device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  like = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
-      jax.eval_shape(jax.vmap(agent.init), keys) if num_seeds > 1 else (
-          jax.eval_shape(agent.init, keys[0])))
-  params = checkpoint.read_params(path, step, like)
+  shapes = (jax.eval_shape(jax.vmap(agent.init), keys) if num_seeds > 1 else
+            jax.eval_shape(agent.init, keys[0]))
+  params = checkpoint.read_params(path, step, shapes)
   if num_seeds > 1:
     params = jax.tree.map(lambda x: x[seed], params)
   return Policy(config, spec, agent, params, step)

@@ -11,7 +11,7 @@ from podrl import metrics
 from podrl import workdir
 from podrl.terminal import Terminal
 from podrl.types import Report
-from podrl.workdir import Record
+from podrl.workdir import Record, WriteError
 
 
 def mean_record(records: Sequence[Record]) -> Record:
@@ -94,6 +94,16 @@ class Recorder:
       for window, state in zip(self._windows, progress['windows']):
         window.resume(state)
       self.terminal.resume(self.num_updates)
+    try:
+      for path in () if progress else self._paths:
+        file = os.path.join(path, 'metrics.jsonl')
+        if os.path.exists(file) and os.path.getsize(file):
+          workdir.set_aside(file)  # Of a beginning that has no checkpoint.
+      self._open()
+    except OSError as error:
+      raise WriteError(f'no record can be written: {error}') from error
+
+  def _open(self) -> None:
     log = self._config.log
     for path, last in zip(self._paths, self.last):
       sinks: list[metrics.Sink] = [metrics.JsonLines(path, self._num_records)]
@@ -102,7 +112,7 @@ class Recorder:
         last.update(record)
       if log.tensorboard:
         sinks.append(metrics.TensorBoard(
-            path, last['env_steps'] + 1 if last else None))
+            path, last.get('env_steps', -1) + 1))
       if log.wandb:
         sinks.append(metrics.Wandb(
             path, self._name, workdir.read_config(path).to_dict()))
@@ -161,5 +171,7 @@ class Recorder:
 
   def write_summaries(self, more: Record) -> None:
     """Writes each directory's summary: the last values, and `more`."""
+    if not self.sinks:  # Nothing was opened: what is there stays.
+      return
     for path, last in zip(self._paths, self.last):
       workdir.write_json(os.path.join(path, 'summary.json'), last | more)

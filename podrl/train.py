@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 import contextlib
 import faulthandler
 import functools
-import importlib.metadata
 import os
 import sys
 import time
@@ -14,7 +13,6 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-import podrl
 from podrl import build
 from podrl import checkpoint
 from podrl import command
@@ -22,7 +20,7 @@ from podrl import spmd
 from podrl import workdir
 from podrl.check import check, check_sinks
 from podrl.command import Files
-from podrl.layout import set_up_jax
+from podrl.layout import describe_machine, set_up_jax
 from podrl.learner import trained
 from podrl.recorder import Recorder
 from podrl.signals import (
@@ -52,9 +50,10 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
   """
   start_seconds = time.perf_counter()
   signals = Signals()
+  held = contextlib.ExitStack()
   try:
     name = os.path.splitext(os.path.basename(argv[0]))[0]
-    config, files = command.parse(get_config, argv, name)
+    config, files = command.parse(get_config, argv, name, held)
     if config is None:
       return DONE
     check(config)
@@ -63,8 +62,12 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     experiment = build.make_run(config, files.num_resumes)
     for warning in experiment.warnings:
       print(f'warning: {warning}', file=sys.stderr)
+    params = checkpoint.read_params(
+        *checkpoint.find(files.init_from), experiment.params
+    ) if files.init_from else None
     if not files.is_resumed:
       workdir.make(files.workdir, config)
+      held.enter_context(workdir.lock(files.workdir))
     recorder = Recorder(
         config, name, files.workdir, experiment.spec.frame_skip,
         experiment.num_updates, start_seconds)
@@ -73,9 +76,10 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     return MISTAKE
   else:
     signals.grace_seconds = config.checkpoint.grace_seconds
-    return _train(config, experiment, files, recorder, signals)
+    return _train(config, experiment, files, params, recorder, signals)
   finally:
     signals.close()
+    held.close()
 
 
 class _Mistake(ValueError):
@@ -83,8 +87,8 @@ class _Mistake(ValueError):
 
 
 def _begin(
-    run: build.Run, files: Files, recorder: Recorder, state: Tree
-) -> tuple[Tree, dict]:
+    run: build.Run, files: Files, params: Tree | None, recorder: Recorder,
+    state: Tree) -> tuple[Tree, dict]:
   """The state to begin with, and what the driver should know; opens the
   files of a run that is gone on with.
 
@@ -93,7 +97,7 @@ def _begin(
   """
   def accept(progress: Record) -> None:
     if progress['total_updates'] != run.num_updates:
-      raise ValueError(
+      raise checkpoint.OtherRunError(
           f'the run has {progress["total_updates"]} updates, and these devices '
           f'and fields make {run.num_updates}')
     recorder.check_files(progress)
@@ -107,9 +111,13 @@ def _begin(
           f'going on after update {found[1]["windows"][0]["num_updates"]}'
           + run.resume_note if found else 'no checkpoint yet, it begins again'),
           file=sys.stderr)
-    if files.init_from:
-      state = checkpoint.with_params(state, checkpoint.read_params(
-          *checkpoint.find(files.init_from),
+      if found and found[1]['num_devices'] != len(run.devices):
+        print(f'it had {found[1]["num_devices"]} devices and has '
+              f'{len(run.devices)}: it will not be the same bit for bit',
+              file=sys.stderr)
+    if params is not None:
+      state = checkpoint.with_params(state, jax.tree.map(
+          lambda x, old: jax.device_put(x, old.sharding), params,
           checkpoint.learner(state).params))
     state, progress = found or (state, {})
     if files.is_resumed:
@@ -120,8 +128,8 @@ def _begin(
 
 
 def _train(
-    config: ConfigDict, run: build.Run, files: Files, recorder: Recorder,
-    signals: Signals) -> int:
+    config: ConfigDict, run: build.Run, files: Files, params: Tree | None,
+    recorder: Recorder, signals: Signals) -> int:
   """Trains, evaluates and writes the run's files; returns the exit code."""
   checkpoints: checkpoint.Checkpoints | None = None
 
@@ -130,7 +138,7 @@ def _train(
         recorder.num_updates, run.driver.state,
         recorder.progress() | {
             'total_updates': run.num_updates, 'driver': run.driver.progress(),
-            'num_resumes': files.num_resumes},
+            'num_resumes': files.num_resumes, 'num_devices': len(run.devices)},
         recorder.best and recorder.best[1])
 
   exit_code, error = FAILED, None
@@ -141,9 +149,12 @@ def _train(
       recorder.open({})
     is_finished = False
     if not signals.is_set():
-      run.driver.start(functools.partial(_begin, run, files, recorder))
+      run.driver.start(functools.partial(
+          _begin, run, files, params, recorder))
       checkpoints = checkpoint.Checkpoints(
           files.workdir, config.checkpoint.keep)
+      if params is not None:  # Nothing else on disc knows of them.
+        save()
       is_finished = _loop(config, run, files, recorder, save, signals)
       save()
       if recorder.num_updates_since_record:
@@ -156,9 +167,13 @@ def _train(
     error = f'{type(exception).__name__}: {" ".join(str(exception).split())}'
     if not isinstance(exception, FloatingPointError | WriteError):
       traceback.print_exc()
-    if recorder.num_updates_since_record and (
-        not isinstance(exception, WriteError)):
-      recorder.write()
+    with contextlib.suppress(WriteError):
+      if checkpoints and not isinstance(
+          exception, FloatingPointError | WriteError) and not any(
+              x.is_deleted() for x in jax.tree.leaves(run.driver.state)):
+        save()  # What was learnt is sound: an environment broke.
+      if recorder.num_updates_since_record:
+        recorder.write()
   finally:
     hanging = _close(run)
     if checkpoints:
@@ -187,8 +202,13 @@ def _conclude(
     return exit_code
   outcome = {DONE: 'done', FAILED: 'failed', PREEMPTED: 'preempted',
              INTERRUPTED: 'interrupted'}[exit_code]
-  more = recorder.times() | _describe_machine(run) | {'exit': outcome} | (
-      {'error': error} if error else {})
+  more = recorder.times() | describe_machine(
+      run.devices, run.suite) | {'exit': outcome}
+  if error:
+    more['error'] = error
+  if run.driver.learner is not None:
+    more['num_params'] = sum(x.size for x in jax.tree.leaves(
+        trained(run.driver.learner.params))) // len(run.eval_keys)
   try:
     recorder.write_summaries(more)
   except OSError as exception:
@@ -278,19 +298,3 @@ def _evaluate(
         'eval_return_std': float(outcome.returns.std(dtype=np.float64)),
         'eval_episodes': len(outcome.returns)})
   return records
-
-
-def _describe_machine(run: build.Run) -> Record:
-  """What the run ran on."""
-  packages = ('jax', 'jaxlib', 'flax', 'optax', run.suite)
-  machine = {
-      'platform': run.devices[0].platform,
-      'devices': len(run.devices),
-      'processes': jax.process_count(),
-      'versions': {'podrl': podrl.__version__} | {
-          p: importlib.metadata.version(p) for p in packages}}
-  if run.driver.learner is not None:
-    machine['num_params'] = sum(
-        x.size for x in jax.tree.leaves(
-            trained(run.driver.learner.params))) // len(run.eval_keys)
-  return machine

@@ -165,7 +165,8 @@ def _define_flags() -> flags.FlagValues:
        {'lower_bound': 1, 'upper_bound': 100}),
       (flags.DEFINE_bool, 'greedy', None, "the policy's mode, or a sample; by "
        'default as the run evaluates.', {}),
-      (flags.DEFINE_integer, 'seed', 0, 'of environments and actions.', {}),
+      (flags.DEFINE_integer, 'seed', 0, 'of environments and actions.',
+       {'lower_bound': 0, 'upper_bound': 2**31 - 1}),
       (flags.DEFINE_integer, 'max_steps', 1000, 'that an episode may have.',
        {'lower_bound': 1, 'upper_bound': 10**9}),
       (flags.DEFINE_float, 'fps', 0., 'frames per second; 0 is real speed.',

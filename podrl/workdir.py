@@ -7,11 +7,14 @@
   seed_0/ ...    with several seeds: these files, but checkpoints, of each
 """
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 import contextlib
+import fcntl
+import itertools
 import json
 import math
 import os
+import re
 import tempfile
 from typing import Any
 
@@ -82,13 +85,31 @@ def read_json(path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
       raise ValueError('it holds no object')
     return value
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise ValueError(f'{path} cannot be read: {error}') from error
 
 
 def is_run(path: str) -> bool:
   """Whether a directory holds a run, which may be under way."""
   return os.path.exists(os.path.join(path, 'config.json'))
+
+
+def run_of_agent(path: str) -> str | None:
+  """The run of several agents of which a directory is one agent's, if it is."""
+  parent, name = os.path.split(os.path.abspath(path))
+  if not re.fullmatch(r'seed_\d+', name) or not is_run(parent) or (
+      os.path.exists(os.path.join(path, 'checkpoints'))):
+    return None
+  return parent if read_config(parent).get('num_seeds', 1) > 1 else None
+
+
+def set_aside(path: str) -> str:
+  """Renames a file or directory, and returns its new name."""
+  for i in itertools.count():
+    name = f'{path}.set_aside' + (f'_{i}' if i else '')
+    if not os.path.lexists(name):
+      os.rename(path, name)
+      return name
 
 
 def is_finished(path: str) -> bool:
@@ -111,9 +132,11 @@ def read_config(path: str) -> ConfigDict:
     if isinstance(value, dict):
       return {k: tuples(v) for k, v in value.items()}
     return tuple(value) if isinstance(value, list) else value
-  config = ConfigDict(tuples(fields)).lock()
-  if 'agent.name' not in flatten(fields) or 'env.name' not in flatten(fields):
+  flat = flatten(fields)
+  if not {'agent.name', 'env.name', 'network.name', 'optimizer.name'} <= set(
+      flat) or not isinstance(flat.get('env.options'), dict):
     raise ValueError(f'{path}/config.json is no configuration of a run')
+  config = ConfigDict(tuples(fields)).lock()
   config.env.options.unlock()
   return config
 
@@ -133,8 +156,11 @@ def read_records(path: str) -> list[Record]:
   records = []
   for number, line in enumerate(lines[:-1], 1):
     try:
-      records.append(json.loads(line))
-    except ValueError as error:
+      record = json.loads(line)
+      if not {'num_updates', 'env_steps'} <= set(record):
+        raise ValueError
+      records.append(record)
+    except (ValueError, TypeError) as error:
       raise ValueError(f'{path} is damaged in line {number}') from error
   return records
 
@@ -186,6 +212,22 @@ def seed_directories(
           for i in range(num_seeds)]
 
 
+@contextlib.contextmanager
+def lock(path: str) -> Iterator[None]:
+  """Holds a run for this process alone.
+
+  Raises:
+    ValueError: if another process has it.
+  """
+  with open(os.path.join(path, 'config.json'), encoding='utf-8') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise ValueError(f'{path} is being written by another process; end that '
+                       'one first') from error
+    yield
+
+
 def settle(config: ConfigDict, path: str, asked: Set[str]) -> list[str]:
   """Gives a configuration the values of the run that it is to go on with.
 
@@ -221,5 +263,9 @@ def settle(config: ConfigDict, path: str, asked: Set[str]) -> list[str]:
     node = config
     for parent in parents:
       node = node[parent]
-    node[field] = theirs[name]
+    try:
+      node[field] = theirs[name]
+    except TypeError as error:
+      raise ValueError(
+          f'{path}/config.json has {name}={theirs[name]!r}: {error}') from error
   return [f'{k}={theirs[k]}' for k in differing]

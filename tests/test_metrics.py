@@ -224,7 +224,8 @@ def test_the_panel_fits_80_columns(more, monkeypatch):
       'eval_return_std': 0., 'eval_episodes': 8}]
   shown = _lines(True, monkeypatch, records)
   last = re.sub(r'\x1b\[[?\d]*[a-zA-Z]', '', shown)
-  for text in ('9.88k steps/s', '100%', 'evaluated 1k', '━' * 20):
+  for text in ('9.88k steps/s', '100%', 'return 12.35', 'evaluated 1k',
+               '━' * 20) + (('hand off 50%', 'updates 5/s') if more else ()):
     assert text in shown, text
   assert all(len(line) <= 80 for line in last.splitlines())
 

@@ -14,6 +14,7 @@ from podrl import evaluate
 from podrl import plot
 from podrl import policy
 from podrl import spmd
+from podrl.runner import Runner
 from podrl.types import TimeStep
 from test_train import _read, _run
 
@@ -86,7 +87,15 @@ def test_categories_are_observed_as_the_library_gives_them(runs):
     chosen(np.zeros((4, 2)))
 
 
-def test_its_parameters_are_the_runs(runs):
+def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
+  drivers = []
+  start = Runner.start
+  monkeypatch.setattr(Runner, 'start', lambda self, *args: (
+      drivers.append(self), start(self, *args))[1])
+  assert _run(tmp_path / 'run') == 0
+  for x, y in zip(*map(jax.tree.leaves, (
+      drivers[0].learner.params, podrl.load(tmp_path / 'run').params))):
+    np.testing.assert_array_equal(x, y)
   _, summary = _read(runs / 'anakin')
   chosen = podrl.load(runs / 'anakin')
   assert chosen.num_updates == summary['num_updates'] == 8

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import podrl
-from podrl import anakin
 from podrl import checkpoint
 from podrl import sebulba
 from podrl import train
@@ -153,7 +152,11 @@ def test_sebulba_keeps_what_it_learnt(tmp_path, monkeypatch):
   records, summary = _read(workdir)
   # 1280 / (8 x 8) = 20 updates; the rate is annealed over them.
   assert [r['num_updates'] for r in records] == [3, 6, 9, 12, 15, 18, 20]
-  assert int(states[-1][0].num_updates) == 20 and summary['exit'] == 'done'
+  last = states[-1][0]
+  assert int(last.num_updates) == 20 and summary['exit'] == 'done'
+  counts = [int(x) for x in jax.tree.leaves(last.opt_state)
+            if x.dtype == np.int32]  # Of the moments, and of the schedule.
+  assert counts == [int(last.num_sgd_steps)] * 2
   assert states[-1][1]['num_unrolls'] == [20, 20]
 
 
@@ -271,14 +274,16 @@ def test_what_was_written_after_the_checkpoint_is_written_again(tmp_path):
 
 def test_two_processes_do_not_write_one_run(tmp_path, capsys):
   workdir = _finished(tmp_path)
-  code = ('import sys, time; from podrl.metrics import JsonLines; '
-          f'x = JsonLines({str(workdir)!r}, 3); print("ready", flush=True); '
-          'time.sleep(60)')
+  before = _files(workdir)
+  code = ('import time; from podrl import workdir\n'
+          f'with workdir.lock({str(workdir)!r}):\n'
+          '  print("ready", flush=True); time.sleep(60)')
   with subprocess.Popen([sys.executable, '-c', code],
                         stdout=subprocess.PIPE) as process:
     process.stdout.readline()
     assert _run(workdir, '--resume') == train.MISTAKE
     process.kill()
+  assert _files(workdir) == before
   assert 'another process' in capsys.readouterr().err
 
 
@@ -302,7 +307,71 @@ def test_init_from_takes_the_parameters_alone(tmp_path, monkeypatch, capsys):
        'another network')):
     assert _run(tmp_path / 'c', *arguments) == train.MISTAKE
     assert message in capsys.readouterr().err
-    shutil.rmtree(tmp_path / 'c', ignore_errors=True)
+    assert not (tmp_path / 'c').exists()
+
+
+def test_what_a_run_began_with_is_not_lost(tmp_path, monkeypatch):
+  assert _run(tmp_path / 'a') == 0
+  broken = lambda *_: (_ for _ in ()).throw(RuntimeError('no'))
+  with monkeypatch.context() as patch:
+    patch.setattr(Runner, 'advance', broken)
+    assert _run(tmp_path / 'b', '--config.seed=7',
+                f'--init_from={tmp_path / "a"}') == train.FAILED
+  assert checkpoint.steps(str(tmp_path / 'b')) == [0]
+  for x, y in zip(*map(jax.tree.leaves, (
+      podrl.load(tmp_path / 'b').params, podrl.load(tmp_path / 'a').params))):
+    np.testing.assert_array_equal(x, y)
+  assert _run(tmp_path / 'b', '--resume', '--config.seed=7') == 0
+
+
+def test_a_checkpoint_is_set_aside_as_often_as_it_is_damaged(tmp_path):
+  workdir = _finished(tmp_path)
+  for _ in range(2):
+    path = workdir / 'checkpoints' / '8' / 'progress' / 'metadata'
+    data = json.loads(path.read_text())
+    del data['num_resumes']
+    path.write_text(json.dumps(data))
+    assert _run(workdir, '--resume') == 0
+    (workdir / 'summary.json').unlink()
+  names = {p.name for p in (workdir / 'checkpoints').iterdir()}
+  assert {'8', '8.set_aside', '8.set_aside_1'} <= names
+
+
+def test_a_signal_while_it_begins_leaves_the_summary(tmp_path, monkeypatch):
+  workdir = _finished(tmp_path)
+  (workdir / 'summary.json').write_text('{"exit": "preempted", "env_steps": 5}')
+  monkeypatch.setattr(train.Signals, 'is_set', lambda self: True)
+  monkeypatch.setattr(train.Signals, 'exit_code', train.PREEMPTED, raising=False)
+  before = _files(workdir)
+  _signal_at(monkeypatch, train, 'Recorder', 1)
+  assert _run(workdir, '--resume') == train.PREEMPTED
+  assert _files(workdir) == before
+
+
+def test_one_agent_of_several_is_no_run_to_go_on_with(tmp_path, capsys):
+  workdir = tmp_path / 'run'
+  assert _run(workdir, '--config.num_seeds=2') == 0
+  (workdir / 'summary.json').unlink()
+  (workdir / 'seed_1' / 'summary.json').unlink()
+  before = _files(workdir)
+  assert _run(workdir / 'seed_1', '--resume') == train.MISTAKE
+  assert f'is one agent of {workdir}' in capsys.readouterr().err
+  assert _files(workdir) == before
+  with pytest.raises(ValueError, match='2 agents; name one'):
+    podrl.load(workdir)
+  alone = tmp_path / 'seed_1'  # A run of that name.
+  assert _run(alone) == 0
+  assert podrl.load(alone).num_updates == 8
+
+
+def test_what_was_recorded_before_any_checkpoint_is_set_aside(tmp_path):
+  workdir = _finished(tmp_path)
+  lines = (workdir / 'metrics.jsonl').read_text()
+  shutil.rmtree(workdir / 'checkpoints')
+  assert _run(workdir, '--resume') == 0
+  assert (workdir / 'metrics.jsonl.set_aside').read_text() == lines
+  assert _plain(_read_records(workdir)) == _plain(
+      map(json.loads, lines.splitlines()))
 
 
 def test_a_disc_that_is_full_ends_a_run_in_one_line(
@@ -347,7 +416,8 @@ def _kill_and_resume(tmp_path, num_kills, rng):
         command + ['--resume'], stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True)
     newest = lambda: max(checkpoint.steps(str(workdir)), default=0)
-    before = first = newest()
+    first = newest()
+    going_on = f'going on after update {first}' if first else 'begins'
     if i % 3 == 1:  # Perhaps before the first, and in the middle of a start.
       time.sleep(rng.uniform(0., 10.))
     else:
@@ -355,11 +425,15 @@ def _kill_and_resume(tmp_path, num_kills, rng):
         time.sleep(0.01)
       time.sleep(rng.uniform(0., 1.))
     before = newest()
+    assert process.poll() is None
     process.kill()
     said = process.communicate()[1]
+    assert process.returncode == -signal.SIGKILL and 'Traceback' not in said
+    if before > first:  # It came so far.
+      assert going_on in said
     # XLA's cache may hold a program half written: JAX warns and compiles.
     assert 'passed over' not in said and '\nerror: ' not in said, said
-    resumed.append((before, newest()))
+    resumed.append((first, before, newest()))
   return workdir, resumed
 
 
@@ -367,16 +441,10 @@ def _kill_and_resume(tmp_path, num_kills, rng):
     3, pytest.param(20, marks=pytest.mark.slow)])
 def test_kill_9_loses_no_more_than_a_period(num_kills, tmp_path):
   workdir, found = _kill_and_resume(tmp_path, num_kills, random.Random(num_kills))
-  steps = [after for _, after in found]
-  # Each went on from the newest of the one before: none is smaller.
-  assert steps == sorted(steps) and steps[-1] > 0
-  assert all(after >= before for before, after in found)
+  assert found[-1][-1] > 0
+  # Each went on from the newest of the one before (or was killed too soon).
+  assert [first for first, _, _ in found[1:]] == [x for _, _, x in found[:-1]]
   lines = [json.loads(x) for x in (workdir / 'metrics.jsonl').read_text(
       ).splitlines()[:-1]]
   assert [x['num_updates'] for x in lines] == [
       100 * i for i in range(1, len(lines) + 1)]
-
-
-def test_anakins_state_is_what_a_checkpoint_holds():
-  # Whatever is added to it is saved: `state` is the driver's whole state.
-  assert anakin.AnakinState._fields == ('learner', 'actors', 'rng_key')
