@@ -2,8 +2,8 @@
 
   python -m podrl.plot RUN [RUN ...] [--x=env_steps|wall_seconds] [--out=FILE]
 
-Runs that differ in nothing but the seed (and in what they evaluate and log) are
-one group: a line is their mean, its band a bootstrap 95 % interval of it. Dots
+A directory that holds runs stands for them all. Runs that differ in nothing but
+the seed (and in what they evaluate and log) are one group: a line is their mean, its band a bootstrap 95 % interval of it. Dots
 are evaluations. FILE ends in .png or .svg; by default it is curve.png, in the
 run's directory or in the one that holds all of several runs.
 """
@@ -24,11 +24,11 @@ from rich.table import Table
 from podrl import workdir
 from podrl.config import flatten
 from podrl.terminal import compact
-from podrl.workdir import IDLE
+from podrl.workdir import MOVABLE
 
 _AXES = {'env_steps': 'environment steps', 'wall_seconds': 'wall time (s)'}
 # Fields in which the runs of a group may differ.
-_SEEDS = ('seed', 'num_seeds') + IDLE
+_SEEDS = ('seed', 'num_seeds') + MOVABLE
 _NUM_POINTS = 200  # Of a curve.
 _NUM_RESAMPLES = 2000
 _COLORS = ('#1f5fa8', '#c44e00', '#2f8f4e', '#8a4fbf', '#b8860b', '#5a5a5a')
@@ -60,6 +60,14 @@ class Group(NamedTuple):
   runs: list[Run]
 
 
+def find(path: str) -> list[str]:
+  """The runs at a path: itself, its several agents', or those in it."""
+  inside = sorted(map(os.path.dirname, glob.glob(
+      os.path.join(glob.escape(path), '*', 'config.json'))))
+  agents = [x for x in inside if workdir.run_of_agent(x)]
+  return agents or ([path] if workdir.is_run(path) else inside or [path])
+
+
 def read(path: str) -> Run:
   """Reads a run, which may still be under way.
 
@@ -89,8 +97,9 @@ def group(runs: Sequence[Run]) -> list[Group]:
     task, agent = config.get('env.name'), config.get('agent.name')
     alike = [c for c in configs if (
         c.get('env.name'), c.get('agent.name')) == (task, agent)]
-    differing = [k for k in config if not k.startswith(_SEEDS) and len(
-        {json.dumps(c.get(k)) for c in alike}) > 1]
+    # What only one architecture has would fill the legend.
+    differing = [k for k in config if not k.startswith(_SEEDS) and all(
+        k in c for c in alike) and len({json.dumps(c[k]) for c in alike}) > 1]
     return str(task), ', '.join([str(agent)] + [
         f'{k.rpartition(".")[2]}={config[k]}' for k in differing])
 
@@ -222,16 +231,15 @@ def run(argv: Sequence[str]) -> int:
       print(f'{__doc__}\n{values.get_help()}')
       return 0
     if not paths:
-      raise ValueError('no run is named; try python -m podrl.plot runs/*/*')
+      raise ValueError('no run is named; try python -m podrl.plot RUN')
     paths = [os.path.normpath(path) for path in paths]
-    runs = [seed for path in paths for seed in sorted(glob.glob(
-        os.path.join(glob.escape(path), 'seed_*'))) or [path]]
     out = values.out or os.path.join(
         paths[0] if len(paths) == 1 else os.path.commonpath(
             list(map(os.path.abspath, paths))), 'curve.png')
     if not out.endswith(('.png', '.svg')):
       raise ValueError(f'--out={out} must end in .png or .svg')
-    groups = group([read(path) for path in dict.fromkeys(runs)])
+    groups = group([read(path) for path in dict.fromkeys(
+        run for path in paths for run in find(path))])
     draw(groups, values.x, out)
   except (flags.Error, ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)

@@ -89,8 +89,7 @@ class _Mistake(ValueError):
 def _begin(
     run: build.Run, files: Files, params: Tree | None, recorder: Recorder,
     state: Tree) -> tuple[Tree, dict]:
-  """The state to begin with, and what the driver should know; opens the
-  files of a run that is gone on with.
+  """The first state and what the driver should know; opens a resumed run.
 
   Raises:
     _Mistake: where what is on disc does not fit.
@@ -98,8 +97,8 @@ def _begin(
   def accept(progress: Record) -> None:
     if progress['total_updates'] != run.num_updates:
       raise checkpoint.OtherRunError(
-          f'the run has {progress["total_updates"]} updates, and these devices '
-          f'and fields make {run.num_updates}')
+          f'{progress["total_updates"]} updates make the run, and '
+          f'{run.num_updates} on these devices')
     recorder.check_files(progress)
 
   found = None
@@ -112,9 +111,8 @@ def _begin(
           + run.resume_note if found else 'no checkpoint yet, it begins again'),
           file=sys.stderr)
       if found and found[1]['num_devices'] != len(run.devices):
-        print(f'it had {found[1]["num_devices"]} devices and has '
-              f'{len(run.devices)}: it will not be the same bit for bit',
-              file=sys.stderr)
+        print(f'{found[1]["num_devices"]} devices before, {len(run.devices)} now: '
+              'it will not be the same bit for bit', file=sys.stderr)
     if params is not None:
       state = checkpoint.with_params(state, jax.tree.map(
           lambda x, old: jax.device_put(x, old.sharding), params,
@@ -160,6 +158,8 @@ def _train(
       if recorder.num_updates_since_record:
         recorder.write()  # The checkpoint's window is whole all the same.
       checkpoints.wait()
+      if not is_finished:
+        recorder.terminal.say(f'saved after update {recorder.num_updates}')
     exit_code = DONE if is_finished else signals.exit_code
   except _Mistake as mistake:
     exit_code, error = MISTAKE, str(mistake)
@@ -182,9 +182,9 @@ def _train(
       exit_code, error = exit_code or FAILED, error or (
           f'{", ".join(hanging)} did not return')
     exit_code = _conclude(run, files, recorder, exit_code, error)
-  if hanging:
+  if hanging:  # A thread that stays in C++ cannot be joined.
     sys.stdout.flush()
-    os._exit(exit_code)  # A thread that stays in C++ cannot be joined.
+    os._exit(exit_code)
   return exit_code
 
 
@@ -219,7 +219,7 @@ def _conclude(
 
 
 def _close(run: build.Run) -> list[str]:
-  """Ends the driver; names threads that hang, all stacks printed."""
+  """Ends the driver; names threads that hang, with all stacks."""
   hanging = run.driver.close()
   if hanging:
     print(f'{hanging} did not return; all stacks:', file=sys.stderr, flush=True)

@@ -33,7 +33,7 @@ class WriteError(RuntimeError):
 # Fields that change nothing of what is learnt.
 IDLE = ('compilation_cache', 'eval.', 'log.', 'checkpoint.')
 # Fields, besides, with which a run may go on in another way.
-_MOVABLE = IDLE + (
+MOVABLE = IDLE + (
     'num_devices', 'sebulba.actor_devices', 'sebulba.learner_devices',
     'sebulba.env_threads', 'sebulba.hang_seconds')
 
@@ -246,7 +246,7 @@ def settle(config: ConfigDict, path: str, asked: Set[str]) -> list[str]:
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
   differing = [k for k in theirs if k in ours and theirs[k] != ours[k] and (
-      not k.startswith(_MOVABLE))]
+      not k.startswith(MOVABLE))]
   task = {'env.name', 'env.suite', 'agent.name'} & set(differing)
   refused = [k for k in differing if k in asked or task]
   if refused:

@@ -11,11 +11,12 @@ from podrl import plot
 def _write(path, *, seed=0, agent='ppo', shift=0., **fields):
   """A run of three records and one that is still being written."""
   path.mkdir()
-  config = {'seed': seed, 'env': {'name': 'Catch', 'options': {}},
-            'agent': {'name': agent, 'gamma': 0.9}, 'log': {'every': seed}}
+  config = {'seed': seed, 'num_epochs': 1, 'env': {'name': 'Catch', 'options': {}},
+            'agent': {'name': agent, 'gamma': 0.9}, 'log': {'every': seed},
+            'network': {'name': 'mlp'}, 'optimizer': {'name': 'adam'}}
   (path / 'config.json').write_text(json.dumps(config | fields))
   records = [
-      {'env_steps': 100 * t, 'wall_seconds': 2. * t,
+      {'env_steps': 100 * t, 'num_updates': t, 'wall_seconds': 2. * t,
        'episode_return': shift + 10. * t} for t in (1, 2, 3)]
   records[1]['eval_return'] = shift + 50
   records[2]['eval_return'] = shift + 70
@@ -34,12 +35,14 @@ def test_groups_differ_in_more_than_seeds(tmp_path):
   runs = [plot.read(_write(tmp_path / str(i), seed=i % 2, **kwargs))
           for i, kwargs in enumerate([
               {}, {}, {'num_epochs': 4}, {'agent': 'impala'},
-              {'env': {'name': 'Pong', 'options': {}}}])]
+              {'env': {'name': 'Pong', 'options': {}}},
+              {'sebulba': {'max_lag': 1}}])]
   groups = plot.group(runs)
   assert [(g.task, len(g.runs)) for g in groups] == [
-      ('Catch', 2), ('Catch', 1), ('Catch', 1), ('Pong', 1)]
+      ('Catch', 2), ('Catch', 1), ('Catch', 1), ('Pong', 1), ('Catch', 1)]
   assert [g.label for g in groups] == [
-      'ppo', 'ppo, num_epochs=4', 'impala', 'ppo']
+      'ppo, num_epochs=1', 'ppo, num_epochs=4', 'impala', 'ppo',
+      'ppo, num_epochs=1']
 
 
 def test_bootstrap_intervals_of_two_and_of_equal_runs():
@@ -105,3 +108,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(
   assert plot.run(['plot', *arguments]) == 2
   stderr = capsys.readouterr().err
   assert message in stderr and stderr.count('\n') == 1
+
+
+def test_a_directory_of_runs_stands_for_them(tmp_path):
+  for name in 'ab':
+    _write(tmp_path / name, seed=ord(name))
+  (tmp_path / 'a' / 'checkpoints').mkdir()
+  assert plot.find(str(tmp_path)) == [str(tmp_path / x) for x in 'ab']
+  assert plot.find(str(tmp_path / 'a')) == [str(tmp_path / 'a')]
+  assert plot.find(str(tmp_path / 'c')) == [str(tmp_path / 'c')]
