@@ -188,8 +188,13 @@ def _files(workdir):
           if p.is_file() and 'tfevents' not in p.name}
 
 
-@pytest.mark.parametrize('damage', ['truncated', 'flipped', 'deleted'])
-@pytest.mark.parametrize('item', ['params', 'state', 'progress'])
+_DAMAGES = [(item, damage) for item in ('params', 'state', 'progress')
+            for damage in ('truncated', 'flipped', 'deleted')]
+
+
+@pytest.mark.parametrize('item,damage', _DAMAGES[::4] + [
+    pytest.param(*x, marks=pytest.mark.slow) for i, x in enumerate(_DAMAGES)
+    if i % 4])
 def test_a_corrupt_checkpoint_gives_way_to_the_one_before(
     item, damage, tmp_path, capsys):
   workdir = _finished(tmp_path)

@@ -82,7 +82,8 @@ def test_every_host_experiment_runs_tiny(name, agent, tmp_path):
   assert len(shares) == 3 * 6 and all(0 <= x <= 1.1 for x in shares)
 
 
-@pytest.mark.parametrize('agent', ['ppo', 'impala', 'a2c'])
+@pytest.mark.parametrize('agent', ['ppo'] + [pytest.param(
+    x, marks=pytest.mark.slow) for x in ('impala', 'a2c')])
 @pytest.mark.parametrize('path', _SCRIPTS, ids=lambda p: p.stem)
 def test_every_experiment_runs_tiny(path, agent, tmp_path):
   workdir = tmp_path / 'run'
@@ -229,10 +230,20 @@ def test_evaluation_between(tmp_path):
       2, 4, 6, 8]
 
 
-@pytest.mark.parametrize('number,code,outcome', [
-    (signal.SIGINT, 130, 'interrupted'), (signal.SIGTERM, 75, 'preempted')])
-@pytest.mark.parametrize('moment', ['compiling', 'training'])
-@pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
+_INTERRUPTED = signal.SIGINT, 130, 'interrupted'
+_PREEMPTED = signal.SIGTERM, 75, 'preempted'
+
+
+@pytest.mark.parametrize('name,moment,number,code,outcome', [
+    ('anakin_catch', 'training', *_INTERRUPTED),
+    ('anakin_catch', 'compiling', *_PREEMPTED),
+    ('sebulba_cartpole', 'training', *_PREEMPTED),
+    ('sebulba_cartpole', 'compiling', *_INTERRUPTED)] + [
+        pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ('anakin_catch', 'training', *_PREEMPTED),
+            ('anakin_catch', 'compiling', *_INTERRUPTED),
+            ('sebulba_cartpole', 'training', *_INTERRUPTED),
+            ('sebulba_cartpole', 'compiling', *_PREEMPTED))])
 def test_signals_end_a_run_with_its_summary(
     name, number, code, outcome, moment, tmp_path):
   process = _start_until(tmp_path, moment, name)
