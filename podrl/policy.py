@@ -34,7 +34,7 @@ def observe(spec: Tree, obs: Tree) -> Tree:
       return x.astype(spec.dtype)
     is_category = jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 1
     if is_category and spec.dtype == bool and len(spec.shape) == 1:
-      return x[:, None] == jnp.arange(spec.shape[0], dtype=x.dtype)
+      return x[:, None] == jnp.arange(spec.shape[0], dtype=x.dtype)[None]
     raise ValueError(
         f'an observation has shape {x.shape}; the policy takes '
         f'{("B",) + spec.shape}'.replace("'", ''))
