@@ -1,6 +1,6 @@
 """What logging costs: training with all sinks and with none, in turn.
 
-  python experiments/logging_cost.py [--architecture=anakin|sebulba] [--pairs=20]
+  python experiments/logging_cost.py [--driver=anakin|sebulba] [--pairs=20]
       [--seconds=2] [--wandb]
 
 Of CartPole with its experiment's settings, one driver trains for so many seconds
@@ -29,7 +29,7 @@ from podrl.recorder import Recorder
 
 _EXPERIMENTS = {'anakin': anakin_cartpole, 'sebulba': sebulba_cartpole}
 _ARCHITECTURE = flags.DEFINE_enum(
-    'architecture', 'anakin', list(_EXPERIMENTS), 'whose driver.')
+    'driver', 'anakin', list(_EXPERIMENTS), 'whose driver.')
 _PAIRS = flags.DEFINE_integer('pairs', 20, 'of turns.', 1)
 _SECONDS = flags.DEFINE_float('seconds', 2., 'of a turn.', 0.)
 _WANDB = flags.DEFINE_bool('wandb', False, 'with Weights & Biases, offline.')

@@ -282,7 +282,7 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
   if num_threads > cores and config.env.suite == 'envpool' and (
       config.sebulba.env_threads or config.sebulba.threads_per_actor_device):
     warnings.append(f'{layout.num_actors} actors x config.sebulba.env_threads='
-                    f'{layout.env_threads} make {num_threads} for {cores} cores')
+                    f'{layout.env_threads} are {num_threads} threads for {cores}')
   num_found, num_used = len(found), len({*actor_devices, *learner_devices})
   if num_used < num_found and not (
       config.sebulba.actor_devices or config.sebulba.learner_devices):
