@@ -36,7 +36,6 @@ from rich.table import Table
 from podrl import actor as actor_lib
 from podrl import build
 from podrl import layout
-from podrl import sebulba
 from podrl import spmd
 from podrl.anakin import make_anakin, make_unroll
 from podrl.check import check

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from podrl import spmd
 from podrl.types import (
@@ -224,17 +225,20 @@ def make_anakin(
         over_seeds(lambda key, stream=stream: jax.random.fold_in(key, stream))(
             rng_key)
         for stream in (_LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM))
-    actors = map_reset(env_key, jnp.arange(num_envs))
+    index = np.arange(num_envs)
+    actors = map_reset(spmd.place(env_key, mesh, spmd.REPLICATED),
+                       spmd.place(index, mesh, spmd.BATCH))
 
     @jax.jit
     @over_seeds
-    def init_learner(key: chex.PRNGKey, actors: Actors) -> LearnerState:
+    def init_learner(key: chex.PRNGKey) -> LearnerState:
+      actors = jax.eval_shape(reset, key, index)
       params = jax.eval_shape(agent.init, key)
       _, trajectory, _ = jax.eval_shape(unroll, params, actors, 0)
       return learner.init(key, trajectory)
 
     return AnakinState(
-        spmd.place(init_learner(learner_key, actors), mesh, spmd.LEARNER_STATE),
+        spmd.place(init_learner(learner_key), mesh, spmd.LEARNER_STATE),
         actors, spmd.place(update_key, mesh, spmd.REPLICATED))
 
   return Anakin(init, spmd.device_map(

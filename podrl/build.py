@@ -1,7 +1,7 @@
 """From a configuration to objects."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -23,8 +23,10 @@ from podrl.distributions import Distribution
 from podrl.envs import envpool_env
 from podrl.envs import gymnasium_env
 from podrl.envs import gymnax_env
-from podrl.evaluate import Evaluation, make_evaluate, make_host_evaluate
-from podrl.layout import devices, make_layout, num_cores
+from podrl.evaluate import (
+    Evaluation, Share, make_evaluate, make_host_evaluate)
+from podrl.layout import (
+    count_updates, devices, make_layout, num_cores, on_all_hosts, periods)
 from podrl.learner import make_learner
 from podrl.optimizers import make_optimizer
 from podrl.runner import Runner
@@ -189,23 +191,12 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
       _make_anakin_run(config))
 
 
-def _num_updates(config: ConfigDict, steps_per_update: int) -> int:
-  """Calls of `update` in a whole run."""
-  num_updates = -(-config.total_env_steps // steps_per_update)
-  num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
-  if num_sgd_steps >= 2**31:  # They are counted in int32.
-    raise ValueError(
-        f'config.total_env_steps={config.total_env_steps} are {num_sgd_steps} '
-        'optimiser steps; choose fewer than 2**31 of those')
-  return num_updates
-
-
 def _make_anakin_run(config: ConfigDict) -> Run:
   """`make_run` for Anakin."""
   env = make_env(config)
   agent = make_agent(config, env.spec)
   steps_per_update = config.unroll_length * config.env.num_envs
-  num_updates = _num_updates(config, steps_per_update)
+  num_updates = count_updates(config, steps_per_update)
   # A call reports each of its updates, and ends with a record at the latest.
   max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
   used = devices(config)
@@ -219,27 +210,23 @@ def _make_anakin_run(config: ConfigDict) -> Run:
       jax.random.split(jax.random.key(config.seed + i))
       for i in range(config.num_seeds)))
   key = jnp.stack(init_keys) if num_seeds else init_keys[0]
-  runner = Runner(driver, key, max_updates, steps_per_update)
+  runner = Runner(driver, key, max_updates,
+                  steps_per_update // jax.process_count())
   return Run(
       env.spec, config.env.suite, used, runner, evaluate, eval_keys,
-      num_updates, *_periods(config, steps_per_update), jax.eval_shape(
+      num_updates, *periods(config, steps_per_update), jax.eval_shape(
           jax.vmap(agent.init) if num_seeds else agent.init, key))
 
 
-def _periods(config: ConfigDict, steps_per_update: int) -> tuple[int, int]:
-  """Updates between two evaluations, and between two checkpoints."""
-  return tuple(-(-fields.every_env_steps // steps_per_update)
-               for fields in (config.eval, config.checkpoint))
-
-
-def evaluation(config: ConfigDict, spec: EnvSpec) -> dict[str, int | bool]:
+def evaluation(config: ConfigDict, spec: EnvSpec) -> dict[str, Any]:
   """The arguments of an evaluation."""
   limit = spec.max_episode_steps
   if not 0 < limit < 2**31 - 1:  # It has none.
     limit = _UNLIMITED_STEPS
   return {'num_episodes': config.eval.num_episodes,
           'max_episode_steps': config.eval.max_episode_steps or limit,
-          'greedy': config.eval.greedy}
+          'greedy': config.eval.greedy,
+          'share': Share(jax.process_index(), jax.process_count())}
 
 
 def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
@@ -247,20 +234,23 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
   spec = make_host_spec(config)
   agent = make_agent(config, spec)
   layout = make_layout(config, spec)
-  found = jax.local_devices()
+  found, num_processes = jax.local_devices(), jax.process_count()
   actor_devices = [found[i] for i in layout.actor_devices]
-  learner_devices = [found[i] for i in layout.learner_devices]
-  envs_per_actor = config.env.num_envs // layout.num_actors
+  learner_devices = on_all_hosts(layout.learner_devices)
+  envs_per_host = config.env.num_envs // num_processes
+  envs_per_actor = envs_per_host // layout.num_actors
   steps_per_update = (
-      config.unroll_length * envs_per_actor * layout.unrolls_per_update)
-  num_updates = _num_updates(config, steps_per_update)
+      config.unroll_length * envs_per_actor * layout.unrolls_per_update
+      * num_processes)
+  num_updates = count_updates(config, steps_per_update)
   settings = sebulba.Settings(
       num_envs=envs_per_actor, unroll_length=config.unroll_length,
       actors_per_device=layout.threads,
       unrolls_per_update=layout.unrolls_per_update,
       deterministic=config.sebulba.mode == 'deterministic',
       max_lag=config.sebulba.max_lag,
-      hang_seconds=config.sebulba.hang_seconds)
+      hang_seconds=config.sebulba.hang_seconds,
+      first_env=jax.process_index() * envs_per_host)
   init_key, eval_key = jax.random.split(jax.random.key(config.seed))
   first_seed = config.seed
   if num_resumes:  # The same ones would repeat what was learnt from.
@@ -269,7 +259,8 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
         2**31 - config.env.num_envs))
   driver = sebulba.Sebulba(
       lambda actor: make_host_env(
-          config, envs_per_actor, first_seed + actor * envs_per_actor,
+          config, envs_per_actor,
+          first_seed + settings.first_env + actor * envs_per_actor,
           layout.env_threads),
       agent, learner_for(config, agent, num_updates),
       spmd.make_mesh(learner_devices), actor_devices, settings, init_key)
@@ -283,18 +274,17 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
       config.sebulba.env_threads or config.sebulba.threads_per_actor_device):
     warnings.append(f'{layout.num_actors} actors x config.sebulba.env_threads='
                     f'{layout.env_threads} are {num_threads} threads for {cores}')
-  num_found, num_used = len(found), len({*actor_devices, *learner_devices})
+  used = sorted({*layout.actor_devices, *layout.learner_devices})
+  num_found, num_used = len(found), len(used)
   if num_used < num_found and not (
       config.sebulba.actor_devices or config.sebulba.learner_devices):
     warnings.append(
         f'{num_used} of {num_found} devices are used: config.env.num_envs='
         f'{config.env.num_envs} divides over {len(actor_devices)} that act, '
-        f'with {layout.threads} actors each, and {len(learner_devices)} that '
-        'learn')
+        f'with {layout.threads} actors each, and '
+        f'{len(layout.learner_devices)} that learn')
   return Run(
-      spec, config.env.suite, sorted(
-          {*actor_devices, *learner_devices}, key=lambda device: device.id),
-      driver, evaluate, [eval_key], num_updates,
-      *_periods(config, steps_per_update),
+      spec, config.env.suite, on_all_hosts(used), driver, evaluate, [eval_key],
+      num_updates, *periods(config, steps_per_update),
       jax.eval_shape(agent.init, init_key), warnings,
       '; the environments begin new episodes')

@@ -90,6 +90,8 @@ class Checkpoints:
       self._manager = ocp.CheckpointManager(_directory(path), options=options)
 
   def _write_digests(self) -> None:
+    if jax.process_index():
+      return
     for directory in glob.glob(
         os.path.join(glob.escape(_directory(self._path)),
                      f'{self._num_updates}.orbax-checkpoint-tmp*')):
@@ -169,8 +171,8 @@ def _read(directory: str, name: str, like: Tree) -> Tree:
 
 
 def _read_progress(directory: str) -> dict[str, Any]:
-  with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-    return reader.restore(os.path.join(directory, 'progress'))
+  # Not by orbax, which would wait for the other processes.
+  return workdir.read_json(os.path.join(directory, 'progress', 'metadata'))
 
 
 def find(path: str, which: str = 'last') -> tuple[str, int]:
@@ -213,7 +215,7 @@ def peek(path: str) -> dict[str, Any] | None:
     try:
       digests.check(directory)
       return _read_progress(directory)
-    except Exception:  # `read_newest` will tell.
+    except Exception:  # `choose` will tell.
       continue
   return None
 
@@ -246,22 +248,21 @@ def read_params(path: str, step: int, like: Tree) -> Tree:
         f'network: {_one_line(error)}') from error
 
 
-def read_newest(
-    path: str, like: Tree, accept: Callable[[dict[str, Any]], None],
-    say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]] | None:
+def choose(
+    path: str, accept: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None]) -> tuple[int, dict[str, Any]] | None:
   """The newest checkpoint that is whole, or None where a run has none.
 
   Newer ones are renamed `checkpoints/NUM_UPDATES.set_aside`.
 
   Args:
     path: of the run.
-    like: the state of a driver that has just begun.
     accept: raises a ValueError where `progress` does not fit the run's files,
       and an `OtherRunError` where no checkpoint of it would fit.
     say: takes a line for each that is passed over.
 
   Returns:
-    The state, laid out as `like`, and `progress`.
+    Its name and `progress`.
 
   Raises:
     ValueError: if there are some and none is whole.
@@ -277,18 +278,23 @@ def read_newest(
       accept(progress)
     except (digests.NewerFormatError, OtherRunError):
       raise
-    except Exception as error:  # Orbax raises whatever its files make it.
+    except Exception as error:  # Whatever damaged files make of it.
       passed_over.append(directory)
       say(f'checkpoint {step} is passed over: {_one_line(error)}')
       continue
-    state = with_params(
-        _read(directory, 'state', with_params(like, ())),
-        _read(directory, 'params', learner(like).params))
     for damaged in passed_over:  # Its name is wanted again.
       workdir.set_aside(damaged)
-    return state, progress
+    return step, progress
   if passed_over:
     raise ValueError(
         f'no checkpoint of {path} can be gone on with; take a copy of it, if '
         'there is one')
   return None
+
+
+def read_state(path: str, step: int, like: Tree) -> Tree:
+  """A driver's state, laid out as `like`; all processes read it together."""
+  directory = os.path.join(_directory(path), str(step))
+  return with_params(
+      _read(directory, 'state', with_params(like, ())),
+      _read(directory, 'params', learner(like).params))

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl import cli
 from podrl.types import Agent, Array, DeviceEnv, HostEnv, TimeStep, Tree
 
 _CHUNK_STEPS = 128  # Between two looks at whether to stop.
@@ -37,6 +38,17 @@ class Evaluation(NamedTuple):
   lengths: np.ndarray
 
 
+class Share(NamedTuple):
+  """One of several processes; each runs its part of the episodes."""
+  process: int = 0
+  num_processes: int = 1
+
+  def of(self, num_episodes: int) -> slice:
+    """This process's episodes."""
+    return slice(*(i * num_episodes // self.num_processes
+                   for i in (self.process, self.process + 1)))
+
+
 class _State(NamedTuple):
   """Evaluation under way; leaves `[N, ...]`."""
   env_state: Tree
@@ -54,6 +66,7 @@ def make_evaluate(
     num_episodes: int,
     max_episode_steps: int,
     greedy: bool,
+    share: Share = Share(),
 ) -> Callable[..., Evaluation | None]:
   """Builds an evaluation on one device.
 
@@ -64,6 +77,7 @@ def make_evaluate(
     max_episode_steps: where an episode that does not end is cut; it counts
       with the return that it has by then.
     greedy: take the policy's mode rather than a sample.
+    share: what this process runs of them.
 
   Returns:
     `(params, rng_key, should_stop) -> Evaluation`, or None where
@@ -71,12 +85,12 @@ def make_evaluate(
   """
   @jax.jit
   def start(rng_key: chex.PRNGKey) -> tuple[_State, chex.PRNGKey]:
-    keys = jax.random.split(rng_key, (2, num_episodes))
+    keys = jax.random.split(rng_key, (2, num_episodes))[:, share.of(num_episodes)]
     env_state, timestep = jax.vmap(env.reset)(keys[0])
+    size = keys.shape[1]
     return _State(
-        env_state, timestep, agent.initial_carry(num_episodes),
-        jnp.zeros(num_episodes, bool), jnp.zeros(num_episodes),
-        jnp.zeros(num_episodes, jnp.int32)), keys[1]
+        env_state, timestep, agent.initial_carry(size), jnp.zeros(size, bool),
+        jnp.zeros(size), jnp.zeros(size, jnp.int32)), keys[1]
 
   def step(params: Tree, keys: chex.PRNGKey, t: Array, state: _State) -> _State:
     action, _, carry = agent.act(
@@ -100,7 +114,7 @@ def make_evaluate(
   def evaluate(
       params: Tree, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
   ) -> Evaluation | None:
-    state, keys = start(rng_key)
+    state, keys = start(rng_key)  # Without episodes all are over.
     for t in range(0, max_episode_steps, _CHUNK_STEPS):
       if should_stop():
         return None
@@ -120,6 +134,7 @@ def make_host_evaluate(
     num_episodes: int,
     max_episode_steps: int,
     greedy: bool,
+    share: Share = Share(),
 ) -> Callable[..., Evaluation | None]:
   """Builds an evaluation in a pool of its own, made afresh each time.
 
@@ -129,6 +144,7 @@ def make_host_evaluate(
     num_episodes: how many, one per environment.
     max_episode_steps: where an episode that does not end is cut.
     greedy: take the policy's mode rather than a sample.
+    share: what this process runs of them.
 
   Returns:
     `(params, rng_key, should_stop) -> Evaluation`, or None where
@@ -150,13 +166,17 @@ def make_host_evaluate(
   ) -> Evaluation | None:
     nonlocal act
     seed_key, act_key = jax.random.split(rng_key)
-    env = make_env(num_episodes, int(jax.random.randint(
+    mine = share.of(num_episodes)
+    keys = jax.random.split(act_key, num_episodes)[mine]
+    size = keys.size
+    returns, lengths = np.zeros(size), np.zeros(size, np.int64)
+    if not size:
+      return Evaluation(returns.astype(np.float32), lengths.astype(np.int32))
+    env = make_env(size, mine.start + int(jax.random.randint(
         seed_key, (), 0, 2**31 - 1 - num_episodes)))
     act = act or make_act(env.observe)  # Compiled once for all evaluations.
-    keys = jax.random.split(act_key, num_episodes)
-    carry = agent.initial_carry(num_episodes)
-    is_over = np.zeros(num_episodes, bool)
-    returns, lengths = np.zeros(num_episodes), np.zeros(num_episodes, np.int64)
+    carry = agent.initial_carry(size)
+    is_over = np.zeros(size, bool)
     try:
       timestep = env.reset()
       for t in range(max_episode_steps):
@@ -176,12 +196,43 @@ def make_host_evaluate(
   return evaluate
 
 
-def run(argv: Sequence[str]) -> int:
-  """The command; returns 0, or 2 for the user's mistake."""
+def _act(paths: list[str], values: flags.FlagValues) -> None:
+  """Evaluates a run's policy; prints and writes what it gives."""
   # What is above must not import what is built of it.
   from podrl import build, plot, policy, workdir
   from podrl.config import is_sebulba
 
+  path = cli.one_run(paths, 'evaluate')
+  agent = policy.load(path, values.checkpoint)
+  config = agent.config
+  config.eval.num_episodes = values.episodes
+  if values.greedy is not None:
+    config.eval.greedy = values.greedy
+  arguments = build.evaluation(config, agent.spec)
+  evaluate = make_evaluate(
+      build.make_env(config), agent.agent, **arguments
+  ) if not is_sebulba(config) else make_host_evaluate(
+      lambda num_envs, seed: build.make_host_env(
+          config, num_envs, seed, build.num_cores(), evaluation=True),
+      agent.agent, **arguments)
+  outcome = evaluate(agent.params, jax.random.key(values.seed), lambda: False)
+  returns = outcome.returns.astype(np.float64)
+  low, high = plot.bootstrap(returns)
+  out = values.out or os.path.join(path, 'evaluation.json')
+  workdir.write_json(out, {
+      'env': config.env.name, 'num_updates': agent.num_updates,
+      'greedy': config.eval.greedy, 'seed': values.seed,
+      'episodes': len(returns), 'return': returns.mean(),
+      'return_low': low, 'return_high': high, 'return_std': returns.std(),
+      'length': outcome.lengths.mean(), 'returns': returns.tolist()})
+  print(f'{config.env.name}, after {agent.num_updates} updates: '
+        f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
+        f'{len(returns)} episodes of {outcome.lengths.mean():.0f} steps\n'
+        f'written: {out}')
+
+
+def run(argv: Sequence[str]) -> int:
+  """The command; returns 0, or 2 for the user's mistake."""
   values = flags.FlagValues()
   flags.DEFINE_integer('episodes', 128, 'how many.', 1, 2**24,
                        flag_values=values)
@@ -192,46 +243,7 @@ def run(argv: Sequence[str]) -> int:
   flags.DEFINE_integer('seed', 0, 'of environments and actions.', 0, 2**31 - 1,
                        flag_values=values)
   flags.DEFINE_string('out', '', 'the file, .json.', flag_values=values)
-  flags.DEFINE_bool('help', False, 'show this.', short_name='h',
-                    flag_values=values)
-  try:
-    paths = values(argv)[1:]
-    if values.help:
-      print(f'{__doc__}\n{values.get_help()}')
-      return 0
-    if len(paths) != 1:
-      raise ValueError('one run is to be named: python -m podrl.evaluate RUN')
-    agent = policy.load(paths[0], values.checkpoint)
-    config = agent.config
-    config.eval.num_episodes = values.episodes
-    if values.greedy is not None:
-      config.eval.greedy = values.greedy
-    arguments = build.evaluation(config, agent.spec)
-    evaluate = make_evaluate(
-        build.make_env(config), agent.agent, **arguments
-    ) if not is_sebulba(config) else make_host_evaluate(
-        lambda num_envs, seed: build.make_host_env(
-            config, num_envs, seed, build.num_cores(), evaluation=True),
-        agent.agent, **arguments)
-    outcome = evaluate(
-        agent.params, jax.random.key(values.seed), lambda: False)
-    returns = outcome.returns.astype(np.float64)
-    low, high = plot.bootstrap(returns)
-    out = values.out or os.path.join(paths[0], 'evaluation.json')
-    workdir.write_json(out, {
-        'env': config.env.name, 'num_updates': agent.num_updates,
-        'greedy': config.eval.greedy, 'seed': values.seed,
-        'episodes': len(returns), 'return': returns.mean(),
-        'return_low': low, 'return_high': high, 'return_std': returns.std(),
-        'length': outcome.lengths.mean(), 'returns': returns.tolist()})
-  except (flags.Error, ValueError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  print(f'{config.env.name}, after {agent.num_updates} updates: '
-        f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
-        f'{len(returns)} episodes of {outcome.lengths.mean():.0f} steps\n'
-        f'written: {out}')
-  return 0
+  return cli.run(argv, __doc__, values, _act)
 
 
 if __name__ == '__main__':

@@ -45,8 +45,8 @@ def num_cores() -> int:
       os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
-def num_cpu_devices(config: ConfigDict) -> int:
-  """How many devices to make of a CPU.
+def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
+  """How many devices to make of a CPU, for each of several processes.
 
   For Anakin one per core, as far as they divide the batch; for Sebulba as many
   as are named.
@@ -57,6 +57,7 @@ def num_cpu_devices(config: ConfigDict) -> int:
   if config.num_devices:
     return config.num_devices
   def divides(n: int) -> bool:
+    n *= num_processes
     size, _ = slots(config, config.env.num_envs // n)
     return config.env.num_envs % n == 0 and size % config.num_minibatches == 0
 
@@ -64,22 +65,28 @@ def num_cpu_devices(config: ConfigDict) -> int:
              if n == 1 or divides(n))
 
 
+def on_all_hosts(indices: Sequence[int]) -> list[jax.Device]:
+  """The devices that have these indices in their processes."""
+  hosts = [jax.local_devices(i) for i in range(jax.process_count())]
+  return [found[i] for found in hosts for i in indices]
+
+
 def devices(config: ConfigDict) -> Sequence[jax.Device]:
-  """The devices that an Anakin run uses.
+  """The devices that an Anakin run uses, of all processes.
 
   Raises:
     ValueError: where there are fewer, or the batch does not divide over them.
   """
   found = jax.local_devices()
   num_devices = config.num_devices or (
-      min(num_cpu_devices(config), len(found))
+      min(num_cpu_devices(config, jax.process_count()), len(found))
       if found[0].platform == 'cpu' else len(found))
   if num_devices > len(found):
     raise ValueError(
         f'config.num_devices={num_devices}, and there are {len(found)} '
         f'{found[0].platform} devices; use {len(found)} or fewer, or 0 for all')
-  check_division(config, num_devices)
-  return found[:num_devices]
+  check_division(config, num_devices * jax.process_count())
+  return on_all_hosts(range(num_devices))
 
 
 def _num_threads(config: ConfigDict) -> int:
@@ -101,7 +108,7 @@ def _choose_devices(
   if not learners:
     learners = tuple(i for i in found if i not in actors) or actors
     # As many as divide the batch; where none do, the error names them all.
-    num_actors = len(actors) * _num_threads(config)
+    num_actors = len(actors) * _num_threads(config) * jax.process_count()
     divisors = [n for n in range(1, len(learners) + 1)
                 if config.env.num_envs % (num_actors * n) == 0]
     learners = learners[:max(divisors, default=len(learners))]
@@ -129,10 +136,12 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   threads = _num_threads(config)
   num_actors = len(actor_devices) * threads
   num_envs = config.env.num_envs
-  step = num_actors * len(learner_devices)
+  num_processes = jax.process_count()
+  step = num_actors * len(learner_devices) * num_processes
   if num_envs % step:
+    over = f'{num_processes} processes, ' if num_processes > 1 else ''
     raise ValueError(
-        f'config.env.num_envs={num_envs} does not divide over {num_actors} '
+        f'config.env.num_envs={num_envs} does not divide over {over}{num_actors} '
         f'actors and then {len(learner_devices)} learner devices; '
         f'try {multiples_near(num_envs, step)}')
   # A CPU's learner needs a core too, unless a step of the environments costs
@@ -150,19 +159,40 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
         f'the deterministic mode, which takes one of each of {num_actors} '
         'actors; use 0, or config.sebulba.mode=asynchronous')
   check_minibatches(config, num_envs // step * unrolls_per_update,
-                    len(learner_devices))
+                    len(learner_devices) * num_processes)
   return Layout(
       actor_devices, learner_devices, threads, num_actors, unrolls_per_update,
       fields.env_threads or max(1, free_cores // num_actors))
 
 
-def set_up_jax(config: ConfigDict) -> None:
+def count_updates(config: ConfigDict, steps_per_update: int) -> int:
+  """Calls of `update` in a whole run.
+
+  Raises:
+    ValueError: if there are too many.
+  """
+  num_updates = -(-config.total_env_steps // steps_per_update)
+  num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
+  if num_sgd_steps >= 2**31:  # They are counted in int32.
+    raise ValueError(
+        f'config.total_env_steps={config.total_env_steps} are {num_sgd_steps} '
+        'optimiser steps; choose fewer than 2**31 of those')
+  return num_updates
+
+
+def periods(config: ConfigDict, steps_per_update: int) -> tuple[int, int]:
+  """Updates between two evaluations, and between two checkpoints."""
+  return tuple(-(-fields.every_env_steps // steps_per_update)
+               for fields in (config.eval, config.checkpoint))
+
+
+def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
   """Sets what must be set before the first use of a device."""
   # Devices made already (by a test, XLA_FLAGS) stay.
   if jax.config.jax_num_cpu_devices < 1 and (
       'device_count' not in os.environ.get('XLA_FLAGS', '')) and (
       not spmd.has_accelerator()):
-    spmd.set_num_cpu_devices(num_cpu_devices(config))
+    spmd.set_num_cpu_devices(num_cpu_devices(config, num_processes))
     # An actor's small programs are faster in its own thread than in another.
     jax.config.update('jax_cpu_enable_async_dispatch', not is_sebulba(config))
   cache = config.compilation_cache

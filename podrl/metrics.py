@@ -62,7 +62,7 @@ class Window:
         x.astype(np.float64).sum() for x in report.episodes))
     self._episodes += np.asarray(episodes)
     if report.num_updates:
-      self._rows.append(report.metrics)
+      self._rows.append(report.metrics | report.own)
     for name, seconds in report.stages.items():
       self._stages[name] = self._stages.get(name, 0.) + seconds
     self._num_predictions += report.num_predictions

@@ -3,9 +3,10 @@
   python -m podrl.plot RUN [RUN ...] [--x=env_steps|wall_seconds] [--out=FILE]
 
 A directory that holds runs stands for them all. Runs that differ in nothing but
-the seed (and in what they evaluate and log) are one group: a line is their mean, its band a bootstrap 95 % interval of it. Dots
-are evaluations. FILE ends in .png or .svg; by default it is curve.png, in the
-run's directory or in the one that holds all of several runs.
+the seed (and in what they evaluate and log) are one group: a line is their mean,
+its band a bootstrap 95 % interval of it. Dots are evaluations. FILE ends in .png
+or .svg; by default it is curve.png, in the run's directory or in the one that
+holds all of several runs.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from podrl import cli
 from podrl import workdir
 from podrl.config import flatten
 from podrl.terminal import compact
@@ -216,38 +218,32 @@ def table(groups: Sequence[Group]) -> Table:
   return rows
 
 
+def _act(paths: list[str], values: flags.FlagValues) -> None:
+  """Reads, draws, prints."""
+  if not paths:
+    raise ValueError('no run is named; try python -m podrl.plot RUN')
+  paths = [os.path.normpath(path) for path in paths]
+  out = values.out or os.path.join(
+      paths[0] if len(paths) == 1 else os.path.commonpath(
+          list(map(os.path.abspath, paths))), 'curve.png')
+  if not out.endswith(('.png', '.svg')):
+    raise ValueError(f'--out={out} must end in .png or .svg')
+  groups = group([read(path) for path in dict.fromkeys(
+      run for path in paths for run in find(path))])
+  draw(groups, values.x, out)
+  console = Console(highlight=False, markup=False)
+  console.print(table(groups))
+  console.print(f'drawn: {out}', soft_wrap=True)
+
+
 def run(argv: Sequence[str]) -> int:
-  """Reads, draws, prints; returns 0, or 2 for the user's mistake."""
+  """The command; returns 0, or 2 for the user's mistake."""
   values = flags.FlagValues()
   flags.DEFINE_enum('x', 'env_steps', list(_AXES), 'the horizontal axis.',
                     flag_values=values)
   flags.DEFINE_string('out', '', 'the picture, .png or .svg.',
                       flag_values=values)
-  flags.DEFINE_bool('help', False, 'show this.', short_name='h',
-                    flag_values=values)
-  try:
-    paths = values(argv)[1:]
-    if values.help:
-      print(f'{__doc__}\n{values.get_help()}')
-      return 0
-    if not paths:
-      raise ValueError('no run is named; try python -m podrl.plot RUN')
-    paths = [os.path.normpath(path) for path in paths]
-    out = values.out or os.path.join(
-        paths[0] if len(paths) == 1 else os.path.commonpath(
-            list(map(os.path.abspath, paths))), 'curve.png')
-    if not out.endswith(('.png', '.svg')):
-      raise ValueError(f'--out={out} must end in .png or .svg')
-    groups = group([read(path) for path in dict.fromkeys(
-        run for path in paths for run in find(path))])
-    draw(groups, values.x, out)
-  except (flags.Error, ValueError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  console = Console(highlight=False, markup=False)
-  console.print(table(groups))
-  console.print(f'drawn: {out}', soft_wrap=True)
-  return 0
+  return cli.run(argv, __doc__, values, _act)
 
 
 if __name__ == '__main__':

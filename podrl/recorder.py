@@ -10,7 +10,7 @@ import numpy as np
 from podrl import metrics
 from podrl import workdir
 from podrl.terminal import Terminal
-from podrl.types import Report
+from podrl.types import Episodes, Report
 from podrl.workdir import Record, WriteError
 
 
@@ -25,10 +25,50 @@ def mean_record(records: Sequence[Record]) -> Record:
   return {k: mean[k] for k in records[0] if k in mean}
 
 
+def share(report: Report) -> Record:
+  """What other processes do not know of a report, as JSON."""
+  return {
+      'episodes': [np.sum(x, dtype=np.float64).item() for x in report.episodes],
+      'num_predictions': report.num_predictions,
+      'stages': {**report.stages},
+      'own': {k: x.tolist() for k, x in report.own.items()}}
+
+
+def merge(report: Report, others: Sequence[Record]) -> Report:
+  """One report of several processes'.
+
+  Episodes and numbers are summed, a maximum is that of all, and what else each
+  measures for itself is averaged.
+
+  Args:
+    report: of this process.
+    others: what `share` gave in the others, of the same updates.
+  """
+  if not others or not report.num_updates:
+    return report
+
+  def one(name: str, value: np.ndarray) -> np.ndarray:
+    reduce = np.max if name.endswith('_max') else (
+        np.sum if name.startswith('num_') else np.mean)
+    return reduce([value] + [x['own'][name] for x in others], axis=0)
+  episodes = [x.astype(np.float64) for x in report.episodes]
+  for other in others:
+    for mine, total in zip(episodes, other['episodes']):
+      mine.flat[0] += total  # Of whichever update: a window is what is told.
+  return report._replace(
+      episodes=Episodes(*episodes),
+      num_predictions=report.num_predictions + sum(
+          x['num_predictions'] for x in others),
+      stages={k: np.mean([v] + [x['stages'][k] for x in others])
+              for k, v in report.stages.items()},
+      own={k: one(k, v) for k, v in report.own.items()})
+
+
 class Recorder:
   """Records of a run of one or more agents, each with a seed of its own.
 
-  A run of several has a directory for each, and the mean in its own.
+  A run of several has a directory for each, and the mean in its own. Of several
+  processes only the first writes.
 
   Args:
     config: of the run.
@@ -37,26 +77,28 @@ class Recorder:
     frame_skip: raw frames in an environment step.
     num_updates: of the whole run.
     start_seconds: when the process began, by `time.perf_counter`.
+    is_writer: whether this process writes.
   """
 
   def __init__(self, config: ConfigDict, name: str, path: str, frame_skip: int,
-               num_updates: int, start_seconds: float):
+               num_updates: int, start_seconds: float, is_writer: bool = True):
     self._config = config
     self._name = name
     seeds = workdir.seed_directories(path, config)
     self._windows = [
         metrics.Window(frame_skip, config.num_epochs * config.num_minibatches)
         for _ in seeds]
-    self._paths = [path] + [x for _, x in seeds if x != path]
+    self._paths = [
+        path, *(x for _, x in seeds if x != path)] if is_writer else []
     self.sinks: list[list[metrics.Sink]] = []  # Of each path.
-    self.last: list[Record] = [{} for _ in self._paths]
+    self.last: list[Record] = [{} for _ in self._paths]  # Their last values.
     # Of earlier processes of this run.
     self._before = {'wall_seconds': 0., 'compile_seconds': 0.}
     self._start_seconds = start_seconds
     self._clock = metrics.CompileClock()
     self._num_records = 0
     self.best: tuple[float, int] | None = None  # Evaluated return, its update.
-    self.terminal = Terminal(name, num_updates)
+    self.terminal = Terminal(name, num_updates, not is_writer)
     self._writer = metrics.Writer()
 
   @property
@@ -116,7 +158,8 @@ class Recorder:
       if log.wandb:
         sinks.append(metrics.Wandb(
             path, self._name, workdir.read_config(path).to_dict()))
-    self.sinks[0].append(self.terminal)
+    for sinks in self.sinks[:1]:
+      sinks.append(self.terminal)
 
   def add(self, reports: Sequence[Report]) -> None:
     """Adds what a driver reports, an item for each agent."""
@@ -135,7 +178,7 @@ class Recorder:
     records = [window.record() for window in self._windows]
     for record, outcome in zip(records, outcomes):
       record |= outcome
-    if len(self._paths) > 1:
+    if len(records) > 1:
       records.insert(0, mean_record(records))
     self._num_records += 1
     times = self.times()

@@ -1,4 +1,4 @@
-"""Anakin's driver as the command line runs it: short calls, reported."""
+"""Anakin's driver as the command line runs it: calls, reported."""
 
 from collections.abc import Callable
 import time
@@ -7,20 +7,18 @@ import chex
 import jax
 import numpy as np
 
+from podrl import spmd
 from podrl.anakin import Anakin, AnakinState
 from podrl.types import LearnerState, Report
 
-_SECONDS_PER_CALL = 0.5  # So long may a signal wait.
-
-
 class Runner:
-  """Runs the driver from the host, in calls of about half a second.
+  """Runs the driver from the host, call by call.
 
   Args:
     driver: of `make_anakin`.
     rng_key: of the whole run; `[S]` for several seeds.
     max_updates: bound of the updates in one call.
-    predictions_per_update: environments times steps of an unroll.
+    predictions_per_update: this process's environments times an unroll's steps.
   """
 
   error = None  # There are no threads: what is wrong is raised at once.
@@ -31,7 +29,6 @@ class Runner:
     self._rng_key = rng_key
     self._max_updates = max_updates
     self._predictions_per_update = predictions_per_update
-    self._updates_per_call = 1
     self._state: AnakinState | None = None
 
   def start(self, restore: Callable[
@@ -61,17 +58,14 @@ class Runner:
     """What the state does not hold, as JSON: nothing."""
     return {}
 
-  def advance(self, max_updates: int) -> list[Report]:
-    """Runs at least one and at most so many updates; a report for each seed."""
-    num_updates = min(self._updates_per_call, max_updates)
+  def advance(self, num_updates: int) -> list[Report]:
+    """Runs so many updates, or as many as one call may; a report for each seed."""
+    num_updates = min(num_updates, self._max_updates)
     start = time.perf_counter()
     self._state, records = self._driver.train(
         self._state, np.int32(num_updates))
-    records = jax.device_get(records)
+    records = spmd.fetch(records)
     seconds = time.perf_counter() - start
-    self._updates_per_call = min(
-        2 * self._updates_per_call, self._max_updates,
-        max(1, int(_SECONDS_PER_CALL * num_updates / seconds)))
     loss = records.metrics['loss'].reshape(self._max_updates, -1)
     if not records.is_finite:
       num_updates = int(np.argmin(np.isfinite(loss).all(1)))
@@ -81,12 +75,12 @@ class Runner:
               x[:num_updates]), (records.metrics, records.episodes))
       return Report(
           *rows, num_predictions=num_updates * self._predictions_per_update,
-          seconds=seconds, stages={}, is_finite=bool(
+          seconds=seconds, stages={}, own={}, is_finite=bool(
               records.is_finite or np.isfinite(loss[num_updates, seed])))
     return [report(seed) for seed in range(loss.shape[1])]
 
   def stop(self) -> None:
-    """Nothing: a call of `advance` is short."""
+    """Nothing: a call of `advance` ends by itself."""
 
   def close(self) -> list[str]:
     """Nothing; returns the names of threads that hang, of which it has none."""

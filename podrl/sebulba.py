@@ -19,10 +19,9 @@ from podrl.actor import (
     STAGES, Actor, Unroll, check_hangs, make_actor_functions)
 from podrl.channel import Asynchronous, Closed, Deterministic
 from podrl.types import (
-    Agent, Episodes, HostEnv, Learner, LearnerState, Report, Tree)
+    Agent, Episodes, HostEnv, Learner, LearnerState, Metrics, Report)
 
 _LEARNER_STREAM, _UPDATE_STREAM, _ACT_STREAM = range(3)
-_SECONDS_PER_CALL = 0.5  # So often does `advance` come back.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Settings:
     max_lag: bound of the calls of `update` between the parameters that acted
       and those that learn.
     hang_seconds: after so long in one call an actor counts as hanging.
+    first_env: index of this host's first environment among all hosts'.
   """
   num_envs: int
   unroll_length: int
@@ -46,6 +46,7 @@ class Settings:
   deterministic: bool
   max_lag: int
   hang_seconds: float
+  first_env: int = 0
 
 
 class Sebulba:
@@ -84,8 +85,7 @@ class Sebulba:
     self.error: BaseException | None = None  # What ended an actor, or learning.
     self._stopper: threading.Thread | None = None
     self._update = self._state = None  # Until `start`.
-    self._num_updates = self._num_dropped = 0
-    self._num_waits = 0  # Before this process.
+    self._num_updates = self._num_dropped = self._num_waits = 0
     self._num_unrolls = [0] * self._num_actors  # Learnt or dropped, of each.
     self._seconds = dict.fromkeys(('update', 'learner_waiting', 'hand_off'), 0.)
 
@@ -111,7 +111,7 @@ class Sebulba:
       restore: from the first state to the one to begin with, and to what
         `progress` returned then.
     """
-    settings, devices = self._settings, list(self._mesh.devices.flat)
+    settings, devices = self._settings, list(self._mesh.local_devices)
     functions = None
     for index in range(self._num_actors):
       env = self._make_env(index)
@@ -120,13 +120,14 @@ class Sebulba:
       self._actors.append(Actor(
           index, env, functions, settings.unroll_length,
           self._actor_devices[index // settings.actors_per_device],
-          devices, self._act_key, index * settings.num_envs))
-    params = spmd.place(jax.jit(self._agent.init)(self._init_key), self._mesh,
-                        spmd.REPLICATED)  # As those that it will get.
+          devices, self._act_key, settings.first_env + index * settings.num_envs))
+    params = spmd.place(  # As those that actors will get.
+        jax.jit(self._agent.init)(self._init_key), self._mesh, spmd.REPLICATED)
     for actor in self._actors:
       shards = actor.compile(spmd.to_device(params, actor.device))
     example = spmd.join_shards(shards, self._mesh, spmd.TRAJECTORY)
-    state = jax.jit(self._learner.init)(self._init_key, example)
+    shape = jax.eval_shape(lambda: example)
+    state = jax.jit(lambda key: self._learner.init(key, shape))(self._init_key)
     self._state, progress = restore(
         spmd.place(state, self._mesh, spmd.LEARNER_STATE))
     if progress:
@@ -205,8 +206,8 @@ class Sebulba:
         stage: np.mean([x[stage] for x in actors]) for stage in STAGES}
     return {f'time_{stage}': float(x) for stage, x in seconds.items()}
 
-  def advance(self, max_updates: int) -> list[Report]:
-    """Runs at most so many updates, for about half a second; one report.
+  def advance(self, num_updates: int) -> list[Report]:
+    """Runs so many updates, or fewer where it is stopped; one report.
 
     Raises:
       ActorHangs: where an actor has not come back for `hang_seconds`.
@@ -214,7 +215,7 @@ class Sebulba:
     """
     start = mark = time.perf_counter()
     before = self._stages()
-    rows, episodes, num_unrolls, is_finite = [], [], 0, True
+    rows, own, episodes, num_unrolls, is_finite = [], [], [], 0, True
     def spend(stage: str) -> None:
       nonlocal mark
       now = time.perf_counter()
@@ -222,8 +223,7 @@ class Sebulba:
       mark = now
 
     try:
-      while is_finite and len(rows) < max_updates and (
-          not rows or mark - start < _SECONDS_PER_CALL):
+      while is_finite and len(rows) < num_updates:
         check_hangs(self._actors, self._settings.hang_seconds)
         queue_depth = self._exchange.depth()
         taken, dropped = self._take()
@@ -235,7 +235,7 @@ class Sebulba:
             self._state.params, self._state._replace(params=()), trajectories,
             self._update_key))
         spend('update')
-        metrics = jax.device_get(metrics)
+        metrics = spmd.fetch(metrics)
         is_finite = bool(np.isfinite(metrics['loss']))
         if is_finite:
           self._num_updates += 1
@@ -245,7 +245,8 @@ class Sebulba:
           num_unrolls += len(taken) + len(dropped)
           episodes.append(jax.tree.map(
               lambda *x: sum(x), *(u.episodes for u in taken + dropped)))
-          rows.append(metrics | {
+          rows.append(metrics)
+          own.append({
               'policy_lag': np.mean(lags), 'policy_lag_max': max(lags),
               'queue_depth': queue_depth,
               'num_unrolls_dropped': self._num_dropped,
@@ -261,12 +262,14 @@ class Sebulba:
     if self.error and not rows:  # With rows the next call comes here again.
       raise self.error
     stages = self._stages()
+    def columns(rows: list[Metrics]) -> Metrics:
+      return jax.tree.map(lambda *x: np.asarray(x), *rows) if rows else {}
     return [Report(
-        {k: np.asarray([row[k] for row in rows]) for k in next(iter(rows), ())},
+        columns(rows),
         Episodes(*np.reshape(episodes, (-1, len(Episodes._fields))).T),
         num_unrolls * self._settings.unroll_length * self._settings.num_envs,
         time.perf_counter() - start, is_finite,
-        {k: stages[k] - before[k] for k in stages})]
+        {k: stages[k] - before[k] for k in stages}, columns(own))]
 
   def stop(self) -> None:
     """Wakes and ends all threads; a signal handler may call it."""

@@ -5,6 +5,8 @@ makes a mesh or says how arrays lie on one.
 """
 
 from collections.abc import Callable, Sequence
+import glob
+import importlib.util
 
 import jax
 from jax.extend import backend
@@ -77,14 +79,67 @@ def map_update(learner: Learner, mesh: Mesh) -> Callable:
 
 
 def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
-  """Copies a tree of arrays onto a mesh, by a tree prefix of specs."""
+  """Copies a tree of arrays onto a mesh, by a tree prefix of specs.
+
+  Where the mesh spans processes, each has the whole of the tree.
+  """
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+  if mesh.is_multi_process:
+    return jax.tree.map(lambda sharding, part: jax.tree.map(
+        lambda x: _spread(x, sharding), part), shardings, tree)
   return jax.device_put(tree, shardings)
+
+
+def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+  """An array that this process has, over several processes' devices."""
+  if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    # Its data has an axis more, behind the key's.
+    return jax.random.wrap_key_data(
+        _spread(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+  host = np.asarray(x)
+  return jax.make_array_from_callback(
+      host.shape, sharding, lambda index: host[index])
+
+
+def like(tree: Tree, arrays: Tree) -> Tree:
+  """Copies a tree to where the arrays of another one lie."""
+  return jax.tree.map(
+      lambda x, old: jax.device_put(x, old.sharding)
+      if old.is_fully_addressable else _spread(x, old.sharding), tree, arrays)
+
+
+def fetch(tree: Tree) -> Tree:
+  """This process's parts of arrays, in numpy.
+
+  An array that is split over devices is joined on the split axis.
+  """
+  def one(x: jax.Array) -> np.ndarray:
+    if x.is_fully_addressable or x.is_fully_replicated:
+      return np.asarray(x)
+    axis = x.sharding.spec.index(DEVICE_AXIS)
+    parts = sorted(x.addressable_shards, key=lambda s: s.index[axis].start or 0)
+    return np.concatenate([s.data for s in parts], axis)
+  for x in jax.tree.leaves(tree):
+    x.copy_to_host_async()
+  return jax.tree.map(one, tree)
 
 
 def set_num_cpu_devices(num_devices: int) -> None:
   """Makes so many CPU devices; call it before the first use of a device."""
   jax.config.update('jax_num_cpu_devices', num_devices)
+
+
+def _sees_accelerator() -> bool:
+  """Whether the machine has one, and JAX a package for it."""
+  if jax.config.jax_platforms:
+    return not jax.config.jax_platforms.startswith('cpu')
+  return any(importlib.util.find_spec(package) and glob.glob(device)
+             for package, device in (
+                 ('libtpu', '/dev/accel*'), ('libtpu', '/dev/vfio/[0-9]*'),
+                 ('jax_cuda12_plugin', '/dev/nvidiactl'),
+                 ('jax_cuda13_plugin', '/dev/nvidiactl'),
+                 ('jax_rocm60_plugin', '/dev/kfd'),
+                 ('jax_rocm7_plugin', '/dev/kfd')))
 
 
 def has_accelerator() -> bool:
@@ -95,6 +150,9 @@ def has_accelerator() -> bool:
   Raises:
     ValueError: if what JAX_PLATFORMS asks for is not there.
   """
+  if jax.distributed.is_initialized():
+    # To ask JAX would tell the other processes of this one's devices, for good.
+    return _sees_accelerator()
   try:
     platform = jax.default_backend()
   except (RuntimeError, AssertionError) as error:  # The latter says nothing.

@@ -41,16 +41,16 @@ def describe_stages(record: Record) -> str:
 
 
 class Terminal:
-  """A live panel in a terminal, plain lines elsewhere."""
+  """A live panel in a terminal, plain lines elsewhere, or nothing."""
 
-  def __init__(self, name: str, num_updates: int):
-    self._console = Console(highlight=False, markup=False)
+  def __init__(self, name: str, num_updates: int, is_silent: bool = False):
+    self._console = Console(highlight=False, markup=False, quiet=is_silent)
     self._console.on_broken_pipe = self._go_silent
     self._num_updates = num_updates
     self._start = time.perf_counter(), 0.  # And the share done by then.
     self._name = name
     self._live = None
-    if self._console.is_terminal:
+    if self._console.is_terminal and not is_silent:
       self._progress = Progress(
           TextColumn('{task.description}'), BarColumn(bar_width=None),
           TaskProgressColumn(), TimeRemainingColumn(compact=True),

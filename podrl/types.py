@@ -213,13 +213,14 @@ class Report(NamedTuple):
   """What a driver did, a row for each update.
 
   Attributes:
-    metrics: float32 `[N]` each, of N updates.
+    metrics: float32 `[N]` each, of N updates; the same in all processes.
     episodes: `[N, ...]` each.
     num_predictions: int, actions chosen, joints included.
     seconds: of wall time.
     is_finite: false where a further update, not among the rows, had a loss
       that was NaN or infinite.
     stages: seconds of wall time in each stage, as a share-to-be of `seconds`.
+    own: `[N]` each, what other processes may measure otherwise.
   """
   metrics: dict[str, np.ndarray]
   episodes: Episodes
@@ -227,6 +228,7 @@ class Report(NamedTuple):
   seconds: float
   is_finite: bool
   stages: dict[str, float]
+  own: dict[str, np.ndarray]
 
   @property
   def num_updates(self) -> int:

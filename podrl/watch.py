@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl import build
+from podrl import cli
 from podrl import film
 from podrl import pictures
 from podrl.config import is_sebulba
@@ -170,8 +171,7 @@ def _define_flags() -> flags.FlagValues:
       (flags.DEFINE_integer, 'max_steps', 1000, 'that an episode may have.',
        {'lower_bound': 1, 'upper_bound': 10**9}),
       (flags.DEFINE_float, 'fps', 0., 'frames per second; 0 is real speed.',
-       {'lower_bound': 0., 'upper_bound': 50.}),
-      (flags.DEFINE_bool, 'help', False, 'show this.', {'short_name': 'h'})):
+       {'lower_bound': 0., 'upper_bound': 50.})):
     define(name, default, text, flag_values=values, **bounds)
   return values
 
@@ -187,49 +187,42 @@ def _check_out(out: str) -> Callable[..., None]:
   return write
 
 
-def run(argv: Sequence[str]) -> int:
-  """Loads, records, writes; returns 0, or 2 for the user's mistake."""
-  values = _define_flags()
-  try:
-    paths = values(argv)[1:]
-    if values.help:
-      print(f'{__doc__}\n{values.get_help()}')
-      return 0
-    if len(paths) != 1:
-      raise ValueError(f'{len(paths)} runs are named, not 1; '
-                       'try python -m podrl.watch RUN')
-    out = values.out or os.path.join(paths[0], 'episode.gif')
-    write = _check_out(out)
-    envpool_env.load_opengl()  # Before the run's environment is known.
-    from podrl import policy
-    loaded = policy.load(paths[0], values.checkpoint)
-    if not os.access(os.path.dirname(out) or '.', os.W_OK):
-      raise ValueError(f'--out={out} is not in a directory that can be written')
-    config = loaded.config
-    speed = film.steps_per_second(
-        config.env.suite, config.env.name, loaded.spec)
-    greedy = config.eval.greedy if values.greedy is None else values.greedy
-    episodes = []
-    for i in range(values.episodes):
-      episode = record(
-          config, loaded.agent, loaded.params,
-          jax.random.fold_in(jax.random.key(values.seed), i), greedy=greedy,
-          max_steps=values.max_steps,
-          stride=1 if values.fps else math.ceil(speed / _MAX_FPS),
-          max_pictures=_MAX_FRAMES // values.episodes)
-      print(f'return {film.totals(episode)[-1]}, {len(episode.rewards)} steps'
-            f'{"" if episode.is_over else ", cut by --max_steps"}')
-      episodes.append(episode)
-    frames, seconds = film.join(episodes, values.fps, speed)
-    write(out, frames, seconds)
-  except (flags.Error, ValueError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
+def _act(paths: list[str], values: flags.FlagValues) -> None:
+  """Loads, records, writes."""
+  path = cli.one_run(paths, 'watch')
+  out = values.out or os.path.join(path, 'episode.gif')
+  write = _check_out(out)
+  envpool_env.load_opengl()  # Before the run's environment is known.
+  from podrl import policy
+  loaded = policy.load(path, values.checkpoint)
+  if not os.access(os.path.dirname(out) or '.', os.W_OK):
+    raise ValueError(f'--out={out} is not in a directory that can be written')
+  config = loaded.config
+  speed = film.steps_per_second(
+      config.env.suite, config.env.name, loaded.spec)
+  greedy = config.eval.greedy if values.greedy is None else values.greedy
+  episodes = []
+  for i in range(values.episodes):
+    episode = record(
+        config, loaded.agent, loaded.params,
+        jax.random.fold_in(jax.random.key(values.seed), i), greedy=greedy,
+        max_steps=values.max_steps,
+        stride=1 if values.fps else math.ceil(speed / _MAX_FPS),
+        max_pictures=_MAX_FRAMES // values.episodes)
+    print(f'return {film.totals(episode)[-1]}, {len(episode.rewards)} steps'
+          f'{"" if episode.is_over else ", cut by --max_steps"}')
+    episodes.append(episode)
+  frames, seconds = film.join(episodes, values.fps, speed)
+  write(out, frames, seconds)
   if episodes[0].note:
     print(f'drawn from observations: {episodes[0].note}')
   print(f'written: {out}, {len(frames)} frames, '
         f'{os.path.getsize(out) / 1e6:.2f} MB')
-  return 0
+
+
+def run(argv: Sequence[str]) -> int:
+  """The command; returns 0, or 2 for the user's mistake."""
+  return cli.run(argv, __doc__, _define_flags(), _act)
 
 
 if __name__ == '__main__':

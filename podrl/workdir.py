@@ -127,15 +127,19 @@ def read_config(path: str) -> ConfigDict:
   if not is_run(path):
     raise ValueError(f'{path} is not a run: it has no config.json')
   fields = read_json(os.path.join(path, 'config.json'))
-
-  def tuples(value: Any) -> Any:  # JSON knows lists alone.
-    if isinstance(value, dict):
-      return {k: tuples(v) for k, v in value.items()}
-    return tuple(value) if isinstance(value, list) else value
   flat = flatten(fields)
   if not {'agent.name', 'env.name', 'network.name', 'optimizer.name'} <= set(
       flat) or not isinstance(flat.get('env.options'), dict):
     raise ValueError(f'{path}/config.json is no configuration of a run')
+  return as_config(fields)
+
+
+def as_config(fields: dict[str, Any]) -> ConfigDict:
+  """The configuration that JSON tells of."""
+  def tuples(value: Any) -> Any:  # JSON knows lists alone.
+    if isinstance(value, dict):
+      return {k: tuples(v) for k, v in value.items()}
+    return tuple(value) if isinstance(value, list) else value
   config = ConfigDict(tuples(fields)).lock()
   config.env.options.unlock()
   return config

@@ -16,7 +16,8 @@ def parsed_flags():
 
 
 @pytest.mark.parametrize('make_config', [
-    throughput.get_config, throughput.get_sebulba_config])
+    throughput.get_config,
+    pytest.param(throughput.get_sebulba_config, marks=pytest.mark.slow)])
 def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
   monkeypatch.setattr(throughput, '_SECONDS', 0.)  # One update a sample.
   config = make_config('CartPole-v1', 8)

@@ -90,8 +90,10 @@ def test_tanh_gaussian_against_scipy_and_numerical_integration():
     def integrand(x):
       log_slope = -2 * np.log(np.cosh(x)) if abs(x) < 300 else (
           2 * (np.log(2) - abs(x)))
-      normal = scipy.stats.norm(mean, scale)
-      return -normal.pdf(x) * (normal.logpdf(x) - log_slope - np.log(half))
+      # Of the normal distribution; scipy's own takes 100 times as long.
+      log_density = -0.5 * ((x - mean) / scale)**2 - np.log(
+          scale * np.sqrt(2 * np.pi))
+      return -np.exp(log_density) * (log_density - log_slope - np.log(half))
     return scipy.integrate.quad(
         integrand, mean - 12 * scale, mean + 12 * scale, limit=200)[0]
 

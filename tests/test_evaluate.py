@@ -100,3 +100,39 @@ def test_what_is_carried_goes_from_step_to_step():
 
 def test_it_stops_when_asked():
   assert _evaluate(stop=lambda: True) is None
+
+
+@pytest.mark.parametrize('num_episodes', [7, 2])
+def test_the_shares_of_processes_make_the_whole(num_episodes):
+  def evaluate_share(*share):
+    return evaluate.make_evaluate(
+        _env(), _AGENT, num_episodes=num_episodes, max_episode_steps=9,
+        greedy=False, share=evaluate.Share(*share))(
+            (), jax.random.key(0), lambda: False)
+  whole, parts = evaluate_share(), [evaluate_share(i, 3) for i in range(3)]
+  for a, *b in zip(whole, *parts):
+    np.testing.assert_array_equal(a, np.concatenate(b))
+
+  seeds = []
+  def make_env(num_envs, seed):  # An episode's length is its seed's last digit.
+    seeds.extend(range(seed, seed + num_envs))
+    lengths, t = np.arange(seed, seed + num_envs) % 10 + 1, 0
+    def timestep():
+      return TimeStep(np.zeros(num_envs), np.ones(num_envs, np.float32),
+                      1. - (t == lengths), (t == 0) | (t == lengths + 1))
+    def step(action):
+      nonlocal t
+      t += 1
+      return timestep()
+    return HostEnv(_SPEC, timestep, step, lambda: None)
+
+  def evaluate_host_share(*share):
+    return evaluate.make_host_evaluate(
+        make_env, _AGENT, num_episodes=num_episodes, max_episode_steps=99,
+        greedy=False, share=evaluate.Share(*share))(
+            (), jax.random.key(0), lambda: False)
+  whole, parts = evaluate_host_share(), [
+      evaluate_host_share(i, 3) for i in range(3)]
+  assert seeds[:num_episodes] == seeds[num_episodes:]
+  for a, *b in zip(whole, *parts):
+    np.testing.assert_array_equal(a, np.concatenate(b))

@@ -41,7 +41,8 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
     'returns': {'types'}, 'losses': {'types'}, 'distributions': {'types'},
     'torsos': {'types'}, 'networks': {'types', 'torsos'},
     'normalization': {'types'}, 'learner': {'types'}, 'spmd': {'types'},
-    'evaluate': {'types', 'config', 'build', 'plot', 'policy', 'workdir'}, 'envs.gymnax_env': {'types'}, 'channel': set(),
+    'evaluate': {'types', 'cli', 'config', 'build', 'plot', 'policy', 'workdir'},
+    'envs.gymnax_env': {'types'}, 'channel': set(), 'cli': set(),
     'envs.gymnasium_env': {'types'},
     'envs.envpool_env': {'types', 'envs.gymnasium_env'},
     'check': {'config', 'distributions', 'networks', 'torsos', 'optimizers'},
@@ -57,11 +58,20 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
     'metrics': {'types', 'channel', 'workdir'},
     'recorder': {'types', 'workdir', 'metrics', 'terminal'},
     'checkpoint': {'types', 'workdir', 'digests'}, 'digests': {'workdir'},
-    'plot': {'config', 'workdir', 'terminal'},
-    'optimizers': set(), 'runner': {'types', 'anakin'},
-    'command': {'config', 'workdir', 'checkpoint'},
+    'plot': {'cli', 'config', 'workdir', 'terminal'},
+    'optimizers': set(), 'runner': {'types', 'anakin', 'spmd'},
+    'watchdog': set(), 'cluster': {'watchdog'},
+    'command': {'config', 'check', 'workdir', 'checkpoint', 'cluster'},
+    'loop': {'types', 'workdir', 'signals', 'spmd', 'checkpoint', 'cluster',
+             'recorder', 'command', 'build'},
     'pictures': {'types'}, 'film': {'types'},
-    'watch': {'types', 'config', 'build', 'policy', 'envs.envpool_env',
+    'chips': set(), 'prediction': {'chips', 'measure', 'program'},
+    'probe': {'types', 'spmd', 'learner', 'layout', 'build', 'workdir', 'cluster'},
+    'measure': {'config', 'chips', 'probe'},
+    'program': {'types', 'spmd', 'config', 'build', 'anakin'},
+    'scaling': {'cli', 'config', 'check', 'spmd', 'terminal', 'chips', 'measure',
+                'program', 'prediction'},
+    'watch': {'types', 'cli', 'config', 'build', 'policy', 'envs.envpool_env',
               'pictures', 'film'},
 }
 _FREE = {'build', 'train', 'policy'}
@@ -76,7 +86,7 @@ def test_imports(path):
   name, source, imports = _name(path), path.read_text(), _imports(path)
   if name in _MAY:
     assert _podrl_imports(path) <= _MAY[name]
-  if name not in ('channel', 'sebulba', 'metrics'):
+  if name not in ('channel', 'sebulba', 'metrics', 'watchdog'):
     assert 'threading' not in imports and 'concurrent' not in imports
   if name != 'spmd':
     assert not re.search(r'shard_map\(|(?<!spmd\.)\bMesh\b|NamedSharding', source)
@@ -85,7 +95,7 @@ def test_imports(path):
         r'lax\.(p(mean|sum|max|min|permute)|all_gather|all_to_all|psum_scatter)',
         source)
   if name not in ('config', 'check', 'layout', 'build', 'train', 'command',
-                  'workdir', 'recorder', 'policy', 'watch'):
+                  'workdir', 'recorder', 'policy', 'watch', 'loop'):
     assert not any('ml_collections' in x for x in imports)
   assert len(source.splitlines()) <= 300
 

@@ -29,7 +29,9 @@ def _evaluated(name, tmp_path, *arguments):
 
 
 @pytest.mark.parametrize('agent,core', [
-    ('ppo', 'gru'), ('impala', 'gru'), ('impala', 'lstm'), ('a2c', 'lstm')])
+    ('ppo', 'gru'), ('impala', 'lstm'),
+    pytest.param('impala', 'gru', marks=pytest.mark.slow),
+    pytest.param('a2c', 'lstm', marks=pytest.mark.slow)])
 def test_a_memory_recalls_what_was_shown(agent, core, tmp_path):
   # Right is 1, wrong is -1; by chance it would be 0.
   assert _evaluated(
@@ -38,7 +40,8 @@ def test_a_memory_recalls_what_was_shown(agent, core, tmp_path):
       f'--config.network.recurrent={core}') >= 0.9
 
 
-@pytest.mark.parametrize('agent', ['ppo', 'impala'])
+@pytest.mark.parametrize('agent', [
+    'impala', pytest.param('ppo', marks=pytest.mark.slow)])
 def test_without_a_memory_there_is_nothing_to_recall(agent, tmp_path):
   assert _evaluated(
       'anakin_memory_chain', tmp_path, f'--agent={agent}', '--config.seed=1',

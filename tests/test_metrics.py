@@ -26,7 +26,7 @@ def _report(num_updates, seed, stages=None):
   return Report(
       {'loss': rng.normal(size=num_updates).astype(np.float32),
        'lag_max': rng.integers(0, 3, num_updates)},
-      episodes, 64 * num_updates, 0.5, True, stages or {})
+      episodes, 64 * num_updates, 0.5, True, stages or {}, {})
 
 
 def test_a_window_goes_on_from_its_progress():
@@ -177,6 +177,15 @@ def test_an_extra_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
   assert _run(tmp_path / 'run', '--config.log.wandb=True') == train.MISTAKE
   assert "pip install -e '.[wandb]'" in capsys.readouterr().err
   assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('is_on', [False, True])
+def test_a_sink_that_is_off_writes_nothing(is_on, tmp_path):
+  assert _run(tmp_path / 'run', f'--config.log.tensorboard={is_on}') == 0
+  names = {x.name for x in (tmp_path / 'run').iterdir()}
+  assert names - {x for x in names if x.startswith('events')} == {
+      'config.json', 'metrics.jsonl', 'checkpoints', 'summary.json'}
+  assert any(x.startswith('events') for x in names) == is_on
 
 
 def test_a_profile_is_what_tensorboard_and_perfetto_open(tmp_path):

@@ -127,7 +127,7 @@ def test_the_evaluation_command(name, runs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('arguments,message', [
-    ([], 'one run'), (['a', 'b'], 'one run'), (['nowhere'], 'is not a run'),
+    ([], 'runs are named'), (['a', 'b'], 'runs are named'), (['nowhere'], 'is not a run'),
     (['nowhere', '--episodes=0'], 'not an integer in the range')])
 def test_a_mistake_at_the_evaluation_command(arguments, message, capsys):
   assert evaluate.run(['evaluate', *arguments]) == 2
@@ -163,6 +163,7 @@ def test_seeds_in_one_program_are_the_single_runs(tmp_path):
   assert (tmp_path / 'many' / 'curve.png').stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_a_nan_names_its_seed(tmp_path, capsys, monkeypatch):
   make = build.make_agent
 

@@ -17,6 +17,7 @@ import pytest
 
 import podrl
 from podrl import checkpoint
+from podrl import loop
 from podrl import sebulba
 from podrl import train
 from podrl.runner import Runner
@@ -74,7 +75,8 @@ _IMPALA = ['--agent=impala', '--config.network.recurrent=gru',
     (['--agent=ppo'], 1), (_IMPALA, 4),
     pytest.param(['--agent=ppo'], 4, marks=pytest.mark.slow),
     pytest.param(_IMPALA, 1, marks=pytest.mark.slow),
-    pytest.param(['--agent=ppo', *_IMPALA[1:]], 4, marks=pytest.mark.slow)],
+    pytest.param(['--agent=ppo', *_IMPALA[1:], '--config.num_minibatches=2'], 4,
+                 marks=pytest.mark.slow)],
     ids=['ppo-1', 'impala-gru-4', 'ppo-4', 'impala-gru-1', 'ppo-gru-4'])
 def test_anakin_goes_on_bitwise(arguments, num_devices, tmp_path, monkeypatch):
   arguments = [*arguments, *_TWENTY, f'--config.num_devices={num_devices}',
@@ -83,8 +85,8 @@ def test_anakin_goes_on_bitwise(arguments, num_devices, tmp_path, monkeypatch):
   assert _run(whole, *arguments) == 0
   stops = [  # 20 updates, evaluated at 7, 14 and 20, saved at 5, 10 ...
       (Runner, 'start', 1), (Runner, 'advance', 3),
-      (train, '_evaluate', 1), (checkpoint.Checkpoints, 'save', 2),
-      (train, '_evaluate', 2)]
+      (loop, '_evaluate', 1), (checkpoint.Checkpoints, 'save', 2),
+      (loop, '_evaluate', 2)]
   codes = []
   for owner, name, count in stops:
     with monkeypatch.context() as patch:
@@ -114,7 +116,7 @@ def test_sebulba_keeps_what_it_learnt(tmp_path, monkeypatch):
   run = lambda *args: _run(workdir, *_HOST, *args, name='sebulba_cartpole',
                            tiny=False)
   states, seeds = [], []
-  restore = train._begin
+  restore = loop.begin
 
   def begin(*args):
     state, progress = restore(*args)
@@ -124,11 +126,11 @@ def test_sebulba_keeps_what_it_learnt(tmp_path, monkeypatch):
   save = checkpoint.Checkpoints.save
 
   def saved(self, num_updates, state, progress, best):
-    states.append((jax.device_get(state), progress['driver']))
+    states.append((jax.device_get(state), progress['drivers'][0]))
     return save(self, num_updates, state, progress, best)
 
   make = train.build.make_host_env
-  monkeypatch.setattr(train, '_begin', begin)
+  monkeypatch.setattr(loop, 'begin', begin)
   monkeypatch.setattr(checkpoint.Checkpoints, 'save', saved)
   monkeypatch.setattr(train.build, 'make_host_env', lambda config, num, seed, *a,
                       **k: (seeds.append(seed), make(config, num, seed, *a, **k))[1])
@@ -162,7 +164,7 @@ def test_sebulba_keeps_what_it_learnt(tmp_path, monkeypatch):
 
 def test_evaluation_keeps_the_best(tmp_path, monkeypatch):
   returns = iter([1., 5., 3., 2., 4., 0.])
-  monkeypatch.setattr(train, '_evaluate', lambda *_: [
+  monkeypatch.setattr(loop, '_evaluate', lambda *_: [
       {'eval_return': next(returns), 'eval_return_std': 0., 'eval_episodes': 1}])
   arguments = ['--config.eval.every_env_steps=128',
                '--config.checkpoint.every_env_steps=64',
@@ -295,8 +297,8 @@ def test_two_processes_do_not_write_one_run(tmp_path, capsys):
 def test_init_from_takes_the_parameters_alone(tmp_path, monkeypatch, capsys):
   assert _run(tmp_path / 'a', '--agent=impala') == 0
   first = []
-  begin = train._begin
-  monkeypatch.setattr(train, '_begin', lambda *args: (
+  begin = loop.begin
+  monkeypatch.setattr(loop, 'begin', lambda *args: (
       first.append(jax.device_get(begin(*args))), begin(*args))[1])
   assert _run(tmp_path / 'b', '--config.seed=7', '--config.num_devices=1',
               f'--init_from={tmp_path / "a"}') == 0

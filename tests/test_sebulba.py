@@ -103,7 +103,8 @@ def _podrl_threads():
 
 
 @pytest.mark.parametrize(
-    'max_lag,has_memory', [(0, False), (1, False), (1, True)])
+    'max_lag,has_memory', [
+        (0, False), pytest.param(1, False, marks=pytest.mark.slow), (1, True)])
 def test_deterministic_runs_are_bitwise_equal(max_lag, has_memory):
   config = _with_memory(_config()) if has_memory else _config()
 
@@ -116,7 +117,7 @@ def test_deterministic_runs_are_bitwise_equal(max_lag, has_memory):
     reports = _advance(driver, 20)
     outcome = jax.device_get(driver.learner.params)
     assert driver.close() == [] and not _podrl_threads()
-    lags = np.concatenate([r.metrics['policy_lag'] for r in reports])
+    lags = np.concatenate([r.own['policy_lag'] for r in reports])
     np.testing.assert_array_equal(lags, np.minimum(np.arange(20), max_lag))
     assert sum(r.episodes.num_episodes.sum() for r in reports) > 20
     return outcome
@@ -187,7 +188,7 @@ def test_unrolls_follow_one_another_over_their_joints():
                  before.timestep, after.timestep)
   # The same actions give the same steps in a pool of its own.
   pool = envpool_env.make('CartPole-v1', _NUM_ENVS, 0, max_episode_steps=_EPISODE)
-  timestep, returns, length = pool.reset(), [], np.zeros(_NUM_ENVS)
+  timestep, length = pool.reset(), np.zeros(_NUM_ENVS)
   for trajectory, unroll in zip(trajectories, unrolls):
     ended = []
     for t in range(_T):
@@ -248,9 +249,11 @@ def test_nothing_is_learnt_over_a_joint():
             not is_first[t + 1, b])
 
 
-@pytest.mark.parametrize('has_memory', [False, True])
-@pytest.mark.parametrize('agent_name', ['ppo', 'impala'])
-@pytest.mark.parametrize('num_devices', [1, 2])
+@pytest.mark.parametrize('num_devices,agent_name,has_memory', [
+    (1, 'impala', True), (2, 'ppo', True), (2, 'impala', False)] + [
+        pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (1, 'ppo', False), (1, 'ppo', True), (1, 'impala', False),
+            (2, 'ppo', False), (2, 'impala', True))])
 def test_one_trajectory_through_both_drivers(
     agent_name, num_devices, has_memory):
   config = _config(agent_name)
@@ -328,11 +331,11 @@ def test_a_slow_actor_learns_nothing_stale():
       lambda i: _make_env(i, lambda i: 0.002 if i else 0.02),
       agent_name='impala', deterministic=False, unrolls_per_update=1)
   driver.start()
-  metrics = [r.metrics for r in _advance(driver, 40)]
+  own = [r.own for r in _advance(driver, 40)]
   driver.close()
-  assert max(m['policy_lag_max'].max() for m in metrics) <= 1
-  assert metrics[-1]['num_unrolls_dropped'][-1] > 0
-  assert metrics[-1]['num_actor_waits'][-1] > 0
+  assert max(x['policy_lag_max'].max() for x in own) <= 1
+  assert own[-1]['num_unrolls_dropped'][-1] > 0
+  assert own[-1]['num_actor_waits'][-1] > 0
 
 
 def test_the_stages_add_up():

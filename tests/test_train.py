@@ -61,9 +61,11 @@ _TINY_HOST = ['--config.total_env_steps=512', '--config.env.num_envs=8',
 @pytest.mark.parametrize('name,agent', [
     ('sebulba_cartpole', 'ppo'), ('sebulba_cartpole', 'impala'),
     ('sebulba_cartpole', 'a2c'), ('sebulba_pong', 'impala'),
-    ('sebulba_breakout', 'ppo'), ('sebulba_half_cheetah', 'ppo'),
-    ('sebulba_half_cheetah', 'impala'), ('sebulba_half_cheetah', 'a2c'),
-    ('sebulba_pong --variant=recurrent', 'ppo')])
+    ('sebulba_half_cheetah', 'ppo')] + [
+        pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ('sebulba_breakout', 'ppo'), ('sebulba_half_cheetah', 'impala'),
+            ('sebulba_half_cheetah', 'a2c'),
+            ('sebulba_pong --variant=recurrent', 'ppo'))])
 def test_every_host_experiment_runs_tiny(name, agent, tmp_path):
   workdir = tmp_path / 'run'
   name, *arguments = name.split()
@@ -365,7 +367,7 @@ def test_every_field_is_read(agent, name, tmp_path, monkeypatch):
         self, key) if key in object.__getattribute__(self, '_fields') else (
             object.__getattribute__(self, key)))
     patch.setattr(
-        command, 'parse',
+        command, 'settle',
         lambda *_: (config, command.Files(str(tmp_path / 'run'))))
     patch.setattr(ConfigDict, 'to_dict', lambda self, **kw: dict(
         (k, v) for k, v in object.__getattribute__(self, '_fields').items()
