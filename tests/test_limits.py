@@ -124,14 +124,15 @@ def _capacities(case):
   """Unrolls a second that each part alone would let through."""
   inference, update = case.inference + _PER_STEP, case.update + _PER_UPDATE
   unroll = _T * (case.step + inference)  # By an actor that never waits.
-  # All that one update learns from waits for that update, which then releases
-  # it: so many are between their beginning and the end of their update.
+  # So many are between their beginning and the end of their update; those
+  # that act share the device.
   permits = case.unrolls_per_update * (case.max_lag + 1)
+  acting = max(unroll, min(case.num_actors, permits) * _T * inference)
   return {
       'environments': case.num_actors / unroll,  # All act at once.
       'actor devices': 1 / (_T * inference),  # One call at a time.
       'learner devices': case.unrolls_per_update / update,
-      'lag': permits / (unroll + update)}
+      'lag': permits / (acting + update)}
 
 
 def _draw(rng, name):

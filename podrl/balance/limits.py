@@ -68,13 +68,15 @@ def _cores(record: Mapping[str, float], system: System) -> str:
   own = '' if used - record['busy_cores'] < 0.1 else (
       f' ({_percent(record["busy_cores"])} with this run, the rest with other '
       'programs)')
-  verb = 'are' if system.num_cores > 1 else 'is'
-  return (f'{_count(system.num_cores, "CPU core")} {verb} {_percent(used)} '
-          f'busy{own}')
+  return f'{_are(system.num_cores, "CPU core")} {_percent(used)} busy{own}'
 
 
 def _count(number: int, noun: str) -> str:
   return f'{number} {noun}{"s" * (number != 1)}'
+
+
+def _are(number: int, noun: str) -> str:
+  return f'{_count(number, noun)} {"is" if number == 1 else "are"}'
 
 
 def find_limit(record: Mapping[str, float], system: System) -> Limit:
@@ -130,7 +132,7 @@ def _cores_of_all(record: Mapping[str, float], system: System) -> Limit:
       f'the {_cores(record, system)}, mostly for {most} (environments take '
       f'{_percent(record["time_environment"])} and choosing actions '
       f'{_percent(record["time_inference"])} of the actors\' time, updates '
-      f'{_percent(record["time_update"])} of the learner\'s): they are the '
+      f'{_percent(record["time_update"])} of the learner\'s): that is the '
       f'limit; add CPU cores{remedy}'))
 
 
@@ -160,15 +162,15 @@ def _learner(
               'choose a smaller network or fewer epochs')
   elif needed < num_actor_devices:
     remedy = (f'drop from {num_actor_devices} to '
-              f'{_count(needed, "actor device")}, which are '
-              f'{_percent(record["busy_actor_devices"])} busy, and learn on '
-              'the rest')
+              f'{_count(needed, "actor device")}, since they '
+              f'are {_percent(record["busy_actor_devices"])} busy, and learn '
+              'on the rest')
   else:
     remedy = ('add learner devices (sebulba.learner_devices), or choose a '
               'smaller network or fewer epochs')
   return Limit('learner devices', (
-      f'{waits}, whose updates take {_percent(record["time_update"])} of its: '
-      f'the {_count(len(system.learner_devices), "learner device")} are the '
+      f'{waits}, which spends {_percent(record["time_update"])} of its time on '
+      f'updates: the {_are(len(system.learner_devices), "learner device")} the '
       f'limit; {remedy}'))
 
 
@@ -179,8 +181,8 @@ def _actor_devices(
             if is_shared else '')
   return Limit('actor devices', (
       f'{_waits(record)}, and the '
-      f'{_count(len(system.actor_devices), "actor device")} are '
-      f'{_percent(record["busy_actor_devices"])} busy{shared}: they are the '
+      f'{_are(len(system.actor_devices), "actor device")} '
+      f'{_percent(record["busy_actor_devices"])} busy{shared}: that is the '
       'limit; add actor devices (sebulba.actor_devices), or let fewer actors '
       'choose for more environments at a time (env.num_envs, '
       'sebulba.threads_per_actor_device)'))
@@ -193,7 +195,7 @@ def _environments(record: Mapping[str, float], system: System) -> Limit:
   needed = max(1, math.ceil(num_devices * busy / _SATURATED))
   drop = '' if system.platform == 'cpu' or needed == num_devices else (
       f', or drop from {num_devices} to {_count(needed, "actor device")}, '
-      f'which are {_percent(busy)} busy')
+      f'since they are {_percent(busy)} busy')
   if _used_cores(record) >= _SATURATED:
     return Limit('cores', (
         f'{waits}, and the {cores}: environments are the limit; add CPU '
@@ -233,5 +235,5 @@ def _both_wait(record: Mapping[str, float], system: System) -> Limit:
       permits < system.num_actors) else ''
   return Limit('lag', (
       f'{waits}, for no more than {permits} unrolls may be under way or '
-      f'waiting (sebulba.unrolls_per_update={unrolls} x (sebulba.max_lag={max_lag} + '
-      f'1)): the bound of the lag is the limit; raise either{drop}'))
+      f'waiting (sebulba.unrolls_per_update={unrolls} x '
+      f'(sebulba.max_lag={max_lag} + 1)): the bound of the lag is the limit; raise either{drop}'))
