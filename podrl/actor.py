@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.channel import Closed
+from podrl.channel import Busy, Closed
 from podrl.types import (
     Agent, Array, Episodes, HostEnv, TimeStep, Trajectory, Tree)
 
@@ -153,17 +153,19 @@ class Actor:
     learner_devices: where the shards of its unrolls go.
     rng_key: of all actors.
     first_env: global index of the pool's first environment.
+    clock: of the device, shared by its actors: runs while one is in inference.
   """
 
   def __init__(
       self, index: int, env: HostEnv, functions: ActorFunctions,
       unroll_length: int, device: jax.Device,
       learner_devices: Sequence[jax.Device], rng_key: chex.PRNGKey,
-      first_env: int):
+      first_env: int, clock: Busy | None = None):
     self.name = f'podrl-actor-{index}'
     self.index = index
     self.device = device
     self._env = env
+    self._clock = clock or Busy()
     self._functions = functions
     self._unroll_length = unroll_length
     self._learner_devices = learner_devices
@@ -186,6 +188,12 @@ class Actor:
 
   def enter(self, stage: str) -> None:
     """Ends one stage and begins another."""
+    is_inference, was_inference = (
+        x == 'inference' for x in (stage, self._times[0]))
+    if is_inference and not was_inference:
+      self._clock.enter()
+    elif was_inference and not is_inference:
+      self._clock.leave()
     self._times = stage, time.perf_counter(), self.seconds()
 
   def seconds(self) -> dict[str, float]:

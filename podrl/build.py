@@ -17,6 +17,7 @@ from podrl import spmd
 from podrl import torsos
 from podrl.agents import actor_critic
 from podrl.agents import ppo
+from podrl.balance.limits import System
 from podrl.check import check
 from podrl.config import is_sebulba
 from podrl.distributions import Distribution
@@ -55,6 +56,7 @@ class Run(NamedTuple):
     params: the shapes of all agents' parameters.
     warnings: a line each, for the user.
     resume_note: what a resumed run does not go on with, for the user.
+    system: what each process of a Sebulba run works with.
   """
   spec: EnvSpec
   suite: str
@@ -68,6 +70,7 @@ class Run(NamedTuple):
   params: Tree
   warnings: Sequence[str] = ()
   resume_note: str = ''
+  system: System | None = None
 
 
 def make_env(config: ConfigDict) -> DeviceEnv:
@@ -287,4 +290,7 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
       spec, config.env.suite, on_all_hosts(used), driver, evaluate, [eval_key],
       num_updates, *periods(config, steps_per_update),
       jax.eval_shape(agent.init, init_key), warnings,
-      '; the environments begin new episodes')
+      '; the environments begin new episodes', System(
+          found[0].platform, cores, layout.num_actors, layout.env_threads,
+          layout.actor_devices, layout.learner_devices,
+          layout.unrolls_per_update, settings.max_lag, settings.deterministic))

@@ -1,6 +1,6 @@
 """How threads hand things on: a bounded queue and a slot, both closable.
 
-Closing wakes whoever waits, on both sides.
+Closing wakes whoever waits, on both sides. And a clock that they share.
 
 Of these, two ways for a learner and its actors to exchange parameters and
 unrolls, with the same methods: `Deterministic` and `Asynchronous`.
@@ -8,6 +8,7 @@ unrolls, with the same methods: `Deterministic` and `Asynchronous`.
 
 from collections import deque
 import threading
+import time
 from typing import Any
 
 
@@ -109,6 +110,36 @@ class Slot:
       self._is_closed = True
       self._value = None
       self._changed.notify_all()
+
+
+class Busy:
+  """Adds up the seconds in which at least one of several threads is at work."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._num_inside = 0
+    self._since = 0.
+    self._seconds = 0.
+
+  def enter(self) -> None:
+    """A thread begins."""
+    with self._lock:
+      if not self._num_inside:
+        self._since = time.perf_counter()
+      self._num_inside += 1
+
+  def leave(self) -> None:
+    """A thread that began ends."""
+    with self._lock:
+      self._num_inside -= 1
+      if not self._num_inside:
+        self._seconds += time.perf_counter() - self._since
+
+  def seconds(self) -> float:
+    """So far, including what is under way."""
+    with self._lock:
+      return self._seconds + (
+          time.perf_counter() - self._since if self._num_inside else 0.)
 
 
 class Deterministic:

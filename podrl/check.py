@@ -28,6 +28,7 @@ def _check_ranges(config: ConfigDict) -> None:
       'checkpoint.keep': config.checkpoint.keep}
   not_negative = {
       'seed': config.seed,
+      'price_per_hour': config.price_per_hour,
       'log.profile': config.log.profile,
       'checkpoint.every_seconds': config.checkpoint.every_seconds,
       'checkpoint.every_env_steps': config.checkpoint.every_env_steps,

@@ -43,6 +43,8 @@ def base_config(agent: str) -> ConfigDict:
   # A directory for XLA's compiled programs; 'auto' is the user's cache
   # directory, 'off' compiles afresh in every run.
   config.compilation_cache = 'auto'
+  # Of all machines of the run, in any currency; 0 is unknown.
+  config.price_per_hour = 0.0
 
   config.env = ConfigDict()
   config.env.suite = 'gymnax'  # The library that the environment is from.

@@ -19,6 +19,8 @@ from podrl.types import EnvSpec
 # device for each core; past eight the shards of the usual batches get small.
 _MAX_CPU_DEVICES = 8
 
+_QUOTA = '/sys/fs/cgroup/cpu.max'  # Microseconds of CPU, and of wall time.
+
 
 class Layout(NamedTuple):
   """How Sebulba uses a host.
@@ -40,9 +42,16 @@ class Layout(NamedTuple):
 
 
 def num_cores() -> int:
-  """Cores that this process may use."""
-  return len(os.sched_getaffinity(0)) if hasattr(
+  """Cores that this process may use, a container's quota rounded up."""
+  found = len(os.sched_getaffinity(0)) if hasattr(
       os, 'sched_getaffinity') else os.cpu_count() or 1
+  try:
+    with open(_QUOTA, encoding='ascii') as file:
+      quota, period = file.read().split()
+    return found if quota == 'max' else min(
+        found, -(-int(quota) // int(period)))
+  except (OSError, ValueError):  # Only Linux has it, in control groups of 2016.
+    return found
 
 
 def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:

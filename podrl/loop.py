@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 from podrl import build
 from podrl import checkpoint
 from podrl import spmd
+from podrl.balance.machine import Meter
 from podrl.cluster import Cluster
 from podrl.command import Files
 from podrl.recorder import Recorder, merge, share
@@ -26,6 +28,11 @@ _SECONDS_PER_ROUND = 0.5  # So long may a signal wait.
 
 class Mistake(ValueError):
   """The user's, seen only after the devices were used."""
+
+
+def own_devices(run: build.Run) -> list[jax.Device]:
+  """The devices of a run that this process has."""
+  return [x for x in run.devices if x.process_index == jax.process_index()]
 
 
 def begin(
@@ -113,6 +120,7 @@ def loop(
                          run.checkpoint_every_updates) if x]
   profile_end = recorder.num_updates + config.log.profile
   saved_seconds, pace = time.perf_counter(), 1
+  meter = Meter(own_devices(run))
 
   def is_due(period: int) -> bool:
     return bool(period) and recorder.num_updates % period == 0
@@ -159,7 +167,7 @@ def loop(
         saved_seconds = time.perf_counter()
       if recorder.num_updates >= profile_end:
         profile.close()
-      reports = run.driver.advance(num_updates)
+      reports = meter.over(functools.partial(run.driver.advance, num_updates))
       if together.is_distributed and run.driver.error:
         raise run.driver.error  # The others wait for what it would have learnt.
       pace = max(1, min(2 * pace, int(

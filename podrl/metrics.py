@@ -118,6 +118,9 @@ class Window:
       record[name] = float(
           values.max() if is_max else values.mean(dtype=np.float64))
     record |= {k: v * rate for k, v in self._stages.items()}
+    if record.get('joules_per_second'):
+      record['frames_per_joule'] = (
+          record['frames_per_second'] / record['joules_per_second'])
     self._clear()
     return record
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from podrl import metrics
 from podrl import workdir
+from podrl.balance.limits import System
 from podrl.terminal import Terminal
 from podrl.types import Episodes, Report
 from podrl.workdir import Record, WriteError
@@ -37,8 +38,8 @@ def share(report: Report) -> Record:
 def merge(report: Report, others: Sequence[Record]) -> Report:
   """One report of several processes'.
 
-  Episodes and numbers are summed, a maximum is that of all, and what else each
-  measures for itself is averaged.
+  Episodes, numbers and rates are summed, a maximum is that of all, and what else
+  each measures for itself is averaged.
 
   Args:
     report: of this process.
@@ -59,8 +60,10 @@ def merge(report: Report, others: Sequence[Record]) -> Report:
       episodes=Episodes(*episodes),
       num_predictions=report.num_predictions + sum(
           x['num_predictions'] for x in others),
-      stages={k: np.mean([v] + [x['stages'][k] for x in others])
-              for k, v in report.stages.items()},
+      stages={k: (np.sum if k.endswith('_per_second') else np.mean)(
+          [v] + [x['stages'][k] for x in others])
+              for k, v in report.stages.items()
+              if all(k in x['stages'] for x in others)},
       own={k: one(k, v) for k, v in report.own.items()})
 
 
@@ -78,10 +81,12 @@ class Recorder:
     num_updates: of the whole run.
     start_seconds: when the process began, by `time.perf_counter`.
     is_writer: whether this process writes.
+    system: what a Sebulba run works with.
   """
 
   def __init__(self, config: ConfigDict, name: str, path: str, frame_skip: int,
-               num_updates: int, start_seconds: float, is_writer: bool = True):
+               num_updates: int, start_seconds: float, is_writer: bool = True,
+               system: System | None = None):
     self._config = config
     self._name = name
     seeds = workdir.seed_directories(path, config)
@@ -98,7 +103,7 @@ class Recorder:
     self._clock = metrics.CompileClock()
     self._num_records = 0
     self.best: tuple[float, int] | None = None  # Evaluated return, its update.
-    self.terminal = Terminal(name, num_updates, not is_writer)
+    self.terminal = Terminal(name, num_updates, not is_writer, system)
     self._writer = metrics.Writer()
 
   @property

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from podrl import spmd
-from podrl.actor import (
-    STAGES, Actor, Unroll, check_hangs, make_actor_functions)
+from podrl.actor import Actor, Unroll, check_hangs, make_actor_functions
+from podrl.balance.stages import Stages
 from podrl.channel import Asynchronous, Closed, Deterministic
+from podrl.layout import num_cores
 from podrl.types import (
     Agent, Episodes, HostEnv, Learner, LearnerState, Metrics, Report)
 
@@ -87,7 +88,7 @@ class Sebulba:
     self._update = self._state = None  # Until `start`.
     self._num_updates = self._num_dropped = self._num_waits = 0
     self._num_unrolls = [0] * self._num_actors  # Learnt or dropped, of each.
-    self._seconds = dict.fromkeys(('update', 'learner_waiting', 'hand_off'), 0.)
+    self._stages = Stages(self._actor_devices, mesh.local_devices, num_cores())
 
   @property
   def learner(self) -> LearnerState | None:
@@ -115,12 +116,13 @@ class Sebulba:
     functions = None
     for index in range(self._num_actors):
       env = self._make_env(index)
+      device = self._actor_devices[index // settings.actors_per_device]
       functions = functions or make_actor_functions(
           self._agent, env.observe, len(devices))
       self._actors.append(Actor(
-          index, env, functions, settings.unroll_length,
-          self._actor_devices[index // settings.actors_per_device],
-          devices, self._act_key, settings.first_env + index * settings.num_envs))
+          index, env, functions, settings.unroll_length, device, devices,
+          self._act_key, settings.first_env + index * settings.num_envs,
+          self._stages.clocks[device]))
     params = spmd.place(  # As those that actors will get.
         jax.jit(self._agent.init)(self._init_key), self._mesh, spmd.REPLICATED)
     for actor in self._actors:
@@ -199,13 +201,6 @@ class Sebulba:
         taken.append(unroll)
     return taken, dropped
 
-  def _stages(self) -> dict[str, float]:
-    """Seconds in each stage, the mean over actors."""
-    actors = [actor.seconds() for actor in self._actors]
-    seconds = self._seconds | {
-        stage: np.mean([x[stage] for x in actors]) for stage in STAGES}
-    return {f'time_{stage}': float(x) for stage, x in seconds.items()}
-
   def advance(self, num_updates: int) -> list[Report]:
     """Runs so many updates, or fewer where it is stopped; one report.
 
@@ -213,15 +208,9 @@ class Sebulba:
       ActorHangs: where an actor has not come back for `hang_seconds`.
       BaseException: what an actor raised, or the learner.
     """
-    start = mark = time.perf_counter()
-    before = self._stages()
+    start, before = self._stages.begin(), self._stages.seconds(self._actors)
     rows, own, episodes, num_unrolls, is_finite = [], [], [], 0, True
-    def spend(stage: str) -> None:
-      nonlocal mark
-      now = time.perf_counter()
-      self._seconds[stage] += now - mark
-      mark = now
-
+    spend = self._stages.spend
     try:
       while is_finite and len(rows) < num_updates:
         check_hangs(self._actors, self._settings.hang_seconds)
@@ -231,9 +220,10 @@ class Sebulba:
         lags = [self._num_updates - u.version for u in taken]
         trajectories = tuple(spmd.join_shards(
             u.shards, self._mesh, spmd.TRAJECTORY) for u in taken)
-        self._state, metrics = jax.block_until_ready(self._update(
-            self._state.params, self._state._replace(params=()), trajectories,
-            self._update_key))
+        with self._stages.updating():
+          self._state, metrics = jax.block_until_ready(self._update(
+              self._state.params, self._state._replace(params=()),
+              trajectories, self._update_key))
         spend('update')
         metrics = spmd.fetch(metrics)
         is_finite = bool(np.isfinite(metrics['loss']))
@@ -261,7 +251,7 @@ class Sebulba:
       self._stop()
     if self.error and not rows:  # With rows the next call comes here again.
       raise self.error
-    stages = self._stages()
+    stages = self._stages.seconds(self._actors)
     def columns(rows: list[Metrics]) -> Metrics:
       return jax.tree.map(lambda *x: np.asarray(x), *rows) if rows else {}
     return [Report(

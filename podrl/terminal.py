@@ -11,6 +11,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from podrl.balance.limits import System, find_limit
+from podrl.balance.machine import describe
 from podrl.workdir import Record
 
 
@@ -22,8 +24,13 @@ def compact(value: float) -> str:
   return f'{value:.4g}'
 
 
-def describe_stages(record: Record) -> str:
-  """Where Sebulba's time went, in three lines; empty for other records."""
+def describe_stages(record: Record, system: System | None = None) -> str:
+  """Where Sebulba's time went, in lines; empty for other records.
+
+  Args:
+    record: of a window.
+    system: what the run works with, for a line on what limits it.
+  """
   if 'time_update' not in record:
     return ''
 
@@ -31,24 +38,30 @@ def describe_stages(record: Record) -> str:
     label = name.removeprefix('actor_').removeprefix('learner_')
     return f'{label.replace("_", " ")} {record["time_" + name]:.0%}'
 
+  limit = '' if system is None or 'busy_cores' not in record else (
+      f'\nlimit: {find_limit(record, system).name}   ' + '  '.join(
+          f'{x.replace("_", " ")} {record["busy_" + x]:.0%}' for x in (
+              'cores', 'actor_devices', 'learner_devices')))
   actors = ' '.join(map(share, ('environment', 'inference', 'actor_waiting')))
   learner = ' '.join(map(share, ('update', 'learner_waiting', 'hand_off')))
   return (f'actors: {actors}\nlearner: {learner}\n'
           f'lag {record["policy_lag"]:.2g} (max {record["policy_lag_max"]:.0f})  '
           f'queue {record["queue_depth"]:.2g}  '
           f'predictions {compact(record["predictions_per_second"])}/s  '
-          f'updates {compact(record["updates_per_second"])}/s')
+          f'updates {compact(record["updates_per_second"])}/s{limit}')
 
 
 class Terminal:
   """A live panel in a terminal, plain lines elsewhere, or nothing."""
 
-  def __init__(self, name: str, num_updates: int, is_silent: bool = False):
+  def __init__(self, name: str, num_updates: int, is_silent: bool = False,
+               system: System | None = None):
     self._console = Console(highlight=False, markup=False, quiet=is_silent)
     self._console.on_broken_pipe = self._go_silent
     self._num_updates = num_updates
     self._start = time.perf_counter(), 0.  # And the share done by then.
     self._name = name
+    self._system = system
     self._live = None
     if self._console.is_terminal and not is_silent:
       self._progress = Progress(
@@ -91,7 +104,7 @@ class Terminal:
       status += f'  return {compact(record["episode_return"])}'
     if 'eval_return' in record:
       status += f'  evaluated {compact(record["eval_return"])}'
-    stages = describe_stages(record)
+    stages = describe_stages(record, self._system)
     if self._live:
       self._progress.update(self._task, completed=done)
       self._show(status, stages)
@@ -124,6 +137,7 @@ class Terminal:
         ('wall time', (f'{summary["wall_seconds"]:.1f} s, of which '
                        f'{summary["compile_seconds"]:.1f} s compiling')),
         ('devices', f'{summary["devices"]} {summary["platform"]}'),
+        *describe(summary),
         ('run', workdir)]
     table = Table(title=Text(f'{self._name}: {summary["exit"]}'), show_header=False,
                   title_justify='left')

@@ -18,6 +18,7 @@ from podrl import checkpoint
 from podrl import command
 from podrl import loop
 from podrl import workdir
+from podrl.balance import machine
 from podrl.cluster import Cluster
 from podrl.command import Files
 from podrl.layout import describe_machine, set_up_jax
@@ -67,7 +68,7 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
         _prepare, config, files, together.process == 0, held))
     recorder = Recorder(
         config, line.name, files.workdir, run.spec.frame_skip, run.num_updates,
-        start_seconds, together.process == 0)
+        start_seconds, together.process == 0, run.system)
     signals.grace_seconds = config.checkpoint.grace_seconds
     exit_code = _train(
         Job(config, run, files, params, recorder, signals, together))
@@ -212,6 +213,9 @@ def _conclude(job: Job, exit_code: int, error: str | None) -> int:
              INTERRUPTED: 'interrupted'}[exit_code]
   more = recorder.times() | describe_machine(
       run.devices, run.suite) | {'exit': outcome}
+  if job.together.process == 0:
+    more |= machine.summarise(recorder.last[0], loop.own_devices(run), run.system,
+                              job.config.price_per_hour)
   if error:
     more['error'] = error
   if run.driver.learner is not None:

@@ -130,13 +130,15 @@ class Host:
 
   def make_driver(self, *, num_actors: int, num_envs: int, unroll_length: int,
                   unrolls_per_update: int, max_lag: int = 1,
-                  deterministic: bool = False, **settings) -> sebulba.Sebulba:
+                  deterministic: bool = False, learner_device: int = 0,
+                  **settings) -> sebulba.Sebulba:
     """Sebulba on this host; `num_envs` are each actor's."""
     agent = self.make_agent()
     device = jax.devices()[0]
     return sebulba.Sebulba(
         lambda actor: self.make_env(num_envs), agent, self.make_learner(agent),
-        spmd.make_mesh([device]), [device], sebulba.Settings(
+        spmd.make_mesh([jax.devices()[learner_device]]), [device],
+        sebulba.Settings(
             num_envs=num_envs, unroll_length=unroll_length,
             actors_per_device=num_actors,
             unrolls_per_update=unrolls_per_update, deterministic=deterministic,
