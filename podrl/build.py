@@ -17,6 +17,7 @@ from podrl import spmd
 from podrl import torsos
 from podrl.agents import actor_critic
 from podrl.agents import ppo
+from podrl.balance.tuner import Tuner
 from podrl.check import check
 from podrl.config import is_sebulba
 from podrl.distributions import Distribution
@@ -54,6 +55,7 @@ class Run(NamedTuple):
     checkpoint_every_updates: between two checkpoints; 0 is by time alone.
     params: the shapes of all agents' parameters.
     warnings: a line each, for the user.
+    tuner: says how many actors should act, where that is tuned.
     resume_note: what a resumed run does not go on with, for the user.
   """
   spec: EnvSpec
@@ -67,6 +69,7 @@ class Run(NamedTuple):
   checkpoint_every_updates: int
   params: Tree
   warnings: Sequence[str] = ()
+  tuner: Tuner | None = None
   resume_note: str = ''
 
 
@@ -268,6 +271,12 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
       lambda num_envs, seed: make_host_env(
           config, num_envs, seed, num_cores(), evaluation=True),
       agent, **evaluation(config, spec))
+  # An actor more than there are permits could only wait.
+  tuner = Tuner(
+      min(layout.num_actors,
+          layout.unrolls_per_update * (config.sebulba.max_lag + 1)),
+      steps_per_update, layout.unrolls_per_update
+  ) if config.sebulba.autotune else None
   num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
   warnings = []
   if num_threads > cores and config.env.suite == 'envpool' and (
@@ -286,5 +295,5 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
   return Run(
       spec, config.env.suite, on_all_hosts(used), driver, evaluate, [eval_key],
       num_updates, *periods(config, steps_per_update),
-      jax.eval_shape(agent.init, init_key), warnings,
+      jax.eval_shape(agent.init, init_key), warnings, tuner,
       '; the environments begin new episodes')

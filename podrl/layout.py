@@ -19,6 +19,8 @@ from podrl.types import EnvSpec
 # device for each core; past eight the shards of the usual batches get small.
 _MAX_CPU_DEVICES = 8
 
+_MAX_TUNED_THREADS = 8  # More would make the pools of the usual batches small.
+
 
 class Layout(NamedTuple):
   """How Sebulba uses a host.
@@ -89,8 +91,13 @@ def devices(config: ConfigDict) -> Sequence[jax.Device]:
   return on_all_hosts(range(num_devices))
 
 
-def _num_threads(config: ConfigDict) -> int:
-  """Actor threads for each actor device."""
+def _num_threads(config: ConfigDict, num_devices: int) -> int:
+  """Actor threads for each of so many actor devices."""
+  if config.sebulba.autotune and not config.sebulba.threads_per_actor_device:
+    most = min(max(2, num_cores() // num_devices), _MAX_TUNED_THREADS)
+    step = num_devices * jax.process_count()
+    return max((n for n in range(2, most + 1)
+                if config.env.num_envs % (n * step) == 0), default=2)
   # Two hide the transfers to an accelerator. On two cores one is faster:
   # CartPole by 1.6 times (medians of windows, in turn).
   is_small = jax.default_backend() == 'cpu' and num_cores() < 4
@@ -108,7 +115,7 @@ def _choose_devices(
   if not learners:
     learners = tuple(i for i in found if i not in actors) or actors
     # As many as divide the batch; where none do, the error names them all.
-    num_actors = len(actors) * _num_threads(config) * jax.process_count()
+    num_actors = len(actors) * _num_threads(config, len(actors)) * jax.process_count()
     divisors = [n for n in range(1, len(learners) + 1)
                 if config.env.num_envs % (num_actors * n) == 0]
     learners = learners[:max(divisors, default=len(learners))]
@@ -133,8 +140,12 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
       raise ValueError(
           f'config.sebulba.{name}={indices} must be different devices from 0 '
           f'to {len(found) - 1}, the {found[0].platform} devices that there are')
-  threads = _num_threads(config)
+  threads = _num_threads(config, len(actor_devices))
   num_actors = len(actor_devices) * threads
+  if fields.autotune and num_actors == 1:
+    raise ValueError(
+        f'config.sebulba.autotune=True has nothing to choose from with config.'
+        f'sebulba.threads_per_actor_device={threads}; use 2 or more')
   num_envs = config.env.num_envs
   num_processes = jax.process_count()
   step = num_actors * len(learner_devices) * num_processes

@@ -48,7 +48,10 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
     'check': {'config', 'distributions', 'networks', 'torsos', 'optimizers'},
     'layout': {'config', 'check', 'types', 'spmd'},
     'actor': {'types', 'channel'},
-    'sebulba': {'types', 'spmd', 'channel', 'actor'},
+    'sebulba': {
+        'types', 'spmd', 'channel', 'actor', 'settings', 'balance.stages'},
+    'settings': set(), 'balance.__init__': set(), 'balance.tuner': set(),
+    'balance.stages': {'actor'}, 'balance.history': {'workdir'},
     'anakin': {'types', 'spmd'},
     'agents.actor_critic': {
         'types', 'returns', 'losses', 'distributions', 'networks'},
@@ -56,7 +59,7 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
                    'agents.actor_critic'},
     'workdir': {'config'}, 'terminal': {'workdir'}, 'signals': set(),
     'metrics': {'types', 'channel', 'workdir'},
-    'recorder': {'types', 'workdir', 'metrics', 'terminal'},
+    'recorder': {'types', 'config', 'workdir', 'metrics', 'terminal'},
     'checkpoint': {'types', 'workdir', 'digests'}, 'digests': {'workdir'},
     'plot': {'cli', 'config', 'workdir', 'terminal'},
     'optimizers': set(), 'runner': {'types', 'anakin', 'spmd'},
