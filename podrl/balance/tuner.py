@@ -161,27 +161,27 @@ class Tuner:
 
   def _search(self) -> _Search:
     """Leaves the best count in `best`."""
-    # Known to be worse than the best; and no better, and whether it is worse.
-    low, high, is_hump = 0, None, False
+    # Known to be worse than the best; and no better. Is there one between?
+    low, high, may_rise = 0, None, False
     rate = None  # Of the last window, where it was one of the best's.
     while True:
       best, step = self.best, max(1, self.best // 8)
       if high is None and best < self._max_actors:
         tried = min(2 * best, self._max_actors)
-      elif is_hump and high - best > step:
+      elif may_rise and high - best > step:
         tried = (best + high) // 2
       elif best - low > step:
         tried = (low + best) // 2
       else:
         return
-      is_kept, is_clear, rate = yield from self._compare(tried, rate)
+      is_kept, is_uneven, rate = yield from self._compare(tried, rate)
       if tried > best:
         if is_kept:
           low = best
-        else:
-          high, is_hump = tried, is_clear
+        else:  # Of what was doubled the best may lie between, on a hump.
+          high, may_rise = tried, is_uneven or high is None
       elif is_kept:
-        high, is_hump = best, False
+        high, may_rise = best, False
       else:
         low = tried
       if is_kept:
@@ -196,7 +196,7 @@ class Tuner:
       rate: of the best one, if that has just been measured.
 
     Returns:
-      Whether it is to be kept; whether fewer are clearly faster than more; and
+      Whether it is to be kept; whether the rate is no plateau between both; and
       its rate if it is kept.
     """
     best = self.best
@@ -215,12 +215,13 @@ class Tuner:
       if abs(gain - _WORTH) > _CLEAR * error or error <= _PRECISION:
         break
     # In doubt the fewer. To start more takes certainty, to park a tendency.
-    is_more = gain > _WORTH and (tried < best or gain > 2 * error)
+    is_more = gain > _WORTH and (tried < best or gain > 1.5 * error)
     is_kept = is_more == (tried > best)
     self._decisions.append(Decision(
         self._seconds, best, tried, is_kept, math.exp(one), math.exp(other),
         num_pairs, self._num_drifts))
-    return is_kept, gain < -max(_WORTH, 2 * error), last if is_kept else None
+    is_uneven = gain > _WORTH or gain < -max(_WORTH, 2 * error)
+    return is_kept, is_uneven, last if is_kept else None
 
   def _watch(self) -> _Search:
     """Returns when the rate has left what it was at first."""
