@@ -6,9 +6,9 @@ on cores, permits, a queue, and a learner; and its noise. It has a clock of its 
 
 import heapq
 import json
-import math
 import multiprocessing
-import pathlib
+import os
+import signal
 import time
 
 import jax
@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import synthetic
+from podrl import sebulba
 from podrl import train
+from podrl import workdir
 from podrl.balance import history
 from podrl.balance.tuner import Tuner
 from podrl.config import sebulba_config
@@ -133,7 +135,7 @@ def test_nine_tenths_of_the_best_within_a_minute_and_rest(name, seed):
   host = Simulation(**_SYSTEMS[name], seed=seed)
   _, changes = _samples(host, 60., choose)
   assert rates[tuner.best - 1] >= 0.9 * max(rates)
-  _, changes = _samples(host, 60., choose, num_actors=tuner.num_actors)
+  _, changes = _samples(host, 90., choose, num_actors=tuner.num_actors)
   assert tuner.is_settled
   _, changes = _samples(host, 600., choose, num_actors=tuner.num_actors)
   assert all(settled[-10:]) and len(changes) <= 10
@@ -174,7 +176,7 @@ def test_a_rejected_move_is_undone_at_once():
     undone.extend((d, count) for d in tuner.take_decisions() if not d.is_kept)
     return count
   _samples(host, 60., choose)
-  assert undone and all(count == d.num_actors for d, count in undone)
+  assert undone and all(count != d.tried for d, count in undone)
 
 
 def test_a_window_is_compared_only_after_settling():
@@ -297,15 +299,35 @@ def _train(tmp_path, *arguments):
 
 def test_a_run_records_what_was_decided_and_goes_on_from_there(
     tmp_path, monkeypatch):
-  monkeypatch.setattr('podrl.balance.tuner._WINDOW_SECONDS', 0.02)
+  monkeypatch.setattr('podrl.balance.tuner._WINDOW_SECONDS', 0.)
   monkeypatch.setattr('podrl.balance.tuner._SETTLE_SECONDS', 0.)
-  assert _train(tmp_path, f'--config.total_env_steps={32 * 120}',
-                '--config.sebulba.threads_per_actor_device=2') == 0
+  # As if two were always faster than one.
+  monkeypatch.setattr('podrl.balance.tuner._WORTH', -9.)
+  monkeypatch.setattr(Tuner, '_deviation', lambda self: -99.)
+  begun = []
+  begin = Tuner.begin
+  monkeypatch.setattr(Tuner, 'begin', lambda self, n: (
+      begun.append(n), begin(self, n))[1])
+  advance, reports = sebulba.Sebulba.advance, []
+
+  def interrupted(self, num_updates):
+    reports.append(advance(self, num_updates)[0])
+    if sum(r.num_updates for r in reports) == 40:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return reports[-1:]
+  arguments = [f'--config.total_env_steps={32 * 60}',
+               '--config.sebulba.threads_per_actor_device=2']
+  with monkeypatch.context() as patch:
+    patch.setattr(sebulba.Sebulba, 'advance', interrupted)
+    assert _train(tmp_path, *arguments) == train.PREEMPTED
   path = str(tmp_path / 'run')
-  decisions = history.read_decisions(path)
-  assert decisions[0]['num_actors'] == 1 and decisions[0]['tried'] == 2
-  records = [json.loads(x) for x in open(f'{path}/metrics.jsonl')]
-  assert {r['num_actors'] for r in records} <= {1, 2}
+  decision, *_ = decisions = history.read_decisions(path)
+  assert decision['num_actors'] == 1 and decision['tried'] == 2
+  assert decision['is_kept']
+  assert _train(tmp_path, *arguments, '--resume') == 0
+  assert begun == [1, 1, 1, 2]  # Made, begun; made, and begun where it was.
+  assert history.read_decisions(path)[:len(decisions)] == decisions
+  records = workdir.read_records(path)
   assert max(r['policy_lag_max'] for r in records) <= 1
   history.draw(path, str(tmp_path / 'history.png'))
   assert (tmp_path / 'history.png').read_bytes()[1:4] == b'PNG'
@@ -372,9 +394,13 @@ def test_the_driver_is_tuned_within_a_minute_and_again(name):
     return _run(driver, seconds, lambda s, d: tuner.observe(s, 1, d))
   for now in rates:
     _, _, lag = tune(60.)
+    print(tuner.best, tuner.is_settled, *tuner.take_decisions(), sep='\n')
     assert now[tuner.best - 1] >= 0.9 * max(now)
+    for _ in range(6):  # It may still refine what is good enough.
+      if not tuner.is_settled:
+        tune(10.)
     rate, changes, later = tune(60.)
-    print(tuner.best, rate, changes, *tuner.take_decisions(), sep='\n')
+    print(rate, changes)
     assert rate >= 0.9 * max(now) and max(lag, later) <= _LAG
     assert len(changes) <= 1
     costs.step *= 2

@@ -2,8 +2,8 @@
 
 GA3C's scheduler (Babaeizadeh et al. 2017, arXiv:1611.06256, section 4.3) walks at
 random and counts calls of training; one window decides, however noisy. Here two
-counts are compared by windows in turn, A B A B ..., of samples learnt a second,
-each after a settling time, and only what is beyond the noise counts.
+counts are compared by windows in turn, A B B A ..., of samples learnt a second,
+after a settling time, and only what is beyond the noise counts.
 """
 
 from collections.abc import Generator
@@ -197,18 +197,19 @@ class Tuner:
 
     Returns:
       Whether it is to be kept; whether the rate is no plateau between both; and
-      its rate if it is kept.
+      the last window's rate, where it was one of what is best now.
     """
     best = self.best
     logs = [], []
     for num_pairs in range(1, _MAX_PAIRS + 1):
-      for log, count in zip(logs, (best, tried)):
+      # A B, B A, A B ...: half as often is there something to settle.
+      for i in (0, 1) if num_pairs % 2 else (1, 0):
         if rate is None:
-          rate = yield _Window(count)
-        if log:
-          self._learn_noise(log[-1], math.log(rate))
-        log.append(math.log(rate))
-        last, rate = rate, None
+          rate = yield _Window((best, tried)[i])
+        if logs[i]:
+          self._learn_noise(logs[i][-1], math.log(rate))
+        logs[i].append(math.log(rate))
+        last, rate = (i, rate), None
       one, other = (sum(x) / num_pairs for x in logs)
       gain = other - one if tried > best else one - other  # Of more actors.
       error = self._deviation() * math.sqrt(2 / num_pairs)
@@ -221,7 +222,7 @@ class Tuner:
         self._seconds, best, tried, is_kept, math.exp(one), math.exp(other),
         num_pairs, self._num_drifts))
     is_uneven = gain > _WORTH or gain < -max(_WORTH, 2 * error)
-    return is_kept, is_uneven, last if is_kept else None
+    return is_kept, is_uneven, last[1] if last[0] == is_kept else None
 
   def _watch(self) -> _Search:
     """Returns when the rate has left what it was at first."""
