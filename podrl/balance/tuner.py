@@ -99,15 +99,13 @@ class Tuner:
 
     Args:
       seconds: of training alone.
-      num_updates: in that time.
+      num_updates: in that time, one or more.
       queue_depth: unrolls that waited for the learner before the last of them.
 
     Returns:
       How many actors should act from now on.
     """
     self._seconds += seconds
-    if not num_updates:  # It was stopped.
-      return self.num_actors
     self._passed += seconds
     self._num_updates += num_updates
     if self._is_settling:
