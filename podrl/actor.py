@@ -20,6 +20,7 @@ from podrl.types import (
     Agent, Array, Episodes, HostEnv, TimeStep, Trajectory, Tree)
 
 STAGES = ('environment', 'inference', 'actor_waiting')
+PARKED = 'parked'  # A further stage, of an actor that is not to act.
 
 _STACKED = 32  # Rows that one program stacks.
 
@@ -180,7 +181,8 @@ class Actor:
     self.num_waits = 0
     self._seen_late = 0., 0.  # A call's start, and when `hangs` saw it late.
     self.is_stopped = False  # Set by another thread; read before each step.
-    self._times = 'actor_waiting', time.perf_counter(), dict.fromkeys(STAGES, 0.)
+    self._times = 'actor_waiting', time.perf_counter(), dict.fromkeys(
+        (*STAGES, PARKED), 0.)
 
   def skip(self, num_unrolls: int) -> None:
     """Chooses the next actions as after so many unrolls; before the first."""
@@ -213,7 +215,7 @@ class Actor:
     """
     stage, since, _ = self._times
     now = time.perf_counter()
-    if stage == 'actor_waiting' or now - since <= hang_seconds:
+    if stage in ('actor_waiting', PARKED) or now - since <= hang_seconds:
       return False
     if self._seen_late[0] != since:
       self._seen_late = since, now

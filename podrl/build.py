@@ -18,6 +18,7 @@ from podrl import torsos
 from podrl.agents import actor_critic
 from podrl.agents import ppo
 from podrl.balance.limits import System
+from podrl.balance.tuner import Tuner
 from podrl.check import check
 from podrl.config import is_sebulba
 from podrl.distributions import Distribution
@@ -27,7 +28,7 @@ from podrl.envs import gymnax_env
 from podrl.evaluate import (
     Evaluation, Share, make_evaluate, make_host_evaluate)
 from podrl.layout import (
-    count_updates, devices, make_layout, num_cores, on_all_hosts, periods)
+    count_updates, devices, make_layout, num_cores, on_all_hosts, periods, warn)
 from podrl.learner import make_learner
 from podrl.optimizers import make_optimizer
 from podrl.runner import Runner
@@ -55,6 +56,7 @@ class Run(NamedTuple):
     checkpoint_every_updates: between two checkpoints; 0 is by time alone.
     params: the shapes of all agents' parameters.
     warnings: a line each, for the user.
+    tuner: says how many actors should act, where that is tuned.
     resume_note: what a resumed run does not go on with, for the user.
     system: what each process of a Sebulba run works with.
   """
@@ -69,6 +71,7 @@ class Run(NamedTuple):
   checkpoint_every_updates: int
   params: Tree
   warnings: Sequence[str] = ()
+  tuner: Tuner | None = None
   resume_note: str = ''
   system: System | None = None
 
@@ -271,26 +274,18 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
       lambda num_envs, seed: make_host_env(
           config, num_envs, seed, num_cores(), evaluation=True),
       agent, **evaluation(config, spec))
-  num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
-  warnings = []
-  if num_threads > cores and config.env.suite == 'envpool' and (
-      config.sebulba.env_threads or config.sebulba.threads_per_actor_device):
-    warnings.append(f'{layout.num_actors} actors x config.sebulba.env_threads='
-                    f'{layout.env_threads} are {num_threads} threads for {cores}')
+  # An actor more than there are permits could only wait.
+  tuner = Tuner(
+      min(layout.num_actors,
+          layout.unrolls_per_update * (config.sebulba.max_lag + 1)),
+      steps_per_update, layout.unrolls_per_update
+  ) if config.sebulba.autotune else None
   used = sorted({*layout.actor_devices, *layout.learner_devices})
-  num_found, num_used = len(found), len(used)
-  if num_used < num_found and not (
-      config.sebulba.actor_devices or config.sebulba.learner_devices):
-    warnings.append(
-        f'{num_used} of {num_found} devices are used: config.env.num_envs='
-        f'{config.env.num_envs} divides over {len(actor_devices)} that act, '
-        f'with {layout.threads} actors each, and '
-        f'{len(layout.learner_devices)} that learn')
   return Run(
       spec, config.env.suite, on_all_hosts(used), driver, evaluate, [eval_key],
       num_updates, *periods(config, steps_per_update),
-      jax.eval_shape(agent.init, init_key), warnings,
+      jax.eval_shape(agent.init, init_key), warn(config, layout), tuner,
       '; the environments begin new episodes', System(
-          found[0].platform, cores, layout.num_actors, layout.env_threads,
+          found[0].platform, num_cores(), layout.num_actors, layout.env_threads,
           layout.actor_devices, layout.learner_devices,
           layout.unrolls_per_update, settings.max_lag, settings.deterministic))

@@ -1,4 +1,4 @@
-"""How threads hand things on: a bounded queue and a slot, both closable.
+"""How threads hand things on: a bounded queue, a slot and a gate, all closable.
 
 Closing wakes whoever waits, on both sides. And a clock that they share.
 
@@ -140,6 +140,43 @@ class Busy:
     with self._lock:
       return self._seconds + (
           time.perf_counter() - self._since if self._num_inside else 0.)
+
+
+class Gate:
+  """Lets those through whose place is among the first so many.
+
+  Args:
+    num_open: places to begin with.
+  """
+
+  def __init__(self, num_open: int):
+    self.num_open = num_open
+    self._changed = threading.Condition()
+    self._is_closed = False
+
+  def open(self, num_open: int) -> None:
+    """Changes the number of places that are let through from now on."""
+    with self._changed:
+      self.num_open = num_open
+      self._changed.notify_all()
+
+  def wait(self, place: int) -> None:
+    """Returns when a place, counted from 0, is let through.
+
+    Raises:
+      Closed: if the gate is, or becomes so while waiting.
+    """
+    with self._changed:
+      self._changed.wait_for(
+          lambda: self._is_closed or place < self.num_open)
+      if self._is_closed:
+        raise Closed
+
+  def close(self) -> None:
+    """Ends the gate and wakes all who wait."""
+    with self._changed:
+      self._is_closed = True
+      self._changed.notify_all()
 
 
 class Deterministic:

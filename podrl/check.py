@@ -180,5 +180,10 @@ def check(config: ConfigDict) -> None:
           f'config.sebulba.max_lag={config.sebulba.max_lag} does not fit a2c, '
           'which learns from its own policy alone; use 0, or --agent=impala')
     check_choice('config.sebulba.mode', config.sebulba.mode, _MODES)
+    if config.sebulba.autotune and config.sebulba.mode == 'deterministic':
+      raise ValueError(
+          'config.sebulba.autotune=True does not fit the deterministic mode, '
+          'which takes an unroll of every actor; use '
+          'config.sebulba.mode=asynchronous')
   else:
     check_division(config, config.num_devices or 1)

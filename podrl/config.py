@@ -133,7 +133,8 @@ def sebulba_config(agent: str) -> ConfigDict:
   config.sebulba.actor_devices = ()
   config.sebulba.learner_devices = ()
   # Each with its own environments; 0 is two, or one where a CPU of fewer than
-  # four cores is the device.
+  # four cores is the device. The most that there may be, where autotune is on;
+  # 0 is then one for each core, from two to eight.
   config.sebulba.threads_per_actor_device = 0
   config.sebulba.env_threads = 0  # envpool's, of each actor; 0 shares the cores.
   config.sebulba.unrolls_per_update = 0  # 0 is one of each actor.
@@ -141,6 +142,8 @@ def sebulba_config(agent: str) -> ConfigDict:
   config.sebulba.mode = 'deterministic'
   # Bound of the updates between the parameters that act and those that learn.
   config.sebulba.max_lag = 0 if agent == 'a2c' else 1
+  # Start and park actors while training, for most samples learnt a second.
+  config.sebulba.autotune = False  # It needs the asynchronous mode.
   config.sebulba.hang_seconds = 300.0  # So long without a sign is a hang.
   config.lock()
   config.env.options.unlock()

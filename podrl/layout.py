@@ -19,6 +19,8 @@ from podrl.types import EnvSpec
 # device for each core; past eight the shards of the usual batches get small.
 _MAX_CPU_DEVICES = 8
 
+_MAX_TUNED_THREADS = 8  # More would make the pools of the usual batches small.
+
 _QUOTA = '/sys/fs/cgroup/cpu.max'  # Microseconds of CPU, and of wall time.
 
 
@@ -98,8 +100,13 @@ def devices(config: ConfigDict) -> Sequence[jax.Device]:
   return on_all_hosts(range(num_devices))
 
 
-def _num_threads(config: ConfigDict) -> int:
-  """Actor threads for each actor device."""
+def _num_threads(config: ConfigDict, num_devices: int) -> int:
+  """Actor threads for each of so many actor devices."""
+  if config.sebulba.autotune and not config.sebulba.threads_per_actor_device:
+    most = min(max(2, num_cores() // num_devices), _MAX_TUNED_THREADS)
+    step = num_devices * jax.process_count()
+    return max((n for n in range(2, most + 1)
+                if config.env.num_envs % (n * step) == 0), default=2)
   # Two hide the transfers to an accelerator. On two cores one is faster:
   # CartPole by 1.6 times (medians of windows, in turn).
   is_small = jax.default_backend() == 'cpu' and num_cores() < 4
@@ -117,7 +124,7 @@ def _choose_devices(
   if not learners:
     learners = tuple(i for i in found if i not in actors) or actors
     # As many as divide the batch; where none do, the error names them all.
-    num_actors = len(actors) * _num_threads(config) * jax.process_count()
+    num_actors = len(actors) * _num_threads(config, len(actors)) * jax.process_count()
     divisors = [n for n in range(1, len(learners) + 1)
                 if config.env.num_envs % (num_actors * n) == 0]
     learners = learners[:max(divisors, default=len(learners))]
@@ -142,8 +149,12 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
       raise ValueError(
           f'config.sebulba.{name}={indices} must be different devices from 0 '
           f'to {len(found) - 1}, the {found[0].platform} devices that there are')
-  threads = _num_threads(config)
+  threads = _num_threads(config, len(actor_devices))
   num_actors = len(actor_devices) * threads
+  if fields.autotune and num_actors == 1:
+    raise ValueError(
+        f'config.sebulba.autotune=True has nothing to choose from with config.'
+        f'sebulba.threads_per_actor_device={threads}; use 2 or more')
   num_envs = config.env.num_envs
   num_processes = jax.process_count()
   step = num_actors * len(learner_devices) * num_processes
@@ -172,6 +183,26 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   return Layout(
       actor_devices, learner_devices, threads, num_actors, unrolls_per_update,
       fields.env_threads or max(1, free_cores // num_actors))
+
+
+def warn(config: ConfigDict, layout: Layout) -> list[str]:
+  """What a user of this layout should know, a line each."""
+  fields, found = config.sebulba, jax.local_devices()
+  num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
+  warnings = []
+  if num_threads > cores and config.env.suite == 'envpool' and (
+      fields.env_threads or fields.threads_per_actor_device):
+    warnings.append(f'{layout.num_actors} actors x config.sebulba.env_threads='
+                    f'{layout.env_threads} are {num_threads} threads for {cores}')
+  num_used = len({*layout.actor_devices, *layout.learner_devices})
+  if num_used < len(found) and not (
+      fields.actor_devices or fields.learner_devices):
+    warnings.append(
+        f'{num_used} of {len(found)} devices are used: config.env.num_envs='
+        f'{config.env.num_envs} divides over {len(layout.actor_devices)} that '
+        f'act, with {layout.threads} actors each, and '
+        f'{len(layout.learner_devices)} that learn')
+  return warnings
 
 
 def count_updates(config: ConfigDict, steps_per_update: int) -> int:

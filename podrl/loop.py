@@ -80,6 +80,9 @@ def begin(
           lambda: checkpoint.read_state(files.workdir, step, state))
     else:
       progress = {}
+    if run.tuner:  # Before the actors start.
+      run.tuner.begin(progress.get('num_actors', 1))
+      run.driver.activate(run.tuner.num_actors)
     if files.is_resumed:
       recorder.open(progress)
   except ValueError as error:
@@ -125,8 +128,8 @@ def loop(
   def is_due(period: int) -> bool:
     return bool(period) and recorder.num_updates % period == 0
 
-  def choose() -> tuple[int | None, bool, int]:
-    """How to end, if at all; whether to save; how many updates to run."""
+  def choose() -> tuple[int | None, bool, int, int]:
+    """How to end, if at all; whether to save; how many updates and actors."""
     num_updates, every_seconds = (
         recorder.num_updates, config.checkpoint.every_seconds)
     is_saved = bool(
@@ -136,7 +139,8 @@ def loop(
             recorder.best and recorder.best[1] == num_updates))
     ends = [num_updates - num_updates % x + x for x in periods] + [
         run.num_updates] + [profile_end] * (profile_end > num_updates)
-    return signals.exit_code, is_saved, min(pace, min(ends) - num_updates)
+    return (signals.exit_code, is_saved, min(pace, min(ends) - num_updates),
+            run.tuner.num_actors if run.tuner else 0)
 
   with contextlib.ExitStack() as profile:
     if config.log.profile and together.process == 0:
@@ -158,7 +162,7 @@ def loop(
         return True
       if together.is_preempted():
         signals.note(PREEMPTED)
-      exit_code, is_saved, num_updates = together.decide(choose)
+      exit_code, is_saved, num_updates, num_actors = together.decide(choose)
       if exit_code is not None:
         signals.note(exit_code)
         return False
@@ -167,6 +171,8 @@ def loop(
         saved_seconds = time.perf_counter()
       if recorder.num_updates >= profile_end:
         profile.close()
+      if run.tuner:
+        run.driver.activate(num_actors)
       reports = meter.over(functools.partial(run.driver.advance, num_updates))
       if together.is_distributed and run.driver.error:
         raise run.driver.error  # The others wait for what it would have learnt.
@@ -178,6 +184,11 @@ def loop(
       recorder.add([
           merge(report, [shares[i] for _, shares in told[1:]])
           for i, report in enumerate(reports)])
+      if run.tuner and not together.process and reports[0].num_updates:
+        run.tuner.observe(reports[0].seconds, reports[0].num_updates,
+                          reports[0].own['queue_depth'][-1])
+        recorder.add_decisions(
+            [x._asdict() for x in run.tuner.take_decisions()])
       for i, report in enumerate(reports):
         if not report.is_finite:
           raise FloatingPointError(

@@ -113,10 +113,11 @@ class Window:
       record['episode_length'] = episodes.length_sum / episodes.num_episodes
     for name in self._rows[0] if self._rows else ():
       values = np.concatenate([row[name] for row in self._rows])
-      # Counts are running totals.
-      is_max = name.endswith('_max') or name.startswith('num_')
+      # Counts are as they stand.
       record[name] = float(
-          values.max() if is_max else values.mean(dtype=np.float64))
+          values[-1] if name.startswith('num_') else
+          values.max() if name.endswith('_max') else
+          values.mean(dtype=np.float64))
     record |= {k: v * rate for k, v in self._stages.items()}
     if record.get('joules_per_second'):
       record['frames_per_joule'] = (
@@ -142,11 +143,12 @@ class JsonLines:
     path: of the directory.
     num_records: to keep of those that are there; the rest was written after
       the checkpoint that a run goes on from.
+    name: of another file.
   """
 
-  def __init__(self, path: str, num_records: int = 0):
-    self._file = open(
-        os.path.join(path, 'metrics.jsonl'), 'a+', encoding='utf-8')
+  def __init__(self, path: str, num_records: int = 0,
+               name: str = 'metrics.jsonl'):
+    self._file = open(os.path.join(path, name), 'a+', encoding='utf-8')
     self._file.seek(0)
     for _ in range(num_records):
       self._file.readline()

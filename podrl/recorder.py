@@ -10,6 +10,7 @@ import numpy as np
 from podrl import metrics
 from podrl import workdir
 from podrl.balance.limits import System
+from podrl.config import is_sebulba
 from podrl.terminal import Terminal
 from podrl.types import Episodes, Report
 from podrl.workdir import Record, WriteError
@@ -101,7 +102,8 @@ class Recorder:
     self._before = {'wall_seconds': 0., 'compile_seconds': 0.}
     self._start_seconds = start_seconds
     self._clock = metrics.CompileClock()
-    self._num_records = 0
+    self._num_records = self._num_decisions = 0
+    self._decisions: metrics.JsonLines | None = None
     self.best: tuple[float, int] | None = None  # Evaluated return, its update.
     self.terminal = Terminal(name, num_updates, not is_writer, system)
     self._writer = metrics.Writer()
@@ -136,6 +138,7 @@ class Recorder:
     """
     if progress:
       self._num_records = progress['num_records']
+      self._num_decisions = progress.get('num_decisions', 0)
       self._before = {name: progress[name] for name in self._before}
       self.best = progress['best'] and tuple(progress['best'])
       for window, state in zip(self._windows, progress['windows']):
@@ -165,6 +168,9 @@ class Recorder:
             path, self._name, workdir.read_config(path).to_dict()))
     for sinks in self.sinks[:1]:
       sinks.append(self.terminal)
+      if is_sebulba(self._config) and self._config.sebulba.autotune:
+        self._decisions = metrics.JsonLines(
+            self._paths[0], self._num_decisions, 'decisions.jsonl')
 
   def add(self, reports: Sequence[Report]) -> None:
     """Adds what a driver reports, an item for each agent."""
@@ -194,6 +200,14 @@ class Recorder:
         self.best is None or records[0]['eval_return'] > self.best[0]):
       self.best = records[0]['eval_return'], self.num_updates
 
+  def add_decisions(self, decisions: Sequence[Record]) -> None:
+    """Writes a line of `decisions.jsonl` for each, with when it was made."""
+    when = self.times() | {'num_updates': self.num_updates,
+                           'env_steps': self._windows[0].env_steps}
+    for decision in decisions:
+      self._num_decisions += 1
+      self._writer.write([self._decisions], when | decision)
+
   def flush(self) -> None:
     """Waits until all records are written."""
     self._writer.flush()
@@ -203,6 +217,7 @@ class Recorder:
     self.flush()
     return self.times() | {
         'num_records': self._num_records, 'best': self.best,
+        'num_decisions': self._num_decisions,
         'windows': [window.progress() for window in self._windows]}
 
   def close(self) -> None:
@@ -213,7 +228,8 @@ class Recorder:
     """
     self._clock.close()
     try:
-      self._writer.close([sink for sinks in self.sinks for sink in sinks])
+      self._writer.close([sink for sinks in self.sinks for sink in sinks]
+                         + ([self._decisions] if self._decisions else []))
     finally:
       self.terminal.close()  # It may have had no record.
 

@@ -1,12 +1,10 @@
 """Sebulba: actor threads on the host feed a learner on accelerators.
 
 Hessel et al. 2021, arXiv:2104.06272, section 4. Each actor has a thread; the
-learner joins unrolls on the batch axis over its mesh and calls the same
-`Learner.update` that Anakin calls.
+learner joins unrolls on the batch axis and calls `Learner.update`, as Anakin.
 """
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import threading
 import time
 
@@ -15,39 +13,16 @@ import jax
 import numpy as np
 
 from podrl import spmd
-from podrl.actor import Actor, Unroll, check_hangs, make_actor_functions
-from podrl.balance.stages import Stages
-from podrl.channel import Asynchronous, Closed, Deterministic
+from podrl.actor import (
+    PARKED, Actor, Unroll, check_hangs, make_actor_functions)
+from podrl.balance.stages import Stages, leave_out_parked
+from podrl.channel import Asynchronous, Closed, Deterministic, Gate
 from podrl.layout import num_cores
+from podrl.settings import Settings
 from podrl.types import (
     Agent, Episodes, HostEnv, Learner, LearnerState, Metrics, Report)
 
 _LEARNER_STREAM, _UPDATE_STREAM, _ACT_STREAM = range(3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """How a host is used.
-
-  Attributes:
-    num_envs: of each actor; the learner devices divide it.
-    unroll_length: T, steps of an unroll.
-    actors_per_device: threads for each actor device.
-    unrolls_per_update: unrolls that one update learns from.
-    deterministic: or asynchronous.
-    max_lag: bound of the calls of `update` between the parameters that acted
-      and those that learn.
-    hang_seconds: after so long in one call an actor counts as hanging.
-    first_env: index of this host's first environment among all hosts'.
-  """
-  num_envs: int
-  unroll_length: int
-  actors_per_device: int
-  unrolls_per_update: int
-  deterministic: bool
-  max_lag: int
-  hang_seconds: float
-  first_env: int = 0
 
 
 class Sebulba:
@@ -81,6 +56,7 @@ class Sebulba:
         Deterministic(self._num_actors, settings.max_lag)
         if settings.deterministic else
         Asynchronous(settings.unrolls_per_update, settings.max_lag))
+    self._gate = Gate(self._num_actors)
     self._actors: list[Actor] = []
     self._threads: list[threading.Thread] = []
     self.error: BaseException | None = None  # What ended an actor, or learning.
@@ -94,6 +70,25 @@ class Sebulba:
   def learner(self) -> LearnerState | None:
     """The learner's state, once started."""
     return self._state
+
+  @property
+  def num_active(self) -> int:
+    """Actors that act; the others are parked, with their environments."""
+    return self._gate.num_open
+
+  def activate(self, num_actors: int) -> None:
+    """Parks all but so many actors, of each device in turn, or lets them on.
+
+    An unroll under way is ended and learnt from. Asynchronous mode alone.
+
+    Raises:
+      ValueError: if it is not from 1 to all, or the mode is deterministic.
+    """
+    least = self._num_actors if self._settings.deterministic else 1
+    if not least <= num_actors <= self._num_actors:
+      raise ValueError(
+          f'num_actors={num_actors}; from {least} to {self._num_actors} can act')
+    self._gate.open(num_actors)
 
   state = learner  # All of a run that can be had; the environments cannot.
 
@@ -169,8 +164,14 @@ class Sebulba:
 
   def _run_actor(self, actor: Actor) -> None:
     """An actor's thread."""
+    device, turn = divmod(actor.index, self._settings.actors_per_device)
+    place = turn * len(self._actor_devices) + device
     try:
       while True:
+        if place >= self._gate.num_open:
+          actor.enter(PARKED)
+          self._gate.wait(place)
+          actor.enter('actor_waiting')
         params, version, waited = self._exchange.fetch(actor.index)
         actor.num_waits += waited
         unroll = actor.unroll(params[actor.device], version)
@@ -238,7 +239,7 @@ class Sebulba:
           rows.append(metrics)
           own.append({
               'policy_lag': np.mean(lags), 'policy_lag_max': max(lags),
-              'queue_depth': queue_depth,
+              'queue_depth': queue_depth, 'num_actors': self._gate.num_open,
               'num_unrolls_dropped': self._num_dropped,
               'num_actor_waits': self.progress()['num_waits']})
           self._publish()
@@ -259,7 +260,8 @@ class Sebulba:
         Episodes(*np.reshape(episodes, (-1, len(Episodes._fields))).T),
         num_unrolls * self._settings.unroll_length * self._settings.num_envs,
         time.perf_counter() - start, is_finite,
-        {k: stages[k] - before[k] for k in stages}, columns(own))]
+        leave_out_parked({k: stages[k] - before[k] for k in stages}),
+        columns(own))]
 
   def stop(self) -> None:
     """Wakes and ends all threads; a signal handler may call it."""
@@ -270,6 +272,7 @@ class Sebulba:
 
   def _stop(self) -> None:
     self._exchange.close()
+    self._gate.close()
     for actor in self._actors:
       actor.is_stopped = True
 

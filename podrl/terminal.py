@@ -44,7 +44,8 @@ def describe_stages(record: Record, system: System | None = None) -> str:
               'cores', 'actor_devices', 'learner_devices')))
   actors = ' '.join(map(share, ('environment', 'inference', 'actor_waiting')))
   learner = ' '.join(map(share, ('update', 'learner_waiting', 'hand_off')))
-  return (f'actors: {actors}\nlearner: {learner}\n'
+  number = round(record['num_actors'])
+  return (f'{number} actor{"s" * (number > 1)}: {actors}\nlearner: {learner}\n'
           f'lag {record["policy_lag"]:.2g} (max {record["policy_lag_max"]:.0f})  '
           f'queue {record["queue_depth"]:.2g}  '
           f'predictions {compact(record["predictions_per_second"])}/s  '

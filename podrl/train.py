@@ -131,7 +131,8 @@ def _train(job: Job) -> int:
     checkpoints.save(
         recorder.num_updates, run.driver.state, recorder.progress() | {
             'total_updates': run.num_updates, 'drivers': drivers,
-            'num_resumes': files.num_resumes, 'num_devices': len(run.devices)},
+            'num_resumes': files.num_resumes, 'num_devices': len(run.devices)}
+        | ({'num_actors': run.tuner.best} if run.tuner else {}),
         recorder.best and recorder.best[1])
 
   def end_with_others(message: str) -> None:

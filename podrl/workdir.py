@@ -2,6 +2,7 @@
 
   config.json    the configuration as run
   metrics.jsonl  a record a line
+  decisions.jsonl  of sebulba.autotune, a decision a line
   checkpoints/   one directory for each, named by its number of updates
   summary.json   the last of each value, and how the run ended
   seed_0/ ...    with several seeds: these files, but checkpoints, of each

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from podrl.channel import Asynchronous, Channel, Closed, Deterministic, Slot
+from podrl.channel import (
+    Asynchronous, Channel, Closed, Deterministic, Gate, Slot)
 
 
 def _in_thread(function):
@@ -47,7 +48,9 @@ def test_an_empty_channel_times_out():
 
 @pytest.mark.parametrize('make', [
     lambda: (c := Channel(1), c.get), lambda: (s := Slot(), s.get),
-    lambda: (c := Channel(0), lambda: c.put(1))], ids=['get', 'slot', 'put'])
+    lambda: (c := Channel(0), lambda: c.put(1)),
+    lambda: (g := Gate(2), lambda: g.wait(2))],
+    ids=['get', 'slot', 'put', 'gate'])
 def test_closing_wakes_who_waits_and_refuses_who_comes(make):
   closable, wait = make()
   thread, outcome = _in_thread(wait)
@@ -65,6 +68,17 @@ def test_a_slot_has_the_newest():
   slot.put('a', 0)
   slot.put('b', 1)
   assert slot.get() == slot.get() == ('b', 1)
+
+
+def test_a_gate_lets_the_first_places_through():
+  gate = Gate(1)
+  gate.wait(0)
+  thread, _ = _in_thread(lambda: gate.wait(1))
+  thread.join(0.2)
+  assert thread.is_alive()
+  gate.open(2)
+  thread.join(10)
+  assert not thread.is_alive() and gate.num_open == 2
 
 
 @pytest.mark.parametrize('max_lag', [0, 1, 3])

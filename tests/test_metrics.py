@@ -223,7 +223,8 @@ _RECORD = {'num_updates': 50, 'env_steps': 123456, 'frames': 493824,
            'predictions_per_second': 1e4, 'updates_per_second': 5.}
 _STAGES = {f'time_{x}': .5 for x in (
     'environment', 'inference', 'actor_waiting', 'update', 'learner_waiting',
-    'hand_off')} | {'policy_lag': 1., 'policy_lag_max': 1, 'queue_depth': .5}
+    'hand_off')} | {'policy_lag': 1., 'policy_lag_max': 1, 'queue_depth': .5,
+                    'num_actors': 2.}
 
 
 @pytest.mark.parametrize('more', [{}, _STAGES])

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from podrl.actor import PARKED, STAGES
 from podrl.channel import Busy
 
 _LEARNER = ('update', 'learner_waiting', 'hand_off')
@@ -135,3 +136,12 @@ class Stages:
             [x.seconds() for x in self._actor_clocks])),
         'busy_learner_devices': float(np.mean(
             [x.seconds() for x in self._learner_clocks]))}
+
+
+def leave_out_parked(stages: dict[str, float]) -> dict[str, float]:
+  """Means over all actors as means over those that were not parked meanwhile."""
+  names = [f'time_{stage}' for stage in STAGES]
+  active = max(sum(stages[name] for name in names), 1e-9)
+  scale = 1 + stages[f'time_{PARKED}'] / active
+  return {k: x * scale if k in names else x
+          for k, x in stages.items() if k != f'time_{PARKED}'}
