@@ -1,0 +1,1 @@
+"""What limits a run, and the balance between CPU and accelerator."""

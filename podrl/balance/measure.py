@@ -1,0 +1,330 @@
+"""Measures a host: what environments, inference and updates cost on it.
+
+Each part is timed alone, in the calling thread; then by short runs of the driver
+in which all but one part cost nothing, to see how much of it goes on at a time;
+then by short runs of whole plans.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from scipy import optimize
+
+from podrl import sebulba
+from podrl import spmd
+from podrl.actor import Actor, make_actor_functions
+from podrl.balance.model import Costs, times
+from podrl.balance.plan import Plan
+from podrl.learner import make_learner
+from podrl.types import Agent, Discrete, HostEnv, Learner, TimeStep
+
+_SECONDS = 0.5  # About so long is one measurement of a part.
+_TAPE = 16  # Random actions, over and over.
+_LENGTHS = (8, 32)  # Of the unrolls in which inference is timed.
+
+
+class System(NamedTuple):
+  """What is measured.
+
+  Attributes:
+    make_env: `(num_envs, seed, num_threads) -> HostEnv`.
+    agent: chooses actions.
+    learner: of that agent.
+    make_driver: `(plan) -> Sebulba`, with these.
+    devices: of this process, as plans number them.
+    num_cores: that this process may use.
+  """
+  make_env: Callable[[int, int, int], HostEnv]
+  agent: Agent
+  learner: Learner
+  make_driver: Callable[[Plan], sebulba.Sebulba]
+  devices: Sequence[jax.Device]
+  num_cores: int
+
+
+class Run(NamedTuple):
+  """A short run of the driver.
+
+  Attributes:
+    steps_per_second: learnt, those between episodes left out.
+    slots_per_second: the same, those between episodes counted.
+    lag: mean policy lag, in updates.
+    hand_off: seconds of an update.
+    busy_cores: share of the cores.
+  """
+  steps_per_second: float
+  slots_per_second: float
+  lag: float
+  hand_off: float
+  busy_cores: float
+
+
+class _Row(NamedTuple):
+  """A call's mean seconds, the seconds of cores in it, and its noise."""
+  seconds: float
+  cores: float
+  noise: float
+
+
+def run(driver: sebulba.Sebulba, seconds: float, num_cores: int,
+        warm_up: int = 2) -> Run:
+  """Starts a driver, lets it run for about so long, and closes it.
+
+  From the end of one update to that of another, at least three later.
+  """
+  try:
+    driver.start()
+    driver.advance(warm_up)
+    start, cpu = time.perf_counter(), time.process_time()
+    reports = []
+    while len(reports) < 3 or time.perf_counter() - start < seconds:
+      reports += driver.advance(1)
+    passed = time.perf_counter() - start
+    cpu = time.process_time() - cpu
+  finally:
+    driver.close()
+  slots = sum(r.num_predictions for r in reports)
+  joints = sum(r.episodes.num_joints.sum() for r in reports)
+  return Run(
+      (slots - joints) / passed, slots / passed, np.mean([r.own['policy_lag'] for r in reports]),
+      np.mean([r.stages['time_hand_off'] for r in reports]),
+      cpu / passed / num_cores)
+
+
+def _time(call: Callable[[], Any], least: int = 3, warm_up: int = 1) -> _Row:
+  """Times calls for about half a second."""
+  for _ in range(warm_up):
+    call()
+  seconds, cpu = [], time.process_time()
+  while sum(seconds) < _SECONDS or len(seconds) < least:
+    start = time.perf_counter()
+    call()
+    seconds.append(time.perf_counter() - start)
+  cpu = (time.process_time() - cpu) / len(seconds)
+  low, high = np.percentile(seconds, [25, 75])
+  mean = np.mean(seconds)
+  return _Row(float(mean), cpu, float((high - low) / 1.349 / mean))
+
+
+def fit(rows: Sequence[Sequence[float]], values: Sequence[float]
+        ) -> tuple[float, ...]:
+  """Coefficients, none negative, of `values = rows @ coefficients`.
+
+  Args:
+    rows: `[N, K]`, the terms.
+    values: `[N]`; relative errors are squared, so that small ones count.
+
+  Source: Lawson and Hanson 1974, Solving Least Squares Problems, chapter 23.
+  """
+  y = np.maximum(np.asarray(values, float), 1e-9)
+  found, _ = optimize.nnls(np.asarray(rows, float) / y[:, None], np.ones(len(y)))
+  return tuple(map(float, found))
+
+
+def _tape(env: HostEnv, num_envs: int) -> list[np.ndarray]:
+  """Random actions for a pool."""
+  rng, action = np.random.default_rng(0), env.spec.action
+  if isinstance(action, Discrete):
+    return [rng.integers(action.num_actions, size=num_envs, dtype=np.int32)
+            for _ in range(_TAPE)]
+  low, high = (np.clip(x, -1e3, 1e3) for x in (action.low, action.high))
+  return [rng.uniform(low, high, (num_envs, *action.shape)).astype(np.float32)
+          for _ in range(_TAPE)]
+
+
+def _on_tape(env: HostEnv, num_envs: int) -> HostEnv:
+  """An environment that acts at random and shows nothing."""
+  tape, count = _tape(env, num_envs), 0
+  blank = np.zeros((num_envs, 1), np.float32)
+
+  def step(action: np.ndarray) -> TimeStep:
+    nonlocal count
+    del action
+    count += 1
+    return env.step(tape[count % _TAPE])._replace(obs=blank)
+  return HostEnv(env.spec, lambda: env.reset()._replace(obs=blank), step,
+                 env.close)
+
+
+def _standing(system: System, num_envs: int) -> HostEnv:
+  """An environment that costs nothing: it stays where it began."""
+  env = system.make_env(num_envs, 0, 1)
+  timestep = env.reset()
+  timestep = timestep._replace(is_first=np.zeros_like(timestep.is_first))
+  env.close()
+  return HostEnv(env.spec, lambda: timestep, lambda action: timestep,
+                 lambda: None, env.observe)
+
+
+def _idle_agent() -> Agent:
+  """An agent that costs nothing, and learns as little."""
+  def act(params, rng_key, timestep, carry, *, greedy=False):
+    del params, rng_key, greedy
+    return jnp.zeros(timestep.is_first.shape, jnp.int32), (), carry
+  return Agent(
+      lambda rng_key: jnp.zeros(()), lambda num_envs: (), act,
+      lambda params, trajectory, mean: trajectory.timestep.reward,
+      lambda params, target_params, batch, rng_key: (0. * params, {}))
+
+
+def _together(system: System, make_env: Callable[[int], HostEnv], agent: Agent,
+              plan: Plan) -> float:
+  """Seconds between two unrolls of a plan's actors, updates costing nothing."""
+  idle = make_learner(_idle_agent(), optax.sgd(0.))
+  # The agent's parameters stay with the actors, whatever the learner does.
+  key = jax.random.key(0)
+  learner = idle._replace(
+      init=lambda rng_key, example: idle.init(rng_key, example)._replace(
+          params=agent.init(key)),
+      update=lambda state, trajectory, rng_key: (
+          state._replace(num_updates=state.num_updates + 1),
+          {'loss': jnp.zeros(())}))
+  device = system.devices[plan.actor_devices[0]]
+  driver = sebulba.Sebulba(
+      make_env, agent, learner, spmd.make_mesh([device]), [device],
+      sebulba.Settings(
+          num_envs=plan.num_envs, unroll_length=plan.unroll_length,
+          actors_per_device=plan.num_actors, unrolls_per_update=1,
+          deterministic=False, max_lag=2 * plan.num_actors, hang_seconds=300.),
+      key)
+  found = run(driver, 2 * _SECONDS, system.num_cores, 2 * plan.num_actors)
+  return plan.unroll_length * plan.num_envs / found.slots_per_second
+
+
+def _servers(alone: float, cores: float, together: float, num_actors: int,
+             num_cores: int) -> float:
+  """How many can be in a part at a time; infinite where cores explain it.
+
+  Args:
+    alone: seconds of it.
+    cores: seconds of cores in it.
+    together: seconds between two, of so many actors.
+    num_actors: so many.
+    num_cores: that there are.
+  """
+  expected = max(alone / num_actors, cores / num_cores)
+  return np.inf if together < 1.3 * expected else max(1., alone / together)
+
+
+def _environments(system: System, plans: Sequence[Plan]
+                  ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+  """Coefficients of a pool's step, of its cores, and its noise."""
+  threads = {p.env_threads for p in plans}
+  rows, cores, found = [], [], []
+  for num_envs in _spread(p.num_envs for p in plans):
+    for num_threads in sorted({min(threads), max(threads)}):
+      used = min(num_threads, num_envs, system.num_cores)
+      env = _on_tape(system.make_env(num_envs, 0, num_threads), num_envs)
+      env.reset()
+      found.append(_time(lambda: env.step(None), 10))
+      env.close()
+      rows.append((1, used - 1, num_envs / used))
+      cores.append((1, used - 1, num_envs))
+  return (fit(rows, [x.seconds for x in found]),
+          fit(cores, [x.cores for x in found]),
+          float(np.median([x.noise for x in found])))
+
+
+def _spread(values: Iterable[int]) -> list[int]:
+  """The least, the middle and the greatest of some numbers."""
+  found = sorted({*values})
+  return sorted({found[0], found[len(found) // 2], found[-1]})
+
+
+def _actor(system: System, plan: Plan) -> tuple[Actor, Any]:
+  """An actor whose environments cost nothing, and parameters for it."""
+  env = _standing(system, plan.num_envs)
+  devices = [system.devices[i] for i in plan.learner_devices]
+  functions = make_actor_functions(system.agent, env.observe, len(devices))
+  device = system.devices[plan.actor_devices[0]]
+  key = jax.random.key(0)
+  params = jax.device_put(jax.jit(system.agent.init)(key), device)
+  return Actor(0, env, functions, plan.unroll_length, device, devices, key,
+               0), params
+
+
+def _inference(system: System, plans: Sequence[Plan]
+               ) -> tuple[tuple[float, ...], float]:
+  """Coefficients of an unroll's inference, and the cores at work in it."""
+  rows, found = [], []
+  for length in _LENGTHS:
+    for num_envs in {choose(p.num_envs for p in plans) for choose in (min, max)}:
+      actor, params = _actor(system, plans[0]._replace(
+          num_envs=num_envs, unroll_length=length))
+      actor.compile(params)
+      found.append(_time(lambda: actor.unroll(params, 0)))
+      rows.append((1, length, length * num_envs))
+  return (fit(rows, [x.seconds for x in found]),
+          float(np.mean([min(1., x.cores / x.seconds) for x in found])))
+
+
+def _updates(system: System, plans: Sequence[Plan]
+             ) -> tuple[tuple[float, ...], float]:
+  """Coefficients of an update, and the cores at work in it."""
+  corners = dict.fromkeys(
+      choose(plans, key=key) for choose in (min, max)
+      for key in (lambda p: (p.batch, p.unroll_length),
+                  lambda p: (p.unroll_length, -p.batch)))
+  rows, found = [], []
+  for plan in corners:
+    actor, params = _actor(system, plan)
+    mesh = spmd.make_mesh([system.devices[i] for i in plan.learner_devices])
+    example = spmd.join_shards(actor.compile(params), mesh, spmd.TRAJECTORY)
+    key = spmd.place(jax.random.key(0), mesh, spmd.REPLICATED)
+    state = spmd.place(jax.jit(lambda key: system.learner.init(
+        key, jax.eval_shape(lambda: example)))(key), mesh, spmd.LEARNER_STATE)
+    update = spmd.map_update(system.learner, mesh)
+
+    def call() -> None:
+      nonlocal state
+      state, _ = jax.block_until_ready(update(
+          state.params, state._replace(params=()),
+          (example,) * plan.unrolls_per_update, key))
+    found.append(_time(call))
+    rows.append((1, plan.batch / len(plan.learner_devices), plan.unroll_length))
+  return (fit(rows, [x.seconds for x in found]),
+          float(np.mean([x.cores / x.seconds for x in found])))
+
+
+def measure(system: System, plans: Sequence[Plan]) -> Costs:
+  """Measures and fits what the parts of some plans cost.
+
+  Args:
+    system: to measure.
+    plans: whose range of sizes is covered.
+  """
+  environment, environment_cores, noise = _environments(system, plans)
+  inference, inference_cores = _inference(system, plans)
+  update, update_cores = _updates(system, plans)
+  costs = Costs(
+      environment, environment_cores, np.inf, noise, inference, inference_cores,
+      0., update, update_cores, 0., system.num_cores,
+      system.devices[0].platform == 'cpu')
+  # As many at a time as there may be; that is what tells most.
+  plan = max(plans, key=lambda p: (p.num_actors, p.num_envs))._replace(
+      env_threads=1, unroll_length=_LENGTHS[0])
+  plan = plan._replace(actor_devices=plan.actor_devices[:1],
+                       learner_devices=plan.learner_devices[:1])
+  if plan.num_actors < 2:
+    return costs._replace(exclusive=float(not costs.is_cpu))
+  alone = times(plan, costs)
+  seconds = _together(
+      system, lambda i: _on_tape(
+          system.make_env(plan.num_envs, i * plan.num_envs, 1), plan.num_envs),
+      _idle_agent(), plan) / plan.unroll_length
+  servers = _servers(
+      alone.environment, alone.environment * alone.environment_cores, seconds,
+      plan.num_actors, system.num_cores)
+  seconds = _together(
+      system, lambda i: _standing(system, plan.num_envs), system.agent, plan)
+  exclusive = 1 / _servers(
+      alone.inference, alone.inference * inference_cores, seconds,
+      plan.num_actors, system.num_cores)
+  return costs._replace(
+      environment_servers=servers if servers > 8 else round(servers),
+      exclusive=exclusive)
