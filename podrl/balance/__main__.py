@@ -6,10 +6,12 @@
 EXPERIMENT is a file such as experiments/sebulba_pong.py. For about a minute its
 environments, inference and updates are timed on this machine, and short runs of
 the driver; a model of the host then ranks plans: actor threads, environments of
-each (envs), steps of an unroll (T), the threads that step an actor's environments,
-the devices that act and that learn. It says what each would give, how busy that
-keeps cores, actor devices and learner devices, and what limits it. The overrides
-of the best are to paste, or --apply runs the experiment with them.
+each (envs), steps of an unroll (T), the threads that step an actor's
+environments (thr.), the devices that act and that learn. It says what each would
+give, what it gave where it was run, how busy that keeps cores, actor devices and
+learner devices, the policy lag, and what limits it. The overrides of the best
+are to paste, or --apply runs the experiment with them. At last it says whether
+an accelerator is worth it.
 """
 
 from collections.abc import Sequence
@@ -39,8 +41,8 @@ def _act(settings: Sequence[str], paths: list[str],
          values: flags.FlagValues) -> None:
   """Reads, measures, searches, prints, draws, and perhaps runs."""
   if len(paths) != 1:
-    raise ValueError(f'{len(paths)} experiments are named, not 1; try python -m '
-                     'podrl.balance experiments/sebulba_pong.py')
+    raise ValueError(f'{len(paths)} experiments are named, not 1; try '
+                     'python -m podrl.balance experiments/sebulba_pong.py')
   check_choice('--chip', values.chip, tuple(CHIPS))
   config = load(paths[0])(values.agent, values.variant)
   apply_overrides(config, settings)
@@ -66,8 +68,8 @@ def _act(settings: Sequence[str], paths: list[str],
   rates = [found.predictions[x].steps_per_second
            for x in (found.ranking[0], found.base)]
   console.print(
-      f'plan 1: {rates[0] * frame_skip:,.0f} frames/s, {rates[0] / rates[1]:.2f} '
-      'times the configured one; frames per joule: not available')
+      f'plan 1: {rates[0] * frame_skip:,.0f} frames/s, '
+      f'{rates[0] / rates[1]:.2f} times the configured one')
   for line in worth.compare(config, found, values.chip):
     console.print(line, soft_wrap=True)
   path = os.path.join(values.out, 'balance.png')

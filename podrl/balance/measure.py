@@ -1,8 +1,8 @@
 """Measures a host: what environments, inference and updates cost on it.
 
-Each part is timed alone, in the calling thread; then by short runs of the driver
-in which all but one part cost nothing, to see how much of it goes on at a time;
-then by short runs of whole plans.
+Each part is timed alone, in the calling thread; then by short runs of the
+driver in which all but one part cost nothing, to see how much of it goes on at
+a time; then by short runs of whole plans.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,21 +10,18 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from scipy import optimize
 
 from podrl import sebulba
 from podrl import spmd
 from podrl.actor import Actor, make_actor_functions
-from podrl.balance.model import Costs, times
+from podrl.balance.idle import idle_agent, idle_learner, on_tape, standing
 from podrl.balance.plan import Plan
-from podrl.learner import make_learner
-from podrl.types import Agent, Discrete, HostEnv, Learner, TimeStep
+from podrl.balance.simulation import Costs, times
+from podrl.types import Agent, HostEnv, Learner
 
 _SECONDS = 0.5  # About so long is one measurement of a part.
-_TAPE = 16  # Random actions, over and over.
 _LENGTHS = (8, 32)  # Of the unrolls in which inference is timed.
 
 
@@ -91,7 +88,8 @@ def run(driver: sebulba.Sebulba, seconds: float, num_cores: int,
   slots = sum(r.num_predictions for r in reports)
   joints = sum(r.episodes.num_joints.sum() for r in reports)
   return Run(
-      (slots - joints) / passed, slots / passed, np.mean([r.own['policy_lag'] for r in reports]),
+      (slots - joints) / passed, slots / passed,
+      np.mean([r.own['policy_lag'] for r in reports]),
       np.mean([r.stages['time_hand_off'] for r in reports]),
       cpu / passed / num_cores)
 
@@ -122,71 +120,19 @@ def fit(rows: Sequence[Sequence[float]], values: Sequence[float]
   Source: Lawson and Hanson 1974, Solving Least Squares Problems, chapter 23.
   """
   y = np.maximum(np.asarray(values, float), 1e-9)
-  found, _ = optimize.nnls(np.asarray(rows, float) / y[:, None], np.ones(len(y)))
+  x = np.asarray(rows, float) / y[:, None]
+  found, _ = optimize.nnls(x, np.ones(len(y)))
   return tuple(map(float, found))
-
-
-def _tape(env: HostEnv, num_envs: int) -> list[np.ndarray]:
-  """Random actions for a pool."""
-  rng, action = np.random.default_rng(0), env.spec.action
-  if isinstance(action, Discrete):
-    return [rng.integers(action.num_actions, size=num_envs, dtype=np.int32)
-            for _ in range(_TAPE)]
-  low, high = (np.clip(x, -1e3, 1e3) for x in (action.low, action.high))
-  return [rng.uniform(low, high, (num_envs, *action.shape)).astype(np.float32)
-          for _ in range(_TAPE)]
-
-
-def _on_tape(env: HostEnv, num_envs: int) -> HostEnv:
-  """An environment that acts at random and shows nothing."""
-  tape, count = _tape(env, num_envs), 0
-  blank = np.zeros((num_envs, 1), np.float32)
-
-  def step(action: np.ndarray) -> TimeStep:
-    nonlocal count
-    del action
-    count += 1
-    return env.step(tape[count % _TAPE])._replace(obs=blank)
-  return HostEnv(env.spec, lambda: env.reset()._replace(obs=blank), step,
-                 env.close)
-
-
-def _standing(system: System, num_envs: int) -> HostEnv:
-  """An environment that costs nothing: it stays where it began."""
-  env = system.make_env(num_envs, 0, 1)
-  timestep = env.reset()
-  timestep = timestep._replace(is_first=np.zeros_like(timestep.is_first))
-  env.close()
-  return HostEnv(env.spec, lambda: timestep, lambda action: timestep,
-                 lambda: None, env.observe)
-
-
-def _idle_agent() -> Agent:
-  """An agent that costs nothing, and learns as little."""
-  def act(params, rng_key, timestep, carry, *, greedy=False):
-    del params, rng_key, greedy
-    return jnp.zeros(timestep.is_first.shape, jnp.int32), (), carry
-  return Agent(
-      lambda rng_key: jnp.zeros(()), lambda num_envs: (), act,
-      lambda params, trajectory, mean: trajectory.timestep.reward,
-      lambda params, target_params, batch, rng_key: (0. * params, {}))
 
 
 def _together(system: System, make_env: Callable[[int], HostEnv], agent: Agent,
               plan: Plan) -> float:
   """Seconds between two unrolls of a plan's actors, updates costing nothing."""
-  idle = make_learner(_idle_agent(), optax.sgd(0.))
-  # The agent's parameters stay with the actors, whatever the learner does.
   key = jax.random.key(0)
-  learner = idle._replace(
-      init=lambda rng_key, example: idle.init(rng_key, example)._replace(
-          params=agent.init(key)),
-      update=lambda state, trajectory, rng_key: (
-          state._replace(num_updates=state.num_updates + 1),
-          {'loss': jnp.zeros(())}))
   device = system.devices[plan.actor_devices[0]]
   driver = sebulba.Sebulba(
-      make_env, agent, learner, spmd.make_mesh([device]), [device],
+      make_env, agent, idle_learner(agent.init(key)), spmd.make_mesh([device]),
+      [device],
       sebulba.Settings(
           num_envs=plan.num_envs, unroll_length=plan.unroll_length,
           actors_per_device=plan.num_actors, unrolls_per_update=1,
@@ -197,8 +143,8 @@ def _together(system: System, make_env: Callable[[int], HostEnv], agent: Agent,
 
 
 def _servers(alone: float, cores: float, together: float, num_actors: int,
-             num_cores: int) -> float:
-  """How many can be in a part at a time; infinite where cores explain it.
+             num_cores: int, idle: float = 0.) -> float:
+  """How many can be in a part at a time; infinite where the rest explains it.
 
   Args:
     alone: seconds of it.
@@ -206,8 +152,9 @@ def _servers(alone: float, cores: float, together: float, num_actors: int,
     together: seconds between two, of so many actors.
     num_actors: so many.
     num_cores: that there are.
+    idle: seconds of what else an actor does, holding Python's lock.
   """
-  expected = max(alone / num_actors, cores / num_cores)
+  expected = max((alone + idle) / num_actors, (cores + idle) / num_cores, idle)
   return np.inf if together < 1.3 * expected else max(1., alone / together)
 
 
@@ -219,7 +166,7 @@ def _environments(system: System, plans: Sequence[Plan]
   for num_envs in _spread(p.num_envs for p in plans):
     for num_threads in sorted({min(threads), max(threads)}):
       used = min(num_threads, num_envs, system.num_cores)
-      env = _on_tape(system.make_env(num_envs, 0, num_threads), num_envs)
+      env = on_tape(system.make_env(num_envs, 0, num_threads), num_envs)
       env.reset()
       found.append(_time(lambda: env.step(None), 10))
       env.close()
@@ -238,7 +185,7 @@ def _spread(values: Iterable[int]) -> list[int]:
 
 def _actor(system: System, plan: Plan) -> tuple[Actor, Any]:
   """An actor whose environments cost nothing, and parameters for it."""
-  env = _standing(system, plan.num_envs)
+  env = standing(system.make_env(plan.num_envs, 0, 1))
   devices = [system.devices[i] for i in plan.learner_devices]
   functions = make_actor_functions(system.agent, env.observe, len(devices))
   device = system.devices[plan.actor_devices[0]]
@@ -253,7 +200,7 @@ def _inference(system: System, plans: Sequence[Plan]
   """Coefficients of an unroll's inference, and the cores at work in it."""
   rows, found = [], []
   for length in _LENGTHS:
-    for num_envs in {choose(p.num_envs for p in plans) for choose in (min, max)}:
+    for num_envs in {f(p.num_envs for p in plans) for f in (min, max)}:
       actor, params = _actor(system, plans[0]._replace(
           num_envs=num_envs, unroll_length=length))
       actor.compile(params)
@@ -313,15 +260,19 @@ def measure(system: System, plans: Sequence[Plan]) -> Costs:
   if plan.num_actors < 2:
     return costs._replace(exclusive=float(not costs.is_cpu))
   alone = times(plan, costs)
+  actor, params = _actor(system._replace(agent=idle_agent()), plan)
+  actor.compile(params)
+  idle = _time(lambda: actor.unroll(params, 0)).seconds / plan.unroll_length
   seconds = _together(
-      system, lambda i: _on_tape(
+      system, lambda i: on_tape(
           system.make_env(plan.num_envs, i * plan.num_envs, 1), plan.num_envs),
-      _idle_agent(), plan) / plan.unroll_length
+      idle_agent(), plan) / plan.unroll_length
   servers = _servers(
       alone.environment, alone.environment * alone.environment_cores, seconds,
-      plan.num_actors, system.num_cores)
+      plan.num_actors, system.num_cores, idle)
   seconds = _together(
-      system, lambda i: _standing(system, plan.num_envs), system.agent, plan)
+      system, lambda i: standing(
+          system.make_env(plan.num_envs, 0, 1)), system.agent, plan)
   exclusive = 1 / _servers(
       alone.inference, alone.inference * inference_cores, seconds,
       plan.num_actors, system.num_cores)

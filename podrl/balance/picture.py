@@ -19,8 +19,9 @@ def table(found: Found, count: int) -> Table:
     found: by the search.
     count: so many of the best.
   """
-  lines = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-  for name in ('', 'actors', 'envs', 'T', 'thr.', 'steps/s', 'run', 'cores',  'act', 'learn', 'lag'):
+  lines = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+  for name in ('', 'actors', 'envs', 'T', 'thr.', 'steps/s', 'run', 'cores',
+               'act', 'learn', 'lag'):
     lines.add_column(name, justify='right', no_wrap=True)
   lines.add_column('limit', no_wrap=True)
 
@@ -29,7 +30,8 @@ def table(found: Found, count: int) -> Table:
     lines.add_row(
         name, str(plan.num_actors), str(plan.num_envs), str(plan.unroll_length),
         str(plan.env_threads), compact(x.steps_per_second),
-        compact(found.runs[plan].steps_per_second) if plan in found.runs else '',
+        compact(found.runs[plan].steps_per_second) if plan in found.runs else (
+            ''),
         *(f'{getattr(x, field):.0%}' for _, field in _DEVICES), f'{x.lag:.2g}',
         limit(plan, found.costs))
   for i, plan in enumerate(found.ranking[:count]):
@@ -52,7 +54,7 @@ def draw(found: Found, title: str, path: str) -> None:
   predicted = [found.predictions[plan] for plan in best.values()]
   figure, (rates, shares) = pyplot.subplots(2, figsize=(6.4, 6.4), dpi=110)
   rates.plot(counts, [x.steps_per_second for x in predicted], '-', lw=1.5,
-             color='#1f5fa8', label='predicted, the best plan of so many actors')
+             color='#1f5fa8', label='predicted, the best of so many actors')
   first = found.ranking[0]
   for plans, style, size, label in (
       ([p for p in found.runs if p not in (found.base, first)], 'o', 5,
@@ -76,7 +78,7 @@ def draw(found: Found, title: str, path: str) -> None:
     shares.plot(counts, [getattr(x, field) for x in predicted], style, ms=4,
                 color=color, label=name)
   shares.yaxis.set_major_formatter(PercentFormatter(1.))
-  shares.set_ylim(0, 1.1)
+  shares.set_ylim(0, 1.05)
   shares.set_ylabel('busy, predicted')
   for axes in (rates, shares):
     axes.set_xscale('log', base=2)
@@ -84,7 +86,8 @@ def draw(found: Found, title: str, path: str) -> None:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel('actors')
     axes.spines[['top', 'right']].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+  rates.legend(frameon=False, fontsize=8, loc='lower right')
+  shares.legend(frameon=False, fontsize=8, ncols=3, loc='lower right')
   figure.tight_layout()
   figure.savefig(path)
   pyplot.close(figure)

@@ -11,9 +11,10 @@ from podrl import build
 from podrl.balance import measure
 from podrl.balance import model
 from podrl.balance.measure import Run, System
-from podrl.balance.model import Costs, Prediction
+from podrl.balance.model import Prediction
 from podrl.balance.plan import (
     Plan, best_of_each, candidates, configured, from_config, overrides)
+from podrl.balance.simulation import Costs
 from podrl.layout import num_cores
 
 # Of what the model leaves out, in logarithms of rates: the deviations of what
