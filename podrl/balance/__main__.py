@@ -7,11 +7,11 @@ EXPERIMENT is a file such as experiments/sebulba_pong.py. For about a minute its
 environments, inference and updates are timed on this machine, and short runs of
 the driver; a model of the host then ranks plans: actor threads, environments of
 each (envs), steps of an unroll (T), the threads that step an actor's
-environments (thr.), the devices that act and that learn. It says what each would
-give, what it gave where it was run, how busy that keeps cores, actor devices and
-learner devices, the policy lag, and what limits it. The overrides of the best
-are to paste, or --apply runs the experiment with them. At last it says whether
-an accelerator is worth it.
+environments (thr.), the devices that act and that learn. It says what each
+would give, what it gave where it was run, how busy that keeps cores, actor
+devices and learner devices, the policy lag, and what limits it. The overrides
+of the best are to paste, or --apply runs the experiment with them. At last it
+says whether an accelerator is worth it.
 """
 
 from collections.abc import Sequence

@@ -200,7 +200,7 @@ def _inference(system: System, plans: Sequence[Plan]
   """Coefficients of an unroll's inference, and the cores at work in it."""
   rows, found = [], []
   for length in _LENGTHS:
-    for num_envs in {f(p.num_envs for p in plans) for f in (min, max)}:
+    for num_envs in sorted({f(p.num_envs for p in plans) for f in (min, max)}):
       actor, params = _actor(system, plans[0]._replace(
           num_envs=num_envs, unroll_length=length))
       actor.compile(params)
@@ -275,7 +275,8 @@ def measure(system: System, plans: Sequence[Plan]) -> Costs:
           system.make_env(plan.num_envs, 0, 1)), system.agent, plan)
   exclusive = 1 / _servers(
       alone.inference, alone.inference * inference_cores, seconds,
-      plan.num_actors, system.num_cores)
+      plan.num_actors, system.num_cores) if costs.is_cpu else (
+          min(1., seconds / alone.inference))
   return costs._replace(
       environment_servers=servers if servers > 8 else round(servers),
       exclusive=exclusive)

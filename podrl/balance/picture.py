@@ -26,14 +26,13 @@ def table(found: Found, count: int) -> Table:
   lines.add_column('limit', no_wrap=True)
 
   def add(name: str, plan: Plan) -> None:
-    x = found.predictions[plan]
+    x, run = found.predictions[plan], found.runs.get(plan)
     lines.add_row(
         name, str(plan.num_actors), str(plan.num_envs), str(plan.unroll_length),
         str(plan.env_threads), compact(x.steps_per_second),
-        compact(found.runs[plan].steps_per_second) if plan in found.runs else (
-            ''),
-        *(f'{getattr(x, field):.0%}' for _, field in _DEVICES), f'{x.lag:.2g}',
-        limit(plan, found.costs))
+        compact(run.steps_per_second) if run else '',
+        *(f'{getattr(x, field):.0%}' for _, field in _DEVICES),
+        f'{(run or x).lag:.2g}', limit(plan, found.costs))
   for i, plan in enumerate(found.ranking[:count]):
     add(str(i + 1), plan)
   if found.base not in found.ranking[:count]:
@@ -77,9 +76,12 @@ def draw(found: Found, title: str, path: str) -> None:
       _DEVICES, ('-o', '--^', ':s'), ('#1f5fa8', '#3d7a3a', '#c44e00')):
     shares.plot(counts, [getattr(x, field) for x in predicted], style, ms=4,
                 color=color, label=name)
+  shares.plot([p.num_actors for p in found.runs],
+              [x.busy_cores for x in found.runs.values()], 'o', ms=5,
+              color='#1f5fa8', mfc='none', label='cores, measured')
   shares.yaxis.set_major_formatter(PercentFormatter(1.))
   shares.set_ylim(0, 1.05)
-  shares.set_ylabel('busy, predicted')
+  shares.set_ylabel('busy')
   for axes in (rates, shares):
     axes.set_xscale('log', base=2)
     axes.set_xticks(counts)
@@ -87,7 +89,7 @@ def draw(found: Found, title: str, path: str) -> None:
     axes.set_xlabel('actors')
     axes.spines[['top', 'right']].set_visible(False)
   rates.legend(frameon=False, fontsize=8, loc='lower right')
-  shares.legend(frameon=False, fontsize=8, ncols=3, loc='lower right')
+  shares.legend(frameon=False, fontsize=8, ncols=2, loc='lower right')
   figure.tight_layout()
   figure.savefig(path)
   pyplot.close(figure)

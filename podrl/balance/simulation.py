@@ -3,12 +3,12 @@
 Actors are the customers: each asks for parameters, then T times for inference
 and a step of its pool, and hands an unroll to the learner, under the driver's
 own rules: permits or first-in-first-out queues, unrolls per update, the bound
-of policy lag. Stations are the environments (as many servers as pools can step at
-a time), each actor device and each learner device (one server, first come first
-served; one for both where they are the same accelerator). All that uses cores
-shares them: where more are asked for than there are, everything that runs on
-them is slowed alike (processor sharing). On a CPU environments, inference and
-updates all do.
+of policy lag. Stations are the environments (as many servers as pools can step
+at a time), each actor device and each learner device (one server, first come
+first served; one for both where they are the same accelerator). All that uses
+cores shares them: where more are asked for than there are, everything that runs
+on them is slowed alike (processor sharing). On a CPU environments, inference
+and updates all do.
 """
 
 from collections import deque
