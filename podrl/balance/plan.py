@@ -82,8 +82,7 @@ def to_flags(fields: dict[str, Any]) -> str:
   """Overrides as they are pasted after a command."""
   return ' '.join(
       f'--config.{name}=' + (
-          ','.join(map(str, value)) + ',' * (len(value) == 1)
-          if isinstance(value, tuple) else str(value))
+          ','.join(map(str, value)) if isinstance(value, tuple) else str(value))
       for name, value in fields.items())
 
 
