@@ -1,0 +1,112 @@
+"""Finds the balance between CPU and accelerator for an experiment of Sebulba.
+
+  python -m podrl.balance EXPERIMENT [--agent=ppo] [--variant=] [--out=DIR]
+      [--max_lag=N] [--size_range=2] [--apply] [--config.FIELD=VALUE ...]
+
+EXPERIMENT is a file such as experiments/sebulba_pong.py. For about a minute its
+environments, inference and updates are timed on this machine, and short runs of
+the driver; a model of the host then ranks plans: actor threads, environments of
+each (envs), steps of an unroll (T), the threads that step an actor's
+environments (thr.), the devices that act and that learn. It says what each
+would give, what it gave where it was run, how busy that keeps cores, actor
+devices and learner devices, the policy lag, and what limits it. The overrides
+of the best are to paste, or --apply runs the experiment with them. At last it
+says whether an accelerator is worth it.
+"""
+
+from collections.abc import Sequence
+import functools
+import os
+import sys
+
+from absl import flags
+from rich.console import Console
+
+from podrl import build
+from podrl import cli
+from podrl.balance import picture
+from podrl.balance import search
+from podrl.balance import worth
+from podrl.balance.plan import overrides, to_flags
+from podrl.check import check
+from podrl.chips import CHIPS
+from podrl.config import AGENTS, apply_overrides, check_choice, is_sebulba
+from podrl.layout import set_up_jax
+from podrl.scaling import load
+
+_BEST = 5  # So many plans are told.
+
+
+def _act(settings: Sequence[str], paths: list[str],
+         values: flags.FlagValues) -> None:
+  """Reads, measures, searches, prints, draws, and perhaps runs."""
+  if len(paths) != 1:
+    raise ValueError(f'{len(paths)} experiments are named, not 1; try '
+                     'python -m podrl.balance experiments/sebulba_pong.py')
+  check_choice('--chip', values.chip, tuple(CHIPS))
+  config = load(paths[0])(values.agent, values.variant)
+  apply_overrides(config, settings)
+  check(config)
+  if not is_sebulba(config):
+    raise ValueError(
+        f'{paths[0]} is of Anakin, whose environments are on the device: there '
+        'is nothing to balance; try python -m podrl.scaling')
+  if not os.path.isdir(values.out):
+    raise ValueError(f'--out={values.out} is no directory')
+  set_up_jax(config)
+  console = Console(highlight=False, markup=False)
+  found = search.find_for(
+      config, values.max_lag, values.size_range,
+      say=lambda line: console.print(line, style='dim'))
+  frame_skip = build.make_host_spec(config).frame_skip
+  console.print(picture.table(found, _BEST))
+  lag = {} if values.max_lag is None else {'sebulba.max_lag': values.max_lag}
+  lines = [to_flags(overrides(plan, found.base) | lag)
+           for plan in found.ranking[:_BEST]]
+  for i, line in enumerate(lines):
+    console.print(f'{i + 1}  {line}', soft_wrap=True)
+  rates = [found.predictions[x].steps_per_second
+           for x in (found.ranking[0], found.base)]
+  console.print(
+      f'plan 1: {rates[0] * frame_skip:,.0f} frames/s, '
+      f'{rates[0] / rates[1]:.2f} times the configured one')
+  for line in worth.compare(config, found, values.chip):
+    console.print(line, soft_wrap=True)
+  path = os.path.join(values.out, 'balance.png')
+  picture.draw(found, f'{config.env.name}, {config.agent.name}', path)
+  console.print(f'drawn: {path}', soft_wrap=True)
+  path = os.path.join(values.out, 'balance.txt')
+  with open(path, 'w', encoding='utf-8') as file:
+    file.write(lines[0] + '\n')
+  console.print(f'overrides of plan 1: {path}', soft_wrap=True)
+  if values.apply:
+    console.file.flush()
+    # Afresh: this process has set up JAX, and holds what it measured.
+    os.execv(sys.executable, [
+        sys.executable, paths[0], f'--agent={values.agent}',
+        f'--variant={values.variant}', *settings, *lines[0].split()])
+
+
+def run(argv: Sequence[str]) -> int:
+  """The command; returns 0, or 2 for the user's mistake."""
+  values = flags.FlagValues()
+  flags.DEFINE_string('agent', 'ppo', ', '.join(AGENTS), flag_values=values)
+  flags.DEFINE_string('variant', '', 'of the experiment.', flag_values=values)
+  flags.DEFINE_string('out', '.', 'where balance.png and balance.txt go.',
+                      flag_values=values)
+  flags.DEFINE_integer('max_lag', None, 'bound of the policy lag, in updates; '
+                       'the configured one by default.', 0, flag_values=values)
+  flags.DEFINE_float(
+      'size_range', 2., "how many times smaller or larger than configured an "
+      "unroll's length and an update's batch may be.", 1., flag_values=values)
+  flags.DEFINE_string('chip', 'h100', 'compared with where there is none: ' +
+                      ', '.join(CHIPS), flag_values=values)
+  flags.DEFINE_bool('apply', False, 'run the experiment with the best plan.',
+                    flag_values=values)
+  settings = [x for x in argv if x.startswith('--config.')]
+  return cli.run([x for x in argv if x not in settings], __doc__, values,
+                 functools.partial(_act, settings))
+
+
+if __name__ == '__main__':
+  sys.exit(run(sys.argv))

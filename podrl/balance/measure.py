@@ -1,0 +1,282 @@
+"""Measures a host: what environments, inference and updates cost on it.
+
+Each part is timed alone, in the calling thread; then by short runs of the
+driver in which all but one part cost nothing, to see how much of it goes on at
+a time; then by short runs of whole plans.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from scipy import optimize
+
+from podrl import sebulba
+from podrl import spmd
+from podrl.actor import Actor, make_actor_functions
+from podrl.balance.idle import idle_agent, idle_learner, on_tape, standing
+from podrl.balance.plan import Plan
+from podrl.balance.simulation import Costs, times
+from podrl.types import Agent, HostEnv, Learner
+
+_SECONDS = 0.5  # About so long is one measurement of a part.
+_LENGTHS = (8, 32)  # Of the unrolls in which inference is timed.
+
+
+class System(NamedTuple):
+  """What is measured.
+
+  Attributes:
+    make_env: `(num_envs, seed, num_threads) -> HostEnv`.
+    agent: chooses actions.
+    learner: of that agent.
+    make_driver: `(plan) -> Sebulba`, with these.
+    devices: of this process, as plans number them.
+    num_cores: that this process may use.
+  """
+  make_env: Callable[[int, int, int], HostEnv]
+  agent: Agent
+  learner: Learner
+  make_driver: Callable[[Plan], sebulba.Sebulba]
+  devices: Sequence[jax.Device]
+  num_cores: int
+
+
+class Run(NamedTuple):
+  """A short run of the driver.
+
+  Attributes:
+    steps_per_second: learnt, those between episodes left out.
+    slots_per_second: the same, those between episodes counted.
+    lag: mean policy lag, in updates.
+    hand_off: seconds of an update.
+    busy_cores: share of the cores.
+  """
+  steps_per_second: float
+  slots_per_second: float
+  lag: float
+  hand_off: float
+  busy_cores: float
+
+
+class _Row(NamedTuple):
+  """A call's mean seconds, the seconds of cores in it, and its noise."""
+  seconds: float
+  cores: float
+  noise: float
+
+
+def run(driver: sebulba.Sebulba, seconds: float, num_cores: int,
+        warm_up: int = 2) -> Run:
+  """Starts a driver, lets it run for about so long, and closes it.
+
+  From the end of one update to that of another, at least three later.
+  """
+  try:
+    driver.start()
+    driver.advance(warm_up)
+    start, cpu = time.perf_counter(), time.process_time()
+    reports = []
+    while len(reports) < 3 or time.perf_counter() - start < seconds:
+      reports += driver.advance(1)
+    passed = time.perf_counter() - start
+    cpu = time.process_time() - cpu
+  finally:
+    driver.close()
+  slots = sum(r.num_predictions for r in reports)
+  joints = sum(r.episodes.num_joints.sum() for r in reports)
+  return Run(
+      (slots - joints) / passed, slots / passed,
+      np.mean([r.own['policy_lag'] for r in reports]),
+      np.mean([r.stages['time_hand_off'] for r in reports]),
+      cpu / passed / num_cores)
+
+
+def _time(call: Callable[[], Any], least: int = 3, warm_up: int = 1) -> _Row:
+  """Times calls for about half a second."""
+  for _ in range(warm_up):
+    call()
+  seconds, cpu = [], time.process_time()
+  while sum(seconds) < _SECONDS or len(seconds) < least:
+    start = time.perf_counter()
+    call()
+    seconds.append(time.perf_counter() - start)
+  cpu = (time.process_time() - cpu) / len(seconds)
+  low, high = np.percentile(seconds, [25, 75])
+  mean = np.mean(seconds)
+  return _Row(float(mean), cpu, float((high - low) / 1.349 / mean))
+
+
+def fit(rows: Sequence[Sequence[float]], values: Sequence[float]
+        ) -> tuple[float, ...]:
+  """Coefficients, none negative, of `values = rows @ coefficients`.
+
+  Args:
+    rows: `[N, K]`, the terms.
+    values: `[N]`; relative errors are squared, so that small ones count.
+
+  Source: Lawson and Hanson 1974, Solving Least Squares Problems, chapter 23.
+  """
+  y = np.maximum(np.asarray(values, float), 1e-9)
+  x = np.asarray(rows, float) / y[:, None]
+  found, _ = optimize.nnls(x, np.ones(len(y)))
+  return tuple(map(float, found))
+
+
+def _together(system: System, make_env: Callable[[int], HostEnv], agent: Agent,
+              plan: Plan) -> float:
+  """Seconds between two unrolls of a plan's actors, updates costing nothing."""
+  key = jax.random.key(0)
+  device = system.devices[plan.actor_devices[0]]
+  driver = sebulba.Sebulba(
+      make_env, agent, idle_learner(agent.init(key)), spmd.make_mesh([device]),
+      [device],
+      sebulba.Settings(
+          num_envs=plan.num_envs, unroll_length=plan.unroll_length,
+          actors_per_device=plan.num_actors, unrolls_per_update=1,
+          deterministic=False, max_lag=2 * plan.num_actors, hang_seconds=300.),
+      key)
+  found = run(driver, 2 * _SECONDS, system.num_cores, 2 * plan.num_actors)
+  return plan.unroll_length * plan.num_envs / found.slots_per_second
+
+
+def _servers(alone: float, cores: float, together: float, num_actors: int,
+             num_cores: int, idle: float = 0.) -> float:
+  """How many can be in a part at a time; infinite where the rest explains it.
+
+  Args:
+    alone: seconds of it.
+    cores: seconds of cores in it.
+    together: seconds between two, of so many actors.
+    num_actors: so many.
+    num_cores: that there are.
+    idle: seconds of what else an actor does, holding Python's lock.
+  """
+  expected = max((alone + idle) / num_actors, (cores + idle) / num_cores, idle)
+  return np.inf if together < 1.3 * expected else max(1., alone / together)
+
+
+def _environments(system: System, plans: Sequence[Plan]
+                  ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+  """Coefficients of a pool's step, of its cores, and its noise."""
+  threads = {p.env_threads for p in plans}
+  rows, cores, found = [], [], []
+  for num_envs in _spread(p.num_envs for p in plans):
+    for num_threads in sorted({min(threads), max(threads)}):
+      used = min(num_threads, num_envs, system.num_cores)
+      env = on_tape(system.make_env(num_envs, 0, num_threads), num_envs)
+      env.reset()
+      found.append(_time(lambda: env.step(None), 10))
+      env.close()
+      rows.append((1, used - 1, num_envs / used))
+      cores.append((1, used - 1, num_envs))
+  return (fit(rows, [x.seconds for x in found]),
+          fit(cores, [x.cores for x in found]),
+          float(np.median([x.noise for x in found])))
+
+
+def _spread(values: Iterable[int]) -> list[int]:
+  """The least, the middle and the greatest of some numbers."""
+  found = sorted({*values})
+  return sorted({found[0], found[len(found) // 2], found[-1]})
+
+
+def _actor(system: System, plan: Plan) -> tuple[Actor, Any]:
+  """An actor whose environments cost nothing, and parameters for it."""
+  env = standing(system.make_env(plan.num_envs, 0, 1))
+  devices = [system.devices[i] for i in plan.learner_devices]
+  functions = make_actor_functions(system.agent, env.observe, len(devices))
+  device = system.devices[plan.actor_devices[0]]
+  key = jax.random.key(0)
+  params = jax.device_put(jax.jit(system.agent.init)(key), device)
+  return Actor(0, env, functions, plan.unroll_length, device, devices, key,
+               0), params
+
+
+def _inference(system: System, plans: Sequence[Plan]
+               ) -> tuple[tuple[float, ...], float]:
+  """Coefficients of an unroll's inference, and the cores at work in it."""
+  rows, found = [], []
+  for length in _LENGTHS:
+    for num_envs in sorted({f(p.num_envs for p in plans) for f in (min, max)}):
+      actor, params = _actor(system, plans[0]._replace(
+          num_envs=num_envs, unroll_length=length))
+      actor.compile(params)
+      found.append(_time(lambda: actor.unroll(params, 0)))
+      rows.append((1, length, length * num_envs))
+  return (fit(rows, [x.seconds for x in found]),
+          float(np.mean([min(1., x.cores / x.seconds) for x in found])))
+
+
+def _updates(system: System, plans: Sequence[Plan]
+             ) -> tuple[tuple[float, ...], float]:
+  """Coefficients of an update, and the cores at work in it."""
+  corners = dict.fromkeys(
+      choose(plans, key=key) for choose in (min, max)
+      for key in (lambda p: (p.batch, p.unroll_length),
+                  lambda p: (p.unroll_length, -p.batch)))
+  rows, found = [], []
+  for plan in corners:
+    actor, params = _actor(system, plan)
+    mesh = spmd.make_mesh([system.devices[i] for i in plan.learner_devices])
+    example = spmd.join_shards(actor.compile(params), mesh, spmd.TRAJECTORY)
+    key = spmd.place(jax.random.key(0), mesh, spmd.REPLICATED)
+    state = spmd.place(jax.jit(lambda key: system.learner.init(
+        key, jax.eval_shape(lambda: example)))(key), mesh, spmd.LEARNER_STATE)
+    update = spmd.map_update(system.learner, mesh)
+
+    def call() -> None:
+      nonlocal state
+      state, _ = jax.block_until_ready(update(
+          state.params, state._replace(params=()),
+          (example,) * plan.unrolls_per_update, key))
+    found.append(_time(call))
+    rows.append((1, plan.batch / len(plan.learner_devices), plan.unroll_length))
+  return (fit(rows, [x.seconds for x in found]),
+          float(np.mean([x.cores / x.seconds for x in found])))
+
+
+def measure(system: System, plans: Sequence[Plan]) -> Costs:
+  """Measures and fits what the parts of some plans cost.
+
+  Args:
+    system: to measure.
+    plans: whose range of sizes is covered.
+  """
+  environment, environment_cores, noise = _environments(system, plans)
+  inference, inference_cores = _inference(system, plans)
+  update, update_cores = _updates(system, plans)
+  costs = Costs(
+      environment, environment_cores, np.inf, noise, inference, inference_cores,
+      0., update, update_cores, 0., system.num_cores,
+      system.devices[0].platform == 'cpu')
+  # As many at a time as there may be; that is what tells most.
+  plan = max(plans, key=lambda p: (p.num_actors, p.num_envs))._replace(
+      env_threads=1, unroll_length=_LENGTHS[0])
+  plan = plan._replace(actor_devices=plan.actor_devices[:1],
+                       learner_devices=plan.learner_devices[:1])
+  if plan.num_actors < 2:
+    return costs._replace(exclusive=float(not costs.is_cpu))
+  alone = times(plan, costs)
+  actor, params = _actor(system._replace(agent=idle_agent()), plan)
+  actor.compile(params)
+  idle = _time(lambda: actor.unroll(params, 0)).seconds / plan.unroll_length
+  seconds = _together(
+      system, lambda i: on_tape(
+          system.make_env(plan.num_envs, i * plan.num_envs, 1), plan.num_envs),
+      idle_agent(), plan) / plan.unroll_length
+  servers = _servers(
+      alone.environment, alone.environment * alone.environment_cores, seconds,
+      plan.num_actors, system.num_cores, idle)
+  seconds = _together(
+      system, lambda i: standing(
+          system.make_env(plan.num_envs, 0, 1)), system.agent, plan)
+  exclusive = 1 / _servers(
+      alone.inference, alone.inference * inference_cores, seconds,
+      plan.num_actors, system.num_cores) if costs.is_cpu else (
+          min(1., seconds / alone.inference))
+  return costs._replace(
+      environment_servers=servers if servers > 8 else round(servers),
+      exclusive=exclusive)

@@ -1,0 +1,172 @@
+"""Finds the plans that learn from the most steps a second."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from podrl import build
+
+from podrl.balance import measure
+from podrl.balance import model
+from podrl.balance.measure import Run, System
+from podrl.balance.model import Prediction
+from podrl.balance.plan import (
+    Plan, best_of_each, candidates, configured, from_config, overrides)
+from podrl.balance.simulation import Costs
+from podrl.layout import num_cores
+
+# Of what the model leaves out, in logarithms of rates: the deviations of what
+# all plans share, of what near ones do, and of a measurement; how far "near"
+# reaches, in octaves of each of a plan's sizes.
+_SHARED, _NEAR, _NOISE, _REACH = 0.3, 0.15, 0.04, 1.5
+_MAX_ROUNDS = 3  # Of running the plan that looks best by then.
+
+
+class Found(NamedTuple):
+  """What a search found.
+
+  Attributes:
+    base: the configured plan.
+    ranking: plans, the fastest first.
+    predictions: of each plan that was not left out early.
+    runs: of those that were tried.
+    costs: fitted.
+  """
+  base: Plan
+  ranking: list[Plan]
+  predictions: dict[Plan, Prediction]
+  runs: dict[Plan, Run]
+  costs: Costs
+
+
+def _sizes(plan: Plan) -> np.ndarray:
+  """A plan's sizes, in octaves."""
+  return np.log2([
+      plan.num_actors, plan.num_envs, plan.unroll_length, plan.env_threads,
+      len(plan.actor_devices), len(plan.learner_devices)])
+
+
+def calibrate(predictions: dict[Plan, Prediction], runs: dict[Plan, Run]
+              ) -> dict[Plan, Prediction]:
+  """Predictions, corrected by runs: exactly there, less so farther off.
+
+  What the model leaves out, log(measured / predicted), is a Gaussian process
+  over the plans' sizes. Source: Kennedy and O'Hagan 2001, Bayesian calibration
+  of computer models, section 4; the mean of Rasmussen and Williams 2006,
+  Gaussian Processes for Machine Learning, eq. 2.25.
+
+  Args:
+    predictions: of the model.
+    runs: of some of these plans.
+  """
+  known = [plan for plan in runs if plan in predictions]
+  if not known:
+    return predictions
+  errors = np.log([runs[p].steps_per_second / predictions[p].steps_per_second
+                   for p in known])
+  at = np.stack([_sizes(p) for p in known])
+
+  def covariance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    squares = ((x[:, None] - y[None]) ** 2).sum(-1)
+    return _SHARED**2 + _NEAR**2 * np.exp(-squares / (2 * _REACH**2))
+  weights = np.linalg.solve(
+      covariance(at, at) + _NOISE**2 * np.eye(len(known)), errors)
+  factors = np.exp(covariance(
+      np.stack([_sizes(p) for p in predictions]), at) @ weights)
+  return {plan: x._replace(steps_per_second=x.steps_per_second * float(factor))
+          for (plan, x), factor in zip(predictions.items(), factors)}
+
+
+def _rates(predictions: dict[Plan, Prediction]) -> dict[Plan, float]:
+  return {p: x.steps_per_second for p, x in predictions.items()}
+
+
+def find(system: System, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
+         say: Callable[[str], None] = lambda line: None) -> Found:
+  """Measures a host and ranks plans for it.
+
+  The configured plan and the best for some numbers of actors are run; what they
+  reach corrects all predictions. So is what then looks best, until that is a
+  plan that was run.
+
+  Args:
+    system: the host.
+    plans: to choose from, `base` among them.
+    base: the configured plan.
+    seconds: of each run of the driver, compilation left out.
+    say: takes lines on how it goes.
+  """
+  say('timing environments, inference and updates')
+  costs = measure.measure(system, plans)
+  runs: dict[Plan, Run] = {}
+
+  def run(plan: Plan) -> None:
+    say(f'running {describe(plan)}')
+    runs[plan] = measure.run(
+        system.make_driver(plan), seconds, system.num_cores)
+
+  run(base)
+  costs = costs._replace(hand_off=float(runs[base].hand_off))
+  predictions = model.predict(list(plans), costs)
+  predictions[base] = model.simulate(base, costs)
+  best = best_of_each(plans, _rates(predictions))
+  counts = list(best)
+  for i in sorted({0, len(counts) // 2, len(counts) - 1}):
+    if best[counts[i]] not in runs:
+      run(best[counts[i]])
+  for _ in range(_MAX_ROUNDS):
+    rates = _rates(calibrate(predictions, runs))
+    first = max(rates, key=rates.get)
+    if first in runs:
+      break
+    run(first)
+  predictions = calibrate(predictions, runs)
+  rates = _rates(predictions)
+  return Found(base, sorted(rates, key=rates.get, reverse=True), predictions,
+               runs, costs)
+
+
+def describe(plan: Plan) -> str:
+  """A plan in a few words."""
+  return (f'{plan.num_actors} actors x {plan.num_envs} environments x '
+          f'{plan.unroll_length} steps, {plan.env_threads} threads each')
+
+
+def make_system(config: Any, base: Plan) -> System:
+  """The host as a configuration uses it."""
+  spec = build.make_host_spec(config)
+  agent = build.make_agent(config, spec)
+
+  def make_driver(plan: Plan) -> Any:
+    return build.make_run(configured(config, overrides(plan, base))).driver
+  return System(
+      lambda num_envs, seed, num_threads: build.make_host_env(
+          config, num_envs, config.seed + seed, num_threads),
+      agent, build.learner_for(config, agent, 1000), make_driver,
+      jax.local_devices(), num_cores())
+
+
+def find_for(config: Any, max_lag: int | None, size_range: float,
+             seconds: float = 2.,
+             say: Callable[[str], None] = lambda line: None) -> Found:
+  """`find` for a configuration.
+
+  Args:
+    config: of an experiment of Sebulba.
+    max_lag: bound of the policy lag; None is the configured one.
+    size_range: as `plan.candidates`.
+    seconds: of each run.
+    say: takes lines on how it goes.
+
+  Raises:
+    ValueError: where the configuration does not fit this machine.
+  """
+  spec = build.make_host_spec(config)
+  base = from_config(config, spec)
+  if max_lag is not None:
+    config = configured(config, {'sebulba.max_lag': max_lag})
+  plans = candidates(config, spec, size_range)
+  base = from_config(config, spec)
+  return find(make_system(config, base), plans, base, seconds, say)

@@ -1,0 +1,319 @@
+"""Plans: what is measured, predicted and found."""
+
+import io
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+import synthetic
+
+from podrl.balance import __main__ as command
+from podrl.balance import measure
+from podrl.balance import model
+from podrl.balance import picture
+from podrl.balance import search
+from podrl.balance import simulation
+from podrl.balance import worth
+from podrl.balance.measure import Run, System
+from podrl.balance.model import simulate
+from podrl.balance.plan import (
+    Plan, candidates, configured, from_config, overrides, to_flags)
+from podrl.balance.simulation import Costs
+from podrl.build import make_host_spec
+from podrl.chips import CHIPS
+from podrl.config import apply_overrides, sebulba_config
+from podrl.program import Work
+
+_PLAN = Plan((0,), (0,), 1, 4, 1, 10, 1, 1, False)
+# A step of 10 ms and inference of 5 ms; an update of 80 ms.
+_COSTS = Costs((.01, 0, 0), (0, 0, 0), np.inf, 0., (0, .005, 0), 0., 0.,
+               (.08, 0, 0), 0., 0., 64, True)
+
+
+def _rate(costs=_COSTS, **changes):
+  threads = changes.pop('num_actors', 1)
+  changes.setdefault('unrolls_per_update', threads)
+  return simulate(_PLAN._replace(threads=threads, **changes), costs)
+
+
+@pytest.mark.parametrize('deterministic', [False, True])
+def test_rates_by_hand(deterministic):
+  rate = lambda costs=_COSTS, **changes: _rate(
+      costs, deterministic=deterministic, **changes).steps_per_second
+  # An unroll takes 10 x 15 ms, and the update goes on meanwhile.
+  assert rate() == pytest.approx(40 / .15)
+  assert rate(max_lag=0) == pytest.approx(40 / .23)  # One after the other.
+  assert rate(_COSTS._replace(update=(.4, 0, 0))) == pytest.approx(40 / .4)
+  # Four actors wait for one device, 4 x 5 ms a step; or for two servers of
+  # environments, or for one core of two where steps need them, 4 x 10 / 2.
+  shared = _COSTS._replace(inference=(0, .01, 0), exclusive=1.)
+  assert rate(shared, num_actors=4) == pytest.approx(160 / .4, rel=.05)
+  two = _COSTS._replace(environment_servers=2)
+  assert rate(two, num_actors=4) == pytest.approx(160 / .2, rel=.1)
+  cores = _COSTS._replace(environment_cores=(.01, 0, 0), num_cores=2,
+                          inference=(0, 0, 0))
+  assert rate(cores, num_actors=4) == pytest.approx(160 / .2, rel=.05)
+
+
+def test_an_accelerator_does_one_thing_at_a_time():
+  costs = _COSTS._replace(exclusive=1., is_cpu=False)
+  # 10 x 5 ms of inference and 80 ms of update, for 10 x 10 ms of steps.
+  many = _PLAN._replace(threads=8, max_lag=7)
+  assert simulate(many, costs).steps_per_second == (
+      pytest.approx(40 / .13, rel=.05))
+  apart = many._replace(learner_devices=(1,))
+  assert simulate(apart, costs).steps_per_second == pytest.approx(
+      40 / .08, rel=.05)
+
+
+def test_permits_and_lag():
+  # One unroll learns at a time, two are under way: the others wait.
+  few = _rate(num_actors=8, unrolls_per_update=1, max_lag=0)
+  assert few.steps_per_second == pytest.approx(40 / .23)
+  assert few.lag == 0
+  for max_lag in range(4):
+    found = _rate(num_actors=8, unrolls_per_update=1, max_lag=max_lag)
+    assert found.lag <= max_lag
+  assert _rate(num_actors=4, deterministic=True, max_lag=2).lag == 2
+
+
+@pytest.mark.parametrize('name, changes', [
+    ('environments', {}), ('learner devices', {'update': (.4, 0, 0)}),
+    ('actor devices', {'inference': (0, .05, 0), 'exclusive': 1.}),
+    ('cores', {'environment_cores': (.01, 0, 0), 'num_cores': .25}),
+    ('hand-off', {'hand_off': .5})])
+def test_limit(name, changes):
+  assert model.limit(_PLAN, _COSTS._replace(**changes)) == name
+
+
+def test_lag_is_the_limit_of_many_actors():
+  plan = _PLAN._replace(threads=8, unrolls_per_update=1, max_lag=0)
+  costs = _COSTS._replace(update=(.15, 0, 0))
+  assert model.limit(plan, costs) == 'lag'
+
+
+def test_bounds_are_bounds():
+  rng = np.random.default_rng(0)
+  for _ in range(30):
+    costs = _COSTS._replace(
+        environment=(*rng.uniform(0, .02, 1), 0, 0),
+        inference=(0, *rng.uniform(0, .01, 1), 0), update=(
+            *rng.uniform(0, .2, 1), 0, 0), exclusive=rng.uniform(),
+        environment_servers=rng.integers(1, 4))
+    threads = int(rng.integers(1, 6))
+    plan = _PLAN._replace(threads=threads, unrolls_per_update=threads)
+    # Whole updates in a window: its ends count for a little.
+    assert simulate(plan, costs).steps_per_second <= (
+        1.03 * model.bound(plan, costs))
+
+
+def test_fit():
+  rows = [(1, 1, 8), (1, 1, 64), (1, 2, 16), (1, 2, 256)]
+  true = .003, .001, .0002
+  np.testing.assert_allclose(
+      measure.fit(rows, np.asarray(rows) @ true), true, rtol=1e-6)
+  # None is negative; a large value has no more weight than a small one.
+  assert measure.fit([(1, 1), (1, 2)], [2, 1])[1] == 0
+  assert measure.fit([(1,), (1,)], [1, 1000])[0] < 3
+
+
+def test_servers():
+  # 10 ms of two cores for each of 4: every 2.5 ms; every 10 ms on one core.
+  assert measure._servers(.01, 0., .0026, 4, 2) == np.inf
+  assert measure._servers(.01, .01, .0052, 4, 2) == np.inf
+  assert measure._servers(.01, 0., .005, 4, 2) == pytest.approx(2)
+
+
+def _run(rate):
+  return Run(rate, rate, 1., .001, .5)
+
+
+def test_runs_correct_predictions():
+  plans = [_PLAN._replace(threads=n) for n in (1, 2, 4, 64)]
+  predictions = {p: simulate(p, _COSTS)._replace(steps_per_second=100.)
+                 for p in plans}
+  found = search.calibrate(predictions, {plans[0]: _run(50.)})
+  rates = [found[p].steps_per_second for p in plans]
+  assert rates[0] == pytest.approx(50, rel=.02)
+  assert rates == sorted(rates) and rates[-1] < 65  # Part of it is shared.
+  assert search.calibrate(predictions, {}) == predictions
+
+
+def test_table_and_picture(tmp_path):
+  plans = [_PLAN._replace(threads=n, num_envs=512, unroll_length=128)
+           for n in (1, 2, 4, 8, 16, 32)]
+  found = search.Found(
+      plans[0], plans[:0:-1] + plans[:1],
+      {p: simulate(p, _COSTS)._replace(steps_per_second=123456.)
+       for p in plans},
+      {plans[0]: _run(50.), plans[-1]: _run(123456.)}, _COSTS)
+  console = Console(width=80, file=io.StringIO())
+  console.print(picture.table(found, 5))
+  lines = console.file.getvalue().splitlines()
+  assert '\u2026' not in console.file.getvalue()  # Nothing is cut off.
+  assert [x.split()[0] for x in lines[2:]] == ['1', '2', '3', '4', '5', 'now']
+  assert '123k' in lines[2] and 'environments' in lines[2]
+  path = tmp_path / 'balance.png'
+  picture.draw(found, 'CartPole-v1', str(path))
+  assert path.stat().st_size > 10_000
+
+
+def _config(**fields):
+  config = sebulba_config('ppo')
+  config.env.name = 'CartPole-v1'
+  return configured(config, fields)
+
+
+def test_candidates_run_and_stay_near():
+  # Its minibatches divide environments: of small pools they do not.
+  fields = {'sebulba.max_lag': 2, 'network.recurrent': 'gru',
+            'num_minibatches': 32}
+  config = _config(**fields)
+  spec = make_host_spec(config)
+  base = from_config(config, spec)
+  plans = candidates(config, spec, 2.)
+  assert base in plans and len(plans) == len(set(plans)) > 10
+  assert len({p.num_actors for p in plans}) > 1
+  for plan in plans:
+    again = _config(**fields)
+    apply_overrides(again, to_flags(overrides(plan, base)).split())
+    assert from_config(again, spec) == plan
+    assert .5 <= plan.batch / base.batch <= 2
+    assert 32 <= plan.unroll_length <= 128
+    assert plan.max_lag == 2
+
+
+def test_devices_as_overrides():
+  base = _PLAN
+  fields = overrides(base._replace(learner_devices=(1, 2), max_lag=3), base)
+  config = _config()
+  apply_overrides(config, to_flags(fields).split())
+  assert config.sebulba.actor_devices == (0,)
+  assert config.sebulba.learner_devices == (1, 2)
+  assert config.sebulba.max_lag == 3
+
+
+def _system(host):
+  agent = host.make_agent()
+
+  def make_driver(plan):
+    return host.make_driver(
+        num_actors=plan.num_actors, num_envs=plan.num_envs,
+        unroll_length=plan.unroll_length, max_lag=plan.max_lag,
+        unrolls_per_update=plan.unrolls_per_update,
+        deterministic=plan.deterministic)
+  # It sleeps: there are as many cores as it likes.
+  return System(host.make_env, agent, host.make_learner(agent), make_driver,
+                jax.devices(), 64)
+
+
+def _draw(rng):
+  """Costs of 2 to 20 ms, a host and plans of at most 512 slots an update."""
+  costs = synthetic.Costs(
+      step=rng.uniform(.002, .02), step_per_env=rng.uniform(0, .001),
+      inference=rng.uniform(.002, .008), inference_per_env=rng.uniform(0, 3e-4),
+      update=rng.uniform(.005, .1), update_per_slot=rng.uniform(0, 3e-4))
+  deterministic = bool(rng.integers(2))
+  fixed = 0 if deterministic else int(rng.choice([0, 1, 2]))
+  max_lag, num_cores = int(rng.integers(3)), rng.choice([None, 2, 3])
+  plans = [
+      Plan((0,), (0,), threads, num_envs, 1, length, fixed or threads, max_lag,
+           deterministic)
+      for threads, num_envs, length in itertools.product(
+          (1, 2, 4, 8), (4, 16), (8, 16))]
+  return costs, num_cores, [p for p in plans if p.batch <= 512]
+
+
+def _share_of_best(costs, num_cores, plans, seconds):
+  """The found plan's rate over the best of all, by real runs."""
+  system = _system(synthetic.Host(costs, num_cores=num_cores))
+  found = search.find(system, plans, plans[0], seconds)
+  first = found.ranking[0]
+  rates = {p: measure.run(system.make_driver(p), seconds, 64).steps_per_second
+           for p in plans}
+  best = max(rates, key=rates.get)
+  print(f'{costs}, {num_cores} cores\n'
+        f'found {first}: {rates[first]:.0f}, predicted '
+        f'{found.predictions[first].steps_per_second:.0f}\n'
+        f'best {best}: {rates[best]:.0f} of {len(rates)}')
+  return rates[first] / rates[best]
+
+
+def test_measures_what_is_set():
+  # Two pools step at a time, and one batch is inferred.
+  host = synthetic.Host(synthetic.Costs(
+      step=.006, step_per_env=.001, inference=.005, inference_per_env=5e-4,
+      update=.03, update_per_slot=5e-4), num_cores=2)
+  plans = [_PLAN._replace(threads=n, unrolls_per_update=n, num_envs=num_envs,
+                          unroll_length=4) for n, num_envs in ((1, 4), (4, 16))]
+  costs = measure.measure(_system(host), plans)
+  alone = simulation.times(plans[1], costs)
+  # Nobody sleeps for less; a loaded machine adds to it, by far at times.
+  assert .022 * .9 <= alone.environment < .022 * 2
+  assert 4 * .013 * .9 <= alone.inference < 4 * .013 * 6
+  assert .158 * .9 <= alone.update < .158 * 2
+  assert costs.environment_servers in (1, 2, 3)
+  assert costs.exclusive > .3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('i', range(12))
+def test_finds_the_best_plan(i):
+  del i
+  seed = np.random.SeedSequence().entropy % 2**32
+  print('seed', seed)
+  costs, num_cores, plans = _draw(np.random.default_rng(seed))
+  assert _share_of_best(costs, num_cores, plans, 1.5) >= .9
+
+
+_LOCAL = CHIPS['h100']._replace(
+    peak_float32=50e9, memory_bandwidth=10e9, operation_seconds=0.)
+
+
+def _on_chip(act, learn):
+  return worth.on_chip(_COSTS, _PLAN, act, learn, _LOCAL, CHIPS['h100'],
+                       'float32')
+
+
+def test_a_large_network_gains_by_an_accelerator():
+  # Bound by FLOPs: 494e12 / 50e9 times as fast, but for calls and operations.
+  costs = _on_chip(Work(2.5e9, 1., 0), Work(4e9, 1., 0))
+  assert costs.update == pytest.approx((0, .08 * 50e9 / 494e12 / 40, 0))
+  assert costs.inference[1] == pytest.approx(100e-6)
+  assert not costs.is_cpu
+
+
+def test_a_tabular_agent_loses_by_an_accelerator():
+  small = _COSTS._replace(environment=(1e-4, 0, 0), inference=(0, 3e-5, 0),
+                          update=(5e-4, 0, 0))
+  # A thousand operations of an update take 3 us each, whatever their size.
+  costs = worth.on_chip(small, _PLAN, Work(1e5, 1e5, 100), Work(1e6, 1e6, 1000),
+                        _LOCAL, CHIPS['h100'], 'float32')
+  assert costs.update == pytest.approx((3e-3, 0, 0), abs=1e-9)
+  # 100 operations in 10 steps, and a call of 100 us in each.
+  assert costs.inference[1] == pytest.approx(130e-6)
+  rates = [simulate(_PLAN, x).steps_per_second for x in (small, costs)]
+  ways = [worth.Way('CPU only', rates[0], '', False),
+          worth.Way('one h100', rates[1], '', True),
+          worth.Way('Anakin', None, '', False)]
+  assert 'accelerator loses: CPU only' in worth.verdict(ways)
+  ways[1] = ways[1]._replace(steps_per_second=3 * rates[0])
+  assert 'pays: one h100 learns from 3.0 times' in worth.verdict(ways)
+
+
+def test_anakin_of_the_same_network():
+  config = worth.anakin_config(_config(**{'unroll_length': 16}))
+  assert config.env.suite == 'gymnax' and config.unroll_length == 16
+  assert worth._anakin(
+      _config(**{'env.name': 'Pong-v5'}), 'cpu').steps_per_second is None
+
+
+@pytest.mark.parametrize('arguments, message', [
+    ([], '0 experiments'), (['experiments/anakin_breakout.py'], 'of Anakin'),
+    (['experiments/sebulba_cartpole.py', '--out=/nowhere'], '--out=/nowhere'),
+    (['experiments/sebulba_cartpole.py', '--chip=h1000'], '--chip=h1000')])
+def test_mistakes(arguments, message, capsys):
+  assert command.run(['balance', *arguments]) == 2
+  assert message in capsys.readouterr().err
