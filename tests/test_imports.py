@@ -77,7 +77,7 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
     'program': {'types', 'spmd', 'config', 'build', 'anakin'},
     'scaling': {'cli', 'config', 'check', 'spmd', 'terminal', 'chips', 'measure',
                 'program', 'prediction'},
-    'balance.__init__': set(), 'balance.plan': {'types', 'check', 'layout'},
+    'balance.plan': {'types', 'check', 'layout'},
     'balance.simulation': {'balance.plan'},
     'balance.model': {'balance.plan', 'balance.simulation'},
     'balance.idle': {'types', 'learner'},

@@ -74,7 +74,7 @@ _FREE = _GPU._replace(is_deterministic=False)
     # On the CPU a device is cores: that it is busy means little.
     ('environments', ('1 actor ',),
      _record(.6, .39, .6, cores=.7, actor_devices=.95), _CPU),
-    ('cores', ('mostly for updates', 'an accelerator'),
+    ('cores', ('mostly for updates', 'smaller network'),
      _record(.6, .39, .9, cores=.95, actor_devices=.99), _CPU),
     ('cores', ('mostly for the environments', 'add CPU cores'),
      _record(.9, .09, .5, cores=.95, actor_devices=.6), _CPU),
@@ -115,6 +115,7 @@ class _Case(NamedTuple):
 
 
 _T = 8  # Of an unroll.
+_NUM_ENVS = 4  # Of each actor; they cost nothing besides.
 _MARGIN = 1.5
 # What Python and XLA take around a sleep, on a busy machine.
 _PER_STEP, _PER_UPDATE = 1e-3, 3e-3
@@ -163,7 +164,7 @@ def _run(case, seed):
   host = Host(Costs(step=case.step, inference=case.inference,
                     update=case.update), seed=seed)
   driver = host.make_driver(
-      num_actors=case.num_actors, num_envs=4, unroll_length=_T,
+      num_actors=case.num_actors, num_envs=_NUM_ENVS, unroll_length=_T,
       unrolls_per_update=case.unrolls_per_update, max_lag=case.max_lag,
       deterministic=case.is_deterministic, learner_device=1)
   window, seconds = metrics.Window(1, 1), 0.
@@ -192,7 +193,11 @@ def _check(names, seed):
   wrong = []
   for name in names:
     case = _draw(rng, name)
-    limit, record = _run(case, seed)
+    for _ in range(5):  # Again where a busy machine made it another case.
+      limit, record = _run(case, seed)
+      if record['steps_per_second'] / (_T * _NUM_ENVS) > (
+          0.75 * _capacities(case)[name]):
+        break
     shares = {k: round(v, 2) for k, v in record.items()
               if k.startswith(('time_', 'busy_'))}
     print(f'\n{name}: {case}\n  {limit.sentence}\n  {shares}')

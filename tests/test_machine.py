@@ -258,6 +258,7 @@ def test_the_line_of_the_limit_fits_80_columns():
     assert f'busy_{name}' in _RECORD
   record = _RECORD | {k: 1. for k in _RECORD if k.startswith('busy_')} | {
       'time_actor_waiting': .9, 'time_update': .9, 'policy_lag': 1.,
+      'num_actors': 12.,
       'policy_lag_max': 1., 'queue_depth': 1., 'predictions_per_second': 1.,
       'updates_per_second': 1.}
   lines = terminal.describe_stages(record, _SYSTEM).split('\n')

@@ -127,7 +127,8 @@ def _cores_of_all(record: Mapping[str, float], system: System) -> Limit:
       'updates': record['time_update'] * len(system.learner_devices)}
   most = max(parts, key=parts.get)
   remedy = '' if most == 'the environments' else (
-      ', an accelerator or a smaller network')
+      ', or choose a smaller network or fewer epochs (whether an accelerator '
+      'pays, python -m podrl.balance measures)')
   return Limit('cores', (
       f'the {_cores(record, system)}, mostly for {most} (environments take '
       f'{_percent(record["time_environment"])} and choosing actions '

@@ -86,8 +86,7 @@ class Meter:
     # whole platform, has them in it.
     for path in glob.glob(os.path.join(powercap, 'intel-rapl:*')):
       try:
-        if os.path.basename(path).count(':') == 1 and self._text(
-            path, 'name').startswith('package'):
+        if self._text(path, 'name').startswith('package'):
           self._last[path] = (int(self._text(path, 'energy_uj')),
                               int(self._text(path, 'max_energy_range_uj')))
       except (OSError, ValueError):  # Since 2020 only root may read it.
