@@ -21,7 +21,8 @@ from podrl.layout import num_cores
 # all plans share, of what near ones do, and of a measurement; how far "near"
 # reaches, in octaves of each of a plan's sizes.
 _SHARED, _NEAR, _NOISE, _REACH = 0.3, 0.15, 0.04, 1.5
-_MAX_ROUNDS = 3  # Of running the plan that looks best by then.
+_TRIED = 3  # Of the best plans all are run,
+_MAX_ROUNDS = 4  # unless it takes more runs: each may change which they are.
 
 
 class Found(NamedTuple):
@@ -88,8 +89,8 @@ def find(system: System, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
   """Measures a host and ranks plans for it.
 
   The configured plan and the best for some numbers of actors are run; what they
-  reach corrects all predictions. So is what then looks best, until that is a
-  plan that was run.
+  reach corrects all predictions. So are the three that then look best, one by
+  one, until all of those were run.
 
   Args:
     system: the host.
@@ -118,10 +119,11 @@ def find(system: System, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
       run(best[counts[i]])
   for _ in range(_MAX_ROUNDS):
     rates = _rates(calibrate(predictions, runs))
-    first = max(rates, key=rates.get)
-    if first in runs:
+    left = [plan for plan in sorted(rates, key=rates.get)[-_TRIED:]
+            if plan not in runs]
+    if not left:
       break
-    run(first)
+    run(left[-1])
   predictions = calibrate(predictions, runs)
   rates = _rates(predictions)
   return Found(base, sorted(rates, key=rates.get, reverse=True), predictions,
