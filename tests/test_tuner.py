@@ -221,7 +221,7 @@ def _random_walk(rng, seconds=20.):
 
   Every 20 s a move of -1, 0 or +1, at least 1; kept if the calls of training in
   a second did not fall, else the one before comes back. Babaeizadeh et al. 2017,
-  arXiv:1611.06256, section 4.3.
+  arXiv:1611.06256.
   """
   passed, calls, before, count, last = 0., 0, None, 1, 1
 
@@ -413,7 +413,7 @@ def test_the_driver_is_tuned_within_a_minute_and_again(name):
     _, _, lag = tune(60.)
     print(tuner.best, tuner.is_settled, *tuner.take_decisions(), sep='\n')
     assert now[tuner.best - 1] >= 0.9 * max(now)
-    for _ in range(6):  # It may still refine what is good enough.
+    for _ in range(18):  # It may still refine what is good enough.
       if not tuner.is_settled:
         tune(10.)
     rate, changes, later = tune(60.)

@@ -139,7 +139,7 @@ class Stages:
 
 
 def leave_out_parked(stages: dict[str, float]) -> dict[str, float]:
-  """Means over all actors as means over those that were not parked meanwhile."""
+  """Of actors the means over those that were not parked meanwhile."""
   names = [f'time_{stage}' for stage in STAGES]
   active = max(sum(stages[name] for name in names), 1e-9)
   scale = 1 + stages[f'time_{PARKED}'] / active

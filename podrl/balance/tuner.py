@@ -1,9 +1,9 @@
 """How many actors should act, found out while training.
 
-GA3C's scheduler (Babaeizadeh et al. 2017, arXiv:1611.06256, section 4.3) walks at
-random and counts calls of training; one window decides, however noisy. Here two
-counts are compared by windows in turn, A B B A ..., of samples learnt a second,
-after a settling time, and only what is beyond the noise counts.
+GA3C's scheduler (Babaeizadeh et al. 2017, arXiv:1611.06256) walks at random and
+counts calls of training; one window decides, however noisy. Here two counts are
+compared by windows in turn, A B B A ..., of samples learnt a second, after a
+settling time, and only what is beyond the noise counts.
 """
 
 from collections.abc import Generator
@@ -59,8 +59,8 @@ class Tuner:
   It has neither a clock nor a thread. It doubles the count until that gains
   nothing, halves the interval that is left, and rests: from then on it only
   watches, and searches anew, around the present count and both ways, where the
-  rate has left what it was. Of counts that are equally fast it takes the lowest,
-  of which unrolls are least stale.
+  rate has left what it was. Of counts that are equally fast it takes the
+  lowest, whose unrolls are least stale.
 
   Args:
     max_actors: the most that there may be.
