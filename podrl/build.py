@@ -288,4 +288,5 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
       '; the environments begin new episodes', System(
           found[0].platform, num_cores(), layout.num_actors, layout.env_threads,
           layout.actor_devices, layout.learner_devices,
-          layout.unrolls_per_update, settings.max_lag, settings.deterministic))
+          layout.unrolls_per_update, settings.max_lag, settings.deterministic,
+          num_processes))

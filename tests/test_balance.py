@@ -127,7 +127,7 @@ def test_servers():
 
 
 def _run(rate):
-  return Run(rate, rate, 1., .001, .5)
+  return Run(rate, rate, 1., .001, .5, {})
 
 
 def test_runs_correct_predictions():
@@ -231,7 +231,7 @@ def _share_of_best(costs, num_cores, plans, seconds):
   system = _system(synthetic.Host(costs, num_cores=num_cores))
   found = search.find(system, plans, plans[0], seconds)
   first = found.ranking[0]
-  rates = {p: measure.run(system.make_driver(p), seconds, 64).steps_per_second
+  rates = {p: measure.run(system.make_driver(p), seconds).steps_per_second
            for p in plans}
   best = max(rates, key=rates.get)
   print(f'{costs}, {num_cores} cores\n'

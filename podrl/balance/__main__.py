@@ -2,6 +2,7 @@
 
   python -m podrl.balance EXPERIMENT [--agent=ppo] [--variant=] [--out=DIR]
       [--max_lag=N] [--size_range=2] [--apply] [--config.FIELD=VALUE ...]
+  python -m podrl.balance RUN [--out=DIR]
 
 EXPERIMENT is a file such as experiments/sebulba_pong.py. For about a minute its
 environments, inference and updates are timed on this machine, and short runs of
@@ -12,6 +13,8 @@ would give, what it gave where it was run, how busy that keeps cores, actor
 devices and learner devices, the policy lag, and what limits it. The overrides
 of the best are to paste, or --apply runs the experiment with them. At last it
 says whether an accelerator is worth it.
+
+RUN is the directory of a run: what limited it, and a picture of what autotune did.
 """
 
 from collections.abc import Sequence
@@ -20,10 +23,14 @@ import os
 import sys
 
 from absl import flags
+import jax
 from rich.console import Console
 
 from podrl import build
 from podrl import cli
+from podrl import workdir
+from podrl.balance import history
+from podrl.balance import machine
 from podrl.balance import picture
 from podrl.balance import search
 from podrl.balance import worth
@@ -33,6 +40,7 @@ from podrl.chips import CHIPS
 from podrl.config import AGENTS, apply_overrides, check_choice, is_sebulba
 from podrl.layout import set_up_jax
 from podrl.scaling import load
+from podrl.workdir import Record
 
 _BEST = 5  # So many plans are told.
 
@@ -43,6 +51,11 @@ def _act(settings: Sequence[str], paths: list[str],
   if len(paths) != 1:
     raise ValueError(f'{len(paths)} experiments are named, not 1; try '
                      'python -m podrl.balance experiments/sebulba_pong.py')
+  if not os.path.isdir(values.out):
+    raise ValueError(f'--out={values.out} is no directory')
+  if os.path.isdir(paths[0]):
+    _tell_of_run(paths[0], values.out, settings)
+    return
   check_choice('--chip', values.chip, tuple(CHIPS))
   config = load(paths[0])(values.agent, values.variant)
   apply_overrides(config, settings)
@@ -51,15 +64,13 @@ def _act(settings: Sequence[str], paths: list[str],
     raise ValueError(
         f'{paths[0]} is of Anakin, whose environments are on the device: there '
         'is nothing to balance; try python -m podrl.scaling')
-  if not os.path.isdir(values.out):
-    raise ValueError(f'--out={values.out} is no directory')
   set_up_jax(config)
   console = Console(highlight=False, markup=False)
   found = search.find_for(
       config, values.max_lag, values.size_range,
       say=lambda line: console.print(line, style='dim'))
   frame_skip = build.make_host_spec(config).frame_skip
-  console.print(picture.table(found, _BEST))
+  console.print(picture.table(found, _BEST, frame_skip))
   lag = {} if values.max_lag is None else {'sebulba.max_lag': values.max_lag}
   lines = [to_flags(overrides(plan, found.base) | lag)
            for plan in found.ranking[:_BEST]]
@@ -70,6 +81,13 @@ def _act(settings: Sequence[str], paths: list[str],
   console.print(
       f'plan 1: {rates[0] * frame_skip:,.0f} frames/s, '
       f'{rates[0] / rates[1]:.2f} times the configured one')
+  run = build.make_run(config)
+  record = found.runs[found.base].record
+  for name in 'frames_per_second', 'frames_per_joule':
+    if name in record:
+      record = record | {name: record[name] * frame_skip}
+  _tell('as configured, ', record | machine.summarise(
+      record, jax.local_devices(), run.system, config.price_per_hour))
   for line in worth.compare(config, found, values.chip):
     console.print(line, soft_wrap=True)
   path = os.path.join(values.out, 'balance.png')
@@ -85,6 +103,27 @@ def _act(settings: Sequence[str], paths: list[str],
     os.execv(sys.executable, [
         sys.executable, paths[0], f'--agent={values.agent}',
         f'--variant={values.variant}', *settings, *lines[0].split()])
+
+
+def _tell(prefix: str, summary: Record) -> None:
+  """Prints what a summary says of the balance."""
+  for name, text in machine.describe(summary):
+    print(f'{prefix}{name}: {text}')
+
+
+def _tell_of_run(path: str, out: str, settings: Sequence[str]) -> None:
+  """What limited a run, and its decisions."""
+  if settings:
+    raise ValueError(f'{path} is a run, which {settings[0]} cannot change')
+  config = workdir.read_config(path)
+  if not is_sebulba(config):
+    raise ValueError(f'{path} is a run of Anakin, which has nothing to balance')
+  summary = workdir.read_json(os.path.join(path, 'summary.json'))
+  _tell('', summary)
+  if config.sebulba.autotune:
+    picture_path = os.path.join(out, 'balance.png')
+    history.draw(path, picture_path)
+    print(f'drawn: {picture_path}')
 
 
 def run(argv: Sequence[str]) -> int:

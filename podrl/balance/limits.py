@@ -28,6 +28,7 @@ class System(NamedTuple):
     max_lag: bound of the calls of `update` between the parameters that act and
       those that learn.
     is_deterministic: or asynchronous.
+    num_processes: of the run, each with as much.
   """
   platform: str
   num_cores: int
@@ -38,6 +39,13 @@ class System(NamedTuple):
   unrolls_per_update: int
   max_lag: int
   is_deterministic: bool
+  num_processes: int = 1
+
+  def with_active(self, record: Mapping[str, float]) -> 'System':
+    """With those actors alone that a record says are active."""
+    total = self.num_actors * self.num_processes
+    return self._replace(num_actors=round(
+        record.get('num_actors', total) / self.num_processes))
 
 
 class Limit(NamedTuple):
@@ -89,8 +97,7 @@ def find_limit(record: Mapping[str, float], system: System) -> Limit:
       `idle_cores` is the share of the cores that no program uses.
     system: what the run works with, of one of its processes.
   """
-  if 'num_actors' in record:
-    system = system._replace(num_actors=round(record['num_actors']))
+  system = system.with_active(record)
   is_cpu = system.platform == 'cpu'
   is_shared = bool({*system.actor_devices} & {*system.learner_devices})
   learner = record['time_update'] + record['time_hand_off']

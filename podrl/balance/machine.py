@@ -33,9 +33,10 @@ def workload_ratio(
     record: with the shares of a window; see `limits.find_limit`.
     system: what the run works with.
   """
-  num_actors = record.get('num_actors', system.num_actors)
-  cpu = min(record['time_environment'] * num_actors * system.env_threads,
-            record['busy_cores'] * system.num_cores)
+  system = system.with_active(record)
+  cpu = min(
+      record['time_environment'] * system.num_actors * system.env_threads,
+      record['busy_cores'] * system.num_cores)
   only_act = {*system.actor_devices} - {*system.learner_devices}
   device = (record['busy_actor_devices'] * len(only_act)
             + record['busy_learner_devices'] * len(system.learner_devices))

@@ -17,9 +17,11 @@ from podrl import sebulba
 from podrl import spmd
 from podrl.actor import Actor, make_actor_functions
 from podrl.balance.idle import idle_agent, idle_learner, on_tape, standing
+from podrl.balance.machine import Meter
 from podrl.balance.plan import Plan
 from podrl.balance.simulation import Costs, times
-from podrl.types import Agent, HostEnv, Learner
+from podrl.metrics import Window
+from podrl.types import Agent, HostEnv, Learner, Report
 
 _SECONDS = 0.5  # About so long is one measurement of a part.
 _LENGTHS = (8, 32)  # Of the unrolls in which inference is timed.
@@ -53,12 +55,14 @@ class Run(NamedTuple):
     lag: mean policy lag, in updates.
     hand_off: seconds of an update.
     busy_cores: share of the cores.
+    record: of it, as a run's records; its frames are steps.
   """
   steps_per_second: float
   slots_per_second: float
   lag: float
   hand_off: float
   busy_cores: float
+  record: dict[str, float]
 
 
 class _Row(NamedTuple):
@@ -68,30 +72,38 @@ class _Row(NamedTuple):
   noise: float
 
 
-def run(driver: sebulba.Sebulba, seconds: float, num_cores: int,
-        warm_up: int = 2) -> Run:
+def run(driver: sebulba.Sebulba, seconds: float,
+        devices: Sequence[jax.Device] = (), warm_up: int = 2) -> Run:
   """Starts a driver, lets it run for about so long, and closes it.
 
   From the end of one update to that of another, at least three later.
+
+  Args:
+    driver: not started yet.
+    seconds: about which it runs.
+    devices: of this process that it uses; their energy is measured.
+    warm_up: updates that are left out.
   """
+  window = Window(1, 1)
+  meter = Meter(devices) if devices else None
+  def advance() -> list[Report]:
+    return driver.advance(1)
   try:
     driver.start()
     driver.advance(warm_up)
-    start, cpu = time.perf_counter(), time.process_time()
-    reports = []
-    while len(reports) < 3 or time.perf_counter() - start < seconds:
-      reports += driver.advance(1)
-    passed = time.perf_counter() - start
-    cpu = time.process_time() - cpu
+    start, num_updates = time.perf_counter(), 0
+    while num_updates < 3 or time.perf_counter() - start < seconds:
+      for report in meter.over(advance) if meter else advance():
+        window.add(report)
+        num_updates += 1
   finally:
     driver.close()
-  slots = sum(r.num_predictions for r in reports)
-  joints = sum(r.episodes.num_joints.sum() for r in reports)
+  record = window.record()
   return Run(
-      (slots - joints) / passed, slots / passed,
-      np.mean([r.own['policy_lag'] for r in reports]),
-      np.mean([r.stages['time_hand_off'] for r in reports]),
-      cpu / passed / num_cores)
+      record['steps_per_second'], record['predictions_per_second'],
+      record['policy_lag'],
+      record['time_hand_off'] / record['updates_per_second'],
+      record['busy_cores'], record)
 
 
 def _time(call: Callable[[], Any], least: int = 3, warm_up: int = 1) -> _Row:
@@ -138,7 +150,7 @@ def _together(system: System, make_env: Callable[[int], HostEnv], agent: Agent,
           actors_per_device=plan.num_actors, unrolls_per_update=1,
           deterministic=False, max_lag=2 * plan.num_actors, hang_seconds=300.),
       key)
-  found = run(driver, 2 * _SECONDS, system.num_cores, 2 * plan.num_actors)
+  found = run(driver, 2 * _SECONDS, warm_up=2 * plan.num_actors)
   return plan.unroll_length * plan.num_envs / found.slots_per_second
 
 

@@ -12,17 +12,22 @@ _DEVICES = (('cores', 'busy_cores'), ('actor devices', 'busy_actor_devices'),
             ('learner devices', 'busy_learner_devices'))
 
 
-def table(found: Found, count: int) -> Table:
+def table(found: Found, count: int, frame_skip: int = 1) -> Table:
   """The best few plans, and the configured one, in 80 columns.
 
   Args:
     found: by the search.
     count: so many of the best.
+    frame_skip: raw frames in a step. Of a plan that was not run the energy is
+      that of its rate at the power that the configured one took.
   """
+  watts = found.runs[found.base].record.get('joules_per_second')
   lines = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
   for name in ('', 'actors', 'envs', 'T', 'thr.', 'steps/s', 'run', 'cores',
                'act', 'learn', 'lag'):
     lines.add_column(name, justify='right', no_wrap=True)
+  if watts:
+    lines.add_column('f/J', justify='right', no_wrap=True)
   lines.add_column('limit', no_wrap=True)
 
   def add(name: str, plan: Plan) -> None:
@@ -32,7 +37,10 @@ def table(found: Found, count: int) -> Table:
         str(plan.env_threads), compact(x.steps_per_second),
         compact(run.steps_per_second) if run else '',
         *(f'{getattr(x, field):.0%}' for _, field in _DEVICES),
-        f'{(run or x).lag:.2g}', limit(plan, found.costs))
+        f'{(run or x).lag:.2g}', *([compact(
+            (run or x).steps_per_second * frame_skip / (
+                run.record['joules_per_second'] if run else watts)
+        )] if watts else []), limit(plan, found.costs))
   for i, plan in enumerate(found.ranking[:count]):
     add(str(i + 1), plan)
   if found.base not in found.ranking[:count]:

@@ -106,7 +106,7 @@ def find(system: System, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
   def run(plan: Plan) -> None:
     say(f'running {describe(plan)}')
     runs[plan] = measure.run(
-        system.make_driver(plan), seconds, system.num_cores)
+        system.make_driver(plan), seconds, system.devices)
 
   run(base)
   costs = costs._replace(hand_off=float(runs[base].hand_off))
