@@ -18,6 +18,9 @@ from podrl import spmd
 sys.path.append(str(pathlib.Path(__file__).parent.parent / 'experiments'))
 os.environ['XDG_CACHE_HOME'] = tempfile.mkdtemp(prefix='podrl-tests-')
 atexit.register(shutil.rmtree, os.environ['XDG_CACHE_HOME'], True)
+# The tests compile much and compute little: LLVM's optimisations do not pay.
+os.environ['XLA_FLAGS'] = (
+    os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0')
 jax.config.update('jax_platforms', 'cpu')
 spmd.set_num_cpu_devices(4)
 jax.config.update('jax_numpy_rank_promotion', 'raise')

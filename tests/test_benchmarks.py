@@ -32,7 +32,8 @@ def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
   assert 0 < row['training'] < np.inf
 
 
-@pytest.mark.parametrize('mode', ['deterministic', 'asynchronous'])
+@pytest.mark.parametrize('mode', [
+    'deterministic', pytest.param('asynchronous', marks=pytest.mark.slow)])
 def test_overlap_has_parts_and_a_whole(mode, monkeypatch):
   monkeypatch.setattr(overlap, '_STEP_SECONDS', .002)
   functions, close = overlap.parts(.5, mode)
@@ -47,7 +48,8 @@ def test_overlap_has_parts_and_a_whole(mode, monkeypatch):
     assert close() == []
 
 
-@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+@pytest.mark.parametrize('architecture', [
+    pytest.param('anakin', marks=pytest.mark.slow), 'sebulba'])
 def test_logging_cost_is_a_ratio_of_rates(architecture):
   config = logging_cost._EXPERIMENTS[architecture].get_config('ppo', '')
   config.env.num_envs, config.unroll_length = 8, 8

@@ -307,10 +307,8 @@ def _params(path):
 
 
 def _run_alone(path, name, *arguments):
-  subprocess.run(
-      [sys.executable, str(_ROOT / 'experiments' / f'{name}.py'),
-       f'--workdir={path}', *arguments], check=True, capture_output=True,
-      env=os.environ | {'JAX_PLATFORMS': 'cpu'})
+  assert train.run(_get_config(name), [
+      f'{name}.py', f'--workdir={path}', *arguments]) == 0
 
 
 @pytest.mark.parametrize('num_processes', [
@@ -401,7 +399,8 @@ def test_sigterm_to_one_saves_the_same_update_in_all(name, more, tmp_path):
       range(20, 1001, 20))
 
 
-@pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.parametrize('victim', [
+    pytest.param(0, marks=pytest.mark.slow), 1])
 def test_kill_9_of_one_ends_the_other_which_names_it(victim, tmp_path):
   path = tmp_path / 'run'
   pod = _Pod(2, 'anakin_catch', *_LONG, f'--workdir={path}',

@@ -32,13 +32,18 @@ def _environment(tools=None, **variables):
   return environment
 
 
+def _heed_ctrl_c():
+  """In a process to be: tests in a shell's background have it ignored."""
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _local(count, program, *flags, arguments=(), environment=None):
   """Starts local.sh with processes that run a Python program."""
   return subprocess.Popen(
       [_LAUNCH / 'local.sh', str(count), *flags, '--', *_PYTHON, '-c',
        textwrap.dedent(_PROLOGUE) + textwrap.dedent(program), *arguments],
       stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-      env=environment or _environment())
+      env=environment or _environment(), preexec_fn=_heed_ctrl_c)
 
 
 # Each process knows its number, and tells the test its process id.
@@ -599,7 +604,8 @@ class _Cloud:
          '--poll-seconds=0', '--backoff-seconds=0', *words, '--',
          'python', 'experiments/x.py', '--config.seed=1'],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=_environment(self.tools), cwd=self.path.parent)
+        env=_environment(self.tools), cwd=self.path.parent,
+        preexec_fn=_heed_ctrl_c)
 
   def run(self, *words, **options):
     """Exit code, stdout, stderr."""
