@@ -232,7 +232,8 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
   if jax.config.jax_num_cpu_devices < 1 and (
       'device_count' not in os.environ.get('XLA_FLAGS', '')) and (
       not spmd.has_accelerator()):
-    spmd.set_num_cpu_devices(num_cpu_devices(config, num_processes))
+    spmd.set_num_cpu_devices(
+        num_cpu_devices(config, num_processes), num_processes)
     # An actor's small programs are faster in its own thread than in another.
     jax.config.update('jax_cpu_enable_async_dispatch', not is_sebulba(config))
   cache = config.compilation_cache

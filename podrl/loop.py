@@ -158,6 +158,8 @@ def loop(
           signals.note(together.decide(lambda: signals.exit_code))
           return False
         recorder.write(outcomes)
+        if run.tuner and is_eval:
+          run.tuner.interrupt()
       if is_last:
         return True
       if together.is_preempted():
@@ -169,6 +171,8 @@ def loop(
       if is_saved:
         save()
         saved_seconds = time.perf_counter()
+        if run.tuner:
+          run.tuner.interrupt()
       if recorder.num_updates >= profile_end:
         profile.close()
       if run.tuner:

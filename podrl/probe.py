@@ -60,7 +60,7 @@ def _all_reduces(coordinator: str = '', process: int = 0
 
   What they take longer among two processes than in one is their all-reduces.
   """
-  spmd.set_num_cpu_devices(1)
+  spmd.set_num_cpu_devices(1, 2)
   _join(coordinator, process)
   mesh = spmd.make_mesh(jax.devices())
 

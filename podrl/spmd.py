@@ -5,8 +5,10 @@ makes a mesh or says how arrays lie on one.
 """
 
 from collections.abc import Callable, Sequence
+import contextlib
 import glob
 import importlib.util
+import os
 
 import jax
 from jax.extend import backend
@@ -124,8 +126,18 @@ def fetch(tree: Tree) -> Tree:
   return jax.tree.map(one, tree)
 
 
-def set_num_cpu_devices(num_devices: int) -> None:
-  """Makes so many CPU devices; call it before the first use of a device."""
+def set_num_cpu_devices(num_devices: int, num_processes: int = 1) -> None:
+  """Makes so many CPU devices; call it before the first use of a device.
+
+  Args:
+    num_devices: of this process.
+    num_processes: of the run.
+  """
+  if num_processes > 1 and hasattr(os, 'SCHED_BATCH'):
+    # The threads of a collective over gloo else preempt one another: where each
+    # process has one core, an all-reduce took 3.6 ms and takes 0.12.
+    with contextlib.suppress(PermissionError):  # A sandbox may forbid it.
+      os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
   jax.config.update('jax_num_cpu_devices', num_devices)
 
 

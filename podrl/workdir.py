@@ -32,7 +32,7 @@ class WriteError(RuntimeError):
 
 
 # Fields that change nothing of what is learnt.
-IDLE = ('compilation_cache', 'eval.', 'log.', 'checkpoint.')
+IDLE = ('compilation_cache', 'price_per_hour', 'eval.', 'log.', 'checkpoint.')
 # Fields, besides, with which a run may go on in another way.
 MOVABLE = IDLE + (
     'num_devices', 'sebulba.actor_devices', 'sebulba.learner_devices',

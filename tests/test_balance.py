@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 import synthetic
 
+from podrl import workdir
 from podrl.balance import __main__ as command
 from podrl.balance import measure
 from podrl.balance import model
@@ -187,12 +188,11 @@ def test_candidates_run_and_stay_near():
 
 def test_devices_as_overrides():
   base = _PLAN
-  fields = overrides(base._replace(learner_devices=(1, 2), max_lag=3), base)
+  fields = overrides(base._replace(learner_devices=(1, 2)), base)
   config = _config()
   apply_overrides(config, to_flags(fields).split())
   assert config.sebulba.actor_devices == (0,)
   assert config.sebulba.learner_devices == (1, 2)
-  assert config.sebulba.max_lag == 3
 
 
 def _system(host):
@@ -231,7 +231,7 @@ def _share_of_best(costs, num_cores, plans, seconds):
   system = _system(synthetic.Host(costs, num_cores=num_cores))
   found = search.find(system, plans, plans[0], seconds)
   first = found.ranking[0]
-  rates = {p: measure.run(system.make_driver(p), seconds).steps_per_second
+  rates = {p: measure.run(system.make_driver(p), seconds, p.batch).steps_per_second
            for p in plans}
   best = max(rates, key=rates.get)
   print(f'{costs}, {num_cores} cores\n'
@@ -307,7 +307,36 @@ def test_anakin_of_the_same_network():
   config = worth.anakin_config(_config(**{'unroll_length': 16}))
   assert config.env.suite == 'gymnax' and config.unroll_length == 16
   assert worth._anakin(
-      _config(**{'env.name': 'Pong-v5'}), 'cpu').steps_per_second is None
+      _config(**{'env.name': 'Pong-v5'}), False, 2.).steps_per_second is None
+
+
+def test_a_way_that_fails_leaves_the_others_to_be_told():
+  config = _config(**{'env.name': 'no-such-task'})
+  way = worth._apart('CPU only', config, False, 2., 'measured')
+  assert way.steps_per_second is None
+  assert 'no-such-task' in way.how
+  ways = [way, worth.Way('one h100', 7., '', True)]
+  assert worth.verdict(ways) == 'Whether an accelerator pays is not known.'
+
+
+def test_plans_that_were_run_are_ranked_by_that():
+  plans = [_PLAN._replace(threads=n) for n in (1, 2, 4)]
+  predicted = {p: model.Prediction(x, .5, .5, .5, 1.)
+               for p, x in zip(plans, (90., 100., 80.))}
+  found = search.Found(plans[0], plans, predicted, {plans[2]: _run(95.)}, _COSTS)
+  assert [found.rate(p) for p in plans] == [90., 100., 95.]
+
+
+def test_a_run_is_told_of(tmp_path, capsys):
+  path = tmp_path / 'run'
+  workdir.make(str(path), _config())
+  assert command.run(['balance', str(path), f'--out={tmp_path}']) == 0
+  assert 'under way' in capsys.readouterr().out
+  (path / 'summary.json').write_text(
+      '{"limit": "cores", "limit_sentence": "add some"}')
+  assert command.run(['balance', str(path)]) == 0
+  assert capsys.readouterr().out.startswith('limit: cores: add some\n')
+  assert command.run(['balance', str(path), '--config.seed=1']) == 2
 
 
 @pytest.mark.parametrize('arguments, message', [

@@ -32,18 +32,17 @@ def _environment(tools=None, **variables):
   return environment
 
 
-def _heed_ctrl_c():
-  """In a process to be: tests in a shell's background have it ignored."""
-  signal.signal(signal.SIGINT, signal.SIG_DFL)
+# Tests in a shell's background have Ctrl-C ignored, and so would scripts.
+_HEEDING = ('env', '--default-signal=INT')
 
 
 def _local(count, program, *flags, arguments=(), environment=None):
   """Starts local.sh with processes that run a Python program."""
   return subprocess.Popen(
-      [_LAUNCH / 'local.sh', str(count), *flags, '--', *_PYTHON, '-c',
-       textwrap.dedent(_PROLOGUE) + textwrap.dedent(program), *arguments],
+      [*_HEEDING, _LAUNCH / 'local.sh', str(count), *flags, '--', *_PYTHON,
+       '-c', textwrap.dedent(_PROLOGUE) + textwrap.dedent(program), *arguments],
       stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-      env=environment or _environment(), preexec_fn=_heed_ctrl_c)
+      env=environment or _environment())
 
 
 # Each process knows its number, and tells the test its process id.
@@ -599,13 +598,12 @@ class _Cloud:
 
   def start(self, *words, accelerator='v4-16'):
     return subprocess.Popen(
-        [self.path / 'launch' / 'tpu_pod.sh', f'--accelerator={accelerator}',
-         '--name=slice', '--project=mine', '--bucket=gs://bucket/some',
+        [*_HEEDING, self.path / 'launch' / 'tpu_pod.sh',
+         f'--accelerator={accelerator}', '--name=slice', '--project=mine', '--bucket=gs://bucket/some',
          '--poll-seconds=0', '--backoff-seconds=0', *words, '--',
          'python', 'experiments/x.py', '--config.seed=1'],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=_environment(self.tools), cwd=self.path.parent,
-        preexec_fn=_heed_ctrl_c)
+        env=_environment(self.tools), cwd=self.path.parent)
 
   def run(self, *words, **options):
     """Exit code, stdout, stderr."""

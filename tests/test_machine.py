@@ -187,6 +187,16 @@ def _report(**seconds):
                 True, seconds, {})
 
 
+def test_a_counter_that_fails_later_leaves_training_alone(tmp_path):
+  _domain(tmp_path / 'intel-rapl:0', 'package-0', 100)
+  found = machine.Meter(jax.devices()[:1], str(tmp_path))
+  def advance():
+    (tmp_path / 'intel-rapl:0' / 'energy_uj').unlink()
+    return ['report']
+  assert found.over(advance) == ['report']
+  assert found.parts == []
+
+
 def test_frames_per_joule():
   window = metrics.Window(4, 1)
   window.add(_report(joules_per_second=30.))

@@ -196,6 +196,28 @@ def test_a_window_is_compared_only_after_settling():
   assert tuner.take_decisions()[0].is_kept
 
 
+def test_a_window_begins_anew_after_an_interruption():
+  tuner = Tuner(8, 1, 1)
+  def observe():
+    tuner.observe(.3, 2, 0)
+  for _ in range(4):
+    observe()
+  tried = tuner.num_actors
+  tuner.interrupt()  # What was learnt before it no longer counts.
+  number = 0
+  while tuner.num_actors == tried and number < 50:
+    observe()
+    number += 1
+  again = Tuner(8, 1, 1)
+  for _ in range(4):
+    again.observe(.3, 2, 0)
+  without = 0
+  while again.num_actors == tried and without < 50:
+    again.observe(.3, 2, 0)
+    without += 1
+  assert without < number < 50
+
+
 def test_where_it_begins_is_within_bounds():
   tuner = _tuner()
   for number, expected in ((5, 5), (100, _MAX), (0, 1)):

@@ -23,7 +23,6 @@ import os
 import sys
 
 from absl import flags
-import jax
 from rich.console import Console
 
 from podrl import build
@@ -34,11 +33,12 @@ from podrl.balance import machine
 from podrl.balance import picture
 from podrl.balance import search
 from podrl.balance import worth
-from podrl.balance.plan import overrides, to_flags
+from podrl.balance.plan import configured, overrides, to_flags
 from podrl.check import check
 from podrl.chips import CHIPS
 from podrl.config import AGENTS, apply_overrides, check_choice, is_sebulba
 from podrl.layout import set_up_jax
+from podrl.loop import own_devices
 from podrl.scaling import load
 from podrl.workdir import Record
 
@@ -59,25 +59,25 @@ def _act(settings: Sequence[str], paths: list[str],
   check_choice('--chip', values.chip, tuple(CHIPS))
   config = load(paths[0])(values.agent, values.variant)
   apply_overrides(config, settings)
-  check(config)
   if not is_sebulba(config):
     raise ValueError(
         f'{paths[0]} is of Anakin, whose environments are on the device: there '
         'is nothing to balance; try python -m podrl.scaling')
+  lag = {} if values.max_lag is None else {'sebulba.max_lag': values.max_lag}
+  config = configured(config, lag)
+  check(config)
   set_up_jax(config)
   console = Console(highlight=False, markup=False)
   found = search.find_for(
-      config, values.max_lag, values.size_range,
+      config, values.size_range,
       say=lambda line: console.print(line, style='dim'))
   frame_skip = build.make_host_spec(config).frame_skip
   console.print(picture.table(found, _BEST, frame_skip))
-  lag = {} if values.max_lag is None else {'sebulba.max_lag': values.max_lag}
   lines = [to_flags(overrides(plan, found.base) | lag)
            for plan in found.ranking[:_BEST]]
   for i, line in enumerate(lines):
     console.print(f'{i + 1}  {line}', soft_wrap=True)
-  rates = [found.predictions[x].steps_per_second
-           for x in (found.ranking[0], found.base)]
+  rates = [found.rate(x) for x in (found.ranking[0], found.base)]
   console.print(
       f'plan 1: {rates[0] * frame_skip:,.0f} frames/s, '
       f'{rates[0] / rates[1]:.2f} times the configured one')
@@ -87,9 +87,7 @@ def _act(settings: Sequence[str], paths: list[str],
     if name in record:
       record = record | {name: record[name] * frame_skip}
   _tell('as configured, ', record | machine.summarise(
-      record, jax.local_devices(), run.system, config.price_per_hour))
-  for line in worth.compare(config, found, values.chip):
-    console.print(line, soft_wrap=True)
+      record, own_devices(run), run.system, config.price_per_hour))
   path = os.path.join(values.out, 'balance.png')
   picture.draw(found, f'{config.env.name}, {config.agent.name}', path)
   console.print(f'drawn: {path}', soft_wrap=True)
@@ -97,6 +95,8 @@ def _act(settings: Sequence[str], paths: list[str],
   with open(path, 'w', encoding='utf-8') as file:
     file.write(lines[0] + '\n')
   console.print(f'overrides of plan 1: {path}', soft_wrap=True)
+  for line in worth.compare(config, found, values.chip, values.size_range):
+    console.print(line, soft_wrap=True)
   if values.apply:
     console.file.flush()
     # Afresh: this process has set up JAX, and holds what it measured.
@@ -118,8 +118,11 @@ def _tell_of_run(path: str, out: str, settings: Sequence[str]) -> None:
   config = workdir.read_config(path)
   if not is_sebulba(config):
     raise ValueError(f'{path} is a run of Anakin, which has nothing to balance')
-  summary = workdir.read_json(os.path.join(path, 'summary.json'))
-  _tell('', summary)
+  summary = os.path.join(path, 'summary.json')
+  if os.path.exists(summary):
+    _tell('', workdir.read_json(summary))
+  else:
+    print(f'{path} is under way: what limits it is told at its end')
   if config.sebulba.autotune:
     picture_path = os.path.join(out, 'balance.png')
     history.draw(path, picture_path)

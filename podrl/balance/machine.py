@@ -106,25 +106,32 @@ class Meter:
     """Since some moment; None where it cannot be read."""
     if not self.parts:
       return None
-    for path, (last, size) in self._last.items():
-      now = int(self._text(path, 'energy_uj'))
-      self._cpu_microjoules += now - last if now >= last else (
-          now - last + size)
-      self._last[path] = now, size
-    return self._cpu_microjoules / 1e6 + sum(
-        self._nvml.nvmlDeviceGetTotalEnergyConsumption(x) for x in self._gpus
-    ) / 1e3
+    try:
+      for path, (last, size) in self._last.items():
+        now = int(self._text(path, 'energy_uj'))
+        self._cpu_microjoules += now - last if now >= last else (
+            now - last + size)
+        self._last[path] = now, size
+    except (OSError, ValueError):  # Training goes on without.
+      self._last = {}
+    try:
+      gpu_millijoules = sum(
+          self._nvml.nvmlDeviceGetTotalEnergyConsumption(x) for x in self._gpus)
+    except self._nvml.NVMLError:
+      self._gpus, gpu_millijoules = [], 0
+    return self._cpu_microjoules / 1e6 + gpu_millijoules / 1e3
 
   def over(self, advance: Callable[[], list[Report]]) -> list[Report]:
     """What `advance` returns, with the energy taken meanwhile in its stages.
 
     The reports of several agents share it alike.
     """
-    before = self.joules()
+    before, parts = self.joules(), self.parts
     reports = advance()
-    if before is None:
+    after = self.joules()
+    if before is None or parts != self.parts:
       return reports
-    joules = (self.joules() - before) / len(reports)
+    joules = (after - before) / len(reports)
     return [x._replace(stages=x.stages | {'joules_per_second': joules})
             for x in reports]
 

@@ -20,6 +20,7 @@ from podrl.balance.idle import idle_agent, idle_learner, on_tape, standing
 from podrl.balance.machine import Meter
 from podrl.balance.plan import Plan
 from podrl.balance.simulation import Costs, times
+from podrl.balance.stages import cpu_seconds
 from podrl.metrics import Window
 from podrl.types import Agent, HostEnv, Learner, Report
 
@@ -72,7 +73,7 @@ class _Row(NamedTuple):
   noise: float
 
 
-def run(driver: sebulba.Sebulba, seconds: float,
+def run(driver: sebulba.Sebulba, seconds: float, batch: int,
         devices: Sequence[jax.Device] = (), warm_up: int = 2) -> Run:
   """Starts a driver, lets it run for about so long, and closes it.
 
@@ -81,6 +82,7 @@ def run(driver: sebulba.Sebulba, seconds: float,
   Args:
     driver: not started yet.
     seconds: about which it runs.
+    batch: slots that one update learns from; what is dropped does not count.
     devices: of this process that it uses; their energy is measured.
     warm_up: updates that are left out.
   """
@@ -99,9 +101,10 @@ def run(driver: sebulba.Sebulba, seconds: float,
   finally:
     driver.close()
   record = window.record()
+  slots = record['updates_per_second'] * batch
+  steps = record['steps_per_second'] / record['predictions_per_second']
   return Run(
-      record['steps_per_second'], record['predictions_per_second'],
-      record['policy_lag'],
+      slots * steps, slots, record['policy_lag'],
       record['time_hand_off'] / record['updates_per_second'],
       record['busy_cores'], record)
 
@@ -110,12 +113,12 @@ def _time(call: Callable[[], Any], least: int = 3, warm_up: int = 1) -> _Row:
   """Times calls for about half a second."""
   for _ in range(warm_up):
     call()
-  seconds, cpu = [], time.process_time()
+  seconds, cpu = [], cpu_seconds()
   while sum(seconds) < _SECONDS or len(seconds) < least:
     start = time.perf_counter()
     call()
     seconds.append(time.perf_counter() - start)
-  cpu = (time.process_time() - cpu) / len(seconds)
+  cpu = (cpu_seconds() - cpu) / len(seconds)
   low, high = np.percentile(seconds, [25, 75])
   mean = np.mean(seconds)
   return _Row(float(mean), cpu, float((high - low) / 1.349 / mean))
@@ -150,7 +153,8 @@ def _together(system: System, make_env: Callable[[int], HostEnv], agent: Agent,
           actors_per_device=plan.num_actors, unrolls_per_update=1,
           deterministic=False, max_lag=2 * plan.num_actors, hang_seconds=300.),
       key)
-  found = run(driver, 2 * _SECONDS, warm_up=2 * plan.num_actors)
+  found = run(driver, 2 * _SECONDS, plan.num_envs * plan.unroll_length,
+              warm_up=2 * plan.num_actors)
   return plan.unroll_length * plan.num_envs / found.slots_per_second
 
 

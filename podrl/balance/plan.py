@@ -73,8 +73,6 @@ def overrides(plan: Plan, base: Plan) -> dict[str, Any]:
   devices = ('actor_devices', 'learner_devices')
   if any(getattr(plan, x) != getattr(base, x) for x in devices):
     fields |= {f'sebulba.{x}': getattr(plan, x) for x in devices}
-  if plan.max_lag != base.max_lag:
-    fields['sebulba.max_lag'] = plan.max_lag
   return fields
 
 

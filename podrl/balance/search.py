@@ -30,8 +30,9 @@ class Found(NamedTuple):
 
   Attributes:
     base: the configured plan.
-    ranking: plans, the fastest first.
-    predictions: of each plan that was not left out early.
+    ranking: plans, the fastest first, as `rate` has it.
+    predictions: of each plan that was not left out early; of one that was run,
+      from before it was.
     runs: of those that were tried.
     costs: fitted.
   """
@@ -40,6 +41,11 @@ class Found(NamedTuple):
   predictions: dict[Plan, Prediction]
   runs: dict[Plan, Run]
   costs: Costs
+
+  def rate(self, plan: Plan) -> float:
+    """Steps per second: measured where the plan was run, else predicted."""
+    known = self.runs if plan in self.runs else self.predictions
+    return known[plan].steps_per_second
 
 
 def _sizes(plan: Plan) -> np.ndarray:
@@ -51,7 +57,7 @@ def _sizes(plan: Plan) -> np.ndarray:
 
 def calibrate(predictions: dict[Plan, Prediction], runs: dict[Plan, Run]
               ) -> dict[Plan, Prediction]:
-  """Predictions, corrected by runs: exactly there, less so farther off.
+  """Predictions, corrected by runs: most near these, less so farther off.
 
   What the model leaves out, log(measured / predicted), is a Gaussian process
   over the plans' sizes. Source: Kennedy and O'Hagan 2001, Bayesian calibration
@@ -80,7 +86,8 @@ def calibrate(predictions: dict[Plan, Prediction], runs: dict[Plan, Run]
           for (plan, x), factor in zip(predictions.items(), factors)}
 
 
-def _rates(predictions: dict[Plan, Prediction]) -> dict[Plan, float]:
+def _rates(predictions: dict[Plan, Prediction] | dict[Plan, Run]
+           ) -> dict[Plan, float]:
   return {p: x.steps_per_second for p, x in predictions.items()}
 
 
@@ -102,12 +109,15 @@ def find(system: System, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
   say('timing environments, inference and updates')
   costs = measure.measure(system, plans)
   runs: dict[Plan, Run] = {}
+  told: dict[Plan, Prediction] = {}  # Before each was run.
 
   def run(plan: Plan) -> None:
     say(f'running {describe(plan)}')
+    told[plan] = calibrate(predictions, runs)[plan]
     runs[plan] = measure.run(
-        system.make_driver(plan), seconds, system.devices)
+        system.make_driver(plan), seconds, plan.batch, system.devices)
 
+  predictions = {base: model.simulate(base, costs)}
   run(base)
   costs = costs._replace(hand_off=float(runs[base].hand_off))
   predictions = model.predict(list(plans), costs)
@@ -119,15 +129,15 @@ def find(system: System, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
       run(best[counts[i]])
   for _ in range(_MAX_ROUNDS):
     rates = _rates(calibrate(predictions, runs))
-    left = [plan for plan in sorted(rates, key=rates.get)[-_TRIED:]
-            if plan not in runs]
+    rates |= _rates(runs)
+    left = [p for p in sorted(rates, key=rates.get)[-_TRIED:]
+            if p not in runs]
     if not left:
       break
     run(left[-1])
-  predictions = calibrate(predictions, runs)
-  rates = _rates(predictions)
-  return Found(base, sorted(rates, key=rates.get, reverse=True), predictions,
-               runs, costs)
+  found = Found(base, [], calibrate(predictions, runs) | told, runs, costs)
+  return found._replace(
+      ranking=sorted(found.predictions, key=found.rate, reverse=True))
 
 
 def describe(plan: Plan) -> str:
@@ -150,14 +160,12 @@ def make_system(config: Any, base: Plan) -> System:
       jax.local_devices(), num_cores())
 
 
-def find_for(config: Any, max_lag: int | None, size_range: float,
-             seconds: float = 2.,
+def find_for(config: Any, size_range: float, seconds: float = 2.,
              say: Callable[[str], None] = lambda line: None) -> Found:
-  """`find` for a configuration.
+  """`find` for a configuration, under its bound of the policy lag.
 
   Args:
     config: of an experiment of Sebulba.
-    max_lag: bound of the policy lag; None is the configured one.
     size_range: as `plan.candidates`.
     seconds: of each run.
     say: takes lines on how it goes.
@@ -167,8 +175,5 @@ def find_for(config: Any, max_lag: int | None, size_range: float,
   """
   spec = build.make_host_spec(config)
   base = from_config(config, spec)
-  if max_lag is not None:
-    config = configured(config, {'sebulba.max_lag': max_lag})
   plans = candidates(config, spec, size_range)
-  base = from_config(config, spec)
   return find(make_system(config, base), plans, base, seconds, say)

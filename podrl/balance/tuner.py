@@ -127,6 +127,14 @@ class Tuner:
       self._start_window(self.num_actors == self._before, queue_depth)
     return self.num_actors
 
+  def interrupt(self) -> None:
+    """Training was interrupted: actors filled the queue meanwhile.
+
+    The window begins anew.
+    """
+    self._before = self.num_actors
+    self._start_window(is_settled=False)
+
   def _start_window(self, is_settled: bool, queue_depth: int = 0) -> None:
     self._is_settling = not is_settled
     self._passed, self._num_updates, self._depth = 0., 0, queue_depth

@@ -59,7 +59,7 @@ def on_chip(costs: Costs, plan: Plan, act: Work, learn: Work, local: Chip,
   Args:
     costs: of the CPU.
     plan: whose unroll and update the work is.
-    act: of inference in all of an unroll, of one environment.
+    act: of inference in all of an actor's unroll.
     learn: of an update.
     local: one core of the CPU.
     chip: the accelerator.
@@ -101,7 +101,7 @@ def _best(costs: Costs, plans: Sequence[Plan]) -> tuple[float, str]:
 
 def _predicted(config: Any, found: Found, name: str) -> Way:
   """One accelerator, by its data sheet."""
-  base = found.base
+  base = found.base._replace(actor_devices=(0,), learner_devices=(0,))
   one = config.copy_and_resolve_references()
   one.env.num_envs = base.num_envs * base.unrolls_per_update
   act, learn = read_work(one)
@@ -113,28 +113,29 @@ def _predicted(config: Any, found: Found, name: str) -> Way:
   learn = share(learn, 2 // min(2, len(jax.devices())))  # It is that of two.
   costs = on_chip(found.costs, base, act, learn, _peaks(), CHIPS[name],
                   config.network.dtype)
-  rate, limit = _best(costs, list(found.predictions))
+  rate, limit = _best(costs, list(dict.fromkeys(
+      p._replace(actor_devices=(0,), learner_devices=(0,),
+                 threads=p.num_actors) for p in found.predictions)))
   return Way(f'one {name}', rate, (
       f'predicted from its data sheet, beside these {found.costs.num_cores:g} '
       f'cores; the limit: {limit}'), True)
 
 
-def _apart(config: Any, platform: str) -> float:
-  """Steps per second of a configuration, measured in a process of its own.
-
-  Raises:
-    ValueError: where that failed.
-  """
+def _apart(title: str, config: Any, is_accelerator: bool, size_range: float,
+           how: str) -> Way:
+  """A way that is measured in a process of its own."""
   # Beside this process, which may hold most of an accelerator's memory.
   process = subprocess.run(
       [sys.executable, '-m', 'podrl.balance.worth'], text=True,
-      input=json.dumps(config.to_dict()), capture_output=True, check=False,
-      env=os.environ | {'JAX_PLATFORMS': platform,
-                        'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'})
-  if process.returncode:
+      input=json.dumps([config.to_dict(), size_range]), capture_output=True,
+      check=False, env=os.environ | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+      | ({} if is_accelerator else {'JAX_PLATFORMS': 'cpu'}))
+  if process.returncode:  # The other ways are to be told all the same.
     lines = process.stderr.strip().splitlines() or ['it said nothing']
-    raise ValueError(f'a measuring process ended: {lines[-1]}')
-  return json.loads(process.stdout.splitlines()[-1])
+    return Way(title, None, f'a measuring process ended: {lines[-1]}',
+               is_accelerator)
+  return Way(title, json.loads(process.stdout.splitlines()[-1]), how,
+             is_accelerator)
 
 
 def anakin_config(config: Any) -> Any:
@@ -150,44 +151,46 @@ def anakin_config(config: Any) -> Any:
   return new
 
 
-def _anakin(config: Any, platform: str) -> Way:
+def _anakin(config: Any, is_accelerator: bool, size_range: float) -> Way:
   """The same network where the environment exists in JAX."""
-  name, is_accelerator = config.env.name, platform != 'cpu'
+  name = config.env.name
   title = f'Anakin on the {"accelerator" if is_accelerator else "CPU"}'
   new = anakin_config(config)
   try:
     build.make_env(new)
   except ValueError:
     return Way(title, None, f'gymnax has no {name} that fits', is_accelerator)
-  return Way(title, _apart(new, platform), f"gymnax's {name}, measured here",
-             is_accelerator)
+  return _apart(title, new, is_accelerator, size_range,
+                f"gymnax's {name}, measured here")
 
 
-def ways(config: Any, found: Found, chip: str) -> list[Way]:
+def ways(config: Any, found: Found, chip: str, size_range: float) -> list[Way]:
   """The ways to run an experiment, each with what it reaches.
 
   Args:
     config: of the experiment.
     found: its plans on this machine.
     chip: of `CHIPS`, for a machine without an accelerator.
+    size_range: as `plan.candidates`.
   """
-  best = found.predictions[found.ranking[0]].steps_per_second
+  best = found.rate(found.ranking[0])
   if found.costs.is_cpu:
     return [Way('CPU only', best, 'plan 1', False),
-            _predicted(config, found, chip), _anakin(config, 'cpu')]
+            _predicted(config, found, chip), _anakin(config, False, size_range)]
   device = jax.devices()[0]
   return [Way(f'with {device.device_kind}', best, 'plan 1', True),
-          Way('CPU only', _apart(config, 'cpu'), 'the best plan there', False),
-          _anakin(config, device.platform), _anakin(config, 'cpu')]
+          _apart('CPU only', config, False, size_range, 'the best plan there'),
+          *(_anakin(config, x, size_range) for x in (True, False))]
 
 
 def verdict(found: Sequence[Way]) -> str:
   """What a person should do, in a sentence or two."""
   known = [x for x in found if x.steps_per_second is not None]
-  cpu = max((x for x in known if not x.is_accelerator),
-            key=lambda x: x.steps_per_second)
-  accelerator = max((x for x in known if x.is_accelerator),
-                    key=lambda x: x.steps_per_second)
+  cpu, accelerator = (
+      max((x for x in known if x.is_accelerator == wanted), default=None,
+          key=lambda x: x.steps_per_second) for wanted in (False, True))
+  if cpu is None or accelerator is None:
+    return 'Whether an accelerator pays is not known.'
   ratio = accelerator.steps_per_second / cpu.steps_per_second
   if ratio >= _PAYS:
     return (f'An accelerator pays: {accelerator.name} learns from {ratio:.1f} '
@@ -199,21 +202,22 @@ def verdict(found: Sequence[Way]) -> str:
           f'the steps of {accelerator.name}.')
 
 
-def compare(config: Any, found: Found, chip: str) -> list[str]:
+def compare(
+    config: Any, found: Found, chip: str, size_range: float) -> list[str]:
   """Lines that say whether an accelerator is worth it."""
-  rows = ways(config, found, chip)
+  rows = ways(config, found, chip, size_range)
   return [verdict(rows), *(
       f'  {x.name}: ' + (
           f'{x.steps_per_second:,.0f} steps/s, {x.how}'
           if x.steps_per_second is not None else x.how) for x in rows)]
 
 
-def _measure(config: Any) -> float:
+def _measure(config: Any, size_range: float) -> float:
   """Steps per second of an Anakin run, or of the best plan of Sebulba."""
   set_up_jax(config)
   if is_sebulba(config):
-    found = find_for(config, None, 2.)
-    return found.predictions[found.ranking[0]].steps_per_second
+    found = find_for(config, size_range)
+    return found.rate(found.ranking[0])
   driver = build.make_run(config).driver
   driver.start()
   driver.advance(1)
@@ -225,4 +229,5 @@ def _measure(config: Any) -> float:
 
 
 if __name__ == '__main__':
-  print(_measure(workdir.as_config(json.load(sys.stdin))))
+  _fields, _range = json.load(sys.stdin)
+  print(_measure(workdir.as_config(_fields), _range))
