@@ -188,7 +188,7 @@ class TensorBoard:
     # One event for all: one for each takes the time of many records.
     self._write(record['env_steps'], summary=self._summary(value=[
         self._summary.Value(tag=name, simple_value=value)
-        for name, value in record.items()]))
+        for name, value in record.items() if not isinstance(value, str)]))
 
   def close(self) -> None:
     self._writer.close()

@@ -9,7 +9,7 @@ import numpy as np
 
 from podrl import metrics
 from podrl import workdir
-from podrl.balance.limits import System
+from podrl.balance.limits import System, find_limit
 from podrl.config import is_sebulba
 from podrl.terminal import Terminal
 from podrl.types import Episodes, Report
@@ -90,6 +90,7 @@ class Recorder:
                system: System | None = None):
     self._config = config
     self._name = name
+    self._system = system
     seeds = workdir.seed_directories(path, config)
     self._windows = [
         metrics.Window(frame_skip, config.num_epochs * config.num_minibatches)
@@ -105,7 +106,7 @@ class Recorder:
     self._num_records = self._num_decisions = 0
     self._decisions: metrics.JsonLines | None = None
     self.best: tuple[float, int] | None = None  # Evaluated return, its update.
-    self.terminal = Terminal(name, num_updates, not is_writer, system)
+    self.terminal = Terminal(name, num_updates, not is_writer)
     self._writer = metrics.Writer()
 
   @property
@@ -191,6 +192,9 @@ class Recorder:
       record |= outcome
     if len(records) > 1:
       records.insert(0, mean_record(records))
+    if self._system and 'busy_cores' in records[0]:
+      limit = find_limit(records[0], self._system)
+      records[0] |= {'limit': limit.name, 'limit_sentence': limit.sentence}
     self._num_records += 1
     times = self.times()
     for record, sinks, last in zip(records, self.sinks, self.last):

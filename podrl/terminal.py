@@ -11,7 +11,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from podrl.balance.limits import System, find_limit
 from podrl.balance.machine import describe
 from podrl.workdir import Record
 
@@ -24,13 +23,8 @@ def compact(value: float) -> str:
   return f'{value:.4g}'
 
 
-def describe_stages(record: Record, system: System | None = None) -> str:
-  """Where Sebulba's time went, in lines; empty for other records.
-
-  Args:
-    record: of a window.
-    system: what the run works with, for a line on what limits it.
-  """
+def describe_stages(record: Record) -> str:
+  """Where Sebulba's time went, in lines; empty for other records."""
   if 'time_update' not in record:
     return ''
 
@@ -38,8 +32,8 @@ def describe_stages(record: Record, system: System | None = None) -> str:
     label = name.removeprefix('actor_').removeprefix('learner_')
     return f'{label.replace("_", " ")} {record["time_" + name]:.0%}'
 
-  limit = '' if system is None or 'busy_cores' not in record else (
-      f'\nlimit: {find_limit(record, system).name}   ' + '  '.join(
+  limit = '' if 'limit' not in record else (
+      f'\nlimit: {record["limit"]}   ' + '  '.join(
           f'{x.replace("_", " ")} {record["busy_" + x]:.0%}' for x in (
               'cores', 'actor_devices', 'learner_devices')))
   actors = ' '.join(map(share, ('environment', 'inference', 'actor_waiting')))
@@ -55,14 +49,12 @@ def describe_stages(record: Record, system: System | None = None) -> str:
 class Terminal:
   """A live panel in a terminal, plain lines elsewhere, or nothing."""
 
-  def __init__(self, name: str, num_updates: int, is_silent: bool = False,
-               system: System | None = None):
+  def __init__(self, name: str, num_updates: int, is_silent: bool = False):
     self._console = Console(highlight=False, markup=False, quiet=is_silent)
     self._console.on_broken_pipe = self._go_silent
     self._num_updates = num_updates
     self._start = time.perf_counter(), 0.  # And the share done by then.
     self._name = name
-    self._system = system
     self._live = None
     if self._console.is_terminal and not is_silent:
       self._progress = Progress(
@@ -105,10 +97,10 @@ class Terminal:
       status += f'  return {compact(record["episode_return"])}'
     if 'eval_return' in record:
       status += f'  evaluated {compact(record["eval_return"])}'
-    stages = describe_stages(record, self._system)
+    stages = describe_stages(record)
     if self._live:
       self._progress.update(self._task, completed=done)
-      self._show(status, stages)
+      self._show(status, f'{stages}\n{record.get("limit_sentence", "")}')
       return
     share = done / self._num_updates
     start, first_share = self._start

@@ -59,7 +59,7 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
     'agents.ppo': {'types', 'returns', 'losses', 'distributions', 'networks',
                    'agents.actor_critic'},
     'workdir': {'config'}, 'signals': set(),
-    'terminal': {'workdir', 'balance.limits', 'balance.machine'},
+    'terminal': {'workdir', 'balance.machine'},
     'metrics': {'types', 'channel', 'workdir'},
     'recorder': {'types', 'config', 'workdir', 'metrics', 'terminal',
                  'balance.limits'},

@@ -268,10 +268,11 @@ def test_the_line_of_the_limit_fits_80_columns():
     assert f'busy_{name}' in _RECORD
   record = _RECORD | {k: 1. for k in _RECORD if k.startswith('busy_')} | {
       'time_actor_waiting': .9, 'time_update': .9, 'policy_lag': 1.,
-      'num_actors': 12.,
+      'num_actors': 12., 'limit': 'learner devices',
       'policy_lag_max': 1., 'queue_depth': 1., 'predictions_per_second': 1.,
       'updates_per_second': 1.}
-  lines = terminal.describe_stages(record, _SYSTEM).split('\n')
+  lines = terminal.describe_stages(record).split('\n')
   assert lines[3].startswith('limit: learner devices   cores 100%  actor dev')
   assert max(map(len, lines)) <= 78  # Plain lines are indented by 2.
+  del record['limit']
   assert len(terminal.describe_stages(record).split('\n')) == 3
