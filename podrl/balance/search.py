@@ -32,7 +32,8 @@ class Found(NamedTuple):
     base: the configured plan.
     ranking: plans, the fastest first, as `rate` has it.
     predictions: of each plan that was not left out early; of one that was run,
-      from before it was.
+      from before it was, the configured one, by which the model is corrected
+      first, excepted.
     runs: of those that were tried.
     costs: fitted.
   """
@@ -113,11 +114,11 @@ def find(system: System, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
 
   def run(plan: Plan) -> None:
     say(f'running {describe(plan)}')
-    told[plan] = calibrate(predictions, runs)[plan]
+    if runs:
+      told[plan] = calibrate(predictions, runs)[plan]
     runs[plan] = measure.run(
         system.make_driver(plan), seconds, plan.batch, system.devices)
 
-  predictions = {base: model.simulate(base, costs)}
   run(base)
   costs = costs._replace(hand_off=float(runs[base].hand_off))
   predictions = model.predict(list(plans), costs)

@@ -198,7 +198,7 @@ def verdict(found: Sequence[Way]) -> str:
   if ratio > 1:
     return (f'An accelerator hardly pays: {accelerator.name} learns from only '
             f'{ratio:.2f} times the steps of {cpu.name}.')
-  return (f'An accelerator loses: {cpu.name} learns from {1 / ratio:.1f} times '
+  return (f'An accelerator loses: {cpu.name} learns from {1 / ratio:.2f} times '
           f'the steps of {accelerator.name}.')
 
 
