@@ -345,7 +345,8 @@ def test_anakin_in_processes_is_that_on_as_many_devices(
     2, pytest.param(4, marks=pytest.mark.slow)])
 def test_deterministic_sebulba_in_processes_is_that_of_one(
     num_processes, tmp_path):
-  arguments = [*_HOST, *_ONE_STEP, '--config.total_env_steps=64']
+  arguments = [*_HOST, *_ONE_STEP, '--config.total_env_steps=64',
+               f'--config.env.num_envs={4 * num_processes}']
   indices = ','.join(map(str, range(num_processes)))
   _run_alone(
       tmp_path / 'alone', 'sebulba_cartpole', *arguments,
