@@ -1,9 +1,15 @@
-"""What the commands share that look at runs: flags, help and mistakes."""
+"""What the commands share that look at runs and experiments."""
 
 from collections.abc import Callable, Sequence
+import functools
+import importlib.util
+import os
 import sys
+from typing import Any
 
 from absl import flags
+
+from podrl.config import AGENTS, apply_overrides
 
 
 def run(
@@ -35,13 +41,71 @@ def run(
   return 0
 
 
-def one_run(paths: Sequence[str], command: str) -> str:
-  """The only path of a command that takes one run.
+def run_experiment(
+    argv: Sequence[str], doc: str, values: flags.FlagValues,
+    act: Callable[[list[str], list[str], flags.FlagValues], None]) -> int:
+  """`run` for a command that looks at an experiment.
+
+  Args:
+    argv: as `run`.
+    doc: as `run`.
+    values: as `run`; `--agent` and `--variant` are added.
+    act: takes the overrides of the configuration, the arguments that are no
+      flags, and the flags.
+  """
+  flags.DEFINE_string('agent', 'ppo', ', '.join(AGENTS), flag_values=values)
+  flags.DEFINE_string('variant', '', 'of the experiment.', flag_values=values)
+  overrides = [x for x in argv if x.startswith('--config.')]
+  return run([x for x in argv if x not in overrides], doc, values,
+             functools.partial(act, overrides))
+
+
+def one(paths: Sequence[str], what: str, example: str) -> str:
+  """The only path of a command that takes one.
+
+  Args:
+    paths: that are named.
+    what: they are.
+    example: of what follows `python -m podrl.`.
 
   Raises:
     ValueError: if there is none, or more.
   """
   if len(paths) != 1:
-    raise ValueError(f'{len(paths)} runs are named, not 1; '
-                     f'try python -m podrl.{command} RUN')
+    raise ValueError(
+        f'{len(paths)} {what} are named, not 1; try python -m podrl.{example}')
   return paths[0]
+
+
+def read_config(path: str, overrides: Sequence[str],
+                values: flags.FlagValues) -> Any:
+  """The configuration of an experiment, as `run_experiment` was asked for it.
+
+  Raises:
+    ValueError: if there is none, or an override does not fit.
+  """
+  config = _load(path)(values.agent, values.variant)
+  apply_overrides(config, overrides)
+  return config
+
+
+def _load(path: str) -> Callable[..., Any]:
+  """The `get_config` of an experiment's file.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  if not os.path.isfile(path) or not path.endswith('.py'):
+    raise ValueError(f'{path} is no experiment; '
+                     'try experiments/anakin_breakout.py')
+  name = os.path.splitext(os.path.basename(path))[0]
+  sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # They share code.
+  try:
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+  finally:
+    del sys.path[0]
+  if not hasattr(module, 'get_config'):
+    raise ValueError(f'{path} is no experiment: it has no get_config')
+  return module.get_config

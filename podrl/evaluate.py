@@ -202,7 +202,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   from podrl import build, plot, policy, workdir
   from podrl.config import is_sebulba
 
-  path = cli.one_run(paths, 'evaluate')
+  path = cli.one(paths, 'runs', 'evaluate RUN')
   agent = policy.load(path, values.checkpoint)
   config = agent.config
   config.eval.num_episodes = values.episodes

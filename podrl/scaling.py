@@ -18,12 +18,9 @@ links cores in a ring, as two processes here are linked. The table's seconds are
 of one update: all, its all-reduces, its waiting.
 """
 
-from collections.abc import Callable, Sequence
-import functools
-import importlib.util
+from collections.abc import Sequence
 import os
 import sys
-from typing import Any
 
 from absl import flags
 import jax
@@ -37,8 +34,7 @@ from podrl import measure
 from podrl import spmd
 from podrl.check import check
 from podrl.chips import CHIPS
-from podrl.config import (
-    AGENTS, apply_overrides, check_choice, is_sebulba)
+from podrl.config import check_choice, is_sebulba
 from podrl.prediction import Prediction, predict, single
 from podrl.program import read_work
 from podrl.terminal import compact
@@ -147,37 +143,13 @@ def draw(rows: Sequence[Prediction], title: str, path: str) -> None:
   pyplot.close(figure)
 
 
-def load(path: str) -> Callable[..., Any]:
-  """The `get_config` of an experiment's file.
-
-  Raises:
-    ValueError: if there is none.
-  """
-  if not os.path.isfile(path) or not path.endswith('.py'):
-    raise ValueError(f'{path} is no experiment; '
-                     'try experiments/anakin_breakout.py')
-  name = os.path.splitext(os.path.basename(path))[0]
-  sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # They share code.
-  try:
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-  finally:
-    del sys.path[0]
-  if not hasattr(module, 'get_config'):
-    raise ValueError(f'{path} is no experiment: it has no get_config')
-  return module.get_config
-
-
 def _act(overrides: Sequence[str], paths: list[str],
          values: flags.FlagValues) -> None:
   """Reads, measures, predicts, prints, draws."""
-  if len(paths) != 1:
-    raise ValueError(f'{len(paths)} experiments are named, not 1; try python -m '
-                     'podrl.scaling experiments/anakin_breakout.py')
+  path = cli.one(
+      paths, 'experiments', 'scaling experiments/anakin_breakout.py')
   check_choice('--chip', values.chip, ('local', *CHIPS))
-  config = load(paths[0])(values.agent, values.variant)
-  apply_overrides(config, overrides)
+  config = cli.read_config(path, overrides, values)
   check(config)
   if not os.path.isdir(values.out):
     raise ValueError(f'--out={values.out} is no directory')
@@ -215,16 +187,12 @@ def _act(overrides: Sequence[str], paths: list[str],
 def run(argv: Sequence[str]) -> int:
   """The command; returns 0, or 2 for the user's mistake."""
   values = flags.FlagValues()
-  flags.DEFINE_string('agent', 'ppo', ', '.join(AGENTS), flag_values=values)
-  flags.DEFINE_string('variant', '', 'of the experiment.', flag_values=values)
   flags.DEFINE_string('chip', 'local', ', '.join(('local', *CHIPS)),
                       flag_values=values)
   flags.DEFINE_string('out', '.', 'where scaling.png goes.', flag_values=values)
   flags.DEFINE_integer('repeats', 3, 'of each measurement.', 1,
                        flag_values=values)
-  overrides = [x for x in argv if x.startswith('--config.')]
-  return cli.run([x for x in argv if x not in overrides], __doc__, values,
-                 functools.partial(_act, overrides))
+  return cli.run_experiment(argv, __doc__, values, _act)
 
 
 if __name__ == '__main__':

@@ -189,7 +189,7 @@ def _check_out(out: str) -> Callable[..., None]:
 
 def _act(paths: list[str], values: flags.FlagValues) -> None:
   """Loads, records, writes."""
-  path = cli.one_run(paths, 'watch')
+  path = cli.one(paths, 'runs', 'watch RUN')
   out = values.out or os.path.join(path, 'episode.gif')
   write = _check_out(out)
   envpool_env.load_opengl()  # Before the run's environment is known.

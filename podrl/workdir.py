@@ -146,13 +146,17 @@ def as_config(fields: dict[str, Any]) -> ConfigDict:
   return config
 
 
-def read_records(path: str) -> list[Record]:
-  """The records of `metrics.jsonl`; a last line that has no end is left out.
+def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
+  """The lines of `metrics.jsonl`; a last one that has no end is left out.
+
+  Args:
+    path: of the run's directory.
+    name: of another file, whose lines also tell of when they were written.
 
   Raises:
     ValueError: if there is no such file, or a line is damaged.
   """
-  path = os.path.join(path, 'metrics.jsonl')
+  path = os.path.join(path, name)
   try:
     with open(path, encoding='utf-8') as file:
       lines = file.read().split('\n')

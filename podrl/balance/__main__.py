@@ -18,7 +18,6 @@ RUN is the directory of a run: what limited it, and a picture of what autotune d
 """
 
 from collections.abc import Sequence
-import functools
 import os
 import sys
 
@@ -36,10 +35,9 @@ from podrl.balance import worth
 from podrl.balance.plan import configured, overrides, to_flags
 from podrl.check import check
 from podrl.chips import CHIPS
-from podrl.config import AGENTS, apply_overrides, check_choice, is_sebulba
+from podrl.config import check_choice, is_sebulba
 from podrl.layout import set_up_jax
 from podrl.loop import own_devices
-from podrl.scaling import load
 from podrl.workdir import Record
 
 _BEST = 5  # So many plans are told.
@@ -48,20 +46,17 @@ _BEST = 5  # So many plans are told.
 def _act(settings: Sequence[str], paths: list[str],
          values: flags.FlagValues) -> None:
   """Reads, measures, searches, prints, draws, and perhaps runs."""
-  if len(paths) != 1:
-    raise ValueError(f'{len(paths)} experiments are named, not 1; try '
-                     'python -m podrl.balance experiments/sebulba_pong.py')
+  path = cli.one(paths, 'experiments', 'balance experiments/sebulba_pong.py')
   if not os.path.isdir(values.out):
     raise ValueError(f'--out={values.out} is no directory')
-  if os.path.isdir(paths[0]):
-    _tell_of_run(paths[0], values.out, settings)
+  if os.path.isdir(path):
+    _tell_of_run(path, values.out, settings)
     return
   check_choice('--chip', values.chip, tuple(CHIPS))
-  config = load(paths[0])(values.agent, values.variant)
-  apply_overrides(config, settings)
+  config = cli.read_config(path, settings, values)
   if not is_sebulba(config):
     raise ValueError(
-        f'{paths[0]} is of Anakin, whose environments are on the device: there '
+        f'{path} is of Anakin, whose environments are on the device: there '
         'is nothing to balance; try python -m podrl.scaling')
   lag = {} if values.max_lag is None else {'sebulba.max_lag': values.max_lag}
   config = configured(config, lag)
@@ -88,20 +83,20 @@ def _act(settings: Sequence[str], paths: list[str],
       record = record | {name: record[name] * frame_skip}
   _tell('as configured, ', record | machine.summarise(
       record, own_devices(run), run.system, config.price_per_hour))
-  path = os.path.join(values.out, 'balance.png')
-  picture.draw(found, f'{config.env.name}, {config.agent.name}', path)
-  console.print(f'drawn: {path}', soft_wrap=True)
-  path = os.path.join(values.out, 'balance.txt')
-  with open(path, 'w', encoding='utf-8') as file:
+  out = os.path.join(values.out, 'balance.png')
+  picture.draw(found, f'{config.env.name}, {config.agent.name}', out)
+  console.print(f'drawn: {out}', soft_wrap=True)
+  out = os.path.join(values.out, 'balance.txt')
+  with open(out, 'w', encoding='utf-8') as file:
     file.write(lines[0] + '\n')
-  console.print(f'overrides of plan 1: {path}', soft_wrap=True)
+  console.print(f'overrides of plan 1: {out}', soft_wrap=True)
   for line in worth.compare(config, found, values.chip, values.size_range):
     console.print(line, soft_wrap=True)
   if values.apply:
     console.file.flush()
     # Afresh: this process has set up JAX, and holds what it measured.
     os.execv(sys.executable, [
-        sys.executable, paths[0], f'--agent={values.agent}',
+        sys.executable, path, f'--agent={values.agent}',
         f'--variant={values.variant}', *settings, *lines[0].split()])
 
 
@@ -132,8 +127,6 @@ def _tell_of_run(path: str, out: str, settings: Sequence[str]) -> None:
 def run(argv: Sequence[str]) -> int:
   """The command; returns 0, or 2 for the user's mistake."""
   values = flags.FlagValues()
-  flags.DEFINE_string('agent', 'ppo', ', '.join(AGENTS), flag_values=values)
-  flags.DEFINE_string('variant', '', 'of the experiment.', flag_values=values)
   flags.DEFINE_string('out', '.', 'where balance.png and balance.txt go.',
                       flag_values=values)
   flags.DEFINE_integer('max_lag', None, 'bound of the policy lag, in updates; '
@@ -145,9 +138,7 @@ def run(argv: Sequence[str]) -> int:
                       ', '.join(CHIPS), flag_values=values)
   flags.DEFINE_bool('apply', False, 'run the experiment with the best plan.',
                     flag_values=values)
-  settings = [x for x in argv if x.startswith('--config.')]
-  return cli.run([x for x in argv if x not in settings], __doc__, values,
-                 functools.partial(_act, settings))
+  return cli.run_experiment(argv, __doc__, values, _act)
 
 
 if __name__ == '__main__':

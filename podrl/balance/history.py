@@ -1,6 +1,5 @@
 """Draws what autotune did: active actors and speed over a run's wall time."""
 
-import json
 import os
 from typing import Any
 
@@ -23,16 +22,10 @@ def read_decisions(path: str) -> list[dict[str, Any]]:
   Raises:
     ValueError: if the run was not tuned, or a line is damaged.
   """
-  path = os.path.join(path, 'decisions.jsonl')
-  if not os.path.exists(path):
-    raise ValueError(f'{path} is missing: the run had no '
+  if not os.path.exists(os.path.join(path, 'decisions.jsonl')):
+    raise ValueError(f'{path} has no decisions.jsonl: the run had no '
                      '--config.sebulba.autotune=True')
-  with open(path, encoding='utf-8') as file:
-    lines = file.read().split('\n')[:-1]
-  try:
-    return [json.loads(line) for line in lines]
-  except ValueError as error:
-    raise ValueError(f'{path} is damaged: {error}') from error
+  return workdir.read_records(path, 'decisions.jsonl')
 
 
 def draw(run_directory: str, path: str) -> None:

@@ -22,6 +22,7 @@ from podrl.balance.plan import Plan
 from podrl.balance.simulation import Costs, times
 from podrl.balance.stages import cpu_seconds
 from podrl.metrics import Window
+from podrl.prediction import robust_deviation
 from podrl.types import Agent, HostEnv, Learner, Report
 
 _SECONDS = 0.5  # About so long is one measurement of a part.
@@ -119,9 +120,8 @@ def _time(call: Callable[[], Any], least: int = 3, warm_up: int = 1) -> _Row:
     call()
     seconds.append(time.perf_counter() - start)
   cpu = (cpu_seconds() - cpu) / len(seconds)
-  low, high = np.percentile(seconds, [25, 75])
-  mean = np.mean(seconds)
-  return _Row(float(mean), cpu, float((high - low) / 1.349 / mean))
+  mean = float(np.mean(seconds))
+  return _Row(mean, cpu, robust_deviation(np.asarray(seconds)) / mean)
 
 
 def fit(rows: Sequence[Sequence[float]], values: Sequence[float]

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from podrl import build
-
 from podrl.balance import measure
 from podrl.balance import model
 from podrl.balance.measure import Run, System
