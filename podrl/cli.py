@@ -55,9 +55,17 @@ def run_experiment(
   """
   flags.DEFINE_string('agent', 'ppo', ', '.join(AGENTS), flag_values=values)
   flags.DEFINE_string('variant', '', 'of the experiment.', flag_values=values)
-  overrides = [x for x in argv if x.startswith('--config.')]
-  return run([x for x in argv if x not in overrides], doc, values,
-             functools.partial(act, overrides))
+  overrides, rest, left = [], [], list(argv)
+  while left:
+    argument = left.pop(0)
+    if not argument.startswith(('--config.', '-config.')):
+      rest.append(argument)
+      continue
+    overrides.append(argument)
+    if '=' not in argument:  # Its value follows.
+      overrides += left[:1]
+      del left[:1]
+  return run(rest, doc, values, functools.partial(act, overrides))
 
 
 def one(paths: Sequence[str], what: str, example: str) -> str:

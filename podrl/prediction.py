@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+import math
 import statistics
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ class Single(NamedTuple):
   Attributes:
     alone: seconds.
     busy: seconds where other cores work too.
-    deviation: seconds, of `busy`.
+    deviation: seconds; the slowest of n is `expected_maximum(n)` of these late.
     limit: what takes most of it.
   """
   alone: float
@@ -94,7 +95,10 @@ def single(times: Times, act: Work, learn: Work, local: Chip, chip: Chip,
            dtype: str, overlaps: bool) -> Single:
   """One core's update on a chip.
 
-  An accelerator runs nothing else: what varies there is the host's share.
+  An accelerator runs nothing else: what varies there is the host's share, for
+  which an update waits once. On a CPU what disturbs a core comes and goes within
+  an update: between two of its k all-reduces the seconds deviate by 1 / sqrt(k)
+  of what the update's do, and the slowest is waited for k times.
 
   Args:
     times: measured here.
@@ -107,6 +111,8 @@ def single(times: Times, act: Work, learn: Work, local: Chip, chip: Chip,
   """
   alone, busy = float(np.median(times.alone)), float(np.median(times.busy))
   deviation = robust_deviation(times.busy)
+  if chip is local:
+    deviation *= math.sqrt(max(1, learn.num_all_reduces))
   both = Work(*np.add(act, learn))
   if not times.stages:  # Anakin.
     if chip is local:

@@ -2,11 +2,13 @@
 
 import io
 import itertools
+import os
 
 import jax
 import numpy as np
 import pytest
 from rich.console import Console
+import sebulba_cartpole
 import synthetic
 
 from podrl import workdir
@@ -325,6 +327,43 @@ def test_plans_that_were_run_are_ranked_by_that():
                for p, x in zip(plans, (90., 100., 80.))}
   found = search.Found(plans[0], plans, predicted, {plans[2]: _run(95.)}, _COSTS)
   assert [found.rate(p) for p in plans] == [90., 100., 95.]
+
+
+def test_the_whole_command(tmp_path, monkeypatch, capsys):
+  found, started = [], []
+
+  def find_for(*arguments, **changes):
+    found.append(search_in_full(*arguments, seconds=.2, **changes))
+    return found[0]
+  search_in_full = search.find_for
+  monkeypatch.setattr(search, 'find_for', find_for)
+  monkeypatch.setattr(measure, '_SECONDS', .05)
+  monkeypatch.setattr(os, 'execv', lambda _, argv: started.append(argv))
+  experiment = 'experiments/sebulba_cartpole.py'
+  settings = ['--config.network.hidden_sizes=8', '--config.seed=3']
+  assert command.run(['balance', experiment, f'--out={tmp_path}', '--apply',
+                      '--size_range=1', '--max_lag=2', *settings]) == 0
+  said = capsys.readouterr().out
+  first, last = found[0].ranking[0], found[0].ranking[:5][-1]
+  # What is to be pasted makes the plan that was searched for.
+  config = sebulba_cartpole.get_config()
+  apply_overrides(config, started[0][4:])
+  assert from_config(config, make_host_spec(config)) == first
+  assert config.sebulba.max_lag == first.max_lag == 2
+  assert started[0][1:6] == [
+      experiment, '--agent=ppo', '--variant=', *settings]
+  line = (tmp_path / 'balance.txt').read_text()
+  assert line.split() == started[0][6:] and f'1  {line}' in said
+  assert f'--config.env.num_envs={last.num_envs * last.num_actors} ' in said
+  # The rates are those that were measured.
+  ratio = found[0].rate(first) / found[0].runs[found[0].base].steps_per_second
+  assert ratio >= 1 and f', {ratio:.2f} times the configured one' in said
+  for start in ('as configured, limit: ', 'as configured, energy: ',
+                f'  CPU only: {found[0].rate(first):,.0f} steps/s',
+                '  one h100: ', '  Anakin on the CPU: '):
+    assert f'\n{start}' in said, start
+  assert said.count(' steps/s, ') == 3  # Each way has its rate.
+  assert (tmp_path / 'balance.png').stat().st_size > 10_000
 
 
 def test_a_run_is_told_of(tmp_path, capsys):

@@ -70,8 +70,9 @@ _FREE = _GPU._replace(is_deterministic=False)
     ('lag', ('16 unrolls', 'raise either'), _record(.5, .1, .5), _FREE),
     ('lag', ('4 unrolls', 'drop to 4 actors'), _record(.5, .1, .5),
      _FREE._replace(unrolls_per_update=2)),
-    ('lag', ('1 CPU core is 30 %', ), _record(.5, .45, .5), None),
     # On the CPU a device is cores: that it is busy means little.
+    ('environments', ('1 CPU core is 30 %',),
+     _record(.5, .45, .5), _CPU._replace(num_cores=1)),
     ('environments', ('1 actor ',),
      _record(.6, .39, .6, cores=.7, actor_devices=.95), _CPU),
     ('cores', ('mostly for updates', 'smaller network'),
@@ -85,8 +86,6 @@ _FREE = _GPU._replace(is_deterministic=False)
     ('lag', ('max_lag=0',), _record(.3, .2, .5, cores=.6), _CPU._replace(
         max_lag=0))])
 def test_the_limit_of_shares(name, words, record, system):
-  if system is None:  # Of one core, on a lag that is not its limit.
-    system, name = _CPU._replace(num_cores=1), 'environments'
   limit = find_limit(record, system)
   assert limit.name == name, limit
   for word in words:
