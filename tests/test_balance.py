@@ -13,17 +13,17 @@ import synthetic
 
 from podrl import workdir
 from podrl.balance import __main__ as command
-from podrl.balance import measure
 from podrl.balance import model
 from podrl.balance import picture
 from podrl.balance import search
 from podrl.balance import simulation
+from podrl.balance import timing
 from podrl.balance import worth
-from podrl.balance.measure import Run, System
 from podrl.balance.model import simulate
 from podrl.balance.plan import (
     Plan, candidates, configured, from_config, overrides, to_flags)
 from podrl.balance.simulation import Costs
+from podrl.balance.timing import Host, Run
 from podrl.build import make_host_spec
 from podrl.chips import CHIPS
 from podrl.config import apply_overrides, sebulba_config
@@ -80,6 +80,12 @@ def test_permits_and_lag():
     found = _rate(num_actors=8, unrolls_per_update=1, max_lag=max_lag)
     assert found.lag <= max_lag
   assert _rate(num_actors=4, deterministic=True, max_lag=2).lag == 2
+  # Of uneven environments some are overtaken, which are dropped.
+  host = simulation.Simulation(
+      _PLAN._replace(threads=8, unrolls_per_update=1, max_lag=3),
+      _COSTS._replace(noise=2., update=(.01, 0, 0)))
+  host.run(300)
+  assert max(host.lags) == 3
 
 
 @pytest.mark.parametrize('name, changes', [
@@ -116,17 +122,17 @@ def test_fit():
   rows = [(1, 1, 8), (1, 1, 64), (1, 2, 16), (1, 2, 256)]
   true = .003, .001, .0002
   np.testing.assert_allclose(
-      measure.fit(rows, np.asarray(rows) @ true), true, rtol=1e-6)
+      timing.fit(rows, np.asarray(rows) @ true), true, rtol=1e-6)
   # None is negative; a large value has no more weight than a small one.
-  assert measure.fit([(1, 1), (1, 2)], [2, 1])[1] == 0
-  assert measure.fit([(1,), (1,)], [1, 1000])[0] < 3
+  assert timing.fit([(1, 1), (1, 2)], [2, 1])[1] == 0
+  assert timing.fit([(1,), (1,)], [1, 1000])[0] < 3
 
 
 def test_servers():
   # 10 ms of two cores for each of 4: every 2.5 ms; every 10 ms on one core.
-  assert measure._servers(.01, 0., .0026, 4, 2) == np.inf
-  assert measure._servers(.01, .01, .0052, 4, 2) == np.inf
-  assert measure._servers(.01, 0., .005, 4, 2) == pytest.approx(2)
+  assert timing._servers(.01, 0., .0026, 4, 2) == np.inf
+  assert timing._servers(.01, .01, .0052, 4, 2) == np.inf
+  assert timing._servers(.01, 0., .005, 4, 2) == pytest.approx(2)
 
 
 def _run(rate):
@@ -197,7 +203,7 @@ def test_devices_as_overrides():
   assert config.sebulba.learner_devices == (1, 2)
 
 
-def _system(host):
+def _timed(host):
   agent = host.make_agent()
 
   def make_driver(plan):
@@ -207,8 +213,8 @@ def _system(host):
         unrolls_per_update=plan.unrolls_per_update,
         deterministic=plan.deterministic)
   # It sleeps: there are as many cores as it likes.
-  return System(host.make_env, agent, host.make_learner(agent), make_driver,
-                jax.devices(), 64)
+  return Host(host.make_env, agent, host.make_learner(agent), make_driver,
+              jax.devices(), 64)
 
 
 def _draw(rng):
@@ -230,10 +236,10 @@ def _draw(rng):
 
 def _share_of_best(costs, num_cores, plans, seconds):
   """The found plan's rate over the best of all, by real runs."""
-  system = _system(synthetic.Host(costs, num_cores=num_cores))
-  found = search.find(system, plans, plans[0], seconds)
+  host = _timed(synthetic.Host(costs, num_cores=num_cores))
+  found = search.find(host, plans, plans[0], seconds)
   first = found.ranking[0]
-  rates = {p: measure.run(system.make_driver(p), seconds, p.batch).steps_per_second
+  rates = {p: timing.run(host.make_driver(p), seconds, p.batch).steps_per_second
            for p in plans}
   best = max(rates, key=rates.get)
   print(f'{costs}, {num_cores} cores\n'
@@ -250,7 +256,7 @@ def test_measures_what_is_set():
       update=.03, update_per_slot=5e-4), num_cores=2)
   plans = [_PLAN._replace(threads=n, unrolls_per_update=n, num_envs=num_envs,
                           unroll_length=4) for n, num_envs in ((1, 4), (4, 16))]
-  costs = measure.measure(_system(host), plans)
+  costs = timing.measure(_timed(host), plans)
   alone = simulation.times(plans[1], costs)
   # Nobody sleeps for less; a loaded machine adds to it, by far at times.
   assert .022 * .9 <= alone.environment < .022 * 2
@@ -337,7 +343,7 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys):
     return found[0]
   search_in_full = search.find_for
   monkeypatch.setattr(search, 'find_for', find_for)
-  monkeypatch.setattr(measure, '_SECONDS', .05)
+  monkeypatch.setattr(timing, '_SECONDS', .05)
   monkeypatch.setattr(os, 'execv', lambda _, argv: started.append(argv))
   experiment = 'experiments/sebulba_cartpole.py'
   settings = ['--config.network.hidden_sizes=8', '--config.seed=3']

@@ -263,20 +263,24 @@ def test_two_processes_here_are_measured():
 
 
 @pytest.mark.slow  # Only a machine with two cores of its own passes it.
-@pytest.mark.parametrize('hidden_size,count', [(64, 6), (256, 3), (512, 2)])
+@pytest.mark.parametrize('name,hidden_size,count', [
+    ('anakin_breakout', 64, 6), ('anakin_breakout', 256, 3),
+    ('anakin_breakout', 512, 2), ('sebulba_cartpole', 64, 30),
+    ('sebulba_cartpole', 256, 10)])
 def test_predictions_hold_for_one_and_two_processes_here(
-    hidden_size, count, capsys):
+    name, hidden_size, count, capsys):
   """In turns of a second or so, that what else runs here disturbs all alike.
 
   What is predicted from and what is checked are different processes.
   """
   errors = {}
-  config = anakin_breakout.get_config('ppo', 'mlp')
+  config = sebulba_cartpole.get_config() if 'sebulba' in name else (
+      anakin_breakout.get_config('ppo', 'mlp'))
   config.network.hidden_sizes = (hidden_size, hidden_size)
   alone, both = measure.one_core(config), measure.one_core(config)
   both['env'] = both['env'] | {'num_envs': 2 * config.env.num_envs}
   names = 'alone', 'busy', 'single', 'double', 'together', 'apart'
-  rows = {name: [] for name in names}
+  rows = {which: [] for which in names}
   with contextlib.ExitStack() as held:
     pair = measure.open_processes(held, [('train', {'fields': alone})] * 2)
     programs = (
@@ -286,22 +290,22 @@ def test_predictions_hold_for_one_and_two_processes_here(
         (measure.open_processes(held, measure.joined('all_reduces')), 4),
         (measure.open_processes(held, [('all_reduces', {})] * 2), 4))
     for _ in range(_TURNS):
-      for name, (processes, times) in zip(names, programs):
-        rows[name] += measure.run(processes, times)
-  seconds = {name: np.asarray([x['seconds'] for x in rows[name]])
-             for name in names[:4]}
+      for which, (processes, times) in zip(names, programs):
+        rows[which] += measure.run(processes, times)
+  seconds = {which: np.asarray([x['seconds'] for x in rows[which]])
+             for which in names[:4]}
   latency, bandwidth = measure.link(rows['together'], rows['apart'])
   chip = _CHIP._replace(link_bandwidth=bandwidth, hop_seconds=latency / 2)
   act, learn = program.read_work(config)
   base = prediction.single(
       measure.Times(seconds['alone'], seconds['busy'], {}), act, learn, chip,
       chip, 'float32', False)
-  for row, name in zip(prediction.predict(
-      base, learn, chip, 64 * 128, sizes=(1, 2)), names[2:4]):
-    found = float(np.median(seconds[name]))
+  for row, which in zip(prediction.predict(
+      base, learn, chip, 1, sizes=(1, 2)), names[2:4]):
+    found = float(np.median(seconds[which]))
     errors[row.num_cores] = row.seconds / found - 1
     with capsys.disabled():
-      print(f'\n{hidden_size} x {row.num_cores}: predicted {row.seconds:.4f} s '
+      print(f'\n{name}, {hidden_size} x {row.num_cores}: predicted {row.seconds:.4f} s '
             f'(busy {base.busy:.4f}, reducing {row.all_reduce:.4f}, waiting '
             f'{row.waiting:.4f}), measured {found:.4f} s: '
             f'{errors[row.num_cores]:+.1%}; an all-reduce '

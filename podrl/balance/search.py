@@ -1,19 +1,21 @@
 """Finds the plans that learn from the most steps a second."""
 
+import collections
 from collections.abc import Callable, Sequence
+import time
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from podrl import build
-from podrl.balance import measure
 from podrl.balance import model
-from podrl.balance.measure import Run, System
+from podrl.balance import timing
 from podrl.balance.model import Prediction
 from podrl.balance.plan import (
     Plan, best_of_each, candidates, configured, from_config, overrides)
 from podrl.balance.simulation import Costs
+from podrl.balance.timing import Host, Run
 from podrl.layout import num_cores
 
 # Of what the model leaves out, in logarithms of rates: the deviations of what
@@ -22,6 +24,8 @@ from podrl.layout import num_cores
 _SHARED, _NEAR, _NOISE, _REACH = 0.3, 0.15, 0.04, 1.5
 _TRIED = 3  # Of the best plans all are run,
 _MAX_ROUNDS = 4  # unless it takes more runs: each may change which they are.
+_MAX_REPEATS = 2  # They are run again in turn, in a search's
+_REPEAT_SECONDS = 50.  # first so many seconds.
 
 
 class Found(NamedTuple):
@@ -30,10 +34,9 @@ class Found(NamedTuple):
   Attributes:
     base: the configured plan.
     ranking: plans, the fastest first, as `rate` has it.
-    predictions: of each plan that was not left out early; of one that was run,
-      from before it was, the configured one, by which the model is corrected
-      first, excepted.
-    runs: of those that were tried.
+    predictions: of each plan that was not left out early, corrected by the runs
+      of the others.
+    runs: of those that were tried, the median where there were several.
     costs: fitted.
   """
   base: Plan
@@ -49,10 +52,11 @@ class Found(NamedTuple):
 
 
 def _sizes(plan: Plan) -> np.ndarray:
-  """A plan's sizes, in octaves."""
+  """A plan's sizes, in octaves; whether devices do both is two of them."""
+  is_shared = bool({*plan.actor_devices} & {*plan.learner_devices})
   return np.log2([
       plan.num_actors, plan.num_envs, plan.unroll_length, plan.env_threads,
-      len(plan.actor_devices), len(plan.learner_devices)])
+      len(plan.actor_devices), len(plan.learner_devices), 4 if is_shared else 1])
 
 
 def calibrate(predictions: dict[Plan, Prediction], runs: dict[Plan, Run]
@@ -91,32 +95,33 @@ def _rates(predictions: dict[Plan, Prediction] | dict[Plan, Run]
   return {p: x.steps_per_second for p, x in predictions.items()}
 
 
-def find(system: System, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
+def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
          say: Callable[[str], None] = lambda line: None) -> Found:
   """Measures a host and ranks plans for it.
 
   The configured plan and the best for some numbers of actors are run; what they
   reach corrects all predictions. So are the three that then look best, one by
-  one, until all of those were run.
+  one, until all of those were run; and where there is time again, in turn.
 
   Args:
-    system: the host.
+    host: to use.
     plans: to choose from, `base` among them.
     base: the configured plan.
     seconds: of each run of the driver, compilation left out.
     say: takes lines on how it goes.
   """
+  start = time.perf_counter()
   say('timing environments, inference and updates')
-  costs = measure.measure(system, plans)
+  costs = timing.measure(host, plans)
+  tried: dict[Plan, list[Run]] = collections.defaultdict(list)
   runs: dict[Plan, Run] = {}
-  told: dict[Plan, Prediction] = {}  # Before each was run.
 
   def run(plan: Plan) -> None:
-    say(f'running {describe(plan)}')
-    if runs:
-      told[plan] = calibrate(predictions, runs)[plan]
-    runs[plan] = measure.run(
-        system.make_driver(plan), seconds, plan.batch, system.devices)
+    say(f'running {describe(plan)}' + ' again' * (plan in runs))
+    tried[plan].append(timing.run(
+        host.make_driver(plan), seconds, plan.batch, host.devices))
+    tried[plan].sort(key=lambda x: x.steps_per_second)
+    runs[plan] = tried[plan][(len(tried[plan]) - 1) // 2]
 
   run(base)
   costs = costs._replace(hand_off=float(runs[base].hand_off))
@@ -135,7 +140,14 @@ def find(system: System, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
     if not left:
       break
     run(left[-1])
-  found = Found(base, [], calibrate(predictions, runs) | told, runs, costs)
+  again = dict.fromkeys([*sorted(runs, key=_rates(runs).get)[-_TRIED:], base])
+  for plan in [*again] * _MAX_REPEATS:
+    if time.perf_counter() - start < _REPEAT_SECONDS:
+      run(plan)
+  corrected = calibrate(predictions, runs) | {
+      plan: calibrate(predictions, {p: runs[p] for p in runs if p != plan})[plan]
+      for plan in runs}
+  found = Found(base, [], corrected, runs, costs)
   return found._replace(
       ranking=sorted(found.predictions, key=found.rate, reverse=True))
 
@@ -146,14 +158,14 @@ def describe(plan: Plan) -> str:
           f'{plan.unroll_length} steps, {plan.env_threads} threads each')
 
 
-def make_system(config: Any, base: Plan) -> System:
+def make_host(config: Any, base: Plan) -> Host:
   """The host as a configuration uses it."""
   spec = build.make_host_spec(config)
   agent = build.make_agent(config, spec)
 
   def make_driver(plan: Plan) -> Any:
     return build.make_run(configured(config, overrides(plan, base))).driver
-  return System(
+  return Host(
       lambda num_envs, seed, num_threads: build.make_host_env(
           config, num_envs, config.seed + seed, num_threads),
       agent, build.learner_for(config, agent, 1000), make_driver,
@@ -176,4 +188,4 @@ def find_for(config: Any, size_range: float, seconds: float = 2.,
   spec = build.make_host_spec(config)
   base = from_config(config, spec)
   plans = candidates(config, spec, size_range)
-  return find(make_system(config, base), plans, base, seconds, say)
+  return find(make_host(config, base), plans, base, seconds, say)

@@ -94,16 +94,13 @@ class Tuner:
     """How many should act now."""
     return self._asked.num_actors
 
-  def observe(self, seconds: float, num_updates: int, queue_depth: int) -> int:
-    """Takes note of training since the last call.
+  def observe(self, seconds: float, num_updates: int, queue_depth: int) -> None:
+    """Takes note of training since the last call; may change `num_actors`.
 
     Args:
       seconds: of training alone.
       num_updates: in that time, one or more.
       queue_depth: unrolls that waited for the learner before the last of them.
-
-    Returns:
-      How many actors should act from now on.
     """
     self._seconds += seconds
     self._passed += seconds
@@ -114,7 +111,7 @@ class Tuner:
       if self._passed >= _SETTLE_SECONDS and (
           self._num_updates >= 1 + math.ceil(rounds)):
         self._start_window(is_settled=True, queue_depth=queue_depth)
-      return self.num_actors
+      return
     scale = self._asked.scale
     if self._passed >= scale * _WINDOW_SECONDS and (
         self._num_updates >= scale * _WINDOW_UPDATES):
@@ -125,7 +122,6 @@ class Tuner:
       self._asked = self._plan.send(
           learnt * self._samples_per_update / self._passed)
       self._start_window(self.num_actors == self._before, queue_depth)
-    return self.num_actors
 
   def interrupt(self) -> None:
     """Training was interrupted: actors filled the queue meanwhile.

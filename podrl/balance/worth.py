@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from podrl import build
-from podrl import measure as probes
+from podrl import measure
 from podrl import workdir
 from podrl.balance import model
 from podrl.balance.plan import Plan
@@ -86,8 +86,8 @@ def on_chip(costs: Costs, plan: Plan, act: Work, learn: Work, local: Chip,
 def _peaks() -> Chip:
   """One core of this machine."""
   with contextlib.ExitStack() as held:
-    process = probes.open_processes(held, [('peaks', {})])
-    rows = probes.run(process, 3)
+    process = measure.open_processes(held, [('peaks', {})])
+    rows = measure.run(process, 3)
   flops, num_bytes = (max(x[k] for x in rows) for k in ('flops', 'bytes'))
   return Chip(flops, flops, num_bytes, 0., 1., 0., 0, 1, 1., 0., 1.)
 
@@ -161,7 +161,8 @@ def _anakin(config: Any, is_accelerator: bool, size_range: float) -> Way:
   except ValueError:
     return Way(title, None, f'gymnax has no {name} that fits', is_accelerator)
   return _apart(title, new, is_accelerator, size_range,
-                f"gymnax's {name}, measured here")
+                f"gymnax's {name}, measured here with the configured "
+                f'{new.env.num_envs} environments x {new.unroll_length} steps')
 
 
 def ways(config: Any, found: Found, chip: str, size_range: float) -> list[Way]:

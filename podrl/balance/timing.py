@@ -29,7 +29,7 @@ _SECONDS = 0.5  # About so long is one measurement of a part.
 _LENGTHS = (8, 32)  # Of the unrolls in which inference is timed.
 
 
-class System(NamedTuple):
+class Host(NamedTuple):
   """What is measured.
 
   Attributes:
@@ -140,11 +140,11 @@ def fit(rows: Sequence[Sequence[float]], values: Sequence[float]
   return tuple(map(float, found))
 
 
-def _together(system: System, make_env: Callable[[int], HostEnv], agent: Agent,
+def _together(host: Host, make_env: Callable[[int], HostEnv], agent: Agent,
               plan: Plan) -> float:
   """Seconds between two unrolls of a plan's actors, updates costing nothing."""
   key = jax.random.key(0)
-  device = system.devices[plan.actor_devices[0]]
+  device = host.devices[plan.actor_devices[0]]
   driver = sebulba.Sebulba(
       make_env, agent, idle_learner(agent.init(key)), spmd.make_mesh([device]),
       [device],
@@ -174,15 +174,15 @@ def _servers(alone: float, cores: float, together: float, num_actors: int,
   return np.inf if together < 1.3 * expected else max(1., alone / together)
 
 
-def _environments(system: System, plans: Sequence[Plan]
+def _environments(host: Host, plans: Sequence[Plan]
                   ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
   """Coefficients of a pool's step, of its cores, and its noise."""
   threads = {p.env_threads for p in plans}
   rows, cores, found = [], [], []
   for num_envs in _spread(p.num_envs for p in plans):
     for num_threads in sorted({min(threads), max(threads)}):
-      used = min(num_threads, num_envs, system.num_cores)
-      env = on_tape(system.make_env(num_envs, 0, num_threads), num_envs)
+      used = min(num_threads, num_envs, host.num_cores)
+      env = on_tape(host.make_env(num_envs, 0, num_threads), num_envs)
       env.reset()
       found.append(_time(lambda: env.step(None), 10))
       env.close()
@@ -199,25 +199,25 @@ def _spread(values: Iterable[int]) -> list[int]:
   return sorted({found[0], found[len(found) // 2], found[-1]})
 
 
-def _actor(system: System, plan: Plan) -> tuple[Actor, Any]:
+def _actor(host: Host, plan: Plan) -> tuple[Actor, Any]:
   """An actor whose environments cost nothing, and parameters for it."""
-  env = standing(system.make_env(plan.num_envs, 0, 1))
-  devices = [system.devices[i] for i in plan.learner_devices]
-  functions = make_actor_functions(system.agent, env.observe, len(devices))
-  device = system.devices[plan.actor_devices[0]]
+  env = standing(host.make_env(plan.num_envs, 0, 1))
+  devices = [host.devices[i] for i in plan.learner_devices]
+  functions = make_actor_functions(host.agent, env.observe, len(devices))
+  device = host.devices[plan.actor_devices[0]]
   key = jax.random.key(0)
-  params = jax.device_put(jax.jit(system.agent.init)(key), device)
+  params = jax.device_put(jax.jit(host.agent.init)(key), device)
   return Actor(0, env, functions, plan.unroll_length, device, devices, key,
                0), params
 
 
-def _inference(system: System, plans: Sequence[Plan]
+def _inference(host: Host, plans: Sequence[Plan]
                ) -> tuple[tuple[float, ...], float]:
   """Coefficients of an unroll's inference, and the cores at work in it."""
   rows, found = [], []
   for length in _LENGTHS:
     for num_envs in sorted({f(p.num_envs for p in plans) for f in (min, max)}):
-      actor, params = _actor(system, plans[0]._replace(
+      actor, params = _actor(host, plans[0]._replace(
           num_envs=num_envs, unroll_length=length))
       actor.compile(params)
       found.append(_time(lambda: actor.unroll(params, 0)))
@@ -226,7 +226,7 @@ def _inference(system: System, plans: Sequence[Plan]
           float(np.mean([min(1., x.cores / x.seconds) for x in found])))
 
 
-def _updates(system: System, plans: Sequence[Plan]
+def _updates(host: Host, plans: Sequence[Plan]
              ) -> tuple[tuple[float, ...], float]:
   """Coefficients of an update, and the cores at work in it."""
   corners = dict.fromkeys(
@@ -235,13 +235,13 @@ def _updates(system: System, plans: Sequence[Plan]
                   lambda p: (p.unroll_length, -p.batch)))
   rows, found = [], []
   for plan in corners:
-    actor, params = _actor(system, plan)
-    mesh = spmd.make_mesh([system.devices[i] for i in plan.learner_devices])
+    actor, params = _actor(host, plan)
+    mesh = spmd.make_mesh([host.devices[i] for i in plan.learner_devices])
     example = spmd.join_shards(actor.compile(params), mesh, spmd.TRAJECTORY)
     key = spmd.place(jax.random.key(0), mesh, spmd.REPLICATED)
-    state = spmd.place(jax.jit(lambda key: system.learner.init(
+    state = spmd.place(jax.jit(lambda key: host.learner.init(
         key, jax.eval_shape(lambda: example)))(key), mesh, spmd.LEARNER_STATE)
-    update = spmd.map_update(system.learner, mesh)
+    update = spmd.map_update(host.learner, mesh)
 
     def call() -> None:
       nonlocal state
@@ -254,20 +254,20 @@ def _updates(system: System, plans: Sequence[Plan]
           float(np.mean([x.cores / x.seconds for x in found])))
 
 
-def measure(system: System, plans: Sequence[Plan]) -> Costs:
+def measure(host: Host, plans: Sequence[Plan]) -> Costs:
   """Measures and fits what the parts of some plans cost.
 
   Args:
-    system: to measure.
+    host: to measure.
     plans: whose range of sizes is covered.
   """
-  environment, environment_cores, noise = _environments(system, plans)
-  inference, inference_cores = _inference(system, plans)
-  update, update_cores = _updates(system, plans)
+  environment, environment_cores, noise = _environments(host, plans)
+  inference, inference_cores = _inference(host, plans)
+  update, update_cores = _updates(host, plans)
   costs = Costs(
       environment, environment_cores, np.inf, noise, inference, inference_cores,
-      0., update, update_cores, 0., system.num_cores,
-      system.devices[0].platform == 'cpu')
+      0., update, update_cores, 0., host.num_cores,
+      host.devices[0].platform == 'cpu')
   # As many at a time as there may be; that is what tells most.
   plan = max(plans, key=lambda p: (p.num_actors, p.num_envs))._replace(
       env_threads=1, unroll_length=_LENGTHS[0])
@@ -276,22 +276,22 @@ def measure(system: System, plans: Sequence[Plan]) -> Costs:
   if plan.num_actors < 2:
     return costs._replace(exclusive=float(not costs.is_cpu))
   alone = times(plan, costs)
-  actor, params = _actor(system._replace(agent=idle_agent()), plan)
+  actor, params = _actor(host._replace(agent=idle_agent()), plan)
   actor.compile(params)
   idle = _time(lambda: actor.unroll(params, 0)).seconds / plan.unroll_length
   seconds = _together(
-      system, lambda i: on_tape(
-          system.make_env(plan.num_envs, i * plan.num_envs, 1), plan.num_envs),
+      host, lambda i: on_tape(
+          host.make_env(plan.num_envs, i * plan.num_envs, 1), plan.num_envs),
       idle_agent(), plan) / plan.unroll_length
   servers = _servers(
       alone.environment, alone.environment * alone.environment_cores, seconds,
-      plan.num_actors, system.num_cores, idle)
+      plan.num_actors, host.num_cores, idle)
   seconds = _together(
-      system, lambda i: standing(
-          system.make_env(plan.num_envs, 0, 1)), system.agent, plan)
+      host, lambda i: standing(
+          host.make_env(plan.num_envs, 0, 1)), host.agent, plan)
   exclusive = 1 / _servers(
       alone.inference, alone.inference * inference_cores, seconds,
-      plan.num_actors, system.num_cores) if costs.is_cpu else (
+      plan.num_actors, host.num_cores) if costs.is_cpu else (
           min(1., seconds / alone.inference))
   return costs._replace(
       environment_servers=servers if servers > 8 else round(servers),
