@@ -85,6 +85,21 @@ def one(paths: Sequence[str], what: str, example: str) -> str:
   return paths[0]
 
 
+def make_directory(path: str) -> None:
+  """Makes the directory that `--out` names, where there is none.
+
+  Raises:
+    ValueError: if it cannot be made, or nothing be written there.
+  """
+  try:
+    os.makedirs(path, exist_ok=True)
+  except OSError as error:
+    raise ValueError(
+        f'--out={path} is no directory: {error.strerror}') from error
+  if not os.access(path, os.W_OK):
+    raise ValueError(f'--out={path} cannot be written')
+
+
 def read_config(path: str, overrides: Sequence[str],
                 values: flags.FlagValues) -> Any:
   """The configuration of an experiment, as `run_experiment` was asked for it.

@@ -151,8 +151,7 @@ def _act(overrides: Sequence[str], paths: list[str],
   check_choice('--chip', values.chip, ('local', *CHIPS))
   config = cli.read_config(path, overrides, values)
   check(config)
-  if not os.path.isdir(values.out):
-    raise ValueError(f'--out={values.out} is no directory')
+  cli.make_directory(values.out)
   jax.config.update('jax_platforms', 'cpu')
   if jax.config.jax_num_cpu_devices < 1:
     spmd.set_num_cpu_devices(2)  # One core's all-reduce might be left out.

@@ -336,7 +336,7 @@ def test_plans_that_were_run_are_ranked_by_that():
 
 
 def test_the_whole_command(tmp_path, monkeypatch, capsys):
-  found, started = [], []
+  found, started, tmp_path = [], [], tmp_path / 'new'
 
   def find_for(*arguments, **changes):
     found.append(search_in_full(*arguments, seconds=.2, **changes))
@@ -386,7 +386,8 @@ def test_a_run_is_told_of(tmp_path, capsys):
 
 @pytest.mark.parametrize('arguments, message', [
     ([], '0 experiments'), (['experiments/anakin_breakout.py'], 'of Anakin'),
-    (['experiments/sebulba_cartpole.py', '--out=/nowhere'], '--out=/nowhere'),
+    (['experiments/sebulba_cartpole.py', f'--out={__file__}'],
+     f'--out={__file__} is no directory: File exists'),
     (['experiments/sebulba_cartpole.py', '--chip=h1000'], '--chip=h1000')])
 def test_mistakes(arguments, message, capsys):
   assert command.run(['balance', *arguments]) == 2

@@ -220,7 +220,7 @@ def _run(*arguments):
     (['{}', '--agent=ppq'], 'agent=ppq is unknown'),
     (['{}', '--variant=x'], 'variant=x is unknown'),
     (['{}', '--repeats=0'], '--repeats=0'),
-    (['{}', '--out=/nowhere'], '--out=/nowhere is no directory'),
+    (['{}', f'--out={__file__}'], f'--out={__file__} is no directory'),
     (['{}', '--config.env.name=Breakout-MinAtr'], 'Breakout-MinAtr')])
 def test_mistakes_are_told_in_a_line(arguments, message, capsys):
   path = str(_ROOT / 'experiments' / 'anakin_breakout.py')
@@ -236,16 +236,16 @@ def test_the_command_prints_and_draws(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(measure, 'measure_updates', lambda *_: measure.Times(
       np.full(3, .1), np.full(3, .1), {}))
   assert _run(_ROOT / 'experiments' / 'anakin_cartpole.py', '--chip=tpu_v4',
-              f'--out={tmp_path}', '--config.env.num_envs=8') == 0
+              f'--out={tmp_path}/new', '--config.env.num_envs=8') == 0
   *lines, drawn = capsys.readouterr().out.splitlines()
-  assert drawn == f'drawn: {tmp_path}/scaling.png'
+  assert drawn == f'drawn: {tmp_path}/new/scaling.png'
   assert max(map(len, lines)) <= 80 and not any('…' in x for x in lines)
   text = '\n'.join(lines)
   assert 'InstaDeep keeps 96.6%' in text  # 4.79 / (16 x 0.31).
   assert 'Sebulba keeps 84.0%' in text  # 43 / (256 x 0.2).
   for n in prediction.SIZES:
     assert any(x.split()[:1] == [f'{n:,}'] for x in lines)
-  assert (tmp_path / 'scaling.png').read_bytes().startswith(b'\x89PNG')
+  assert (tmp_path / 'new' / 'scaling.png').read_bytes().startswith(b'\x89PNG')
 
 
 def test_a_measuring_process_says_why_it_ended():

@@ -47,8 +47,6 @@ def _act(settings: Sequence[str], paths: list[str],
          values: flags.FlagValues) -> None:
   """Reads, measures, searches, prints, draws, and perhaps runs."""
   path = cli.one(paths, 'experiments', 'balance experiments/sebulba_pong.py')
-  if not os.path.isdir(values.out):
-    raise ValueError(f'--out={values.out} is no directory')
   if os.path.isdir(path):
     _tell_of_run(path, values.out, settings)
     return
@@ -61,6 +59,7 @@ def _act(settings: Sequence[str], paths: list[str],
   lag = {} if values.max_lag is None else {'sebulba.max_lag': values.max_lag}
   config = configured(config, lag)
   check(config)
+  cli.make_directory(values.out)
   set_up_jax(config)
   console = Console(highlight=False, markup=False)
   found = search.find_for(
@@ -113,6 +112,7 @@ def _tell_of_run(path: str, out: str, settings: Sequence[str]) -> None:
   config = workdir.read_config(path)
   if not is_sebulba(config):
     raise ValueError(f'{path} is a run of Anakin, which has nothing to balance')
+  cli.make_directory(out)
   summary = os.path.join(path, 'summary.json')
   if os.path.exists(summary):
     _tell('', workdir.read_json(summary))
