@@ -1,5 +1,6 @@
 """Parts of a host that cost nothing, so that the others can be timed."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -35,9 +36,10 @@ def on_tape(env: HostEnv, num_envs: int) -> HostEnv:
                  env.close)
 
 
-def standing(env: HostEnv) -> HostEnv:
-  """An environment that costs nothing: it stays where it began."""
-  timestep = env.reset()
+def standing(env: HostEnv, num_envs: int) -> HostEnv:
+  """So many environments that cost nothing: all stay where one began."""
+  timestep = jax.tree.map(
+      lambda x: np.repeat(x, num_envs, axis=0), env.reset())
   timestep = timestep._replace(is_first=np.zeros_like(timestep.is_first))
   env.close()
   return HostEnv(env.spec, lambda: timestep, lambda action: timestep,

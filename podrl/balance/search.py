@@ -25,7 +25,7 @@ _SHARED, _NEAR, _NOISE, _REACH = 0.3, 0.15, 0.04, 1.5
 _TRIED = 3  # Of the best plans all are run,
 _MAX_ROUNDS = 4  # unless it takes more runs: each may change which they are.
 _MAX_REPEATS = 2  # They are run again in turn, in a search's
-_REPEAT_SECONDS = 50.  # first so many seconds.
+_REPEAT_SECONDS = 60.  # first so many seconds.
 
 
 class Found(NamedTuple):

@@ -177,17 +177,19 @@ def _servers(alone: float, cores: float, together: float, num_actors: int,
 def _environments(host: Host, plans: Sequence[Plan]
                   ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
   """Coefficients of a pool's step, of its cores, and its noise."""
-  threads = {p.env_threads for p in plans}
+  few, many = (choose(p.env_threads for p in plans) for choose in (min, max))
+  sizes = _spread(p.num_envs for p in plans)
   rows, cores, found = [], [], []
-  for num_envs in _spread(p.num_envs for p in plans):
-    for num_threads in sorted({min(threads), max(threads)}):
-      used = min(num_threads, num_envs, host.num_cores)
-      env = on_tape(host.make_env(num_envs, 0, num_threads), num_envs)
-      env.reset()
-      found.append(_time(lambda: env.step(None), 10))
-      env.close()
-      rows.append((1, used - 1, num_envs / used))
-      cores.append((1, used - 1, num_envs))
+  for num_envs, num_threads in dict.fromkeys([
+      (sizes[0], few), (sizes[-1], few),
+      *((x, many) for x in sizes[len(sizes) // 2:])]):
+    used = min(num_threads, num_envs, host.num_cores)
+    env = on_tape(host.make_env(num_envs, 0, num_threads), num_envs)
+    env.reset()
+    found.append(_time(lambda: env.step(None), 10))
+    env.close()
+    rows.append((1, used - 1, num_envs / used))
+    cores.append((1, used - 1, num_envs))
   return (fit(rows, [x.seconds for x in found]),
           fit(cores, [x.cores for x in found]),
           float(np.median([x.noise for x in found])))
@@ -201,7 +203,7 @@ def _spread(values: Iterable[int]) -> list[int]:
 
 def _actor(host: Host, plan: Plan) -> tuple[Actor, Any]:
   """An actor whose environments cost nothing, and parameters for it."""
-  env = standing(host.make_env(plan.num_envs, 0, 1))
+  env = standing(host.make_env(1, 0, 1), plan.num_envs)
   devices = [host.devices[i] for i in plan.learner_devices]
   functions = make_actor_functions(host.agent, env.observe, len(devices))
   device = host.devices[plan.actor_devices[0]]
@@ -229,10 +231,11 @@ def _inference(host: Host, plans: Sequence[Plan]
 def _updates(host: Host, plans: Sequence[Plan]
              ) -> tuple[tuple[float, ...], float]:
   """Coefficients of an update, and the cores at work in it."""
-  corners = dict.fromkeys(
-      choose(plans, key=key) for choose in (min, max)
-      for key in (lambda p: (p.batch, p.unroll_length),
-                  lambda p: (p.unroll_length, -p.batch)))
+  def size(plan: Plan) -> tuple[int, int]:
+    return plan.batch, plan.unroll_length
+  corners = dict.fromkeys((
+      min(plans, key=size), max(plans, key=size),
+      min(plans, key=lambda p: (p.unroll_length, -p.batch))))
   rows, found = [], []
   for plan in corners:
     actor, params = _actor(host, plan)
@@ -287,8 +290,8 @@ def measure(host: Host, plans: Sequence[Plan]) -> Costs:
       alone.environment, alone.environment * alone.environment_cores, seconds,
       plan.num_actors, host.num_cores, idle)
   seconds = _together(
-      host, lambda i: standing(
-          host.make_env(plan.num_envs, 0, 1)), host.agent, plan)
+      host, lambda i: standing(host.make_env(1, 0, 1), plan.num_envs),
+      host.agent, plan)
   exclusive = 1 / _servers(
       alone.inference, alone.inference * inference_cores, seconds,
       plan.num_actors, host.num_cores) if costs.is_cpu else (
