@@ -23,9 +23,9 @@ from podrl.layout import num_cores
 # reaches, in octaves of each of a plan's sizes.
 _SHARED, _NEAR, _NOISE, _REACH = 0.3, 0.15, 0.04, 1.5
 _TRIED = 3  # Of the best plans all are run,
-_MAX_ROUNDS = 4  # unless it takes more runs: each may change which they are.
-_MAX_REPEATS = 2  # They are run again in turn, in a search's
-_REPEAT_SECONDS = 60.  # first so many seconds.
+_MAX_ROUNDS = 6  # unless it takes more runs: each may change which they are.
+_EARLY_SECONDS = 60.  # In a search's first so many seconds
+_TRIED_EARLY, _MAX_REPEATS = 5, 2  # more are, and those again in turn.
 
 
 class Found(NamedTuple):
@@ -101,7 +101,8 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
 
   The configured plan and the best for some numbers of actors are run; what they
   reach corrects all predictions. So are the three that then look best, one by
-  one, until all of those were run; and where there is time again, in turn.
+  one, until all of those were run; in the first minute the best five, and then
+  again in turn.
 
   Args:
     host: to use.
@@ -132,17 +133,19 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
   for i in sorted({0, len(counts) // 2, len(counts) - 1}):
     if best[counts[i]] not in runs:
       run(best[counts[i]])
+  def is_early() -> bool:
+    return time.perf_counter() - start < _EARLY_SECONDS
   for _ in range(_MAX_ROUNDS):
-    rates = _rates(calibrate(predictions, runs))
-    rates |= _rates(runs)
-    left = [p for p in sorted(rates, key=rates.get)[-_TRIED:]
-            if p not in runs]
+    rates = _rates(calibrate(predictions, runs)) | _rates(runs)
+    count = _TRIED_EARLY if is_early() else _TRIED
+    left = [p for p in sorted(rates, key=rates.get)[-count:] if p not in runs]
     if not left:
       break
     run(left[-1])
-  again = dict.fromkeys([*sorted(runs, key=_rates(runs).get)[-_TRIED:], base])
+  rates = _rates(runs)
+  again = dict.fromkeys([*sorted(rates, key=rates.get)[-_TRIED_EARLY:], base])
   for plan in [*again] * _MAX_REPEATS:
-    if time.perf_counter() - start < _REPEAT_SECONDS:
+    if is_early():
       run(plan)
   corrected = calibrate(predictions, runs) | {
       plan: calibrate(predictions, {p: runs[p] for p in runs if p != plan})[plan]

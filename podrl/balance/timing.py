@@ -231,10 +231,9 @@ def _inference(host: Host, plans: Sequence[Plan]
 def _updates(host: Host, plans: Sequence[Plan]
              ) -> tuple[tuple[float, ...], float]:
   """Coefficients of an update, and the cores at work in it."""
-  def size(plan: Plan) -> tuple[int, int]:
-    return plan.batch, plan.unroll_length
   corners = dict.fromkeys((
-      min(plans, key=size), max(plans, key=size),
+      *(choose(plans, key=lambda p: (p.batch, p.unroll_length))
+        for choose in (min, max)),
       min(plans, key=lambda p: (p.unroll_length, -p.batch))))
   rows, found = [], []
   for plan in corners:
