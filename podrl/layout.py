@@ -124,7 +124,8 @@ def _choose_devices(
   if not learners:
     learners = tuple(i for i in found if i not in actors) or actors
     # As many as divide the batch; where none do, the error names them all.
-    num_actors = len(actors) * _num_threads(config, len(actors)) * jax.process_count()
+    num_actors = jax.process_count() * len(actors) * _num_threads(
+        config, len(actors))
     divisors = [n for n in range(1, len(learners) + 1)
                 if config.env.num_envs % (num_actors * n) == 0]
     learners = learners[:max(divisors, default=len(learners))]

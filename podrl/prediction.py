@@ -96,9 +96,10 @@ def single(times: Times, act: Work, learn: Work, local: Chip, chip: Chip,
   """One core's update on a chip.
 
   An accelerator runs nothing else: what varies there is the host's share, for
-  which an update waits once. On a CPU what disturbs a core comes and goes within
-  an update: between two of its k all-reduces the seconds deviate by 1 / sqrt(k)
-  of what the update's do, and the slowest is waited for k times.
+  which an update waits once. On this machine's cores what disturbs one is taken to
+  come and go between an update's k all-reduces: there the seconds deviate by
+  1 / sqrt(k) of what the update's do, and the slowest is waited for k times. (Of
+  what lasts longer that is too much, of two processes here it was nearer than once.)
 
   Args:
     times: measured here.

@@ -50,6 +50,8 @@ def _train(fields: dict[str, Any], coordinator: str = '', process: int = 0
 
   def run(count: int) -> list[Row]:
     reports = [driver.advance(1)[0] for _ in range(count)]
+    if not all(x.is_finite for x in reports):
+      raise ValueError('the loss is NaN or infinite')
     return [{'seconds': x.seconds, **x.stages} for x in reports]
   return run
 

@@ -12,10 +12,12 @@ update(1) is measured here, on one core of the CPU; from two cores on, with the
 same work on another core, because cores share caches and memory. For another
 chip it is scaled by the ratio of rooflines (FLOPs and bytes of the compiled
 program), and at least so many seconds an operation. waiting(n) is for the
-slowest of n at each all-reduce: the expected maximum of n normals, whose deviation
-is that of the measured updates; of another chip only the host's environments wait
-so, once in an update. --chip=local links cores in a ring, as two processes here are
-linked. The table's seconds are of one update: all, its all-reduces, its waiting.
+slowest of n: the expected maximum of n normals. Here there is one at each of an
+update's k all-reduces, with the deviation of the measured updates over sqrt(k), as if
+what slows a core came and went between them; of another chip only the host's
+environments wait so, once in an update. --chip=local links cores in a ring, as two
+processes here are linked. The table's seconds are of one update: all, its
+all-reduces, its waiting.
 """
 
 from collections.abc import Sequence

@@ -599,7 +599,8 @@ class _Cloud:
   def start(self, *words, accelerator='v4-16'):
     return subprocess.Popen(
         [*_HEEDING, self.path / 'launch' / 'tpu_pod.sh',
-         f'--accelerator={accelerator}', '--name=slice', '--project=mine', '--bucket=gs://bucket/some',
+         f'--accelerator={accelerator}', '--name=slice', '--project=mine',
+         '--bucket=gs://bucket/some',
          '--poll-seconds=0', '--backoff-seconds=0', *words, '--',
          'python', 'experiments/x.py', '--config.seed=1'],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -41,6 +41,7 @@ from podrl.loop import own_devices
 from podrl.workdir import Record
 
 _BEST = 5  # So many plans are told.
+_OF_PLANS = ('max_lag', 'size_range', 'chip', 'apply')
 
 
 def _act(settings: Sequence[str], paths: list[str],
@@ -48,7 +49,9 @@ def _act(settings: Sequence[str], paths: list[str],
   """Reads, measures, searches, prints, draws, and perhaps runs."""
   path = cli.one(paths, 'experiments', 'balance experiments/sebulba_pong.py')
   if os.path.isdir(path):
-    _tell_of_run(path, values.out, settings)
+    named = [f'--{x}' for x in ('agent', 'variant', *_OF_PLANS)
+             if values[x].present]
+    _tell_of_run(path, values.out, [*settings, *named])
     return
   check_choice('--chip', values.chip, tuple(CHIPS))
   config = cli.read_config(path, settings, values)
@@ -112,13 +115,13 @@ def _tell_of_run(path: str, out: str, settings: Sequence[str]) -> None:
   config = workdir.read_config(path)
   if not is_sebulba(config):
     raise ValueError(f'{path} is a run of Anakin, which has nothing to balance')
-  cli.make_directory(out)
   summary = os.path.join(path, 'summary.json')
   if os.path.exists(summary):
     _tell('', workdir.read_json(summary))
   else:
     print(f'{path} is under way: what limits it is told at its end')
   if config.sebulba.autotune:
+    cli.make_directory(out)
     picture_path = os.path.join(out, 'balance.png')
     history.draw(path, picture_path)
     print(f'drawn: {picture_path}')

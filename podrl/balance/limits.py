@@ -244,4 +244,5 @@ def _both_wait(record: Mapping[str, float], system: System) -> Limit:
   return Limit('lag', (
       f'{waits}, for no more than {permits} unrolls may be under way or '
       f'waiting (sebulba.unrolls_per_update={unrolls} x '
-      f'(sebulba.max_lag={max_lag} + 1)): the bound of the lag is the limit; raise either{drop}'))
+      f'(sebulba.max_lag={max_lag} + 1)): the bound of the lag is the limit; '
+      f'raise either{drop}'))

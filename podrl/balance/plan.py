@@ -56,9 +56,11 @@ def from_config(config: Any, spec: EnvSpec) -> Plan:
   """
   check(config)
   layout = make_layout(config, spec)
+  # The other suites do not heed how many threads are to step.
+  env_threads = layout.env_threads if config.env.suite == 'envpool' else 1
   return Plan(
       layout.actor_devices, layout.learner_devices, layout.threads,
-      config.env.num_envs // layout.num_actors, layout.env_threads,
+      config.env.num_envs // layout.num_actors, env_threads,
       config.unroll_length, layout.unrolls_per_update, config.sebulba.max_lag,
       config.sebulba.mode == 'deterministic')
 
@@ -144,8 +146,8 @@ def candidates(config: Any, spec: EnvSpec, size_range: float) -> list[Plan]:
       shares = {1, max(1, cores // num_actors), base.env_threads}
       shares = [x for x in sorted(shares) if x == base.env_threads or
                 x * num_actors <= cores or x == 1]
-      if config.env.suite != 'envpool':  # The others do not heed it.
-        shares = [base.env_threads]
+      if config.env.suite != 'envpool':
+        shares = [1]
       for num_envs in _powers(base.num_envs, _MAX_ENVS):
         for length in lengths:
           for env_threads in shares:

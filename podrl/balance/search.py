@@ -24,7 +24,7 @@ from podrl.layout import num_cores
 _SHARED, _NEAR, _NOISE, _REACH = 0.3, 0.15, 0.04, 1.5
 _TRIED = 3  # Of the best plans all are run,
 _MAX_ROUNDS = 6  # unless it takes more runs: each may change which they are.
-_EARLY_SECONDS = 60.  # In a search's first so many seconds
+_EARLY_SECONDS = 50.  # In a search's first so many seconds
 _TRIED_EARLY, _MAX_REPEATS = 5, 2  # more are, and those again in turn.
 
 
@@ -35,7 +35,7 @@ class Found(NamedTuple):
     base: the configured plan.
     ranking: plans, the fastest first, as `rate` has it.
     predictions: of each plan that was not left out early, corrected by the runs
-      of the others.
+      of the others (how long a hand-off takes the configured plan's says).
     runs: of those that were tried, the median where there were several.
     costs: fitted.
   """
@@ -101,7 +101,7 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
 
   The configured plan and the best for some numbers of actors are run; what they
   reach corrects all predictions. So are the three that then look best, one by
-  one, until all of those were run; in the first minute the best five, and then
+  one, until all of those were run; where that is soon done the best five, and then
   again in turn.
 
   Args:
@@ -122,7 +122,9 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
     tried[plan].append(timing.run(
         host.make_driver(plan), seconds, plan.batch, host.devices))
     tried[plan].sort(key=lambda x: x.steps_per_second)
-    runs[plan] = tried[plan][(len(tried[plan]) - 1) // 2]
+    runs[plan] = tried[plan][len(tried[plan]) // 2]._replace(
+        steps_per_second=float(np.median(
+            [x.steps_per_second for x in tried[plan]])))
 
   run(base)
   costs = costs._replace(hand_off=float(runs[base].hand_off))
@@ -143,10 +145,11 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
       break
     run(left[-1])
   rates = _rates(runs)
-  again = dict.fromkeys([*sorted(rates, key=rates.get)[-_TRIED_EARLY:], base])
-  for plan in [*again] * _MAX_REPEATS:
-    if is_early():
-      run(plan)
+  again = dict.fromkeys([base, *sorted(rates, key=rates.get)[-_TRIED_EARLY:]])
+  for _ in range(_MAX_REPEATS):
+    if is_early():  # Whole turns: all are as often run.
+      for plan in again:
+        run(plan)
   corrected = calibrate(predictions, runs) | {
       plan: calibrate(predictions, {p: runs[p] for p in runs if p != plan})[plan]
       for plan in runs}

@@ -12,10 +12,13 @@ and updates all do.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import math
 import random
 from typing import NamedTuple
+
+import numpy as np
+from scipy import optimize
 
 from podrl.balance.plan import Plan
 
@@ -70,6 +73,22 @@ class Times(NamedTuple):
 
 def _dot(coefficients: tuple[float, ...], *terms: float) -> float:
   return sum(c * x for c, x in zip(coefficients, terms, strict=True))
+
+
+def fit(rows: Sequence[Sequence[float]], values: Sequence[float]
+        ) -> tuple[float, ...]:
+  """Coefficients, none negative, of `values = rows @ coefficients`.
+
+  Args:
+    rows: `[N, K]`, the terms.
+    values: `[N]`; relative errors are squared, so that small ones count.
+
+  Source: Lawson and Hanson 1974, Solving Least Squares Problems, chapter 23.
+  """
+  y = np.maximum(np.asarray(values, float), 1e-9)
+  x = np.asarray(rows, float) / y[:, None]
+  found, _ = optimize.nnls(x, np.ones(len(y)))
+  return tuple(map(float, found))
 
 
 def times(plan: Plan, costs: Costs) -> Times:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from scipy import optimize
 
 from podrl import sebulba
 from podrl import spmd
@@ -19,7 +18,7 @@ from podrl.actor import Actor, make_actor_functions
 from podrl.balance.idle import idle_agent, idle_learner, on_tape, standing
 from podrl.balance.machine import Meter
 from podrl.balance.plan import Plan
-from podrl.balance.simulation import Costs, times
+from podrl.balance.simulation import Costs, fit, times
 from podrl.balance.stages import cpu_seconds
 from podrl.metrics import Window
 from podrl.prediction import robust_deviation
@@ -75,7 +74,7 @@ class _Row(NamedTuple):
 
 
 def run(driver: sebulba.Sebulba, seconds: float, batch: int,
-        devices: Sequence[jax.Device] = (), warm_up: int = 2) -> Run:
+        devices: Sequence[jax.Device], warm_up: int = 2) -> Run:
   """Starts a driver, lets it run for about so long, and closes it.
 
   From the end of one update to that of another, at least three later.
@@ -88,17 +87,20 @@ def run(driver: sebulba.Sebulba, seconds: float, batch: int,
     warm_up: updates that are left out.
   """
   window = Window(1, 1)
-  meter = Meter(devices) if devices else None
-  def advance() -> list[Report]:
-    return driver.advance(1)
+  meter = Meter(devices)
+  def advance(count: int) -> Report:
+    report, = meter.over(lambda: driver.advance(count))
+    if not report.is_finite:
+      raise ValueError('the loss is NaN or infinite; try a smaller '
+                       'optimizer.learning_rate')
+    return report
   try:
     driver.start()
-    driver.advance(warm_up)
+    advance(warm_up)
     start, num_updates = time.perf_counter(), 0
     while num_updates < 3 or time.perf_counter() - start < seconds:
-      for report in meter.over(advance) if meter else advance():
-        window.add(report)
-        num_updates += 1
+      window.add(advance(1))
+      num_updates += 1
   finally:
     driver.close()
   record = window.record()
@@ -124,22 +126,6 @@ def _time(call: Callable[[], Any], least: int = 3, warm_up: int = 1) -> _Row:
   return _Row(mean, cpu, robust_deviation(np.asarray(seconds)) / mean)
 
 
-def fit(rows: Sequence[Sequence[float]], values: Sequence[float]
-        ) -> tuple[float, ...]:
-  """Coefficients, none negative, of `values = rows @ coefficients`.
-
-  Args:
-    rows: `[N, K]`, the terms.
-    values: `[N]`; relative errors are squared, so that small ones count.
-
-  Source: Lawson and Hanson 1974, Solving Least Squares Problems, chapter 23.
-  """
-  y = np.maximum(np.asarray(values, float), 1e-9)
-  x = np.asarray(rows, float) / y[:, None]
-  found, _ = optimize.nnls(x, np.ones(len(y)))
-  return tuple(map(float, found))
-
-
 def _together(host: Host, make_env: Callable[[int], HostEnv], agent: Agent,
               plan: Plan) -> float:
   """Seconds between two unrolls of a plan's actors, updates costing nothing."""
@@ -154,7 +140,7 @@ def _together(host: Host, make_env: Callable[[int], HostEnv], agent: Agent,
           deterministic=False, max_lag=2 * plan.num_actors, hang_seconds=300.),
       key)
   found = run(driver, 2 * _SECONDS, plan.num_envs * plan.unroll_length,
-              warm_up=2 * plan.num_actors)
+              [device], warm_up=2 * plan.num_actors)
   return plan.unroll_length * plan.num_envs / found.slots_per_second
 
 
@@ -231,10 +217,10 @@ def _inference(host: Host, plans: Sequence[Plan]
 def _updates(host: Host, plans: Sequence[Plan]
              ) -> tuple[tuple[float, ...], float]:
   """Coefficients of an update, and the cores at work in it."""
-  corners = dict.fromkeys((
-      *(choose(plans, key=lambda p: (p.batch, p.unroll_length))
-        for choose in (min, max)),
-      min(plans, key=lambda p: (p.unroll_length, -p.batch))))
+  corners = dict.fromkeys(
+      choose(plans, key=key) for choose in (min, max)
+      for key in (lambda p: (p.batch, p.unroll_length),
+                  lambda p: (p.unroll_length, -p.batch)))
   rows, found = [], []
   for plan in corners:
     actor, params = _actor(host, plan)

@@ -21,13 +21,13 @@ from podrl import build
 from podrl import measure
 from podrl import workdir
 from podrl.balance import model
-from podrl.balance.plan import Plan
+from podrl.balance.plan import Plan, candidates
 from podrl.balance.search import Found, find_for
 from podrl.balance.simulation import Costs, times
 from podrl.chips import CHIPS, Chip
 from podrl.config import base_config, is_sebulba
-from podrl.layout import set_up_jax
-from podrl.prediction import scale
+from podrl.layout import num_cpu_devices, set_up_jax
+from podrl.prediction import scale, single
 from podrl.program import Work, read_work
 
 # Assumed, for want of a published figure: from calling a program on an
@@ -70,8 +70,7 @@ def on_chip(costs: Costs, plan: Plan, act: Work, learn: Work, local: Chip,
   cores = max(1., costs.update_cores)
   acting, _ = scale(here.inference, act, local, chip, dtype)
   learning, _ = scale(here.update * cores, learn, local, chip, dtype)
-  latency = [min(x, work.operations * chip.operation_seconds)
-             for x, work in ((acting, act), (learning, learn))]
+  latency = [x.operations * chip.operation_seconds for x in (act, learn)]
   step = _CALL_SECONDS + latency[0] / length
   per_slot = (acting - latency[0]) / (length * plan.num_envs)
   total = step + per_slot * plan.num_envs
@@ -92,33 +91,50 @@ def _peaks() -> Chip:
   return Chip(flops, flops, num_bytes, 0., 1., 0., 0, 1, 1., 0., 1.)
 
 
-def _best(costs: Costs, plans: Sequence[Plan]) -> tuple[float, str]:
-  """The best rate under some costs, and what limits it."""
-  found = model.predict(list(plans), costs, 0.9)
-  plan = max(found, key=lambda p: found[p].steps_per_second)
-  return found[plan].steps_per_second, model.limit(plan, costs)
+def _work(config: Any) -> tuple[Work, Work]:
+  """Of acting and of learning, in all environments of a configuration."""
+  act, learn = read_work(config)  # Where there is one device, that of two.
+  return act, _share(learn, 2 // min(2, len(jax.devices())))
 
 
-def _predicted(config: Any, found: Found, name: str) -> Way:
+def _share(work: Work, parts: int) -> Work:
+  return work._replace(
+      flops=work.flops / parts, num_bytes=work.num_bytes / parts)
+
+
+def _predicted(config: Any, found: Found, name: str, size_range: float,
+               local: Chip) -> Way:
   """One accelerator, by its data sheet."""
   base = found.base._replace(actor_devices=(0,), learner_devices=(0,))
   one = config.copy_and_resolve_references()
   one.env.num_envs = base.num_envs * base.unrolls_per_update
-  act, learn = read_work(one)
-
-  def share(work: Work, parts: int) -> Work:
-    return work._replace(
-        flops=work.flops / parts, num_bytes=work.num_bytes / parts)
-  act = share(act, base.unrolls_per_update)  # Of one actor.
-  learn = share(learn, 2 // min(2, len(jax.devices())))  # It is that of two.
-  costs = on_chip(found.costs, base, act, learn, _peaks(), CHIPS[name],
-                  config.network.dtype)
-  rate, limit = _best(costs, list(dict.fromkeys(
-      p._replace(actor_devices=(0,), learner_devices=(0,),
-                 threads=p.num_actors) for p in found.predictions)))
-  return Way(f'one {name}', rate, (
+  act, learn = _work(one)
+  costs = on_chip(found.costs, base, _share(act, base.unrolls_per_update),
+                  learn, local, CHIPS[name], config.network.dtype)
+  predictions = model.predict(list(dict.fromkeys(
+      p._replace(actor_devices=(0,), learner_devices=(0,), threads=p.num_actors)
+      for p in candidates(config, build.make_host_spec(config), size_range))),
+      costs, 0.9)
+  plan = max(predictions, key=lambda p: predictions[p].steps_per_second)
+  # What the model leaves out here, slots between episodes too, it does there.
+  factor = found.runs[found.base].steps_per_second / model.simulate(
+      found.base, found.costs).steps_per_second
+  return Way(f'one {name}', factor * predictions[plan].steps_per_second, (
       f'predicted from its data sheet, beside these {found.costs.num_cores:g} '
-      f'cores; the limit: {limit}'), True)
+      f'cores; the limit: {model.limit(plan, costs)}'), True)
+
+
+def _predicted_anakin(
+    config: Any, steps_per_second: float, name: str, local: Chip) -> Way:
+  """Anakin on one accelerator, by its data sheet and what it reaches here."""
+  new = anakin_config(config)
+  steps = new.unroll_length * new.env.num_envs
+  one_core = np.asarray([steps * num_cpu_devices(new) / steps_per_second])
+  base = single(measure.Times(one_core, one_core, {}), *_work(new), local,
+                CHIPS[name], new.network.dtype, overlaps=False)
+  return Way(f'Anakin on one {name}', steps / base.alone,
+             'predicted from its data sheet, as many environments and steps',
+             True)
 
 
 def _apart(title: str, config: Any, is_accelerator: bool, size_range: float,
@@ -144,7 +160,8 @@ def anakin_config(config: Any) -> Any:
   new = base_config(config.agent.name)
   for name in ('agent', 'network', 'optimizer'):
     new[name].update(fields[name])
-  for name in ('seed', 'unroll_length', 'num_epochs', 'num_minibatches'):
+  for name in ('seed', 'unroll_length', 'num_epochs', 'num_minibatches',
+               'compilation_cache'):
     new[name] = fields[name]
   new.env.name, new.env.num_envs = config.env.name, config.env.num_envs
   new.checkpoint.every_seconds = 0.
@@ -176,8 +193,11 @@ def ways(config: Any, found: Found, chip: str, size_range: float) -> list[Way]:
   """
   best = found.rate(found.ranking[0])
   if found.costs.is_cpu:
+    local, anakin = _peaks(), _anakin(config, False, size_range)
     return [Way('CPU only', best, 'plan 1', False),
-            _predicted(config, found, chip), _anakin(config, False, size_range)]
+            _predicted(config, found, chip, size_range, local), anakin, *(
+                [] if anakin.steps_per_second is None else [_predicted_anakin(
+                    config, anakin.steps_per_second, chip, local)])]
   device = jax.devices()[0]
   return [Way(f'with {device.device_kind}', best, 'plan 1', True),
           _apart('CPU only', config, False, size_range, 'the best plan there'),

@@ -252,7 +252,8 @@ def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
   joints = Joints(num_envs)
 
   def reset() -> TimeStep:
-    return joints.reset(envs.reset(seed=seed)[0])  # A copy: see `copy` of VectorEnv.
+    # A copy: see `copy` of VectorEnv.
+    return joints.reset(envs.reset(seed=seed)[0])
 
   def step(action: np.ndarray) -> TimeStep:
     obs, reward, terminated, truncated, _ = envs.step(to_action(action))
