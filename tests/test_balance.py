@@ -341,14 +341,16 @@ def test_plans_that_were_run_are_ranked_by_that():
 def test_what_is_run_and_told(monkeypatch, seconds):
   plans = [_PLAN._replace(threads=n, unrolls_per_update=n, num_envs=num_envs)
            for n in (1, 2, 4, 8) for num_envs in (4, 8, 16)]
+  # No plan is much better than another.
+  costs = _COSTS._replace(environment=(.002, 0, .002), update=(.01, .001, 0))
   rng, now, told = np.random.default_rng(0), [0.], {p: [] for p in plans}
 
   def run(plan, *_):
     now[0] += seconds
-    rate = .7 * simulate(plan, _COSTS).steps_per_second * rng.uniform(.8, 1.2)
+    rate = .7 * simulate(plan, costs).steps_per_second * rng.uniform(.8, 1.2)
     told[plan].append(rate)
     return _run(rate)._replace(hand_off=0.)
-  monkeypatch.setattr(timing, 'measure', lambda *_: _COSTS)
+  monkeypatch.setattr(timing, 'measure', lambda *_: costs)
   monkeypatch.setattr(timing, 'run', run)
   monkeypatch.setattr(search.time, 'perf_counter', lambda: now[0])
   host = Host(None, None, None, lambda plan: plan, (), 2)
@@ -361,7 +363,7 @@ def test_what_is_run_and_told(monkeypatch, seconds):
   assert rates == sorted(rates, reverse=True)
   counts = [len(told.get(p, ())) for p in found.ranking]
   if seconds > 10:  # There is no time to try more, or again.
-    assert max(counts) == 1 and all(counts[:3]) and sum(counts) <= 8
+    assert max(counts) == 1 and all(counts[:3]) and not all(counts[:5]), counts
     return
   # Whole turns of the best five and of the configured plan.
   again = [p for p in told if len(told[p]) > 1]
@@ -369,8 +371,8 @@ def test_what_is_run_and_told(monkeypatch, seconds):
   assert {len(told[p]) for p in again} == {max(counts)}
   # What is predicted of a plan does not know its own runs.
   plan = found.ranking[0]
-  raw = model.predict(plans, _COSTS) | {
-      found.base: simulate(found.base, _COSTS)}
+  raw = model.predict(plans, costs) | {
+      found.base: simulate(found.base, costs)}
   others = {p: x for p, x in found.runs.items() if p != plan}
   assert found.predictions[plan] == search.calibrate(raw, others)[plan]
 
