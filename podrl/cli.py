@@ -24,8 +24,8 @@ def run(
     act: takes the arguments that are no flags, and the flags.
 
   Returns:
-    0, or 2 for the user's mistake: a flag that is wrong, or any ValueError or
-    OSError, told in one line.
+    0, 2 for the user's mistake (a flag that is wrong, or any ValueError or
+    OSError, told in one line), or 130 for Ctrl-C.
   """
   flags.DEFINE_bool('help', False, 'show this.', short_name='h',
                     flag_values=values)
@@ -38,6 +38,9 @@ def run(
   except (flags.Error, ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
+  except KeyboardInterrupt:
+    print('interrupted', file=sys.stderr)
+    return 130
   return 0
 
 
@@ -120,7 +123,7 @@ def _load(path: str) -> Callable[..., Any]:
   """
   if not os.path.isfile(path) or not path.endswith('.py'):
     raise ValueError(f'{path} is no experiment; '
-                     'try experiments/anakin_breakout.py')
+                     'try experiments/sebulba_cartpole.py')
   name = os.path.splitext(os.path.basename(path))[0]
   sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # They share code.
   try:

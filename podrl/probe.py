@@ -8,8 +8,10 @@ line says. Rows of measurements are its answers. `podrl.measure` starts it.
 """
 
 from collections.abc import Callable
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -28,6 +30,8 @@ from podrl.types import Agent
 
 SIZES = (256, 65_536, 262_144, 1_048_576)  # Float32s of one all-reduce.
 _NUM_STEPS = 20  # Optimiser steps, so all-reduces, in one call of the probe.
+
+_PR_SET_PDEATHSIG = 1  # Of Linux's prctl.
 
 Row = dict[str, float]
 
@@ -122,6 +126,8 @@ _TASKS = {'train': _train, 'all_reduces': _all_reduces, 'peaks': _peaks}
 def main(task: str, core: str) -> None:
   """Measures as long as somebody asks."""
   os.sched_setaffinity(0, {int(core)})  # Before JAX makes its threads.
+  # An all-reduce would wait on for ever, were the parent gone.
+  ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
   # What libraries print is no reply.
   replies = os.fdopen(os.dup(1), 'w')
   os.dup2(2, 1)

@@ -65,7 +65,8 @@ def _time(seconds: float) -> str:
 def table(rows: Sequence[Prediction], title: str) -> Table:
   """Predictions, in seconds (m and u are milli and micro), and published rates."""
   lines = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                show_edge=False)
+                show_edge=False, caption=(
+                    'update, reduce, wait: seconds (m: milli, u: micro)'))
   for name in ('cores', 'update', 'reduce', 'wait', 'steps/s', 'eff.'):
     lines.add_column(name, justify='right', no_wrap=True)
   lines.add_column('limit', no_wrap=True)

@@ -63,7 +63,8 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     config, files = command.settle(line, get_config, together, held)
     together.attempt(lambda: set_up_jax(config, together.num_processes))
     if together.is_distributed:
-      together.compare({'devices': [x.platform for x in jax.local_devices()]})
+      together.compare({'num_processes': together.num_processes, 'devices': [
+          x.platform for x in jax.local_devices()]})
     run, params = together.attempt(functools.partial(
         _prepare, config, files, together.process == 0, held))
     recorder = Recorder(

@@ -405,7 +405,9 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(timing, '_SECONDS', .05)
   monkeypatch.setattr(os, 'execv', lambda _, argv: started.append(argv))
   experiment = 'experiments/sebulba_cartpole.py'
-  settings = ['--config.network.hidden_sizes=8', '--config.seed=3']
+  settings = ['--config.network.hidden_sizes=8', '--config.seed=3',
+              '--config.sebulba.mode=asynchronous',
+              '--config.sebulba.autotune=True']
   assert command.run(['balance', experiment, f'--out={tmp_path}', '--apply',
                       '--size_range=1', '--max_lag=2', *settings]) == 0
   said = capsys.readouterr().out
@@ -415,10 +417,12 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys):
   apply_overrides(config, started[0][4:])
   assert from_config(config, make_host_spec(config)) == first
   assert config.sebulba.max_lag == first.max_lag == 2
-  assert started[0][1:6] == [
+  assert not config.sebulba.autotune  # A plan has its number of actors.
+  assert 1 in {p.num_actors for p in found[0].ranking}
+  assert started[0][1:8] == [
       experiment, '--agent=ppo', '--variant=', *settings]
   line = (tmp_path / 'balance.txt').read_text()
-  assert line.split() == started[0][6:] and f'1  {line}' in said
+  assert line.split() == started[0][8:] and f'1  {line}' in said
   assert f'--config.env.num_envs={last.num_envs * last.num_actors} ' in said
   # The rates are those that were measured.
   ratio = found[0].rate(first) / found[0].runs[found[0].base].steps_per_second
@@ -446,10 +450,22 @@ def test_a_run_is_told_of(tmp_path, capsys):
     assert f'is a run, which {flag.split("=")[0]}' in capsys.readouterr().err
 
 
+def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
+  def find_for(*_, **__):
+    raise KeyboardInterrupt
+  monkeypatch.setattr(search, 'find_for', find_for)
+  assert command.run(['balance', 'experiments/sebulba_cartpole.py']) == 130
+  assert capsys.readouterr().err == 'interrupted\n'
+
+
 @pytest.mark.parametrize('arguments, message', [
     ([], '0 experiments'), (['experiments/anakin_breakout.py'], 'of Anakin'),
     (['experiments/sebulba_cartpole.py', f'--out={__file__}'],
      f'--out={__file__} is no directory: File exists'),
+    (['experiments/sebulba_cartpole.py', '--size_range=nan'],
+     '--size_range=nan is not between 1 and'),
+    (['experiments/sebulba_cartpole.py', '--size_range=inf'],
+     '--size_range=inf is not between 1 and'),
     (['experiments/sebulba_cartpole.py', '--chip=h1000'], '--chip=h1000')])
 def test_mistakes(arguments, message, capsys):
   assert command.run(['balance', *arguments]) == 2

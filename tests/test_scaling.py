@@ -3,6 +3,9 @@
 import contextlib
 import math
 import pathlib
+import subprocess
+import sys
+import time
 
 import anakin_breakout
 import anakin_cartpole
@@ -253,6 +256,25 @@ def test_a_measuring_process_says_why_it_ended():
   with pytest.raises(ValueError, match='ended: TypeError: .*no_such_argument'):
     process.end()
   process.close()
+
+
+def test_a_measuring_process_ends_with_its_parent():
+  parent = subprocess.Popen(
+      [sys.executable, '-c', (
+          'import subprocess, sys, time; print(subprocess.Popen([sys.executable, '
+          '"-m", "podrl.probe", "peaks", "0"]).pid, flush=True); '
+          'time.sleep(300)')],
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  status = pathlib.Path('/proc', parent.stdout.readline().strip(), 'status')
+  parent.stdin.write('{}\n')
+  parent.stdin.flush()
+  assert parent.stdout.readline().startswith('[{"flops"')  # It is at work.
+  parent.kill()
+  end = time.monotonic() + 60
+  while status.exists() and 'zombie' not in status.read_text():
+    assert time.monotonic() < end
+    time.sleep(.1)
+  parent.communicate()
 
 
 def test_two_processes_here_are_measured():

@@ -41,6 +41,8 @@ from podrl.loop import own_devices
 from podrl.workdir import Record
 
 _BEST = 5  # So many plans are told.
+_MAX_RANGE = 64  # Of --size_range.
+_OTHERS = 0.1  # The share of cores in other programs from which on we warn.
 _OF_PLANS = ('max_lag', 'size_range', 'chip', 'apply')
 
 
@@ -48,10 +50,11 @@ def _act(settings: Sequence[str], paths: list[str],
          values: flags.FlagValues) -> None:
   """Reads, measures, searches, prints, draws, and perhaps runs."""
   path = cli.one(paths, 'experiments', 'balance experiments/sebulba_pong.py')
+  console = Console(highlight=False, markup=False)
   if os.path.isdir(path):
     named = [f'--{x}' for x in ('agent', 'variant', *_OF_PLANS)
              if values[x].present]
-    _tell_of_run(path, values.out, [*settings, *named])
+    _tell_of_run(console, path, values.out or path, [*settings, *named])
     return
   check_choice('--chip', values.chip, tuple(CHIPS))
   config = cli.read_config(path, settings, values)
@@ -59,18 +62,23 @@ def _act(settings: Sequence[str], paths: list[str],
     raise ValueError(
         f'{path} is of Anakin, whose environments are on the device: there '
         'is nothing to balance; try python -m podrl.scaling')
-  lag = {} if values.max_lag is None else {'sebulba.max_lag': values.max_lag}
-  config = configured(config, lag)
+  if not 1 <= values.size_range <= _MAX_RANGE:
+    raise ValueError(f'--size_range={values.size_range:g} is not between 1 and '
+                     f'{_MAX_RANGE}')
+  fixed = {} if values.max_lag is None else {'sebulba.max_lag': values.max_lag}
+  if config.sebulba.autotune:  # A plan has its number of actors.
+    fixed['sebulba.autotune'] = False
+  config = configured(config, fixed)
   check(config)
-  cli.make_directory(values.out)
+  directory = values.out or '.'
+  cli.make_directory(directory)
   set_up_jax(config)
-  console = Console(highlight=False, markup=False)
   found = search.find_for(
       config, values.size_range,
       say=lambda line: console.print(line, style='dim'))
   frame_skip = build.make_host_spec(config).frame_skip
   console.print(picture.table(found, _BEST, frame_skip))
-  lines = [to_flags(overrides(plan, found.base) | lag)
+  lines = [to_flags(overrides(plan, found.base) | fixed)
            for plan in found.ranking[:_BEST]]
   for i, line in enumerate(lines):
     console.print(f'{i + 1}  {line}', soft_wrap=True)
@@ -78,22 +86,27 @@ def _act(settings: Sequence[str], paths: list[str],
   console.print(
       f'plan 1: {rates[0] * frame_skip:,.0f} frames/s, '
       f'{rates[0] / rates[1]:.2f} times the configured one')
+  others = found.others()
+  if others > _OTHERS:
+    console.print(
+        f'Other programs took {others:.0%} of the cores meanwhile: measured '
+        'again on a quiet machine, plans may rank otherwise.')
   run = build.make_run(config)
   record = found.runs[found.base].record
   for name in 'frames_per_second', 'frames_per_joule':
     if name in record:
       record = record | {name: record[name] * frame_skip}
-  _tell('as configured, ', record | machine.summarise(
+  _tell(console, 'as configured, ', record | machine.summarise(
       record, own_devices(run), run.system, config.price_per_hour))
-  out = os.path.join(values.out, 'balance.png')
+  out = os.path.join(directory, 'balance.png')
   picture.draw(found, f'{config.env.name}, {config.agent.name}', out)
   console.print(f'drawn: {out}', soft_wrap=True)
-  out = os.path.join(values.out, 'balance.txt')
+  out = os.path.join(directory, 'balance.txt')
   with open(out, 'w', encoding='utf-8') as file:
     file.write(lines[0] + '\n')
   console.print(f'overrides of plan 1: {out}', soft_wrap=True)
   for line in worth.compare(config, found, values.chip, values.size_range):
-    console.print(line, soft_wrap=True)
+    console.print(line)
   if values.apply:
     console.file.flush()
     # Afresh: this process has set up JAX, and holds what it measured.
@@ -102,13 +115,14 @@ def _act(settings: Sequence[str], paths: list[str],
         f'--variant={values.variant}', *settings, *lines[0].split()])
 
 
-def _tell(prefix: str, summary: Record) -> None:
+def _tell(console: Console, prefix: str, summary: Record) -> None:
   """Prints what a summary says of the balance."""
   for name, text in machine.describe(summary):
-    print(f'{prefix}{name}: {text}')
+    console.print(f'{prefix}{name}: {text}')
 
 
-def _tell_of_run(path: str, out: str, settings: Sequence[str]) -> None:
+def _tell_of_run(console: Console, path: str, out: str,
+                 settings: Sequence[str]) -> None:
   """What limited a run, and its decisions."""
   if settings:
     raise ValueError(f'{path} is a run, which {settings[0]} cannot change')
@@ -117,30 +131,31 @@ def _tell_of_run(path: str, out: str, settings: Sequence[str]) -> None:
     raise ValueError(f'{path} is a run of Anakin, which has nothing to balance')
   summary = os.path.join(path, 'summary.json')
   if os.path.exists(summary):
-    _tell('', workdir.read_json(summary))
+    _tell(console, '', workdir.read_json(summary))
   else:
-    print(f'{path} is under way: what limits it is told at its end')
+    console.print(f'{path} is under way: what limits it is told at its end')
   if config.sebulba.autotune:
     cli.make_directory(out)
     picture_path = os.path.join(out, 'balance.png')
     history.draw(path, picture_path)
-    print(f'drawn: {picture_path}')
+    console.print(f'drawn: {picture_path}', soft_wrap=True)
 
 
 def run(argv: Sequence[str]) -> int:
   """The command; returns 0, or 2 for the user's mistake."""
   values = flags.FlagValues()
-  flags.DEFINE_string('out', '.', 'where balance.png and balance.txt go.',
+  flags.DEFINE_string('out', None, 'where balance.png and balance.txt go; the '
+                      'working directory, or that of RUN, by default.',
                       flag_values=values)
   flags.DEFINE_integer('max_lag', None, 'bound of the policy lag, in updates; '
                        'the configured one by default.', 0, flag_values=values)
   flags.DEFINE_float(
       'size_range', 2., "how many times smaller or larger than configured an "
-      "unroll's length and an update's batch may be.", 1., flag_values=values)
+      "unroll's length and an update's batch may be.", flag_values=values)
   flags.DEFINE_string('chip', 'h100', 'compared with where there is none: ' +
                       ', '.join(CHIPS), flag_values=values)
-  flags.DEFINE_bool('apply', False, 'run the experiment with the best plan.',
-                    flag_values=values)
+  flags.DEFINE_bool('apply', False, 'run the experiment with the best plan, in '
+                    'runs/NAME/TIME.', flag_values=values)
   return cli.run_experiment(argv, __doc__, values, _act)
 
 

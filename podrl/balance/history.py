@@ -23,8 +23,8 @@ def read_decisions(path: str) -> list[dict[str, Any]]:
     ValueError: if the run was not tuned, or a line is damaged.
   """
   if not os.path.exists(os.path.join(path, 'decisions.jsonl')):
-    raise ValueError(f'{path} has no decisions.jsonl: the run had no '
-                     '--config.sebulba.autotune=True')
+    raise ValueError(f'{path} has no decisions.jsonl: it is gone, or the run '
+                     'had no --config.sebulba.autotune=True')
   return workdir.read_records(path, 'decisions.jsonl')
 
 

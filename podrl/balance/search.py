@@ -50,6 +50,12 @@ class Found(NamedTuple):
     known = self.runs if plan in self.runs else self.predictions
     return known[plan].steps_per_second
 
+  def others(self) -> float:
+    """The share of the cores that other programs took, the runs' median."""
+    return float(np.median([
+        max(0., 1 - x.busy_cores - x.record.get('idle_cores', 1 - x.busy_cores))
+        for x in self.runs.values()]))
+
 
 def _sizes(plan: Plan) -> np.ndarray:
   """A plan's sizes, in octaves; whether devices do both is two of them."""
@@ -112,7 +118,8 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
     say: takes lines on how it goes.
   """
   start = time.perf_counter()
-  say('timing environments, inference and updates')
+  say('timing environments, inference and updates (about a minute in all, more '
+      'where updates are slow)')
   costs = timing.measure(host, plans)
   tried: dict[Plan, list[Run]] = collections.defaultdict(list)
   runs: dict[Plan, Run] = {}
@@ -160,8 +167,11 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
 
 def describe(plan: Plan) -> str:
   """A plan in a few words."""
-  return (f'{plan.num_actors} actors x {plan.num_envs} environments x '
-          f'{plan.unroll_length} steps, {plan.env_threads} threads each')
+  def count(number: int, noun: str) -> str:
+    return f'{number} {noun}{"s" * (number != 1)}'
+  return (f'{count(plan.num_actors, "actor")} x '
+          f'{count(plan.num_envs, "environment")} x {plan.unroll_length} steps, '
+          f'{count(plan.env_threads, "thread")} each')
 
 
 def make_host(config: Any, base: Plan) -> Host:
