@@ -118,8 +118,7 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
     say: takes lines on how it goes.
   """
   start = time.perf_counter()
-  say('timing environments, inference and updates (about a minute in all, more '
-      'where updates are slow)')
+  say('timing environments, inference and updates: about a minute in all')
   costs = timing.measure(host, plans)
   tried: dict[Plan, list[Run]] = collections.defaultdict(list)
   runs: dict[Plan, Run] = {}
