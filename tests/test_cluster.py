@@ -270,8 +270,8 @@ class _Pod:
     port = _free_port()
     self.processes = [subprocess.Popen(
         [sys.executable, str(_ROOT / 'experiments' / f'{name}.py'), *arguments,
-         *(each[i] if each else ()), f'--coordinator=127.0.0.1:{port}',
-         f'--num_processes={num_processes}', f'--process_id={i}'],
+         f'--coordinator=127.0.0.1:{port}', f'--num_processes={num_processes}',
+         f'--process_id={i}', *(each[i] if each else ())],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {'JAX_PLATFORMS': 'cpu'})
         for i in range(num_processes)]
@@ -464,6 +464,8 @@ def test_an_error_in_one_process_ends_all(tmp_path):
      'process 1 has config.seed=2 where process 0 has 1'),
     ([['--config.num_devices=1'], ['--config.num_devices=1', '--agent=dqn']],
      "process 1 has --agent='dqn' where process 0 has 'ppo'"),
+    ([[], ['--num_processes=3']],
+     'process 1 has num_processes=3 where process 0 has 2'),
     ([['--config.env.num_envs=6', '--config.num_devices=2']] * 2,
      'num_envs=6 does not divide over 4 devices')])
 def test_a_mistake_is_one_line_in_each(each, message, tmp_path):
