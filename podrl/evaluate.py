@@ -232,7 +232,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns 0, or 2 for the user's mistake."""
+  """The command; returns its exit code, as `cli.run`."""
   values = flags.FlagValues()
   flags.DEFINE_integer('episodes', 128, 'how many.', 1, 2**24,
                        flag_values=values)

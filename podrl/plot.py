@@ -237,7 +237,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns 0, or 2 for the user's mistake."""
+  """The command; returns its exit code, as `cli.run`."""
   values = flags.FlagValues()
   flags.DEFINE_enum('x', 'env_steps', list(_AXES), 'the horizontal axis.',
                     flag_values=values)

@@ -30,7 +30,6 @@ from podrl.types import Agent
 
 SIZES = (256, 65_536, 262_144, 1_048_576)  # Float32s of one all-reduce.
 _NUM_STEPS = 20  # Optimiser steps, so all-reduces, in one call of the probe.
-
 _PR_SET_PDEATHSIG = 1  # Of Linux's prctl.
 
 Row = dict[str, float]

@@ -187,7 +187,7 @@ def _act(overrides: Sequence[str], paths: list[str],
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns 0, or 2 for the user's mistake."""
+  """The command; returns its exit code, as `cli.run`."""
   values = flags.FlagValues()
   flags.DEFINE_string('chip', 'local', ', '.join(('local', *CHIPS)),
                       flag_values=values)

@@ -221,7 +221,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns 0, or 2 for the user's mistake."""
+  """The command; returns its exit code, as `cli.run`."""
   return cli.run(argv, __doc__, _define_flags(), _act)
 
 

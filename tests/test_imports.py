@@ -85,7 +85,7 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
                        'balance.plan', 'balance.simulation', 'balance.idle',
                        'balance.machine', 'balance.stages', 'prediction'},
     'balance.search': {'build', 'layout', 'balance.plan', 'balance.simulation',
-                       'balance.model', 'balance.timing'},
+                       'balance.limits', 'balance.model', 'balance.timing'},
     'balance.picture': {'terminal', 'balance.plan', 'balance.model',
                         'balance.search'},
     'balance.worth': {'config', 'chips', 'workdir', 'layout', 'build', 'measure',
@@ -94,7 +94,7 @@ _MAY = {  # What each may import of podrl; who is absent may import anything.
     'balance.__main__': {'cli', 'config', 'check', 'chips', 'layout', 'build',
                          'loop', 'workdir', 'balance.plan', 'balance.search',
                          'balance.picture', 'balance.worth', 'balance.history',
-                         'balance.machine'},
+                         'balance.limits', 'balance.machine'},
     'watch': {'types', 'cli', 'config', 'build', 'policy', 'envs.envpool_env',
               'pictures', 'film'},
 }

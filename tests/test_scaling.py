@@ -328,8 +328,9 @@ def test_predictions_hold_for_one_and_two_processes_here(
     errors[row.num_cores] = row.seconds / found - 1
     with capsys.disabled():
       print(f'\n{name}, {hidden_size} x {row.num_cores}: predicted '
-            f'{row.seconds:.4f} s (busy {base.busy:.4f}, reducing {row.all_reduce:.4f}, waiting '
-            f'{row.waiting:.4f}), measured {found:.4f} s: '
+            f'{row.seconds:.4f} s (busy {base.busy:.4f}, reducing '
+            f'{row.all_reduce:.4f}, waiting {row.waiting:.4f}), measured '
+            f'{found:.4f} s: '
             f'{errors[row.num_cores]:+.1%}; an all-reduce '
             f'{latency * 1e6:.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s',
             flush=True)

@@ -22,12 +22,14 @@ import os
 import sys
 
 from absl import flags
+import numpy as np
 from rich.console import Console
 
 from podrl import build
 from podrl import cli
 from podrl import workdir
 from podrl.balance import history
+from podrl.balance import limits
 from podrl.balance import machine
 from podrl.balance import picture
 from podrl.balance import search
@@ -42,8 +44,6 @@ from podrl.workdir import Record
 
 _BEST = 5  # So many plans are told.
 _MAX_RANGE = 64  # Of --size_range.
-_OTHERS = 0.1  # The share of cores in other programs from which on we warn.
-_OF_PLANS = ('max_lag', 'size_range', 'chip', 'apply')
 
 
 def _act(settings: Sequence[str], paths: list[str],
@@ -52,8 +52,7 @@ def _act(settings: Sequence[str], paths: list[str],
   path = cli.one(paths, 'experiments', 'balance experiments/sebulba_pong.py')
   console = Console(highlight=False, markup=False)
   if os.path.isdir(path):
-    named = [f'--{x}' for x in ('agent', 'variant', *_OF_PLANS)
-             if values[x].present]
+    named = [f'--{x}' for x in values if values[x].present and x != 'out']
     _tell_of_run(console, path, values.out or path, [*settings, *named])
     return
   check_choice('--chip', values.chip, tuple(CHIPS))
@@ -86,8 +85,9 @@ def _act(settings: Sequence[str], paths: list[str],
   console.print(
       f'plan 1: {rates[0] * frame_skip:,.0f} frames/s, '
       f'{rates[0] / rates[1]:.2f} times the configured one')
-  others = found.others()
-  if others > _OTHERS:
+  others = float(np.median(
+      [limits.others(x.record) for x in found.runs.values()]))
+  if others > limits.TOLD:
     console.print(
         f'Other programs took {others:.0%} of the cores meanwhile: measured '
         'again on a quiet machine, plans may rank otherwise.')
@@ -142,7 +142,7 @@ def _tell_of_run(console: Console, path: str, out: str,
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns 0, or 2 for the user's mistake."""
+  """The command; returns its exit code, as `cli.run`."""
   values = flags.FlagValues()
   flags.DEFINE_string('out', None, 'where balance.png and balance.txt go; the '
                       'working directory, or that of RUN, by default.',

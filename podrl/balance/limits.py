@@ -12,6 +12,7 @@ from typing import NamedTuple
 # A part that works so much of the time leaves no more than a quarter to gain
 # elsewhere; random costs keep even a clear limit from 1.
 _SATURATED = 0.8
+TOLD = 0.1  # The share of the cores in other programs that is worth telling.
 
 
 class System(NamedTuple):
@@ -70,21 +71,27 @@ def _used_cores(record: Mapping[str, float]) -> float:
       'idle_cores', 1 - record['busy_cores']))
 
 
+def others(record: Mapping[str, float]) -> float:
+  """The share of the cores that other programs use."""
+  return _used_cores(record) - record['busy_cores']
+
+
 def _cores(record: Mapping[str, float], system: System) -> str:
   """How busy the cores are, and with whose work."""
   used = _used_cores(record)
-  own = '' if used - record['busy_cores'] < 0.1 else (
+  own = '' if others(record) < TOLD else (
       f' ({_percent(record["busy_cores"])} with this run, the rest with other '
       'programs)')
   return f'{_are(system.num_cores, "CPU core")} {_percent(used)} busy{own}'
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+  """A number of things, in words."""
   return f'{number} {noun}{"s" * (number != 1)}'
 
 
 def _are(number: int, noun: str) -> str:
-  return f'{_count(number, noun)} {"is" if number == 1 else "are"}'
+  return f'{count(number, noun)} {"is" if number == 1 else "are"}'
 
 
 def find_limit(record: Mapping[str, float], system: System) -> Limit:
@@ -170,7 +177,7 @@ def _learner(
               'choose a smaller network or fewer epochs')
   elif needed < num_actor_devices:
     remedy = (f'drop from {num_actor_devices} to '
-              f'{_count(needed, "actor device")}, since they '
+              f'{count(needed, "actor device")}, since they '
               f'are {_percent(record["busy_actor_devices"])} busy, and learn '
               'on the rest')
   else:
@@ -202,14 +209,14 @@ def _environments(record: Mapping[str, float], system: System) -> Limit:
   busy, num_devices = record['busy_actor_devices'], len(system.actor_devices)
   needed = max(1, math.ceil(num_devices * busy / _SATURATED))
   drop = '' if system.platform == 'cpu' or needed == num_devices else (
-      f', or drop from {num_devices} to {_count(needed, "actor device")}, '
+      f', or drop from {num_devices} to {count(needed, "actor device")}, '
       f'since they are {_percent(busy)} busy')
   if _used_cores(record) >= _SATURATED:
     return Limit('cores', (
         f'{waits}, and the {cores}: environments are the limit; add CPU '
         f'cores{drop}'))
   more = 'add actor threads (sebulba.threads_per_actor_device)'
-  actors = _count(system.num_actors, 'actor')
+  actors = count(system.num_actors, 'actor')
   if record['time_environment'] >= record['time_inference']:
     if system.num_actors * system.env_threads < system.num_cores:
       more += ' or threads of their environments (sebulba.env_threads)'
@@ -231,7 +238,7 @@ def _both_wait(record: Mapping[str, float], system: System) -> Limit:
   if max_lag and system.is_deterministic:
     return Limit('slowest actor', (
         f'{waits}, for each update takes one unroll of each of '
-        f'{_count(system.num_actors, "actor")}: the slowest is the limit; let '
+        f'{count(system.num_actors, "actor")}: the slowest is the limit; let '
         'environments of uneven speed run with sebulba.mode=asynchronous, or '
         'raise sebulba.max_lag'))
   if not max_lag:
@@ -239,7 +246,7 @@ def _both_wait(record: Mapping[str, float], system: System) -> Limit:
         f'{waits}, in turn: sebulba.max_lag=0 is the limit; 1 lets acting and '
         'learning overlap (with a2c it must be 0: use --agent=impala)'))
   permits = unrolls * (max_lag + 1)
-  drop = f', or drop to {_count(permits, "actor")}' if (
+  drop = f', or drop to {count(permits, "actor")}' if (
       permits < system.num_actors) else ''
   return Limit('lag', (
       f'{waits}, for no more than {permits} unrolls may be under way or '

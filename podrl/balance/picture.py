@@ -96,7 +96,6 @@ def draw(found: Found, title: str, path: str) -> None:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel('actors')
     axes.spines[['top', 'right']].set_visible(False)
-  for axes in (rates, shares):
     axes.legend(frameon=False, fontsize=8, ncols=2, loc='upper center',
                 bbox_to_anchor=(0.5, -0.18))
   figure.tight_layout()

@@ -146,8 +146,6 @@ def candidates(config: Any, spec: EnvSpec, size_range: float) -> list[Plan]:
       shares = {1, max(1, cores // num_actors), base.env_threads}
       shares = [x for x in sorted(shares) if x == base.env_threads or
                 x * num_actors <= cores or x == 1]
-      if config.env.suite != 'envpool':
-        shares = [1]
       for num_envs in _powers(base.num_envs, _MAX_ENVS):
         for length in lengths:
           for env_threads in shares:

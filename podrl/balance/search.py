@@ -11,6 +11,7 @@ import numpy as np
 from podrl import build
 from podrl.balance import model
 from podrl.balance import timing
+from podrl.balance.limits import count
 from podrl.balance.model import Prediction
 from podrl.balance.plan import (
     Plan, best_of_each, candidates, configured, from_config, overrides)
@@ -49,12 +50,6 @@ class Found(NamedTuple):
     """Steps per second: measured where the plan was run, else predicted."""
     known = self.runs if plan in self.runs else self.predictions
     return known[plan].steps_per_second
-
-  def others(self) -> float:
-    """The share of the cores that other programs took, the runs' median."""
-    return float(np.median([
-        max(0., 1 - x.busy_cores - x.record.get('idle_cores', 1 - x.busy_cores))
-        for x in self.runs.values()]))
 
 
 def _sizes(plan: Plan) -> np.ndarray:
@@ -123,6 +118,9 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
   tried: dict[Plan, list[Run]] = collections.defaultdict(list)
   runs: dict[Plan, Run] = {}
 
+  def is_early() -> bool:
+    return time.perf_counter() - start < _EARLY_SECONDS
+
   def run(plan: Plan) -> None:
     say(f'running {describe(plan)}' + ' again' * (plan in runs))
     tried[plan].append(timing.run(
@@ -141,12 +139,10 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
   for i in sorted({0, len(counts) // 2, len(counts) - 1}):
     if best[counts[i]] not in runs:
       run(best[counts[i]])
-  def is_early() -> bool:
-    return time.perf_counter() - start < _EARLY_SECONDS
   for _ in range(_MAX_ROUNDS):
     rates = _rates(calibrate(predictions, runs)) | _rates(runs)
-    count = _TRIED_EARLY if is_early() else _TRIED
-    left = [p for p in sorted(rates, key=rates.get)[-count:] if p not in runs]
+    number = _TRIED_EARLY if is_early() else _TRIED
+    left = [p for p in sorted(rates, key=rates.get)[-number:] if p not in runs]
     if not left:
       break
     run(left[-1])
@@ -166,8 +162,6 @@ def find(host: Host, plans: Sequence[Plan], base: Plan, seconds: float = 2.,
 
 def describe(plan: Plan) -> str:
   """A plan in a few words."""
-  def count(number: int, noun: str) -> str:
-    return f'{number} {noun}{"s" * (number != 1)}'
   return (f'{count(plan.num_actors, "actor")} x '
           f'{count(plan.num_envs, "environment")} x {plan.unroll_length} steps, '
           f'{count(plan.env_threads, "thread")} each')

@@ -194,10 +194,12 @@ def ways(config: Any, found: Found, chip: str, size_range: float) -> list[Way]:
   best = found.rate(found.ranking[0])
   if found.costs.is_cpu:
     local, anakin = _peaks(), _anakin(config, False, size_range)
-    return [Way('CPU only', best, 'plan 1', False),
-            _predicted(config, found, chip, size_range, local), anakin, *(
-                [] if anakin.steps_per_second is None else [_predicted_anakin(
-                    config, anakin.steps_per_second, chip, local)])]
+    rows = [Way('CPU only', best, 'plan 1', False),
+            _predicted(config, found, chip, size_range, local), anakin]
+    if anakin.steps_per_second is not None:
+      rows.append(_predicted_anakin(
+          config, anakin.steps_per_second, chip, local))
+    return rows
   device = jax.devices()[0]
   return [Way(f'with {device.device_kind}', best, 'plan 1', True),
           _apart('CPU only', config, False, size_range, 'the best plan there'),
