@@ -1,13 +1,13 @@
 """Anakin on MinAtar's Breakout: 10 x 10 images, 1 point per brick.
 
-  python experiments/anakin_breakout.py [--agent=ppo|impala|a2c]
-      [--variant=conv|mlp]
+python experiments/anakin_breakout.py [--agent=ppo|impala|a2c]
+    [--variant=conv|mlp]
 """
 
 from ml_collections import ConfigDict
 
-from podrl import train
-from podrl.config import base_config, check_choice
+import podrl
+from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -30,4 +30,4 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
 
 
 if __name__ == '__main__':
-  train.main(get_config)
+  podrl.main(get_config)

@@ -1,12 +1,12 @@
 """Anakin on CartPole-v1: balance a pole for 500 steps.
 
-  python experiments/anakin_cartpole.py [--agent=ppo|impala|a2c]
+python experiments/anakin_cartpole.py [--agent=ppo|impala|a2c]
 """
 
 from ml_collections import ConfigDict
 
-from podrl import train
-from podrl.config import base_config, check_choice
+import podrl
+from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -25,4 +25,4 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
 
 
 if __name__ == '__main__':
-  train.main(get_config)
+  podrl.main(get_config)

@@ -1,12 +1,12 @@
 """Anakin on bsuite's Catch: a falling ball, +1 if caught and -1 if missed.
 
-  python experiments/anakin_catch.py [--agent=ppo|impala|a2c]
+python experiments/anakin_catch.py [--agent=ppo|impala|a2c]
 """
 
 from ml_collections import ConfigDict
 
-from podrl import train
-from podrl.config import base_config, check_choice
+import podrl
+from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -19,4 +19,4 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
 
 
 if __name__ == '__main__':
-  train.main(get_config)
+  podrl.main(get_config)

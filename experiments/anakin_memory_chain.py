@@ -1,12 +1,12 @@
 """Anakin on bsuite's MemoryChain: recall at the end what was shown at first.
 
-  python experiments/anakin_memory_chain.py [--agent=ppo|impala|a2c]
+python experiments/anakin_memory_chain.py [--agent=ppo|impala|a2c]
 """
 
 from ml_collections import ConfigDict
 
-from podrl import train
-from podrl.config import base_config, check_choice
+import podrl
+from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -21,4 +21,4 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
 
 
 if __name__ == '__main__':
-  train.main(get_config)
+  podrl.main(get_config)

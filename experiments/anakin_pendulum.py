@@ -1,12 +1,12 @@
 """Anakin on gymnax's Pendulum-v1: swing a pendulum up and hold it there.
 
-  python experiments/anakin_pendulum.py [--agent=ppo|impala|a2c]
+python experiments/anakin_pendulum.py [--agent=ppo|impala|a2c]
 """
 
 from ml_collections import ConfigDict
 
-from podrl import train
-from podrl.config import base_config, check_choice
+import podrl
+from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -20,4 +20,4 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
 
 
 if __name__ == '__main__':
-  train.main(get_config)
+  podrl.main(get_config)

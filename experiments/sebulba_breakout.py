@@ -1,13 +1,13 @@
 """Sebulba on Atari's Breakout-v5, from its screen.
 
-  python experiments/sebulba_breakout.py [--agent=ppo|impala|a2c]
-      [--variant=cpu|cleanba|recurrent]
+python experiments/sebulba_breakout.py [--agent=ppo|impala|a2c]
+    [--variant=cpu|cleanba|recurrent]
 """
 
 from ml_collections import ConfigDict
 import sebulba_pong  # The same settings: they are for all of Atari.
 
-from podrl import train
+import podrl
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -18,4 +18,4 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
 
 
 if __name__ == '__main__':
-  train.main(get_config)
+  podrl.main(get_config)

@@ -1,12 +1,12 @@
 """Sebulba on MuJoCo's HalfCheetah-v4: run.
 
-  python experiments/sebulba_half_cheetah.py [--agent=ppo|impala|a2c]
+python experiments/sebulba_half_cheetah.py [--agent=ppo|impala|a2c]
 """
 
 from ml_collections import ConfigDict
 
-from podrl import train
-from podrl.config import check_choice, sebulba_config
+import podrl
+from podrl.run.config import check_choice, sebulba_config
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -29,4 +29,4 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
 
 
 if __name__ == '__main__':
-  train.main(get_config)
+  podrl.main(get_config)

@@ -1,14 +1,14 @@
 """Sebulba on Atari's Pong-v5, from its screen.
 
-  python experiments/sebulba_pong.py [--agent=ppo|impala|a2c]
-      [--variant=cpu|cleanba|recurrent]
+python experiments/sebulba_pong.py [--agent=ppo|impala|a2c]
+    [--variant=cpu|cleanba|recurrent]
 """
 
 from ml_collections import ConfigDict
 
-from podrl import spmd
-from podrl import train
-from podrl.config import check_choice, sebulba_config
+import podrl
+from podrl.drivers import spmd
+from podrl.run.config import check_choice, sebulba_config
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -69,4 +69,4 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
 
 
 if __name__ == '__main__':
-  train.main(get_config)
+  podrl.main(get_config)

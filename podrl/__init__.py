@@ -1,24 +1,42 @@
-"""podrl: reinforcement learning on anything from a laptop to a TPU pod."""
+"""podrl: reinforcement learning in JAX, from a laptop to a TPU pod."""
 
+from collections.abc import Callable
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
-__version__ = '0.1.0'
+# `import podrl` alone imports nothing else: the functions import on use.
+if TYPE_CHECKING:
+  from ml_collections import ConfigDict
+
+  from podrl.run.policy import Policy
 
 
-def load(path: str | os.PathLike, which: str = 'last',
-         seed: int | None = None) -> Any:
-  """Loads the policy of a run: a `podrl.policy.Policy`.
+def load(
+  path: str | os.PathLike, which: str = 'last', seed: int | None = None
+) -> 'Policy':
+  """Loads the policy of a run.
 
   Args:
-    path: of the run, or of one of its agents, `RUN/seed_2`.
-    which: checkpoint: 'last', 'best' by the run's evaluations, or a number of
+    path: the directory of the run, or of one of its agents (`RUN/seed_2`).
+    which: the checkpoint: 'last', 'best' by evaluated return, or a number of
       updates.
-    seed: which of a run's several agents, from 0 on.
+    seed: index of the agent, from 0, in a run of several.
 
   Raises:
-    ValueError: if there is no such run, checkpoint or agent, or it cannot be
-      read.
+    ValueError: if there is no such run, checkpoint or agent, or if it cannot
+      be read.
   """
-  from podrl import policy  # Here: `import podrl` alone imports nothing.
+  from podrl.run import policy
+
   return policy.load(path, which, seed)
+
+
+def main(get_config: Callable[..., 'ConfigDict']) -> None:
+  """Runs an experiment from the command line and exits with its exit code.
+
+  Args:
+    get_config: `(agent, variant) -> ConfigDict`.
+  """
+  from podrl.run import train
+
+  train.main(get_config)

@@ -29,6 +29,7 @@ class TimeStep(NamedTuple):
     is_first: `[...]` bool; the first step of an episode. The action sent
       before it was ignored: the pair is the joint between two episodes.
   """
+
   obs: Tree
   reward: Array
   discount: Array
@@ -46,6 +47,7 @@ class Trajectory(NamedTuple):
     carry: leaves `[1, B, ...]`, what `Agent.act` carried into the first step;
       `()` for an agent that carries nothing.
   """
+
   timestep: TimeStep
   action: Array
   extras: Tree
@@ -59,6 +61,7 @@ class Tracked(NamedTuple):
     params: what the optimiser changes.
     statistics: what `Agent.absorb` changes.
   """
+
   params: Tree
   statistics: Tree
 
@@ -74,6 +77,7 @@ class LearnerState(NamedTuple):
     num_sgd_steps: int32 `[]`, optimiser steps.
     memory: `[capacity, T, B, ...]`, sharded on axis 2, or `()`.
   """
+
   params: Tree
   target_params: Tree
   opt_state: Tree
@@ -84,11 +88,13 @@ class LearnerState(NamedTuple):
 
 class Discrete(NamedTuple):
   """Actions 0, 1 ... num_actions - 1, as int32 `[]`."""
+
   num_actions: int
 
 
 class Box(NamedTuple):
   """Actions float32 `[*shape]` between `low` and `high` (arrays of that shape)."""
+
   shape: tuple[int, ...]
   low: np.ndarray
   high: np.ndarray
@@ -105,6 +111,7 @@ class EnvSpec(NamedTuple):
     max_episode_steps: after so many steps an episode is truncated; 0 or
       2**31 - 1 is never.
   """
+
   obs: Tree
   channels_first: bool
   action: Discrete | Box
@@ -123,6 +130,7 @@ class DeviceEnv(NamedTuple):
       episode's last ignores its action and returns the next episode's first
       time step, as dm_env does. What it needs of randomness `env_state` holds.
   """
+
   spec: EnvSpec
   reset: Callable[[chex.PRNGKey], tuple[Tree, TimeStep]]
   step: Callable[[Tree, Array], tuple[Tree, TimeStep]]
@@ -143,6 +151,7 @@ class HostEnv(NamedTuple):
     render: `() -> uint8 [H, W, 3]`, a picture of the first of them as it is
       now, or None; raises what its library does where it cannot draw.
   """
+
   spec: EnvSpec
   reset: Callable[[], TimeStep]
   step: Callable[[np.ndarray], TimeStep]
@@ -172,6 +181,7 @@ class Agent(NamedTuple):
     absorb: `(params, measured) -> params`, the statistics with that taken in;
       called once in an update, after the optimiser's steps.
   """
+
   init: Callable[[chex.PRNGKey], Tree]
   initial_carry: Callable[[int], Tree]
   act: Callable[..., tuple[Array, Tree, Tree]]
@@ -189,9 +199,11 @@ class Learner(NamedTuple):
     update: `(state, trajectory, rng_key) -> (state, metrics)`. Call it under a
       mapping over `DEVICE_AXIS`, the trajectory being this device's shard.
   """
+
   init: Callable[[chex.PRNGKey, Trajectory], LearnerState]
-  update: Callable[[LearnerState, Trajectory, chex.PRNGKey],
-                   tuple[LearnerState, Metrics]]
+  update: Callable[
+    [LearnerState, Trajectory, chex.PRNGKey], tuple[LearnerState, Metrics]
+  ]
 
 
 class Episodes(NamedTuple):
@@ -203,6 +215,7 @@ class Episodes(NamedTuple):
     return_sum: float, of the returns of the episodes that ended.
     length_sum: int, of their lengths in steps.
   """
+
   num_episodes: Array
   num_joints: Array
   return_sum: Array
@@ -222,6 +235,7 @@ class Report(NamedTuple):
     stages: seconds of wall time in each stage, as a share-to-be of `seconds`.
     own: `[N]` each, what other processes may measure otherwise.
   """
+
   metrics: dict[str, np.ndarray]
   episodes: Episodes
   num_predictions: int

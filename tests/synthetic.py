@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from podrl import sebulba
-from podrl import spmd
-from podrl.learner import make_learner
+from podrl.core.learner import make_learner
+from podrl.drivers import sebulba, spmd
 from podrl.types import Agent, Discrete, EnvSpec, HostEnv, TimeStep
 
 
@@ -33,12 +32,13 @@ class Costs:
     update_per_slot: of each of its slots (T x B) besides.
     noise: deviation of a call's logarithm; the mean stays.
   """
-  step: float = 0.
-  step_per_env: float = 0.
-  inference: float = 0.
-  inference_per_env: float = 0.
-  update: float = 0.
-  update_per_slot: float = 0.
+
+  step: float = 0.0
+  step_per_env: float = 0.0
+  inference: float = 0.0
+  inference_per_env: float = 0.0
+  update: float = 0.0
+  update_per_slot: float = 0.0
   noise: float = 0.1
 
 
@@ -53,8 +53,9 @@ class Host:
 
   def __init__(self, costs: Costs, num_cores: int | None = None, seed: int = 0):
     self.costs = costs
-    self._cores = (threading.Semaphore(num_cores) if num_cores
-                   else contextlib.nullcontext())
+    self._cores = (
+      threading.Semaphore(num_cores) if num_cores else contextlib.nullcontext()
+    )
     # A device does one thing at a time; actors and the learner have one each.
     self._actor_device = threading.Lock()
     self._learner_device = threading.Lock()
@@ -64,17 +65,21 @@ class Host:
   def _sleep(self, seconds: float) -> None:
     noise = self.costs.noise
     with self._rng_lock:
-      factor = self._rng.lognormal(-noise**2 / 2, noise) if noise else 1.
+      factor = self._rng.lognormal(-(noise**2) / 2, noise) if noise else 1.0
     if seconds:
       time.sleep(seconds * factor)
 
-  def make_env(self, num_envs: int, seed: int = 0,
-               num_threads: int = 1) -> HostEnv:
+  def make_env(
+    self, num_envs: int, seed: int = 0, num_threads: int = 1
+  ) -> HostEnv:
     """A pool whose episodes never end; its reward is 1."""
     del seed, num_threads
     timestep = TimeStep(
-        np.zeros((num_envs, 1), np.float32), np.ones(num_envs, np.float32),
-        np.ones(num_envs, np.float32), np.zeros(num_envs, bool))
+      np.zeros((num_envs, 1), np.float32),
+      np.ones(num_envs, np.float32),
+      np.ones(num_envs, np.float32),
+      np.zeros(num_envs, bool),
+    )
 
     def step(action: np.ndarray) -> TimeStep:
       del action
@@ -82,68 +87,113 @@ class Host:
         self._sleep(self.costs.step + self.costs.step_per_env * num_envs)
       return jax.tree.map(np.copy, timestep)
 
-    spec = EnvSpec(jax.ShapeDtypeStruct((1,), jnp.float32), False,
-                   Discrete(2), 1, 0)
+    spec = EnvSpec(
+      jax.ShapeDtypeStruct((1,), jnp.float32), False, Discrete(2), 1, 0
+    )
     return HostEnv(
-        spec, lambda: timestep._replace(is_first=np.ones(num_envs, bool)),
-        step, lambda: None)
+      spec,
+      lambda: timestep._replace(is_first=np.ones(num_envs, bool)),
+      step,
+      lambda: None,
+    )
 
-  def _call(self, device: threading.Lock, name: str, size: int,
-            per_one: str, x: jax.Array) -> jax.Array:
+  def _call(
+    self,
+    device: threading.Lock,
+    name: str,
+    size: int,
+    per_one: str,
+    x: jax.Array,
+  ) -> jax.Array:
     """A 0 that is ready when the sleep is over; it waits for `x`."""
+
     def sleep(x):
       with device:
-        self._sleep(getattr(self.costs, name) +
-                    getattr(self.costs, per_one) * size)
+        self._sleep(
+          getattr(self.costs, name) + getattr(self.costs, per_one) * size
+        )
       return np.zeros_like(x)
+
     return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
   def make_agent(self) -> Agent:
     """An agent of one parameter that it never changes."""
+
     def act(params, rng_key, timestep, carry, *, greedy=False):
       del rng_key, greedy
       num_envs = timestep.is_first.shape[0]
-      zero = self._call(self._actor_device, 'inference', num_envs,
-                        'inference_per_env', params + timestep.reward[0])
+      zero = self._call(
+        self._actor_device,
+        'inference',
+        num_envs,
+        'inference_per_env',
+        params + timestep.reward[0],
+      )
       return jnp.zeros(num_envs, jnp.int32) + zero.astype(jnp.int32), (), carry
 
     def loss(params, target_params, batch, rng_key):
       del target_params, batch, rng_key
-      return 0. * params, {}
+      return 0.0 * params, {}
 
     return Agent(
-        lambda rng_key: jnp.zeros(()), lambda num_envs: (), act,
-        lambda params, trajectory, mean: trajectory.timestep.reward, loss)
+      lambda rng_key: jnp.zeros(()),
+      lambda num_envs: (),
+      act,
+      lambda params, trajectory, mean: trajectory.timestep.reward,
+      loss,
+    )
 
   def make_learner(self, agent: Agent):
     """A learner whose update sleeps."""
-    learner = make_learner(agent, optax.sgd(0.))
+    learner = make_learner(agent, optax.sgd(0.0))
 
     def update(state, trajectory, rng_key):
       size = trajectory.action.shape[0] * trajectory.action.shape[1]
       zero = self._call(
-          self._learner_device, 'update', size, 'update_per_slot',
-          trajectory.timestep.reward[0, 0] + trajectory.action[0, 0])
+        self._learner_device,
+        'update',
+        size,
+        'update_per_slot',
+        trajectory.timestep.reward[0, 0] + trajectory.action[0, 0],
+      )
       state, metrics = learner.update(state, trajectory, rng_key)
       return state._replace(params=state.params + zero), metrics
+
     return learner._replace(update=update)
 
-  def make_driver(self, *, num_actors: int, num_envs: int, unroll_length: int,
-                  unrolls_per_update: int, max_lag: int = 1,
-                  deterministic: bool = False, learner_device: int = 0,
-                  **settings) -> sebulba.Sebulba:
+  def make_driver(
+    self,
+    *,
+    num_actors: int,
+    num_envs: int,
+    unroll_length: int,
+    unrolls_per_update: int,
+    max_lag: int = 1,
+    deterministic: bool = False,
+    learner_device: int = 0,
+    **settings,
+  ) -> sebulba.Sebulba:
     """Sebulba on this host; `num_envs` are each actor's."""
     agent = self.make_agent()
     device = jax.devices()[0]
     return sebulba.Sebulba(
-        lambda actor: self.make_env(num_envs), agent, self.make_learner(agent),
-        spmd.make_mesh([jax.devices()[learner_device]]), [device],
-        sebulba.Settings(
-            num_envs=num_envs, unroll_length=unroll_length,
-            actors_per_device=num_actors,
-            unrolls_per_update=unrolls_per_update, deterministic=deterministic,
-            max_lag=max_lag, hang_seconds=60., **settings),
-        jax.random.key(0))
+      lambda actor: self.make_env(num_envs),
+      agent,
+      self.make_learner(agent),
+      spmd.make_mesh([jax.devices()[learner_device]]),
+      [device],
+      sebulba.Settings(
+        num_envs=num_envs,
+        unroll_length=unroll_length,
+        actors_per_device=num_actors,
+        unrolls_per_update=unrolls_per_update,
+        deterministic=deterministic,
+        max_lag=max_lag,
+        hang_seconds=60.0,
+        **settings,
+      ),
+      jax.random.key(0),
+    )
 
 
 def rate(driver: sebulba.Sebulba, seconds: float) -> float:

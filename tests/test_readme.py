@@ -5,7 +5,7 @@ import re
 
 from test_train import _run
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[1]
 _README = (_ROOT / 'README.md').read_text()
 
 

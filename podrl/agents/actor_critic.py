@@ -7,16 +7,14 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from podrl import losses
-from podrl import returns
-from podrl.distributions import Distribution
-from podrl.networks import Network
+from podrl.core import losses, returns
+from podrl.core.distributions import Distribution
+from podrl.networks.actor_critic import Network
 from podrl.types import Agent, Array, Metrics, TimeStep, Trajectory, Tree
-
 
 # Of probability ratios, all far beyond what is clipped: continuous actions have
 # larger ones, and an infinite one times a weight of 0 is NaN.
-_MAX_LOG_RATIO = 20.
+_MAX_LOG_RATIO = 20.0
 
 
 class Extras(NamedTuple):
@@ -27,13 +25,15 @@ class Extras(NamedTuple):
     log_prob: float32, of the action under the policy that acted.
     value: float32, of the time step, or `()`.
   """
+
   sample: Array
   log_prob: Array
   value: Array | tuple[()]
 
 
-def make_act(network: Network, distribution: Distribution, *,
-             notes_value: bool) -> Callable[..., tuple[Array, Extras, Tree]]:
+def make_act(
+  network: Network, distribution: Distribution, *, notes_value: bool
+) -> Callable[..., tuple[Array, Extras, Tree]]:
   """The `act` that the agents share.
 
   Args:
@@ -44,11 +44,18 @@ def make_act(network: Network, distribution: Distribution, *,
   Returns:
     `Agent.act`; the extras are `Extras`.
   """
+
   def act(
-      params: Tree, rng_key: chex.PRNGKey, timestep: TimeStep, carry: Tree, *,
-      greedy: bool = False) -> tuple[Array, Extras, Tree]:
+    params: Tree,
+    rng_key: chex.PRNGKey,
+    timestep: TimeStep,
+    carry: Tree,
+    *,
+    greedy: bool = False,
+  ) -> tuple[Array, Extras, Tree]:
     obs, is_first = jax.tree.map(
-        lambda x: x[None], (timestep.obs, timestep.is_first))
+      lambda x: x[None], (timestep.obs, timestep.is_first)
+    )
     head, value, carry = network.unroll(params, obs, is_first, carry)
     head, value = head[0], value[0]
     if greedy:
@@ -73,15 +80,15 @@ def clip_reward(reward: Array, bound: float) -> Array:
 
 
 def make_agent(
-    network: Network,
-    distribution: Distribution,
-    *,
-    off_policy_correction: bool,
-    gamma: float = 0.99,
-    lambda_: float = 1.,
-    entropy_cost: float = 0.01,
-    value_cost: float = 0.5,
-    reward_clip: float = 0.,
+  network: Network,
+  distribution: Distribution,
+  *,
+  off_policy_correction: bool,
+  gamma: float = 0.99,
+  lambda_: float = 1.0,
+  entropy_cost: float = 0.01,
+  value_cost: float = 0.5,
+  reward_clip: float = 0.0,
 ) -> Agent:
   """An advantage actor-critic.
 
@@ -108,14 +115,15 @@ def make_agent(
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trajectory)
 
   def loss(
-      params: Tree, target_params: Tree, batch: Tree, rng_key: chex.PRNGKey
+    params: Tree, target_params: Tree, batch: Tree, rng_key: chex.PRNGKey
   ) -> tuple[Array, Metrics]:
     del target_params, rng_key
     trajectory = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
     timestep = trajectory.timestep
     carry = jax.tree.map(lambda x: x[0], trajectory.carry)
     head, values, _ = network.unroll(
-        params, timestep.obs, timestep.is_first, carry)
+      params, timestep.obs, timestep.is_first, carry
+    )
     head = head[:-1]
     log_prob = distribution.log_prob(head, trajectory.extras.sample)
     weight = returns.weights(timestep)
@@ -123,20 +131,27 @@ def make_agent(
     if off_policy_correction:
       ratio = weight * jnp.exp(log_ratio(log_prob, trajectory.extras.log_prob))
     errors, advantages = returns.vtrace(
-        jax.lax.stop_gradient(values),
-        clip_reward(timestep.reward[1:], reward_clip),
-        gamma * timestep.discount[1:],
-        jax.lax.stop_gradient(ratio),
-        lambda_=lambda_)
+      jax.lax.stop_gradient(values),
+      clip_reward(timestep.reward[1:], reward_clip),
+      gamma * timestep.discount[1:],
+      jax.lax.stop_gradient(ratio),
+      lambda_=lambda_,
+    )
     target = jax.lax.stop_gradient(values[:-1]) + errors
     policy_loss = losses.policy_gradient(log_prob, advantages, weight)
     value_loss = losses.value(values[:-1], target, weight)
     entropy = losses.entropy(distribution.entropy(head), weight)
     total = policy_loss + value_cost * value_loss - entropy_cost * entropy
-    return total, {'policy_loss': policy_loss, 'value_loss': value_loss,
-                   'entropy': entropy}
+    return total, {
+      'policy_loss': policy_loss,
+      'value_loss': value_loss,
+      'entropy': entropy,
+    }
 
   return Agent(
-      init=network.init, initial_carry=network.initial_carry,
-      act=make_act(network, distribution, notes_value=False),
-      prepare=prepare, loss=loss)
+    init=network.init,
+    initial_carry=network.initial_carry,
+    act=make_act(network, distribution, notes_value=False),
+    prepare=prepare,
+    loss=loss,
+  )

@@ -7,11 +7,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from podrl import losses
-from podrl import returns
 from podrl.agents.actor_critic import clip_reward, log_ratio, make_act
-from podrl.distributions import Distribution
-from podrl.networks import Network
+from podrl.core import losses, returns
+from podrl.core.distributions import Distribution
+from podrl.networks.actor_critic import Network
 from podrl.types import Agent, Array, Metrics, Trajectory, Tree
 
 
@@ -31,6 +30,7 @@ class Batch(NamedTuple):
     target: `[N, S]` float32, of the value.
     weight: `[N, S]` float32, 0 at joints.
   """
+
   obs: Tree
   is_first: Array
   carry: Tree
@@ -42,7 +42,8 @@ class Batch(NamedTuple):
 
 
 def normalize(
-    advantage: Array, weight: Array, mean: Callable[[Tree], Tree]) -> Array:
+  advantage: Array, weight: Array, mean: Callable[[Tree], Tree]
+) -> Array:
   """Scales advantages to mean 0 and deviation 1 over the global batch.
 
   Args:
@@ -50,26 +51,32 @@ def normalize(
     weight: the same shape, 0 at joints, which do not count.
     mean: averages over devices.
   """
-  share, first, second = mean(jnp.stack([
-      jnp.mean(weight), jnp.mean(weight * advantage),
-      jnp.mean(weight * jnp.square(advantage))]))
+  share, first, second = mean(
+    jnp.stack(
+      [
+        jnp.mean(weight),
+        jnp.mean(weight * advantage),
+        jnp.mean(weight * jnp.square(advantage)),
+      ]
+    )
+  )
   share = jnp.maximum(share, 1e-8)  # A batch may hold joints alone.
   first, second = first / share, second / share
-  deviation = jnp.sqrt(jnp.maximum(second - jnp.square(first), 0.))
+  deviation = jnp.sqrt(jnp.maximum(second - jnp.square(first), 0.0))
   return (advantage - first) / (deviation + 1e-8)
 
 
 def make_agent(
-    network: Network,
-    distribution: Distribution,
-    *,
-    gamma: float = 0.99,
-    lambda_: float = 0.95,
-    clip: float = 0.2,
-    entropy_cost: float = 0.01,
-    value_cost: float = 0.5,
-    normalize_advantage: bool = True,
-    reward_clip: float = 0.,
+  network: Network,
+  distribution: Distribution,
+  *,
+  gamma: float = 0.99,
+  lambda_: float = 0.95,
+  clip: float = 0.2,
+  entropy_cost: float = 0.01,
+  value_cost: float = 0.5,
+  normalize_advantage: bool = True,
+  reward_clip: float = 0.0,
 ) -> Agent:
   """A PPO agent.
 
@@ -88,59 +95,76 @@ def make_agent(
   """
 
   def prepare(
-      params: Tree, trajectory: Trajectory, mean: Callable[[Tree], Tree]
+    params: Tree, trajectory: Trajectory, mean: Callable[[Tree], Tree]
   ) -> Batch:
     timestep = trajectory.timestep
     # The last step's value: without memory, of that step alone.
-    seen = timestep if network.is_recurrent else jax.tree.map(
-        lambda x: x[-1:], timestep)
+    seen = (
+      timestep
+      if network.is_recurrent
+      else jax.tree.map(lambda x: x[-1:], timestep)
+    )
     _, seen_values, _ = network.unroll(
-        params, seen.obs, seen.is_first,
-        jax.tree.map(lambda x: x[0], trajectory.carry))
+      params,
+      seen.obs,
+      seen.is_first,
+      jax.tree.map(lambda x: x[0], trajectory.carry),
+    )
     values = jnp.concatenate([trajectory.extras.value, seen_values[-1:]])
     weight = returns.weights(timestep)
     advantage = returns.vtrace(
-        values,
-        clip_reward(timestep.reward[1:], reward_clip),
-        gamma * timestep.discount[1:],
-        weight,
-        lambda_=lambda_).errors
+      values,
+      clip_reward(timestep.reward[1:], reward_clip),
+      gamma * timestep.discount[1:],
+      weight,
+      lambda_=lambda_,
+    ).errors
     target = values[:-1] + advantage
     if normalize_advantage:
       advantage = normalize(advantage, weight, mean)
     batch = Batch(
-        obs=jax.tree.map(lambda x: x[:-1], timestep.obs),
-        is_first=timestep.is_first[:-1],
-        carry=trajectory.carry,
-        sample=trajectory.extras.sample,
-        log_prob=trajectory.extras.log_prob,
-        advantage=advantage,
-        target=target,
-        weight=weight)
+      obs=jax.tree.map(lambda x: x[:-1], timestep.obs),
+      is_first=timestep.is_first[:-1],
+      carry=trajectory.carry,
+      sample=trajectory.extras.sample,
+      log_prob=trajectory.extras.log_prob,
+      advantage=advantage,
+      target=target,
+      weight=weight,
+    )
     if network.is_recurrent:
       return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
     return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), batch)
 
   def loss(
-      params: Tree, target_params: Tree, batch: Batch, rng_key: chex.PRNGKey
+    params: Tree, target_params: Tree, batch: Batch, rng_key: chex.PRNGKey
   ) -> tuple[Array, Metrics]:
     del target_params, rng_key
     batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
     carry = jax.tree.map(lambda x: x[0], batch.carry)
     head, value, _ = network.unroll(params, batch.obs, batch.is_first, carry)
     log_ratios = log_ratio(
-        distribution.log_prob(head, batch.sample), batch.log_prob)
+      distribution.log_prob(head, batch.sample), batch.log_prob
+    )
     policy_loss = losses.ppo_clip(
-        log_ratios, batch.advantage, batch.weight, clip=clip)
+      log_ratios, batch.advantage, batch.weight, clip=clip
+    )
     value_loss = losses.value(value, batch.target, batch.weight)
     entropy = losses.entropy(distribution.entropy(head), batch.weight)
     total = policy_loss + value_cost * value_loss - entropy_cost * entropy
     # An estimate of KL(old, new) that is never negative: Schulman 2020.
     approx_kl = jnp.mean(batch.weight * (jnp.expm1(log_ratios) - log_ratios))
-    return total, {'policy_loss': policy_loss, 'value_loss': value_loss,
-                   'entropy': entropy, 'approx_kl': approx_kl}
+    return total, {
+      'policy_loss': policy_loss,
+      'value_loss': value_loss,
+      'entropy': entropy,
+      'approx_kl': approx_kl,
+    }
 
   return Agent(
-      init=network.init, initial_carry=network.initial_carry,
-      act=make_act(network, distribution, notes_value=True),
-      prepare=prepare, loss=loss)
+    init=network.init,
+    initial_carry=network.initial_carry,
+    act=make_act(network, distribution, notes_value=True),
+    prepare=prepare,
+    loss=loss,
+  )

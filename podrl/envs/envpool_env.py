@@ -16,15 +16,35 @@ from podrl.envs import gymnasium_env
 from podrl.types import EnvSpec, HostEnv, TimeStep
 
 # Set by podrl, or of no use to it.
-_OWN_OPTIONS = frozenset([
-    'num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path',
-    'gym_reset_return_info', 'max_num_players', 'task',
-    'zero_discount_on_life_loss'])
+_OWN_OPTIONS = frozenset(
+  [
+    'num_envs',
+    'batch_size',
+    'num_threads',
+    'seed',
+    'env_seed',
+    'base_path',
+    'gym_reset_return_info',
+    'max_num_players',
+    'task',
+    'zero_discount_on_life_loss',
+  ]
+)
 
 # Counts: of 0 of them C++ crashes, hangs or makes nonsense.
-_COUNTS = frozenset([
-    'frame_skip', 'img_height', 'img_width', 'max_episode_steps', 'stack_num',
-    'height', 'width', 'size', 'noop_max'])
+_COUNTS = frozenset(
+  [
+    'frame_skip',
+    'img_height',
+    'img_width',
+    'max_episode_steps',
+    'stack_num',
+    'height',
+    'width',
+    'size',
+    'noop_max',
+  ]
+)
 
 _can_mujoco_draw = sys.platform != 'linux'
 
@@ -37,23 +57,28 @@ def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
   if name not in known:
     near = difflib.get_close_matches(name, known, 3, 0.4)
     raise ValueError(
-        f'env.name={name} is not an envpool task; near names: '
-        f'{", ".join(near) or "none"}')
+      f'env.name={name} is not an envpool task; near names: '
+      f'{", ".join(near) or "none"}'
+    )
   try:
     defaults = envpool.make_spec(name).config._asdict()
   except Exception as error:  # For example a system library that is missing.
-    raise ValueError(f'env.name={name} cannot be made here: '
-                     f'{" ".join(str(error).split())}') from error
+    raise ValueError(
+      f'env.name={name} cannot be made here: {" ".join(str(error).split())}'
+    ) from error
   gymnasium_env.check_options(name, options, set(defaults) - _OWN_OPTIONS)
   options = {k: _typed(k, v, defaults[k]) for k, v in options.items()}
   if name.startswith('FrozenLake') and options.get('size', 4) not in (4, 8):
     raise ValueError(  # It reads past its map's end.
-        f'env.options.size={options["size"]} must be 4 or 8 for {name}')
+      f'env.options.size={options["size"]} must be 4 or 8 for {name}'
+    )
   try:
     return envpool.make_spec(name, **options), options
   except Exception as error:  # Whatever the task's C++ raises.
-    raise ValueError(f'env.options={options} are refused by {name}: '
-                     f'{" ".join(str(error).split())}') from error
+    raise ValueError(
+      f'env.options={options} are refused by {name}: '
+      f'{" ".join(str(error).split())}'
+    ) from error
 
 
 def _typed(key: str, value: Any, default: Any) -> Any:
@@ -65,13 +90,15 @@ def _typed(key: str, value: Any, default: Any) -> Any:
   if type(value) is type(default):
     if key in _COUNTS and not 1 <= value < 2**31:
       raise ValueError(
-          f'env.options.{key}={value} must be from 1 to {2**31 - 1}')
+        f'env.options.{key}={value} must be from 1 to {2**31 - 1}'
+      )
     if key == 'repeat_action_probability' and not 0 <= value <= 1:
       raise ValueError(f'env.options.{key}={value} must be from 0 to 1')
     return value
   raise ValueError(
-      f'env.options.{key}={value!r} is not of type {type(default).__name__}; '
-      f'its default is {default!r}')
+    f'env.options.{key}={value!r} is not of type {type(default).__name__}; '
+    f'its default is {default!r}'
+  )
 
 
 def _to_spec(name: str, spec: Any) -> EnvSpec:
@@ -79,8 +106,9 @@ def _to_spec(name: str, spec: Any) -> EnvSpec:
   config = spec.config._asdict()
   if config.get('max_num_players', 1) > 1:
     raise ValueError(
-        f'env.name={name} has {config["max_num_players"]} players, and podrl '
-        'trains one; choose a single-player task')
+      f'env.name={name} has {config["max_num_players"]} players, and podrl '
+      'trains one; choose a single-player task'
+    )
   try:
     with warnings.catch_warnings():  # Of bounds rounded to float32.
       warnings.simplefilter('ignore')
@@ -89,8 +117,12 @@ def _to_spec(name: str, spec: Any) -> EnvSpec:
   except ValueError as error:
     raise ValueError(f'env.name={name}: {error}') from error
   return EnvSpec(
-      obs, gymnasium_env.is_channels_first(obs), action,
-      int(config.get('frame_skip', 1)), int(config['max_episode_steps']))
+    obs,
+    gymnasium_env.is_channels_first(obs),
+    action,
+    int(config.get('frame_skip', 1)),
+    int(config['max_episode_steps']),
+  )
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
@@ -123,8 +155,15 @@ def load_opengl() -> None:
       pass
 
 
-def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
-         render_mode: str | None = None, **options: Any) -> HostEnv:
+def make(
+  name: str,
+  num_envs: int,
+  seed: int,
+  *,
+  num_threads: int = 1,
+  render_mode: str | None = None,
+  **options: Any,
+) -> HostEnv:
   """Makes a pool of envpool environments.
 
   Args:
@@ -144,8 +183,13 @@ def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
   record, options = _checked(name, options)
   spec = _to_spec(name, record)
   pool = envpool.make_gymnasium(
-      name, num_envs=num_envs, seed=seed, num_threads=num_threads,
-      render_mode=render_mode, **options)
+    name,
+    num_envs=num_envs,
+    seed=seed,
+    num_threads=num_threads,
+    render_mode=render_mode,
+    **options,
+  )
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     space = pool.single_observation_space
@@ -165,5 +209,11 @@ def make(name: str, num_envs: int, seed: int, *, num_threads: int = 1,
       raise RuntimeError('MuJoCo needs libEGL, loaded before envpool')
     return pool.render()[0].copy()
 
-  return HostEnv(spec, reset, step, pool.close,
-                 lambda obs: gymnasium_env.observe(space, obs), render)
+  return HostEnv(
+    spec,
+    reset,
+    step,
+    pool.close,
+    lambda obs: gymnasium_env.observe(space, obs),
+    render,
+  )

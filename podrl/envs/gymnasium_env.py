@@ -39,10 +39,12 @@ def obs_spec(space: Any) -> Tree:
   if kind in ('Box', 'MultiBinary'):
     # The device has no 64-bit numbers; they are rounded on their way there.
     return jax.ShapeDtypeStruct(
-        space.shape, jax.dtypes.canonicalize_dtype(space.dtype))
+      space.shape, jax.dtypes.canonicalize_dtype(space.dtype)
+    )
   raise ValueError(
-      f'observations are {space}, which no network takes; what fits are boxes, '
-      'categories and dicts of them')
+    f'observations are {space}, which no network takes; what fits are boxes, '
+    'categories and dicts of them'
+  )
 
 
 def observe(space: Any, obs: Tree) -> Tree:
@@ -80,10 +82,13 @@ def action_space(space: Any) -> Discrete | Box:
     low, high = (np.asarray(x, np.float32) for x in (space.low, space.high))
     low = np.where(low < space.low, np.nextafter(low, np.float32(np.inf)), low)
     high = np.where(
-        high > space.high, np.nextafter(high, np.float32(-np.inf)), high)
+      high > space.high, np.nextafter(high, np.float32(-np.inf)), high
+    )
     return Box(space.shape, low, high)
-  raise ValueError(f'actions are {space}, which no agent takes; what fits are '
-                   'categories and boxes')
+  raise ValueError(
+    f'actions are {space}, which no agent takes; what fits are '
+    'categories and boxes'
+  )
 
 
 def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
@@ -104,8 +109,11 @@ def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
 def is_channels_first(spec: Tree) -> bool:
   """Whether an observation is an image whose first axis is the channels."""
   shapes = [x.shape for x in jax.tree.leaves(spec)]
-  return len(shapes) == 1 and len(shapes[0]) == 3 and (
-      shapes[0][0] < min(shapes[0][1:]))
+  return (
+    len(shapes) == 1
+    and len(shapes[0]) == 3
+    and (shapes[0][0] < min(shapes[0][1:]))
+  )
 
 
 def check_options(name: str, options: Any, known: Any) -> None:
@@ -113,8 +121,10 @@ def check_options(name: str, options: Any, known: Any) -> None:
   for key in options:
     if key not in known:
       near = difflib.get_close_matches(key, known, 3, 0.4) or sorted(known)
-      raise ValueError(f'env.options.{key} is not an option of {name}; '
-                       f'it has: {", ".join(near)}')
+      raise ValueError(
+        f'env.options.{key} is not an option of {name}; '
+        f'it has: {", ".join(near)}'
+      )
 
 
 class Joints:
@@ -132,19 +142,25 @@ class Joints:
     """The time step of a reset of all environments."""
     self._is_last = np.zeros(self._num_envs, bool)
     return TimeStep(
-        obs, np.zeros(self._num_envs, np.float32),
-        np.ones(self._num_envs, np.float32), np.ones(self._num_envs, bool))
+      obs,
+      np.zeros(self._num_envs, np.float32),
+      np.ones(self._num_envs, np.float32),
+      np.ones(self._num_envs, bool),
+    )
 
-  def step(self, obs: Tree, reward: Array, terminated: Array,
-           truncated: Array) -> TimeStep:
+  def step(
+    self, obs: Tree, reward: Array, terminated: Array, truncated: Array
+  ) -> TimeStep:
     """The time step of a step, `[B, ...]` each."""
     is_first = self._is_last
     is_real = ~is_first
     self._is_last = (terminated | truncated) & is_real
     return TimeStep(
-        obs, np.where(is_first, np.float32(0), reward).astype(
-            np.float32, copy=False),
-        1 - (terminated & is_real).astype(np.float32), is_first)
+      obs,
+      np.where(is_first, np.float32(0), reward).astype(np.float32, copy=False),
+      1 - (terminated & is_real).astype(np.float32),
+      is_first,
+    )
 
 
 def _registered_spec(name: str) -> Any:
@@ -161,8 +177,9 @@ def _registered_spec(name: str) -> Any:
   except gymnasium.error.Error as error:
     near = difflib.get_close_matches(name, gymnasium.registry, 3, 0.4)
     raise ValueError(
-        f'env.name={name} is not a gymnasium environment; near names: '
-        f'{", ".join(near) or "none"}') from error
+      f'env.name={name} is not a gymnasium environment; near names: '
+      f'{", ".join(near) or "none"}'
+    ) from error
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
@@ -181,14 +198,17 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
   spec = _registered_spec(name)
   mode = options.pop('vectorization_mode', _MODES[0])
   if mode not in _MODES:
-    raise ValueError(f'env.options.vectorization_mode={mode} is unknown; '
-                     f'choose from {", ".join(_MODES)}')
+    raise ValueError(
+      f'env.options.vectorization_mode={mode} is unknown; '
+      f'choose from {", ".join(_MODES)}'
+    )
   max_episode_steps = options.get('max_episode_steps', spec.max_episode_steps)
 
   def refused(error: Exception) -> ValueError:
     return ValueError(
-        f'env.name={name} with {options or "no options"} cannot be made: '
-        f'{type(error).__name__}: {" ".join(str(error).split())}')
+      f'env.name={name} with {options or "no options"} cannot be made: '
+      f'{type(error).__name__}: {" ".join(str(error).split())}'
+    )
 
   entry = spec.entry_point
   try:
@@ -198,8 +218,11 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
   except Exception as error:  # Whatever its module raises.
     raise refused(error) from error
   if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-    check_options(name, options, {
-        *parameters, 'max_episode_steps', 'vectorization_mode'} - {'self'})
+    check_options(
+      name,
+      options,
+      {*parameters, 'max_episode_steps', 'vectorization_mode'} - {'self'},
+    )
   try:
     env = gymnasium.make(name, **options)
   except Exception as error:  # Whatever an environment's constructor raises.
@@ -211,8 +234,7 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
     raise ValueError(f'env.name={name}: {error}') from error
   finally:
     env.close()
-  return EnvSpec(obs, is_channels_first(obs), action, 1,
-                 max_episode_steps or 0)
+  return EnvSpec(obs, is_channels_first(obs), action, 1, max_episode_steps or 0)
 
 
 def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
@@ -233,18 +255,21 @@ def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
 
   spec = make_spec(name, **options)
   mode = options.pop('vectorization_mode', 'sync')
-  vector_kwargs = {
-      'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP}
+  vector_kwargs = {'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP}
   if mode == 'async':
-    vector_kwargs['context'] = 'spawn'  # A fork would copy JAX's threads' locks.
+    vector_kwargs['context'] = (
+      'spawn'  # A fork would copy JAX's threads' locks.
+    )
     # The tracker that the first process would start lifts the mask below.
     resource_tracker.ensure_running()
   # Inherited by the processes: who ends them is this one.
   mask = signal.pthread_sigmask(
-      signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM)
+  )
   try:
     envs = gymnasium.make_vec(
-        name, num_envs, mode, vector_kwargs=vector_kwargs, **options)
+      name, num_envs, mode, vector_kwargs=vector_kwargs, **options
+    )
   finally:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
   space = envs.single_observation_space
@@ -267,5 +292,11 @@ def make(name: str, num_envs: int, seed: int, **options: Any) -> HostEnv:
         process.kill()  # SIGTERM is blocked there.
       raise
 
-  return HostEnv(spec, reset, step, close, lambda obs: observe(space, obs),
-                 lambda: envs.render()[0])
+  return HostEnv(
+    spec,
+    reset,
+    step,
+    close,
+    lambda obs: observe(space, obs),
+    lambda: envs.render()[0],
+  )

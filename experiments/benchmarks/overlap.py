@@ -1,0 +1,229 @@
+"""How well Sebulba overlaps acting with learning; a benchmark, not a test.
+
+  python experiments/overlap.py [--repeats=3]
+
+Environments that sleep, two actors with a pool each, and a learner whose update
+sleeps too, from a quarter to four times as long as an unroll. For each such
+cost and both modes: environments alone, acting alone (inference on an
+observation that stays), the update alone, and training, in updates per second;
+medians. Training cannot be faster than the least of its parts, and overlaps
+them as far as it comes near.
+"""
+
+import argparse
+from collections.abc import Callable
+import threading
+import time
+
+import jax
+import numpy as np
+
+from podrl.drivers import actor as actor_lib
+from podrl.drivers import sebulba, spmd
+from podrl.run import build
+from podrl.run.config import sebulba_config
+from podrl.types import Discrete, EnvSpec, HostEnv, Learner, TimeStep
+
+_NUM_ACTORS, _NUM_ENVS, _LENGTH = 2, 8, 10
+_STEP_SECONDS = 0.05
+_COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # Of an update, in unrolls' times.
+_UPDATES = 5  # Of one measurement.
+
+
+def make_env(seconds: float) -> HostEnv:
+  """A pool that sleeps in each step; each tenth ends all episodes."""
+  spec = EnvSpec(
+    jax.ShapeDtypeStruct((4,), np.float32), False, Discrete(2), 1, 9
+  )
+  count = 0
+
+  def timestep(is_first: bool) -> TimeStep:
+    return TimeStep(
+      np.ones((_NUM_ENVS, 4), np.float32),
+      np.full(_NUM_ENVS, 1.0 - is_first, np.float32),
+      np.full(_NUM_ENVS, float(count % 10 != 9), np.float32),
+      np.full(_NUM_ENVS, is_first),
+    )
+
+  def step(action: np.ndarray) -> TimeStep:
+    nonlocal count
+    del action
+    count += 1
+    time.sleep(seconds)
+    return timestep(count % 10 == 0)
+
+  return HostEnv(spec, lambda: timestep(True), step, lambda: None, lambda x: x)
+
+
+def slow(learner: Learner, seconds: float) -> Learner:
+  """The same learner, its updates so much longer."""
+
+  def sleep(loss: np.ndarray) -> np.ndarray:
+    time.sleep(seconds)
+    return loss
+
+  def update(state, trajectory, rng_key):
+    state, metrics = learner.update(state, trajectory, rng_key)
+    loss = metrics['loss']
+    return state, metrics | {
+      'loss': jax.pure_callback(
+        sleep, jax.ShapeDtypeStruct(loss.shape, loss.dtype), loss
+      )
+    }
+
+  return learner._replace(update=update)
+
+
+def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
+  """The parts and the whole, each `(num_updates) -> None`, and what ends them."""
+  config = sebulba_config('impala')
+  device = jax.local_devices()[0]
+  mesh = spmd.make_mesh([device])
+  agent = build.make_agent(config, make_env(0).spec)
+  learner = slow(
+    build.learner_for(config, agent, num_updates=1),
+    cost * _LENGTH * _STEP_SECONDS,
+  )
+  settings = sebulba.Settings(
+    num_envs=_NUM_ENVS,
+    unroll_length=_LENGTH,
+    actors_per_device=_NUM_ACTORS,
+    unrolls_per_update=_NUM_ACTORS,
+    deterministic=mode == 'deterministic',
+    max_lag=1,
+    hang_seconds=60.0,
+  )
+  driver = sebulba.Sebulba(
+    lambda _: make_env(_STEP_SECONDS),
+    agent,
+    learner,
+    mesh,
+    [device],
+    settings,
+    jax.random.key(0),
+  )
+
+  params = jax.jit(agent.init)(jax.random.key(1))
+  functions = actor_lib.make_actor_functions(agent, lambda x: x, 1)
+  actors = [
+    actor_lib.Actor(
+      i,
+      make_env(0),
+      functions,
+      _LENGTH,
+      device,
+      [device],
+      jax.random.key(2),
+      i * _NUM_ENVS,
+    )
+    for i in range(_NUM_ACTORS)
+  ]
+  shards = [actor.compile(params) for actor in actors]
+  pools = [make_env(_STEP_SECONDS) for _ in actors]
+  update = spmd.map_update(learner, mesh)
+  trajectories = tuple(
+    spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards
+  )
+  state = spmd.place(
+    learner.init(jax.random.key(3), trajectories[0]), mesh, spmd.LEARNER_STATE
+  )
+  key = spmd.place(jax.random.key(4), mesh, spmd.REPLICATED)
+
+  def in_threads(function: Callable) -> Callable:
+    def run(num_updates: int) -> None:
+      threads = [
+        threading.Thread(target=function, args=(i, num_updates))
+        for i in range(_NUM_ACTORS)
+      ]
+      for thread in threads:
+        thread.start()
+      for thread in threads:
+        thread.join()
+
+    return run
+
+  def step(i: int, num_updates: int) -> None:
+    for _ in range(num_updates * _LENGTH):
+      pools[i].step(np.zeros(_NUM_ENVS, np.int32))
+
+  def act(i: int, num_updates: int) -> None:
+    for _ in range(num_updates):
+      actors[i].unroll(params, 0)
+
+  def learn(num_updates: int) -> None:
+    nonlocal state
+    for _ in range(num_updates):
+      state, _ = jax.block_until_ready(
+        update(state.params, state._replace(params=()), trajectories, key)
+      )
+
+  def train(num_updates: int) -> None:
+    while num_updates > 0:
+      num_updates -= driver.advance(num_updates)[0].num_updates
+
+  driver.start()  # The last: from here on `close` is needed.
+  return {
+    'environment': in_threads(step),
+    'acting': in_threads(act),
+    'update': learn,
+    'training': train,
+  }, driver.close
+
+
+def main() -> None:
+  """Prints the table."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument(
+    '--repeats',
+    type=int,
+    default=3,
+    choices=range(1, 1000),
+    metavar='N',
+    help='of each measurement',
+  )
+  repeats = parser.parse_args().repeats
+  jax.config.update('jax_cpu_enable_async_dispatch', False)  # As a run has it.
+  print(
+    f'Updates per second, medians of {repeats}; an unroll sleeps '
+    f'{_LENGTH * _STEP_SECONDS:g} s'
+  )
+  columns = (
+    'mode',
+    'cost',
+    'environment',
+    'acting',
+    'update',
+    'training',
+    'of least',
+  )
+  print(' '.join(f'{x:>13}' for x in columns))
+  for mode in 'deterministic', 'asynchronous':
+    for cost in _COSTS:
+      functions, close = parts(cost, mode)
+      rates = {name: [] for name in functions}
+      try:
+        for repeat in range(repeats + 1):
+          for name, function in functions.items():
+            ahead = 2 if name == 'training' else 0  # What was made meanwhile.
+            function(ahead)
+            start = time.perf_counter()
+            function(_UPDATES)
+            if repeat:  # The first one compiles.
+              rates[name].append(_UPDATES / (time.perf_counter() - start))
+      finally:
+        close()
+      row = {name: np.median(x) for name, x in rates.items()}
+      share = row['training'] / min(
+        x for name, x in row.items() if name != 'training'
+      )
+      cells = (
+        mode,
+        f'{cost:g}',
+        *(f'{x:.2f}' for x in row.values()),
+        f'{share:.1%}',
+      )
+      print(' '.join(f'{x:>13}' for x in cells), flush=True)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,456 @@
+"""How fast podrl's parts and its full training are; a benchmark, not a test.
+
+  python experiments/throughput.py [--architecture=anakin|sebulba]
+      [--filter=CartPole] [--num_envs=64,1024] [--agent=ppo] [--repeats=5]
+      [--num_devices=0] [--out=throughput.json]
+
+Anakin, for each row: environments alone (random actions, the same scan), acting
+alone (environments and policy), the update alone, and full training, each a
+compiled program of the same length, run in turn, warm; medians of steps per
+second. Full training is also given as a share of the bound that its parts
+imply, 1 / (1 / acting + 1 / update).
+
+Sebulba, the same with the pools and threads of a run: environments alone
+(random actions), acting alone (inference on an observation that stays), the
+update alone, and full training, as a share of the least of the three. Where
+they share the same cores, as on a machine without an accelerator, that bound
+cannot be reached.
+"""
+
+from collections.abc import Callable, Sequence
+import json
+import threading
+import time
+
+from absl import app, flags, logging
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from podrl.drivers import actor as actor_lib
+from podrl.drivers import spmd
+from podrl.drivers.anakin import make_anakin, make_unroll
+from podrl.records.terminal import compact
+from podrl.run import build
+from podrl.run import devices as layout
+from podrl.run.check import check
+from podrl.run.config import base_config, is_sebulba, sebulba_config
+from podrl.types import DeviceEnv, Tree
+
+_ARCHITECTURE = flags.DEFINE_enum(
+  'architecture', 'anakin', ['anakin', 'sebulba'], 'what is measured'
+)
+_AGENT = flags.DEFINE_enum(
+  'agent', 'ppo', ['ppo', 'impala'], 'of Sebulba; Anakin is timed with PPO'
+)
+_FILTER = flags.DEFINE_string('filter', '', 'only environments named like it')
+_NUM_ENVS = flags.DEFINE_list(
+  'num_envs',
+  [],
+  'the rows; by default 64,1024,4096, and for Sebulba 64 of '
+  'CartPole and 16 of Pong',
+)
+_REPEATS = flags.DEFINE_integer('repeats', 5, 'of each measurement', 1)
+_NUM_DEVICES = flags.DEFINE_integer('num_devices', 0, '0 is the default', 0)
+_THREADS = flags.DEFINE_integer(
+  'threads', 0, "Sebulba's, for each actor device; 0 is the default", 0
+)
+_OUT = flags.DEFINE_string('out', '', 'a JSON file to write')
+
+_NAMES = {
+  'anakin': ('CartPole-v1', 'Breakout-MinAtar', 'Pong-misc'),
+  'sebulba': ('CartPole-v1', 'Pong-v5'),
+}
+_MAX_UPDATES = 64  # In one call of training.
+_SECONDS = 1.0  # About so long is one measurement.
+
+
+def get_sebulba_config(name: str, num_envs: int) -> ConfigDict:
+  """What is timed of Sebulba: settings that learn, those of facts and peers."""
+  config = sebulba_config(_AGENT.value)
+  config.env.name = name
+  config.env.num_envs = num_envs
+  config.unroll_length = 128 if _AGENT.value == 'ppo' else 20
+  if _AGENT.value == 'ppo':
+    config.num_epochs, config.num_minibatches = 4, 4
+  config.network.shared_torso = name == 'Pong-v5'  # Nature CNN, 512 wide.
+  config.network.hidden_sizes = (512,) if name == 'Pong-v5' else (64, 64)
+  config.optimizer.anneal = False
+  config.sebulba.threads_per_actor_device = _THREADS.value
+  return config
+
+
+def get_config(name: str, num_envs: int) -> ConfigDict:
+  """What is timed: settings that learn, with two separate torsos."""
+  config = base_config('ppo')
+  config.env.name = name
+  config.env.num_envs = num_envs
+  config.unroll_length = 128
+  config.num_epochs = 4
+  # Four minibatches of 64 environments; a batch of 4,096 steps beyond.
+  config.num_minibatches = max(4, num_envs // 32)
+  config.network.name = 'mlp'
+  config.num_devices = _NUM_DEVICES.value
+  config.optimizer.anneal = False  # There is no end to anneal to.
+  return config
+
+
+def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
+  """The parts and the whole, each `(num_updates) -> None`, warm.
+
+  Returns:
+    Them by name, the number of parameters, and what frees all.
+  """
+  env = build.make_env(config)
+  agent = build.make_agent(config, env.spec)
+  mesh = spmd.make_mesh(layout.devices(config))
+  learner = build.learner_for(config, agent, num_updates=1)
+  driver = make_anakin(
+    env,
+    agent,
+    learner,
+    mesh,
+    num_envs=config.env.num_envs,
+    unroll_length=config.unroll_length,
+    max_updates=_MAX_UPDATES,
+  )
+  # The same unroll; what it acts with is all that differs.
+  act = make_unroll(env, agent, config.unroll_length)
+  step = make_unroll(
+    env, agent._replace(act=_random_act(env)), config.unroll_length
+  )
+
+  def repeat(function: Callable) -> Callable:
+    return lambda num_updates, state, *rest: jax.lax.fori_loop(
+      0, num_updates, lambda i, state: function(i, state, *rest), state
+    )
+
+  def used(actors: Tree, trajectory: Tree) -> Tree:
+    # All of the trajectory is needed, or the compiler would leave it out.
+    actors, _ = jax.lax.optimization_barrier((actors, trajectory))
+    return actors
+
+  def update(i, state, trajectory, rng_key):
+    return learner.update(state, trajectory, jax.random.fold_in(rng_key, i))[0]
+
+  whole = driver.init(jax.random.key(0))
+  params = whole.learner.params
+  state_specs = (spmd.REPLICATED, spmd.BATCH, spmd.REPLICATED)
+  unroll = spmd.device_map(
+    lambda params, actors: act(params, actors, 0)[1],
+    mesh,
+    state_specs[:2],
+    spmd.TRAJECTORY,
+  )
+  trajectory = unroll(params, whole.actors)
+  rollouts = {
+    name: spmd.device_map(
+      repeat(lambda i, actors, params, f=f: used(*f(params, actors, i)[:2])),
+      mesh,
+      (spmd.REPLICATED, spmd.BATCH, spmd.REPLICATED),
+      spmd.BATCH,
+    )
+    for name, f in (('environment', step), ('acting', act))
+  }
+  updates = spmd.device_map(
+    repeat(update),
+    mesh,
+    (spmd.REPLICATED, spmd.LEARNER_STATE, spmd.TRAJECTORY, spmd.REPLICATED),
+    spmd.LEARNER_STATE,
+  )
+  key = jax.random.key(1)
+  state = whole
+
+  def train(num_updates: int) -> None:
+    nonlocal state  # Donated.
+    while num_updates > 0:
+      state, _ = driver.train(state, np.int32(min(num_updates, _MAX_UPDATES)))
+      num_updates -= _MAX_UPDATES
+    jax.block_until_ready(state)
+
+  actors = jax.tree.map(jnp.copy, whole.actors)
+  learner_state = jax.tree.map(jnp.copy, whole.learner)
+  parts = {
+    name: lambda n, f=f: jax.block_until_ready(
+      f(np.int32(n), actors, learner_state.params)
+    )
+    for name, f in rollouts.items()
+  }
+  parts['update'] = lambda n: jax.block_until_ready(
+    updates(np.int32(n), learner_state, trajectory, key)
+  )
+  num_params = sum(x.size for x in jax.tree.leaves(params))
+  return parts | {'training': train}, num_params, lambda: None
+
+
+def _random_act(env: DeviceEnv) -> Callable:
+  """An `Agent.act` of uniformly random actions, without a network."""
+
+  def act(params, rng_key, timestep, carry, *, greedy=False):
+    del params, timestep, greedy
+    action = jax.vmap(
+      lambda key: jax.random.randint(key, (), 0, env.spec.action.num_actions)
+    )(rng_key)
+    return action, (), carry
+
+  return act
+
+
+def sebulba_programs(
+  config: ConfigDict,
+) -> tuple[dict[str, Callable], int, Callable]:
+  """The parts and the whole, each `(num_updates) -> None`, warm.
+
+  Returns:
+    Them by name, the number of parameters, and what frees all.
+  """
+  spec = build.make_host_spec(config)
+  plan = layout.make_layout(config, spec)
+  num_envs, length = (
+    config.env.num_envs // plan.num_actors,
+    config.unroll_length,
+  )
+  devices = jax.local_devices()
+  learner_devices = [devices[i] for i in plan.learner_devices]
+  mesh = spmd.make_mesh(learner_devices)
+  agent = build.make_agent(config, spec)
+  learner = build.learner_for(config, agent, num_updates=1)
+  pools = [
+    build.make_host_env(config, num_envs, i * num_envs, plan.env_threads)
+    for i in range(plan.num_actors)
+  ]
+  params = jax.jit(agent.init)(jax.random.key(0))
+
+  def still(pool):
+    timestep = pool.reset()
+    return pool._replace(reset=lambda: timestep, step=lambda _: timestep)
+
+  functions = actor_lib.make_actor_functions(
+    agent, pools[0].observe, len(learner_devices)
+  )
+  actors = [
+    actor_lib.Actor(
+      i,
+      still(pool),
+      functions,
+      length,
+      devices[plan.actor_devices[i // plan.threads]],
+      learner_devices,
+      jax.random.key(1),
+      i * num_envs,
+    )
+    for i, pool in enumerate(pools)
+  ]
+  shards = [
+    actor.compile(jax.device_put(params, actor.device)) for actor in actors
+  ]
+  trajectories = tuple(
+    spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards
+  )
+  update = spmd.map_update(learner, mesh)
+  state = spmd.place(
+    learner.init(jax.random.key(0), trajectories[0]), mesh, spmd.LEARNER_STATE
+  )
+  key = spmd.place(jax.random.key(2), mesh, spmd.REPLICATED)
+
+  def in_threads(function: Callable) -> None:
+    threads = [
+      threading.Thread(target=function, args=(i,))
+      for i in range(plan.num_actors)
+    ]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+
+  def environment(num_updates: int) -> None:
+    def run(i):
+      rng = np.random.default_rng(i)
+      for _ in range(num_updates * length):
+        pools[i].step(
+          rng.integers(pools[i].spec.action.num_actions, size=num_envs)
+        )
+
+    in_threads(run)
+
+  def acting(num_updates: int) -> None:
+    def run(i):
+      local = jax.device_put(params, actors[i].device)
+      for _ in range(num_updates):
+        actors[i].unroll(local, 0)
+
+    in_threads(run)
+
+  def learn(num_updates: int) -> None:
+    nonlocal state
+    for _ in range(num_updates):
+      state, _ = jax.block_until_ready(
+        update(state.params, state._replace(params=()), trajectories, key)
+      )
+
+  run = build.make_run(config)
+
+  def train(num_updates: int) -> None:
+    while num_updates > 0:
+      num_updates -= run.driver.advance(num_updates)[0].num_updates
+
+  def close() -> None:
+    run.driver.close()
+    for pool in pools:
+      pool.close()
+
+  run.driver.start()  # The last: from here on `close` is needed.
+  return (
+    {
+      'environment': environment,
+      'acting': acting,
+      'update': learn,
+      'training': train,
+    },
+    sum(x.size for x in jax.tree.leaves(params)),
+    close,
+  )
+
+
+def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
+  """One row: median steps per second of each part, and the share."""
+  make = sebulba_programs if is_sebulba(config) else programs
+  functions, num_params, close = make(config)
+  try:
+    row = _rates(config, functions, repeats)
+  finally:
+    close()
+  parts = [row[x] for x in ('environment', 'acting', 'update')]
+  bound = (
+    min(parts)
+    if is_sebulba(config)
+    else (1 / (1 / row['acting'] + 1 / row['update']))
+  )
+  return row | {
+    'share_of_bound': row['training'] / bound,
+    'num_params': num_params,
+  }
+
+
+def _rates(
+  config: ConfigDict, functions: dict[str, Callable], repeats: int
+) -> dict[str, float]:
+  """Median steps per second of each function."""
+  steps = config.env.num_envs * config.unroll_length
+  counts = {}
+  for name, function in functions.items():
+    function(1)
+    start = time.perf_counter()
+    function(1)
+    counts[name] = max(1, round(_SECONDS / (time.perf_counter() - start)))
+  rates = {name: [] for name in functions}
+  for _ in range(repeats):
+    for name, function in functions.items():
+      ahead = 0  # Updates whose unrolls are ready before the clock starts.
+      if is_sebulba(config) and name == 'training':
+        ahead = config.sebulba.max_lag + 1
+        function(ahead)
+      start = time.perf_counter()
+      function(counts[name])
+      seconds = time.perf_counter() - start
+      rates[name].append(counts[name] * steps / seconds)
+      # Actors go on so far; until then they would disturb what comes next.
+      time.sleep(1.5 * ahead * seconds / counts[name])
+  return {name: float(np.median(x)) for name, x in rates.items()}
+
+
+def main(argv: Sequence[str]) -> None:
+  """Prints the table and writes it."""
+  logging.set_verbosity(logging.WARNING)  # JAX tells of each missing backend.
+  if len(argv) > 1:
+    raise app.UsageError(f'{argv[1]} is not understood')
+  all_names = _NAMES[_ARCHITECTURE.value]
+  names = [n for n in all_names if _FILTER.value.lower() in n.lower()]
+  if not names:
+    raise app.UsageError(
+      f'--filter={_FILTER.value} leaves none of {", ".join(all_names)}'
+    )
+  if not all(n.isdecimal() and int(n) for n in _NUM_ENVS.value):
+    raise app.UsageError('--num_envs takes counts, such as 64,1024')
+  rows, console = [], Console(highlight=False)
+  if _ARCHITECTURE.value == 'sebulba':
+    configs = [
+      get_sebulba_config(name, int(n))
+      for name in names
+      for n in (_NUM_ENVS.value or ['16' if name == 'Pong-v5' else '64'])
+    ]
+  else:
+    configs = [
+      get_config(name, int(n))
+      for name in names
+      for n in _NUM_ENVS.value or ['64', '1024', '4096']
+    ]
+  if jax.config.jax_num_cpu_devices < 1:
+    spmd.set_num_cpu_devices(layout.num_cpu_devices(configs[0]))
+    jax.config.update(  # As a run has it.
+      'jax_cpu_enable_async_dispatch', not is_sebulba(configs[0])
+    )
+  for config in configs:
+    check(config)
+  for config in configs:
+    rows.append(
+      {
+        'environment_name': config.env.name,
+        'num_envs': config.env.num_envs,
+        'agent': config.agent.name,
+        'num_minibatches': config.num_minibatches,
+        **measure(config, _REPEATS.value),
+      }
+    )
+    console.print(
+      f'{config.env.name}, {config.env.num_envs} environments: '
+      f'{rows[-1]["training"]:,.0f} steps/s'
+    )
+  device = jax.devices()[0]
+  num_devices = (
+    len(jax.devices())
+    if is_sebulba(configs[0])
+    else (len(layout.devices(configs[0])))
+  )
+  table = Table(
+    box=box.SIMPLE,
+    pad_edge=False,
+    padding=(0, 1, 0, 0),
+    title=(
+      f'Steps per second, {num_devices} {device.platform} '
+      f'devices ({device.device_kind}), medians of {_REPEATS.value}'
+    ),
+  )
+  table.add_column('environment')
+  for column in (
+    'envs',
+    'parameters',
+    'stepping',
+    'acting',
+    'update',
+    'training',
+    'of bound',
+  ):
+    table.add_column(column, justify='right')
+  for row in rows:
+    table.add_row(
+      row['environment_name'],
+      f'{row["num_envs"]:,}',
+      f'{row["num_params"]:,}',
+      *(
+        compact(row[x]) for x in ('environment', 'acting', 'update', 'training')
+      ),
+      f'{row["share_of_bound"]:.0%}',
+    )
+  console.print(table)
+  if _OUT.value:
+    with open(_OUT.value, 'w', encoding='utf-8') as file:
+      json.dump(rows, file, indent=2)
+
+
+if __name__ == '__main__':
+  app.run(main)

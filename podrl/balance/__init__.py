@@ -1,1 +1,0 @@
-"""What limits a run, and the balance between CPU and accelerator."""

@@ -1,0 +1,1 @@
+"""How anything learns, as pure functions."""

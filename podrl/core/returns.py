@@ -1,0 +1,92 @@
+"""Returns: one recursion for V-trace, for GAE, and across episodes' ends."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from podrl.types import Array, TimeStep
+
+
+class VTrace(NamedTuple):
+  """The outcome of `vtrace`.
+
+  Attributes:
+    errors: `[T, ...]` float32; `values[:-1] + errors` are the value targets.
+      With importance ratios of 0 and 1 they are the GAE advantages.
+    advantages: `[T, ...]` float32, for the policy gradient; they carry the
+      clipped importance ratio.
+  """
+
+  errors: Array
+  advantages: Array
+
+
+def weights(timestep: TimeStep) -> Array:
+  """1 for a real transition, 0 for the joint between two episodes.
+
+  Args:
+    timestep: of an unroll, `is_first` being `[T+1, ...]`.
+
+  Returns:
+    `[T, ...]` float32.
+  """
+  return 1.0 - timestep.is_first[1:].astype(jnp.float32)
+
+
+def vtrace(
+  values: Array,
+  rewards: Array,
+  discounts: Array,
+  ratios: Array,
+  *,
+  lambda_: float = 1.0,
+  clip_ratio: float = 1.0,
+  clip_policy_gradient_ratio: float = 1.0,
+) -> VTrace:
+  """V-trace(lambda) errors and policy-gradient advantages.
+
+    delta_t = min(clip_ratio, ratio_t) (r_t + discount_t v_{t+1} - v_t)
+    error_t = delta_t + discount_t lambda min(1, ratio_t) error_{t+1}
+
+  A ratio of 0 marks a joint: its error is 0 and nothing passes back over it.
+  Where every other ratio is 1 the errors are those of GAE(lambda).
+
+  Args:
+    values: `[T+1, ...]` float32, the values of all time steps.
+    rewards: `[T, ...]` float32, received on arrival at step t + 1.
+    discounts: `[T, ...]` float32, gamma included; 0 where terminated.
+    ratios: `[T, ...]` float32, target over behaviour probability of the
+      action taken at step t, times its weight.
+    lambda_: mixes one-step (0) and full (1) returns.
+    clip_ratio: bound of the ratio in the temporal difference (rho bar).
+    clip_policy_gradient_ratio: the same for the advantages.
+
+  Returns:
+    A `VTrace`; no gradient flows through it.
+
+  Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and remark 1 (V-trace),
+  section 4.2 (advantages); Schulman et al. 2015, arXiv:1506.02438, eq. 16.
+  """
+  chex.assert_equal_shape([values[1:], rewards, discounts, ratios])
+  clipped = jnp.minimum(clip_ratio, ratios)
+  deltas = clipped * (rewards + discounts * values[1:] - values[:-1])
+  decays = discounts * lambda_ * jnp.minimum(1.0, ratios)
+
+  def backward(error, delta_and_decay):
+    delta, decay = delta_and_decay
+    error = delta + decay * error
+    return error, error
+
+  _, errors = jax.lax.scan(
+    backward, jnp.zeros_like(deltas[0]), (deltas, decays), reverse=True
+  )
+  # What follows step t: the corrected return from t + 1, mixed by lambda.
+  following = values[1:] + lambda_ * jnp.concatenate(
+    [errors[1:], jnp.zeros_like(errors[:1])]
+  )
+  advantages = jnp.minimum(clip_policy_gradient_ratio, ratios) * (
+    rewards + discounts * following - values[:-1]
+  )
+  return VTrace(*jax.lax.stop_gradient((errors, advantages)))

@@ -1,0 +1,1 @@
+"""The architectures: they call the agents and learners."""

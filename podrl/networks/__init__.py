@@ -1,0 +1,1 @@
+"""Flax modules, from observations to heads."""

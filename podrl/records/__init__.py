@@ -1,0 +1,1 @@
+"""A run as files, and on the terminal."""

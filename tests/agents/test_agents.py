@@ -1,0 +1,229 @@
+"""Agents with a memory and continuous actions: acting, learning, joints."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.agents import actor_critic, ppo
+from podrl.core import distributions
+from podrl.networks import actor_critic as networks
+from podrl.networks import torsos
+from podrl.types import Box, Discrete, TimeStep, Trajectory
+
+_OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
+_SPACES = {
+  'discrete': Discrete(3),
+  'box': Box((2,), np.float32([-1, 0]), np.float32([1, 3])),
+}
+_T, _B, _JOINT = 14, 4, 6  # Environment 0 has a joint on arriving at step 6.
+
+
+def _agent(name, core='gru', space='discrete', dist_name='auto', **kwargs):
+  dist = distributions.for_action_space(_SPACES[space], dist_name)
+  network = networks.make_network(
+    lambda: torsos.MLP((16,)),
+    _OBS,
+    dist.num_params,
+    shared_torso=False,
+    num_constant_params=dist.num_constant_params,
+    core=core,
+    core_size=8,
+  )
+  if name == 'ppo':
+    return network, dist, ppo.make_agent(network, dist, **kwargs)
+  return (
+    network,
+    dist,
+    actor_critic.make_agent(
+      network, dist, off_policy_correction=name == 'impala', **kwargs
+    ),
+  )
+
+
+def _steps(seed=0):
+  rng = np.random.default_rng(seed)
+  is_first = rng.random((_T + 1, _B)) < 0.15
+  is_first[:, 0] = np.arange(_T + 1) == _JOINT
+  # Half of the episodes terminate, the others are truncated.
+  is_terminal = np.roll(is_first, -1, 0) & (np.arange(_B) % 2 == 0)
+  return TimeStep(
+    rng.normal(size=(_T + 1, _B, 5)).astype(np.float32),
+    np.where(is_first, 0, rng.normal(size=is_first.shape)).astype(np.float32),
+    1 - is_terminal.astype(np.float32),
+    is_first,
+  )
+
+
+def _prepare(agent):
+  """Compiled, for one device."""
+  return jax.jit(
+    lambda params, trajectory: agent.prepare(params, trajectory, lambda x: x)
+  )
+
+
+def _act_through(agent, params, steps):
+  """Fed one step at a time, from a carry that is not zero."""
+  first = carry = jax.tree.map(lambda x: x + 0.5, agent.initial_carry(_B))
+  rows, act = [], jax.jit(agent.act)
+  for t in range(_T):
+    action, extras, carry = act(
+      params,
+      jax.random.split(jax.random.key(t), _B),
+      jax.tree.map(lambda x: x[t], steps),
+      carry,
+    )
+    rows.append((action, extras))
+  actions, extras = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+  return Trajectory(
+    steps, actions, extras, jax.tree.map(lambda x: x[None], first)
+  ), carry
+
+
+@pytest.mark.parametrize(
+  'name,core,space',
+  [
+    ('ppo', 'none', 'box'),
+    ('ppo', 'gru', 'discrete'),
+    ('ppo', 'lstm', 'box'),
+    ('impala', 'gru', 'box'),
+    ('impala', 'lstm', 'discrete'),
+  ],
+)
+def test_steps_act_as_the_unrolled_network_does(name, core, space):
+  network, dist, agent = _agent(name, core, space)
+  params = jax.jit(agent.init)(jax.random.key(0))
+  # Far from uniform: the first policy head is close to zero.
+  params = jax.tree.map(lambda x: 3.0 * x, params)
+  steps = _steps()
+  trajectory, carry = _act_through(agent, params, steps)
+  unroll = jax.jit(network.unroll)
+  head, values, _ = unroll(
+    params,
+    steps.obs,
+    steps.is_first,
+    jax.tree.map(lambda x: x[0], trajectory.carry),
+  )
+  np.testing.assert_allclose(
+    dist.log_prob(head[:-1], trajectory.extras.sample),
+    trajectory.extras.log_prob,
+    atol=1e-5,
+  )
+  if name != 'ppo':
+    return
+  np.testing.assert_allclose(values[:-1], trajectory.extras.value, atol=1e-5)
+  # The value of the last step, which no action followed, bootstraps.
+  _, last, _ = unroll(
+    params, *jax.tree.map(lambda x: x[-1:], (steps.obs, steps.is_first)), carry
+  )
+  batch = _prepare(agent)(params, trajectory)
+  shape = (_B, _T) if core != 'none' else (_B * _T, 1)
+  assert batch.log_prob.shape == batch.advantage.shape == shape
+  bare = ppo.make_agent(network, dist, normalize_advantage=False)
+  targets = _prepare(bare)(params, trajectory).target
+  final = (
+    targets.reshape(_B, _T)[:, -1]
+    if core != 'none'
+    else (targets.reshape(_T, _B)[-1])
+  )
+  expected = np.where(
+    steps.is_first[-1],
+    values[-2],
+    steps.reward[-1] + 0.99 * steps.discount[-1] * last[0],
+  )
+  np.testing.assert_allclose(final, expected, atol=1e-5)
+
+
+def test_greedy_acting_takes_the_mode():
+  network, dist, agent = _agent('ppo', 'lstm', 'box')
+  params = jax.jit(agent.init)(jax.random.key(0))
+  steps = _steps()
+  first = jax.tree.map(lambda x: x[0], steps)
+  keys = jax.random.split(jax.random.key(0), _B)
+  carry = agent.initial_carry(_B)
+  action, extras, _ = agent.act(params, keys, first, carry, greedy=True)
+  head, _, _ = network.unroll(
+    params, first.obs[None], first.is_first[None], carry
+  )
+  np.testing.assert_allclose(extras.sample, head[0, :, :2], atol=1e-6)
+  np.testing.assert_allclose(action, dist.to_action(head[0, :, :2]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'name,dist_name', [('ppo', 'gaussian'), ('impala', 'tanh_gaussian')]
+)
+def test_actions_stay_inside_their_bounds(name, dist_name):
+  _, _, agent = _agent(name, 'gru', 'box', dist_name)
+  params = jax.tree.map(
+    lambda x: 20.0 * x, jax.jit(agent.init)(jax.random.key(0))
+  )
+  trajectory, _ = _act_through(agent, params, _steps())
+  box = _SPACES['box']
+  action = np.asarray(trajectory.action)
+  assert np.all(action >= box.low) and np.all(action <= box.high)
+  assert len(np.unique(action)) > 10
+
+
+def _mixed(before, after):
+  """One up to its joint, the other from there on; the carry is of the first."""
+  # The action that was ignored belongs to the time before.
+  join = lambda a, b: jnp.concatenate([a[:_JOINT], b[_JOINT:]])
+  parts = before._replace(carry=()), after._replace(carry=())
+  return jax.tree.map(join, *parts)._replace(carry=before.carry)
+
+
+@pytest.mark.parametrize(
+  'name,core,space',
+  [
+    ('ppo', 'gru', 'box'),
+    ('ppo', 'lstm', 'discrete'),
+    ('impala', 'lstm', 'box'),
+    ('a2c', 'gru', 'discrete'),
+  ],
+)
+def test_nothing_before_a_joint_changes_what_is_learnt_after(name, core, space):
+  kwargs = {'normalize_advantage': False} if name == 'ppo' else {}
+  _, _, agent = _agent(name, core, space, **kwargs)
+  params = jax.tree.map(
+    lambda x: 3.0 * x, jax.jit(agent.init)(jax.random.key(0))
+  )
+  acting = jax.tree.map(lambda x: 0.9 * x, params)
+  runs = []
+  for seed in (0, 1):
+    trajectory, _ = _act_through(agent, acting, _steps(seed))
+    one = jax.tree.map(lambda x: x[:, :1], trajectory)  # Environment 0.
+    runs.append(one._replace(carry=jax.tree.map(lambda x: x + seed, one.carry)))
+
+  @jax.jit
+  def gradient(trajectory):
+    batch = agent.prepare(params, trajectory, lambda x: x)
+    return jax.grad(lambda p: agent.loss(p, (), batch, jax.random.key(0))[0])(
+      params
+    )
+
+  (a, b) = runs
+  aa, ab, ba, bb = map(gradient, (a, _mixed(a, b), _mixed(b, a), b))
+  # The parts before and after a joint add up, and neither knows of the other:
+  # gradients of (a, a) and (b, b) are together those of (a, b) and (b, a).
+  sizes = []
+  for w, x, y, z in zip(*map(jax.tree.leaves, (aa, ab, ba, bb))):
+    np.testing.assert_allclose(w + z, x + y, atol=1e-5)
+    sizes.append(float(np.abs(w - x).max()))
+  assert max(sizes) > 1e-3
+
+
+def test_a_ratio_that_overflows_is_bounded():
+  _, _, agent = _agent('impala', 'none', 'box')
+  params = jax.jit(agent.init)(jax.random.key(0))
+  trajectory, _ = _act_through(agent, params, _steps())
+  log_prob = trajectory.extras.log_prob.at[_JOINT - 1, 0].set(-500.0)
+  trajectory = trajectory._replace(
+    extras=trajectory.extras._replace(log_prob=log_prob)
+  )
+  loss, _ = agent.loss(
+    params,
+    (),
+    agent.prepare(params, trajectory, lambda x: x),
+    jax.random.key(0),
+  )
+  assert np.isfinite(loss)

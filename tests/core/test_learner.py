@@ -1,0 +1,341 @@
+"""The learner core: device counts, shuffling, minibatches, collectives."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from podrl.agents import actor_critic, ppo
+from podrl.core import distributions, normalization
+from podrl.core import learner as learner_lib
+from podrl.drivers import spmd
+from podrl.networks import actor_critic as networks
+from podrl.networks import torsos
+from podrl.types import Agent, Box, TimeStep, Trajectory
+
+_OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
+_T, _B = 12, 8
+
+
+_BOX = Box((2,), np.float32([-1, 0]), np.float32([1, 3]))
+
+
+def _agent(name, is_full=False):
+  """An agent; a full one has a memory, continuous actions, normalisation."""
+  dist = (
+    distributions.gaussian(_BOX, squash=True)
+    if is_full
+    else distributions.categorical(3)
+  )
+  network = networks.make_network(
+    lambda: torsos.MLP((16, 16)),
+    _OBS,
+    dist.num_params,
+    shared_torso=False,
+    num_constant_params=dist.num_constant_params,
+    core='gru' if is_full else 'none',
+    core_size=8,
+  )
+  agent = (
+    ppo.make_agent(network, dist)
+    if name == 'ppo'
+    else (
+      actor_critic.make_agent(
+        network, dist, off_policy_correction=name == 'impala'
+      )
+    )
+  )
+  return normalization.normalize(
+    agent, _OBS, observations=is_full, rewards=is_full, gamma=0.9
+  )
+
+
+def _trajectory(agent, seed=0, length=_T, batch=_B):
+  """Random, with terminations, truncations and joints, one at each end."""
+  rng = np.random.default_rng(seed)
+  is_first = rng.random((length + 1, batch)) < 0.15
+  is_first[1, 0] = is_first[-1, 1] = True
+  ended = np.roll(is_first, -1, 0)
+  discount = np.where(ended & (rng.random(ended.shape) < 0.5), 0.0, 1.0)
+  timestep = TimeStep(
+    rng.normal(size=(length + 1, batch, 5)).astype(np.float32),
+    np.where(is_first, 0.0, rng.normal(size=is_first.shape)).astype(np.float32),
+    discount.astype(np.float32),
+    is_first,
+  )
+  carry = jax.tree.map(
+    lambda x: rng.normal(size=(1, *x.shape)).astype(np.float32),
+    agent.initial_carry(batch),
+  )
+  action, extras, _ = jax.eval_shape(
+    agent.act,
+    jax.eval_shape(agent.init, jax.random.key(0)),
+    jax.random.split(jax.random.key(0), batch),
+    jax.tree.map(lambda x: x[0], timestep),
+    agent.initial_carry(batch),
+  )
+  if action.ndim == 2:
+    action = rng.normal(size=(length, *action.shape)).astype(np.float32)
+  else:
+    action = rng.integers(0, 3, (length, batch)).astype(np.int32)
+  # Close to 1 / 3, or to the density of a policy that has not learnt.
+  log_prob = np.log(rng.uniform(0.2, 0.5, (length, batch))).astype(np.float32)
+  value = (
+    extras.value
+    if extras.value == ()
+    else rng.normal(size=(length, batch)).astype(np.float32)
+  )
+  return Trajectory(
+    timestep, action, actor_critic.Extras(action, log_prob, value), carry
+  )
+
+
+def make_update(agent, optimizer, num_devices, **kwargs):
+  """A learner, and its update mapped over so many devices."""
+  learner = learner_lib.make_learner(agent, optimizer, **kwargs)
+  mesh = spmd.make_mesh(jax.devices()[:num_devices])
+  return learner, spmd.device_map(
+    learner.update,
+    mesh,
+    (spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED),
+    spmd.REPLICATED,
+  )
+
+
+def _with_idle_leaf(agent):
+  """The agent with one parameter that its loss does not use."""
+  unused = lambda f: lambda params, *args, **kw: f(params['used'], *args, **kw)
+  return agent._replace(
+    init=lambda key: {'used': agent.init(key), 'idle': jnp.ones(3)},
+    act=unused(agent.act),
+    prepare=unused(agent.prepare),
+    loss=unused(agent.loss),
+  )
+
+
+@pytest.mark.parametrize(
+  'name,is_full',
+  [
+    ('ppo', False),
+    ('impala', False),
+    ('a2c', False),
+    ('ppo', True),
+    ('impala', True),
+  ],
+)
+def test_one_two_and_four_devices_agree(name, is_full):
+  agent = _agent(name, is_full)
+  agent = agent if is_full else _with_idle_leaf(agent)
+  trajectory = _trajectory(agent)
+  outcomes = []
+  for num_devices in (1, 2, 4):
+    learner, update = make_update(agent, optax.sgd(1.0), num_devices)
+    state = jax.jit(learner.init)(jax.random.key(0), trajectory)
+    if is_full:  # As after an unroll: the first gives no variance.
+      state = state._replace(
+        params=state.params._replace(
+          statistics=normalization.Statistics(
+            *(x._replace(count=jnp.ones(())) for x in state.params.statistics)
+          )
+        )
+      )
+    new, metrics = update(state, trajectory, jax.random.key(1))
+    change = jax.tree.map(lambda a, b: a - b, state.params, new.params)
+    outcomes.append(jax.device_get((change, new.params, metrics)))
+  change = outcomes[0][0]
+  if is_full:
+    assert all(map(np.any, jax.tree.leaves(change)))  # Statistics included.
+  else:
+    assert not np.any(change['idle'])
+  assert max(np.abs(x).max() for x in jax.tree.leaves(change)) > 0.01
+  for other in outcomes[1:]:
+    for a, b in zip(jax.tree.leaves(outcomes[0]), jax.tree.leaves(other)):
+      np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_an_update_is_the_gradient_of_the_loss():
+  agent = _agent('ppo')
+  trajectory = _trajectory(agent)
+  learner, update = make_update(agent, optax.sgd(1.0), 1)
+  state = jax.jit(learner.init)(jax.random.key(0), trajectory)
+  new, _ = update(state, trajectory, jax.random.key(1))
+  batch = agent.prepare(state.params, trajectory, lambda x: x)
+  grads = jax.grad(lambda p: agent.loss(p, (), batch, jax.random.key(0))[0])(
+    state.params
+  )
+  for old, new, grad in zip(
+    *map(jax.tree.leaves, (state.params, new.params, grads))
+  ):
+    np.testing.assert_allclose(new, old - grad, atol=1e-6)
+  assert int(state.num_updates) == 0
+
+
+def _all_reduces(hlo):
+  """Bytes of each collective in an HLO text, by kind."""
+  kinds = (
+    'all-reduce',
+    'all-gather',
+    'all-to-all',
+    'collective-permute',
+    'reduce-scatter',
+    'collective-broadcast',
+    'ragged-all-to-all',
+  )
+  found = []
+  for line in hlo.splitlines():
+    match = re.search(r'= (.*?) (' + '|'.join(kinds) + r')(-start)?\(', line)
+    if match:
+      shapes = re.findall(r'(f32|s32|u32|f16|bf16)\[([\d,]*)\]', match[1])
+      found.append(
+        (
+          match[2],
+          sum(
+            int(re.search(r'\d+', dtype)[0])
+            // 8
+            * int(np.prod([int(d) for d in dims.split(',') if d]))
+            for dtype, dims in shapes
+          ),
+        )
+      )
+  return found
+
+
+@pytest.mark.parametrize(
+  'name,num_epochs,num_minibatches,is_full',
+  [
+    ('ppo', 1, 1, False),
+    ('ppo', 3, 2, False),
+    ('impala', 1, 1, False),
+    ('impala', 2, 2, False),
+    ('a2c', 1, 1, False),
+    ('ppo', 3, 2, True),
+    ('impala', 1, 1, True),
+  ],
+)
+def test_collectives_of_the_compiled_update(
+  name, num_epochs, num_minibatches, is_full
+):
+  agent = _agent(name, is_full)
+  trajectory = _trajectory(agent)
+  learner, update = make_update(
+    agent,
+    optax.adam(1e-3),
+    4,
+    num_epochs=num_epochs,
+    num_minibatches=num_minibatches,
+  )
+  state = jax.jit(learner.init)(jax.random.key(0), trajectory)
+  compiled = update.lower(state, trajectory, jax.random.key(1)).compile()
+  found = sorted(_all_reduces(compiled.as_text()), key=lambda x: x[1])
+  assert {kind for kind, _ in found} == {'all-reduce'}
+  num_bytes = sum(x.size * 4 for x in jax.tree.leaves(state.params))
+  *small, (_, largest) = found
+  # The scans hold one instruction for all their steps.
+  assert num_bytes <= largest <= num_bytes + 1024
+  assert len(small) == (1 if name == 'ppo' else 0)
+  assert all(size <= 1024 for _, size in small)
+
+
+def test_the_hlo_reader_sees_a_collective_too_many():
+  agent = _agent('a2c')
+  wasteful = agent._replace(
+    prepare=lambda params, trajectory, mean: agent.prepare(
+      params,
+      jax.tree.map(
+        lambda x: x + mean(x) if x.dtype == jnp.float32 else x, trajectory
+      ),
+      mean,
+    )
+  )
+  learner, update = make_update(wasteful, optax.sgd(1.0), 2)
+  trajectory = _trajectory(agent)
+  state = jax.jit(learner.init)(jax.random.key(0), trajectory)
+  text = update.lower(state, trajectory, jax.random.key(1)).compile().as_text()
+  assert len(_all_reduces(text)) > 1
+
+
+@pytest.mark.parametrize('size', [2, 64, 4096, 15, 96])
+def test_shuffle_is_a_permutation_and_differs(size):
+  orders = [
+    np.asarray(learner_lib.shuffle(jax.random.key(i), size)) for i in range(8)
+  ]
+  for order in orders:
+    np.testing.assert_array_equal(np.sort(order), np.arange(size))
+  if size > 2:
+    assert len({tuple(order) for order in orders}) > 4
+
+
+def _counting_agent():
+  """Its gradient is the sum of the rows seen: each row has a bit of its own."""
+  return Agent(
+    init=lambda key: jnp.zeros(16),
+    initial_carry=lambda n: (),
+    act=None,
+    prepare=lambda params, trajectory, mean: trajectory,
+    loss=lambda params, target, batch, key: (
+      -jnp.sum(params * jnp.sum(batch, 0)),
+      {'target': jnp.sum(target) if not isinstance(target, tuple) else 0.0},
+    ),
+  )
+
+
+@pytest.mark.parametrize('num_epochs,num_minibatches', [(1, 4), (3, 8), (2, 1)])
+def test_every_row_is_learnt_once_per_epoch(num_epochs, num_minibatches):
+  learner, update = make_update(
+    _counting_agent(),
+    optax.sgd(1.0),
+    1,
+    num_epochs=num_epochs,
+    num_minibatches=num_minibatches,
+  )
+  state = learner.init(jax.random.key(0), ())
+  state, _ = update(
+    state,
+    jnp.eye(16)[:, None].swapaxes(0, 1).reshape(16, 16),
+    jax.random.key(1),
+  )
+  np.testing.assert_array_equal(state.params, num_epochs * np.ones(16))
+  assert int(state.num_sgd_steps) == num_epochs * num_minibatches
+  assert int(state.num_updates) == 1
+
+
+def test_minibatches_that_do_not_divide_are_refused():
+  learner, update = make_update(
+    _counting_agent(), optax.sgd(1.0), 1, num_minibatches=5
+  )
+  with pytest.raises(ValueError, match='num_minibatches=5 .* 16'):
+    update(learner.init(jax.random.key(0), ()), jnp.eye(16), jax.random.key(1))
+
+
+def test_target_params_follow_every_period():
+  learner, update = make_update(
+    _counting_agent(), optax.sgd(1.0), 1, target_period=3
+  )
+  state = learner.init(jax.random.key(0), ())
+  targets = []
+  for i in range(7):
+    state, _ = update(state, jnp.eye(16), jax.random.key(i))
+    targets.append(float(state.target_params[0]))
+  # Each update adds 1 to each parameter.
+  assert targets == [0.0, 0.0, 3.0, 3.0, 3.0, 6.0, 6.0]
+
+
+def test_advantages_are_normalized_over_the_global_batch():
+  # Two devices whose own moments differ: normalised alone they would agree.
+  advantage = jnp.concatenate([jnp.arange(8.0), 100.0 + jnp.arange(8.0)])
+  weight = jnp.ones(16).at[3].set(0.0)
+  mesh = spmd.make_mesh(jax.devices()[:2])
+  mean = functools.partial(jax.lax.pmean, axis_name='devices')
+  ours = spmd.device_map(
+    lambda a, w: ppo.normalize(a, w, mean),
+    mesh,
+    (spmd.BATCH, spmd.BATCH),
+    spmd.BATCH,
+  )(advantage, weight)
+  valid = np.delete(np.asarray(advantage), 3)
+  expected = (np.asarray(advantage) - valid.mean()) / valid.std()
+  np.testing.assert_allclose(ours, expected, atol=1e-4)

@@ -1,0 +1,310 @@
+"""Running normalisation: against numpy over all steps, and around an agent."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_learner import make_update
+
+from podrl.agents import actor_critic, ppo
+from podrl.core import distributions, normalization
+from podrl.networks import actor_critic as networks
+from podrl.networks import torsos
+from podrl.types import TimeStep, Trajectory
+
+_OBS = {
+  'a': jax.ShapeDtypeStruct((3,), jnp.float32),
+  'b': jax.ShapeDtypeStruct((2, 2), jnp.uint8),
+}
+_GAMMA = 0.9
+
+
+def _agent(*, observations=True, rewards=True, make=ppo.make_agent, **kwargs):
+  dist = distributions.categorical(3)
+  network = networks.make_network(
+    lambda: torsos.MLP((8,)), normalization.as_float(_OBS), 3
+  )
+  return normalization.normalize(
+    make(network, dist, gamma=_GAMMA, **kwargs),
+    _OBS,
+    observations=observations,
+    rewards=rewards,
+    gamma=_GAMMA,
+  )
+
+
+def _steps(length=40, batch=4, seed=0):
+  """A long sequence of time steps, of far means and unlike deviations."""
+  rng = np.random.default_rng(seed)
+  is_first = rng.random((length, batch)) < 0.15
+  is_first[0] = True
+  shape = (length, batch)
+  obs = {
+    'a': rng.normal([0, 5e3, -3], [1, 0.5, 20], (*shape, 3)).astype(np.float32),
+    'b': rng.integers(0, 256, (*shape, 2, 2)).astype(np.uint8),
+  }
+  reward = np.where(is_first, 0, rng.normal(3, 2, shape)).astype(np.float32)
+  return TimeStep(obs, reward, np.ones(shape, np.float32), is_first)
+
+
+def _unrolls(agent, params, steps, length=8):
+  """The sequence, acted in; each unroll's last post opens the next."""
+  act = jax.jit(agent.act)
+  batch = steps.is_first.shape[1]
+  carry, unrolls = agent.initial_carry(batch), []
+  for start in range(0, len(steps.is_first) - length, length):
+    first, rows = carry, []
+    for t in range(start, start + length):
+      action, extras, carry = act(
+        params,
+        jax.random.split(jax.random.key(t), batch),
+        jax.tree.map(lambda x: x[t], steps),
+        carry,
+      )
+      rows.append((action, extras))
+    actions, extras = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    unrolls.append(
+      Trajectory(
+        jax.tree.map(lambda x: x[start : start + length + 1], steps),
+        actions,
+        extras,
+        jax.tree.map(lambda x: x[None], first),
+      )
+    )
+  return unrolls
+
+
+def _plain_returns(steps):
+  """The discounted return on each arrival, step by step."""
+  so_far, rows = np.zeros(steps.is_first.shape[1]), []
+  for reward, is_first in zip(steps.reward, steps.is_first):
+    so_far = np.where(is_first, 0.0, _GAMMA * so_far + reward)
+    rows.append(so_far)
+  return np.stack(rows)
+
+
+@pytest.mark.parametrize('num_devices', [1, 2, 4])
+def test_moments_are_those_of_all_steps_so_far(num_devices):
+  agent = _agent()
+  steps = _steps()
+  learner, update = make_update(
+    agent, optax.sgd(0.1), num_devices, num_epochs=2, num_minibatches=2
+  )
+  state = learner.init(jax.random.key(0), ())
+  unrolls = _unrolls(agent, state.params, steps)
+  for i, trajectory in enumerate(unrolls):
+    state, _ = update(state, trajectory, jax.random.key(i))
+    statistics = state.params.statistics
+    # The first unroll gives a mean alone; it is not counted afterwards.
+    seen = slice(8 if i else 0, 8 * (i + 1))
+    for name, x in steps.obs.items():
+      x = x[seen].astype(np.float64)
+      np.testing.assert_allclose(
+        statistics.obs.mean[name], x.mean((0, 1)), rtol=1e-5, atol=1e-4
+      )
+      np.testing.assert_allclose(
+        statistics.obs.variance[name],
+        x.var((0, 1)) if i else np.ones(x.shape[2:]),
+        rtol=1e-4,
+      )
+    returns = _plain_returns(steps)[seen][~steps.is_first[seen]]
+    np.testing.assert_allclose(
+      statistics.discounted_return.mean, returns.mean(), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+      statistics.discounted_return.variance,
+      returns.var() if i else 1.0,
+      rtol=1e-4,
+    )
+  assert len(unrolls) == 4 and int(state.num_updates) == 4
+
+
+def _with_statistics(agent):
+  """Parameters whose statistics are not those of the start."""
+  params = agent.init(jax.random.key(0))
+  statistics = params.statistics
+  mean = {'a': jnp.asarray([1.0, 5e3, -2.0]), 'b': jnp.full((2, 2), 100.0)}
+  variance = {'a': jnp.asarray([4.0, 1.0, 100.0]), 'b': jnp.full((2, 2), 1e3)}
+  return params._replace(
+    statistics=statistics._replace(
+      obs=statistics.obs
+      and statistics.obs._replace(mean=mean, variance=variance),
+      discounted_return=statistics.discounted_return
+      and (statistics.discounted_return._replace(variance=jnp.asarray(25.0))),
+    )
+  )
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    ppo.make_agent,
+    functools.partial(actor_critic.make_agent, off_policy_correction=True),
+  ],
+)
+def test_the_agent_sees_what_was_normalised_by_hand(make):
+  wrapped = _agent(make=make)
+  plain = make(
+    networks.make_network(
+      lambda: torsos.MLP((8,)), normalization.as_float(_OBS), 3
+    ),
+    distributions.categorical(3),
+    gamma=_GAMMA,
+  )
+  params = _with_statistics(wrapped)
+  steps = _steps(17)
+  (trajectory, _) = _unrolls(wrapped, params, steps)
+  a = np.clip((steps.obs['a'] - [1.0, 5e3, -2.0]) / [2.0, 1.0, 10.0], -10, 10)
+  b = np.clip((steps.obs['b'] - 100.0) / 1e3**0.5, -10, 10)
+  assert np.abs(a).max() < 10  # The clip is tested below.
+  by_hand = steps._replace(
+    obs={'a': a.astype(np.float32), 'b': b.astype(np.float32)},
+    reward=steps.reward / np.float32(5),
+  )  # None reaches 10.
+  (expected, _) = _unrolls(plain, params.params, by_hand)
+  for x, y in zip(
+    jax.tree.leaves(trajectory.extras), jax.tree.leaves(expected.extras)
+  ):
+    np.testing.assert_allclose(x, y, atol=1e-3)
+  expected = expected._replace(
+    action=trajectory.action, extras=trajectory.extras
+  )
+  one = lambda x: x
+
+  def loss(agent, params, trajectory):
+    batch = agent.prepare(params, trajectory, one)
+    return agent.loss(params, (), batch, jax.random.key(0))[0]
+
+  np.testing.assert_allclose(
+    loss(wrapped, params, trajectory),
+    loss(plain, params.params, expected),
+    rtol=1e-3,
+  )
+
+
+def test_far_observations_are_clipped():
+  agent = _agent(rewards=False)
+  params = _with_statistics(agent)
+  assert params.statistics.discounted_return == ()
+  near, far = (
+    TimeStep(
+      {
+        'a': jnp.asarray([[1.0 + 2 * x, 5e3, -2.0]]),
+        'b': jnp.full((1, 2, 2), 100, jnp.uint8),
+      },
+      jnp.zeros(1),
+      jnp.ones(1),
+      jnp.ones(1, bool),
+    )
+    for x in (10.0, 1e4)
+  )
+  keys = jax.random.split(jax.random.key(0), 1)
+  carry = agent.initial_carry(1)
+  _, a, _ = agent.act(params, keys, near, carry)
+  _, b, _ = agent.act(params, keys, far, carry)
+  np.testing.assert_allclose(a.value, b.value, rtol=1e-5)
+  other = near._replace(obs=near.obs | {'a': jnp.zeros((1, 3))})
+  _, c, _ = agent.act(params, keys, other, carry)
+  assert not np.allclose(a.value, c.value, rtol=1e-3)
+
+
+def test_an_update_sees_the_statistics_that_acting_saw():
+  agent = _agent(normalize_advantage=False)
+  learner, update = make_update(agent, optax.sgd(0.1), 1)
+  state = learner.init(jax.random.key(0), ())
+  first, second, *_ = _unrolls(agent, state.params, _steps())
+  after, metrics = update(state, first, jax.random.key(1))
+  # One step of SGD: every ratio is 1 when it is taken.
+  np.testing.assert_allclose(metrics['approx_kl'], 0.0, atol=1e-8)
+  # With the statistics of the unroll itself they would not be.
+  stale = state._replace(
+    params=state.params._replace(statistics=after.params.statistics)
+  )
+  _, metrics = update(stale, first, jax.random.key(1))
+  assert metrics['approx_kl'] > 1e-5
+
+
+def test_the_optimizer_leaves_the_statistics_alone():
+  agent = _agent(rewards=False)
+  still = agent._replace(absorb=lambda params, measured: params)
+  learner, update = make_update(still, optax.adamw(0.1, weight_decay=0.5), 1)
+  state = learner.init(jax.random.key(0), ())
+  trajectory, *_ = _unrolls(agent, state.params, _steps())
+  new, _ = update(state, trajectory, jax.random.key(1))
+  for x, y in zip(
+    *map(jax.tree.leaves, (new.params.statistics, state.params.statistics))
+  ):
+    np.testing.assert_array_equal(x, y)
+  assert any(
+    np.any(x != y)
+    for x, y in zip(
+      *map(jax.tree.leaves, (new.params.params, state.params.params))
+    )
+  )
+
+
+def test_an_unroll_of_joints_alone_teaches_nothing_of_returns():
+  agent = _agent(observations=False)
+  steps = _steps(9)._replace(is_first=np.ones((9, 4), bool))
+  learner, update = make_update(agent, optax.sgd(0.1), 1)
+  state = learner.init(jax.random.key(0), ())
+  (trajectory,) = _unrolls(agent, state.params, steps)
+  new, _ = update(state, trajectory, jax.random.key(1))
+  moments = new.params.statistics.discounted_return
+  assert (
+    float(moments.mean),
+    float(moments.variance),
+    float(moments.count),
+  ) == (0.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+  'constant',
+  [8.907] + [pytest.param(x, marks=pytest.mark.slow) for x in (-57.3, 1000.1)],
+)
+def test_a_constant_looks_the_same_whatever_the_devices(constant):
+  seen = []
+  for num_devices in (1, 2, 4):
+    agent = _agent(rewards=False)
+    steps = _steps()
+    steps.obs['a'][..., 0] = constant
+    learner, update = make_update(agent, optax.sgd(0.0), num_devices)
+    state = learner.init(jax.random.key(0), ())
+    for i, trajectory in enumerate(_unrolls(agent, state.params, steps)):
+      state, _ = update(state, trajectory, jax.random.key(i))
+    batch = agent.prepare(state.params, trajectory, lambda x: x)
+    seen.append(batch.obs['a'])
+    np.testing.assert_allclose(batch.obs['a'][..., 0], 0, atol=1e-3)
+  np.testing.assert_allclose(seen[0], seen[1], atol=1e-3)
+  np.testing.assert_allclose(seen[0], seen[2], atol=1e-3)
+
+
+def test_rewards_are_clipped_and_unscaled_until_there_are_some():
+  agent = _agent(
+    observations=False,
+    make=functools.partial(actor_critic.make_agent, off_policy_correction=True),
+  )
+  steps = _steps(17)
+  steps.reward[:] = 0
+  learner, update = make_update(agent, optax.sgd(0.0), 1)
+  state = learner.init(jax.random.key(0), ())
+  for trajectory in _unrolls(agent, state.params, steps):
+    state, _ = update(state, trajectory, jax.random.key(1))
+  assert state.params.statistics.discounted_return.variance == 0.0
+  timestep = trajectory.timestep
+  rare = jnp.zeros_like(timestep.reward).at[3, 0].set(4.0).at[4, 0].set(-99.0)
+  batch = agent.prepare(
+    state.params,
+    trajectory._replace(timestep=timestep._replace(reward=rare)),
+    lambda x: x,
+  )
+  rewards = batch.timestep.reward[0]
+  assert (rewards[3], rewards[4]) == (4.0, -10.0)
+
+
+def test_nothing_to_normalise_is_the_agent_itself():
+  agent = _agent(observations=False, rewards=False)
+  assert agent.measure(None, None) == () and agent.initial_carry(3) == ()

@@ -1,0 +1,347 @@
+"""The sentence names the true limit: of made-up shares, and of real runs."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+from synthetic import Costs, Host
+
+from podrl.drivers.limits import System, find_limit
+from podrl.records import metrics
+
+_GPU = System('gpu', 16, 8, 2, (0, 1), (2, 3), 8, 1, True)
+_CPU = System('cpu', 2, 1, 1, (0,), (0,), 1, 1, True)
+_RECORD = {  # Nothing is full: whatever a case does not say.
+  'time_environment': 0.5,
+  'time_inference': 0.1,
+  'time_actor_waiting': 0.4,
+  'time_update': 0.5,
+  'time_hand_off': 0.1,
+  'time_learner_waiting': 0.4,
+  'busy_cores': 0.3,
+  'busy_actor_devices': 0.3,
+  'busy_learner_devices': 0.5,
+}
+
+
+def _record(environment, inference, update, hand_off=0.02, **busy):
+  return (
+    _RECORD
+    | {
+      'time_environment': environment,
+      'time_inference': inference,
+      'time_actor_waiting': 1 - environment - inference,
+      'time_update': update,
+      'time_hand_off': hand_off,
+      'time_learner_waiting': 1 - update - hand_off,
+    }
+    | {k if k.startswith('idle') else f'busy_{k}': v for k, v in busy.items()}
+  )
+
+
+_SIX = _GPU._replace(actor_devices=(0, 1, 2, 3, 4, 5), learner_devices=(6, 7))
+_ONE = _GPU._replace(actor_devices=(0,), learner_devices=(0,), num_actors=2)
+_FREE = _GPU._replace(is_deterministic=False)
+
+
+@pytest.mark.parametrize(
+  'name, words, record, system',
+  [
+    # The issue's own example: 6 devices that are 45 % busy are 4 at 68 %.
+    (
+      'cores',
+      ('waits 43 %', 'add CPU cores', 'from 6 to 4 actor devices'),
+      _record(0.8, 0.19, 0.55, cores=0.95, actor_devices=0.45),
+      _SIX,
+    ),
+    (
+      'environments',
+      ('waits 43 %', 'threads_per_actor_device', '16 CPU cores'),
+      _record(0.8, 0.19, 0.55, cores=0.3, actor_devices=0.7),
+      _GPU,
+    ),
+    (
+      'environments',
+      ('env_threads',),
+      _record(0.8, 0.19, 0.55, cores=0.3),
+      _GPU._replace(env_threads=1),
+    ),
+    # Cores that others use are not free.
+    (
+      'cores',
+      ('30 % with this run',),
+      _record(0.8, 0.19, 0.55, cores=0.3, idle_cores=0.05),
+      _GPU,
+    ),
+    (
+      'inference latency',
+      ('env.num_envs',),
+      _record(0.3, 0.69, 0.55, cores=0.3, actor_devices=0.69),
+      _GPU._replace(num_actors=1, actor_devices=(0,)),
+    ),
+    (
+      'actor devices',
+      ('2 actor devices are 97 % busy', 'waits 43 %'),
+      _record(0.2, 0.79, 0.55, cores=0.4, actor_devices=0.97),
+      _GPU,
+    ),
+    # Both are full: the fuller one.
+    (
+      'cores',
+      ('CPU cores are 99 %',),
+      _record(0.3, 0.69, 0.55, cores=0.99, actor_devices=0.9),
+      _GPU,
+    ),
+    (
+      'learner devices',
+      ('actors wait 60 %', 'smaller network'),
+      _record(0.3, 0.1, 0.95, actor_devices=0.9),
+      _GPU,
+    ),
+    (
+      'learner devices',
+      ('from 6 to 1 actor device,',),
+      _record(0.3, 0.1, 0.95, actor_devices=0.1),
+      _SIX,
+    ),
+    (
+      'learner devices',
+      ('device of their own',),
+      _record(0.3, 0.6, 0.95, actor_devices=0.99),
+      _ONE,
+    ),
+    # One device does both, and neither side alone fills it.
+    (
+      'learner devices',
+      ('device of their own',),
+      _record(0.5, 0.45, 0.6, actor_devices=0.95),
+      _ONE,
+    ),
+    (
+      'actor devices',
+      ('(30 % with updates)',),
+      _record(0.3, 0.69, 0.3, actor_devices=0.95),
+      _ONE,
+    ),
+    (
+      'actor devices',
+      ('(45 % with updates)',),
+      _record(0.05, 0.5, 0.45, actor_devices=0.97),
+      _ONE._replace(max_lag=0),
+    ),
+    ('hand-off', ('fewer',), _record(0.2, 0.1, 0.3, 0.65), _GPU),
+    ('slowest actor', ('asynchronous',), _record(0.5, 0.1, 0.5), _GPU),
+    (
+      'lag',
+      ('sebulba.max_lag=0', 'impala'),
+      _record(0.5, 0.1, 0.5),
+      _GPU._replace(max_lag=0),
+    ),
+    ('lag', ('16 unrolls', 'raise either'), _record(0.5, 0.1, 0.5), _FREE),
+    (
+      'lag',
+      ('4 unrolls', 'drop to 4 actors'),
+      _record(0.5, 0.1, 0.5),
+      _FREE._replace(unrolls_per_update=2),
+    ),
+    # On the CPU a device is cores: that it is busy means little.
+    (
+      'environments',
+      ('1 CPU core is 30 %',),
+      _record(0.5, 0.45, 0.5),
+      _CPU._replace(num_cores=1),
+    ),
+    (
+      'environments',
+      ('1 actor ',),
+      _record(0.6, 0.39, 0.6, cores=0.7, actor_devices=0.95),
+      _CPU,
+    ),
+    (
+      'cores',
+      ('mostly for updates', 'smaller network'),
+      _record(0.6, 0.39, 0.9, cores=0.95, actor_devices=0.99),
+      _CPU,
+    ),
+    (
+      'cores',
+      ('mostly for the environments', 'add CPU cores'),
+      _record(0.9, 0.09, 0.5, cores=0.95, actor_devices=0.6),
+      _CPU,
+    ),
+    (
+      'learner devices',
+      ('more CPU devices',),
+      _record(0.2, 0.1, 0.97, cores=0.6, actor_devices=0.99),
+      _CPU,
+    ),
+    (
+      'inference latency',
+      ('threads_per_actor_device',),
+      _record(0.2, 0.79, 0.4, cores=0.6, actor_devices=0.99),
+      _CPU,
+    ),
+    (
+      'lag',
+      ('max_lag=0',),
+      _record(0.3, 0.2, 0.5, cores=0.6),
+      _CPU._replace(max_lag=0),
+    ),
+  ],
+)
+def test_the_limit_of_shares(name, words, record, system):
+  limit = find_limit(record, system)
+  assert limit.name == name, limit
+  for word in words:
+    assert word in limit.sentence, limit
+
+
+def test_parked_actors_are_not_counted():
+  record = _record(0.8, 0.19, 0.55) | {'num_actors': 3.0}
+  assert 'of the time of 3 actors' in find_limit(record, _GPU).sentence
+
+
+class _Case(NamedTuple):
+  """A synthetic system; times in seconds.
+
+  Attributes:
+    num_actors, unrolls_per_update, max_lag, is_deterministic: of the driver.
+    step, inference, update: of a call.
+  """
+
+  num_actors: int
+  unrolls_per_update: int
+  max_lag: int
+  is_deterministic: bool
+  step: float
+  inference: float
+  update: float
+
+
+_T = 8  # Of an unroll.
+_NUM_ENVS = 4  # Of each actor; they cost nothing besides.
+_MARGIN = 1.5
+# What Python and XLA take around a sleep, on a busy machine.
+_PER_STEP, _PER_UPDATE = 1e-3, 3e-3
+
+
+def _capacities(case):
+  """Unrolls a second that each part alone would let through."""
+  inference, update = case.inference + _PER_STEP, case.update + _PER_UPDATE
+  unroll = _T * (case.step + inference)  # By an actor that never waits.
+  # So many are between their beginning and the end of their update; those
+  # that act share the device.
+  permits = case.unrolls_per_update * (case.max_lag + 1)
+  acting = max(unroll, min(case.num_actors, permits) * _T * inference)
+  return {
+    'environments': case.num_actors / unroll,  # All act at once.
+    'actor devices': 1 / (_T * inference),  # One call at a time.
+    'learner devices': case.unrolls_per_update / update,
+    'lag': permits / (acting + update),
+  }
+
+
+def _draw(rng, name):
+  """A case whose limit is `name`: every other part could do 1.5 times more."""
+  while True:
+    num_actors = rng.choice([1, 2, 3, 4, 6])
+    is_deterministic = rng.random() < 0.5
+    step, inference, update = (
+      low * (high / low) ** rng.random()
+      for low, high in ((1e-3, 20e-3), (1e-3, 12e-3), (5e-3, 150e-3))
+    )
+    case = _Case(
+      num_actors,
+      num_actors if is_deterministic else rng.choice([1, num_actors]),
+      rng.choice([0, 1, 1, 2, 3]),
+      is_deterministic,
+      step,
+      inference,
+      update,
+    )
+    rates = _capacities(case)
+    limit = rates.pop(name)
+    if min(rates.values()) < _MARGIN * limit:
+      continue
+    # Else an actor's latency is not that of its environments; and a second
+    # should hold several updates.
+    if (name != 'environments' or step > 2 * (inference + _PER_STEP)) and (
+      limit / case.unrolls_per_update > 4
+    ):
+      return case
+
+
+def _run(case, seed):
+  """The limit of a real run of about a second, and its record."""
+  host = Host(
+    Costs(step=case.step, inference=case.inference, update=case.update),
+    seed=seed,
+  )
+  driver = host.make_driver(
+    num_actors=case.num_actors,
+    num_envs=_NUM_ENVS,
+    unroll_length=_T,
+    unrolls_per_update=case.unrolls_per_update,
+    max_lag=case.max_lag,
+    deterministic=case.is_deterministic,
+    learner_device=1,
+  )
+  window, seconds = metrics.Window(1, 1), 0.0
+  driver.start()
+  try:
+    driver.advance(2)  # The first actors' unrolls begin together.
+    while seconds < 1.0:
+      (report,) = driver.advance(1)
+      window.add(report)
+      seconds += report.seconds
+  finally:
+    driver.close()
+  record = window.record()
+  record.pop('idle_cores', None)  # Sleeping takes none; other tests may.
+  system = System(  # Of accelerators, as far as costs go.
+    'gpu',
+    2,
+    case.num_actors,
+    1,
+    (0,),
+    (1,),
+    case.unrolls_per_update,
+    case.max_lag,
+    case.is_deterministic,
+  )
+  return find_limit(record, system), record
+
+
+_NAMES = ('environments', 'actor devices', 'learner devices', 'lag')
+
+
+def _check(names, seed):
+  rng = random.Random(seed)
+  wrong = []
+  for name in names:
+    case = _draw(rng, name)
+    for _ in range(5):  # Again where a busy machine made it another case.
+      limit, record = _run(case, seed)
+      if record['steps_per_second'] / (_T * _NUM_ENVS) > (
+        0.75 * _capacities(case)[name]
+      ):
+        break
+    shares = {
+      k: round(v, 2)
+      for k, v in record.items()
+      if k.startswith(('time_', 'busy_'))
+    }
+    print(f'\n{name}: {case}\n  {limit.sentence}\n  {shares}')
+    if limit.name != name:
+      wrong.append((name, limit, case, shares))
+  assert not wrong, (seed, wrong)
+
+
+def test_real_runs_name_their_limit():
+  seed = random.randrange(10**6)
+  _check(random.Random(seed).sample(_NAMES, 3), seed)
+
+
+@pytest.mark.slow
+def test_many_real_runs_name_their_limit():
+  _check(_NAMES * 4, random.randrange(10**6))

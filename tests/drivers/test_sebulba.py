@@ -1,0 +1,692 @@
+"""Sebulba: determinism, lag, joints, one core, failures, all with envpool."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from podrl.core.learner import make_learner
+from podrl.drivers import actor as actor_lib
+from podrl.drivers import anakin, sebulba, spmd
+from podrl.envs import envpool_env, gymnax_env
+from podrl.run import build, train
+from podrl.run import devices as layout
+from podrl.run.config import sebulba_config
+from podrl.types import DEVICE_AXIS, Trajectory
+
+_T, _NUM_ENVS, _EPISODE = 8, 8, 5
+
+
+def _config(agent='ppo', **options):
+  config = sebulba_config(agent)
+  config.env.name = 'CartPole-v1'
+  config.env.num_envs = 2 * _NUM_ENVS
+  # With the joint a cycle of 6 at most: it falls everywhere in 8 steps.
+  config.env.options.update(options or {'max_episode_steps': _EPISODE})
+  config.unroll_length = _T
+  config.network.hidden_sizes = (8,)
+  config.eval.num_episodes = 2
+  config.compilation_cache = 'off'
+  config.sebulba.threads_per_actor_device = 2
+  config.sebulba.actor_devices, config.sebulba.learner_devices = (3,), (0, 1)
+  return config
+
+
+def _with_memory(config):
+  """The configuration with what an agent may carry from step to step."""
+  config.network.recurrent = 'gru'
+  config.agent.normalize_observation = config.agent.normalize_reward = True
+  return config
+
+
+def _agent(config):
+  spec = envpool_env.make_spec(config.env.name, **config.env.options)
+  return build.make_agent(config, spec)
+
+
+def _make_env(index, sleep=lambda index: 0.0, fail_at=None, error=OSError):
+  """A pool of CartPole that may sleep before each step, or fail at one."""
+  env = envpool_env.make(
+    'CartPole-v1', _NUM_ENVS, index * _NUM_ENVS, max_episode_steps=_EPISODE
+  )
+  steps = iter(range(10**9))
+
+  def step(action):
+    time.sleep(sleep(index))
+    if next(steps) == fail_at:
+      raise error('the environment broke')
+    return env.step(action)
+
+  return env._replace(step=step)
+
+
+def _driver(
+  make_env=_make_env,
+  *,
+  agent_name='ppo',
+  deterministic=True,
+  max_lag=1,
+  num_actors=2,
+  unrolls_per_update=2,
+  num_learners=2,
+  num_actor_devices=1,
+  hang_seconds=60.0,
+  loss=None,
+  agent=None,
+):
+  agent = agent or _agent(_config(agent_name))
+  if loss:
+    agent = agent._replace(loss=loss)
+  learner = make_learner(agent, optax.adam(1e-2), num_epochs=2)
+  devices = jax.devices()
+  settings = sebulba.Settings(
+    num_envs=_NUM_ENVS,
+    unroll_length=_T,
+    actors_per_device=num_actors // num_actor_devices,
+    unrolls_per_update=unrolls_per_update,
+    deterministic=deterministic,
+    max_lag=max_lag,
+    hang_seconds=hang_seconds,
+  )
+  return sebulba.Sebulba(
+    make_env,
+    agent,
+    learner,
+    spmd.make_mesh(devices[:num_learners]),
+    devices[-num_actor_devices:],
+    settings,
+    jax.random.key(0),
+  )
+
+
+def _advance(driver, num_updates):
+  """The reports of so many updates."""
+  reports = []
+  while num_updates:
+    reports += driver.advance(num_updates)
+    num_updates -= reports[-1].num_updates
+  return reports
+
+
+def _podrl_threads():
+  return [t.name for t in threading.enumerate() if t.name.startswith('podrl')]
+
+
+@pytest.mark.parametrize(
+  'max_lag,has_memory',
+  [(0, False), pytest.param(1, False, marks=pytest.mark.slow), (1, True)],
+)
+def test_deterministic_runs_are_bitwise_equal(max_lag, has_memory):
+  config = _with_memory(_config()) if has_memory else _config()
+
+  def params(seed):
+    rng = np.random.default_rng(seed)  # Other delays in each run.
+    driver = _driver(
+      lambda i: _make_env(i, lambda _: rng.exponential(0.001)),
+      max_lag=max_lag,
+      agent=_agent(config),
+    )
+    driver.start()
+    reports = _advance(driver, 20)
+    outcome = jax.device_get(driver.learner.params)
+    assert driver.close() == [] and not _podrl_threads()
+    lags = np.concatenate([r.own['policy_lag'] for r in reports])
+    np.testing.assert_array_equal(lags, np.minimum(np.arange(20), max_lag))
+    assert sum(r.episodes.num_episodes.sum() for r in reports) > 20
+    return outcome
+
+  for x, y in zip(*map(jax.tree.leaves, (params(0), params(1)))):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_actors_on_two_devices_learn_as_on_one():
+  def params(num_actor_devices):
+    driver = _driver(num_actor_devices=num_actor_devices)
+    driver.start()
+    _advance(driver, 5)
+    outcome = jax.device_get(driver.learner.params)
+    assert driver.close() == []
+    return outcome
+
+  for x, y in zip(*map(jax.tree.leaves, (params(1), params(2)))):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_unrolls_do_not_depend_on_how_they_are_stacked(monkeypatch):
+  agent = _agent(_config())
+  _, unrolls = _unrolls(agent)
+  monkeypatch.setattr(actor_lib, '_STACKED', 3)
+  _, others = _unrolls(agent)
+  for x, y in zip(unrolls, others):
+    jax.tree.map(np.testing.assert_array_equal, x.shards, y.shards)
+
+
+def test_every_environment_is_freed_though_one_raises(capsys):
+  freed = []
+
+  def make_env(index):
+    def close():
+      freed.append(index)
+      raise OSError('not freed')
+
+    return _make_env(index)._replace(close=close)
+
+  driver = _driver(make_env)
+  driver.start()
+  assert driver.close() == [] and freed == [0, 1]
+  assert capsys.readouterr().err.count('OSError: not freed') == 2
+
+
+def _unrolls(agent, num_shards=1, num_unrolls=3, sleep=None):
+  """Consecutive unrolls of one actor, each a list of shards."""
+  env = _make_env(0)
+  functions = actor_lib.make_actor_functions(agent, env.observe, num_shards)
+  devices = jax.devices()
+  actor = actor_lib.Actor(
+    0,
+    env,
+    functions,
+    _T,
+    devices[-1],
+    devices[:num_shards],
+    jax.random.key(1),
+    0,
+  )
+  params = jax.device_put(agent.init(jax.random.key(2)), devices[-1])
+  actor.compile(params)
+  unrolls = [actor.unroll(params, 0) for _ in range(num_unrolls)]
+  actor.close()
+  return params, unrolls
+
+
+def test_unrolls_follow_one_another_over_their_joints():
+  agent = _agent(_config())
+  _, unrolls = _unrolls(agent)
+  trajectories = [jax.device_get(u.shards[0]) for u in unrolls]
+  for before, after in zip(trajectories, trajectories[1:]):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_array_equal(x[-1], y[0]),
+      before.timestep,
+      after.timestep,
+    )
+  # The same actions give the same steps in a pool of its own.
+  pool = envpool_env.make(
+    'CartPole-v1', _NUM_ENVS, 0, max_episode_steps=_EPISODE
+  )
+  timestep, length = pool.reset(), np.zeros(_NUM_ENVS)
+  for trajectory, unroll in zip(trajectories, unrolls):
+    ended = []
+    for t in range(_T):
+      jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x[t], y),
+        trajectory.timestep,
+        timestep,
+      )
+      timestep = pool.step(trajectory.action[t])
+      ended += list(length[timestep.is_first])
+      length = np.where(timestep.is_first, 0, length + 1)
+    # CartPole pays 1 a step: an episode's return is its length.
+    assert unroll.episodes.num_episodes == len(ended) > 0
+    assert (
+      unroll.episodes.return_sum == unroll.episodes.length_sum == sum(ended)
+    )
+  pool.close()
+
+
+def test_each_unroll_keeps_what_was_carried_into_it():
+  agent = _agent(_with_memory(_config('impala')))
+  params, unrolls = _unrolls(agent)
+  trajectories = [jax.device_get(u.shards[0]) for u in unrolls]
+  keys = jax.random.split(jax.random.key(0), _NUM_ENVS)
+  carry = jax.device_get(agent.initial_carry(_NUM_ENVS))
+  for trajectory in trajectories:
+    for x, y in zip(jax.tree.leaves(trajectory.carry), jax.tree.leaves(carry)):
+      np.testing.assert_allclose(x[0], y, atol=1e-5)
+    for t in range(_T):
+      step = jax.tree.map(lambda x: x[t], trajectory.timestep)
+      _, _, carry = agent.act(params, keys, step, carry)
+  assert all(map(np.any, jax.tree.leaves(carry)))
+
+
+def test_nothing_is_learnt_over_a_joint():
+  config = _config()
+  config.agent.normalize_advantage = False
+  agent = _agent(config)
+  params, unrolls = jax.device_get(_unrolls(agent))
+  gamma, lambda_ = config.agent.gamma, config.agent.lambda_
+  for unroll in unrolls:
+    trajectory = unroll.shards[0]
+    batch = agent.prepare(params, unroll.shards[0], lambda x: x)
+    advantage = np.asarray(batch.advantage).reshape(_T, _NUM_ENVS)
+    _, extras, _ = agent.act(
+      params,
+      None,
+      jax.tree.map(lambda x: x[-1], trajectory.timestep),
+      (),
+      greedy=True,
+    )
+    values = np.concatenate([trajectory.extras.value, extras.value[None]])
+    is_first = trajectory.timestep.is_first
+    assert is_first[1:].any()
+    for b in range(_NUM_ENVS):
+      error = 0.0
+      for t in reversed(range(_T)):
+        if is_first[t + 1, b]:  # The joint: nothing happened, nothing passes.
+          error = 0.0
+        else:
+          reward = trajectory.timestep.reward[t + 1, b]
+          discount = gamma * trajectory.timestep.discount[t + 1, b]
+          delta = reward + discount * values[t + 1, b] - values[t, b]
+          error = delta + discount * lambda_ * error
+        np.testing.assert_allclose(advantage[t, b], error, rtol=1e-5, atol=1e-5)
+        assert batch.weight.reshape(_T, _NUM_ENVS)[t, b] == (
+          not is_first[t + 1, b]
+        )
+
+
+@pytest.mark.parametrize(
+  'num_devices,agent_name,has_memory',
+  [(1, 'impala', True), (2, 'ppo', True), (2, 'impala', False)]
+  + [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (
+      (1, 'ppo', False),
+      (1, 'ppo', True),
+      (1, 'impala', False),
+      (2, 'ppo', False),
+      (2, 'impala', True),
+    )
+  ],
+)
+def test_one_trajectory_through_both_drivers(
+  agent_name, num_devices, has_memory
+):
+  config = _config(agent_name)
+  config = _with_memory(config) if has_memory else config
+  env = gymnax_env.make('CartPole-v1')
+  agent = build.make_agent(config, env.spec)
+  learner = make_learner(agent, optax.sgd(0.1), num_epochs=2, num_minibatches=2)
+
+  def update(state, trajectory, rng_key):
+    whole = jax.tree.map(
+      lambda x: jax.lax.all_gather(x, DEVICE_AXIS, axis=1, tiled=True),
+      trajectory,
+    )
+    state, metrics = learner.update(state, trajectory, rng_key)
+    return state, metrics | {'trajectory': whole}
+
+  mesh = spmd.make_mesh(jax.devices()[:num_devices])
+  driver = anakin.make_anakin(
+    env,
+    agent,
+    learner._replace(update=update),
+    mesh,
+    num_envs=8,
+    unroll_length=_T,
+    max_updates=1,
+  )
+  state = driver.init(jax.random.key(5))
+  before = jax.tree.map(np.array, jax.device_get(state.learner))
+  key = jnp.array(jax.random.key_data(state.rng_key))
+  state, records = driver.train(state, np.int32(1))
+  trajectory = jax.tree.map(
+    lambda x: np.array(x[0]), records.metrics['trajectory']
+  )
+  placed = spmd.place(before, mesh, spmd.LEARNER_STATE)
+  ours, _ = spmd.map_update(learner, mesh)(
+    placed.params,
+    placed._replace(params=()),
+    (spmd.place(trajectory, mesh, spmd.TRAJECTORY),),
+    jax.random.wrap_key_data(key),
+  )
+  changed = False
+  for x, y, z in zip(
+    *map(jax.tree.leaves, (ours.params, state.learner.params, before.params))
+  ):
+    np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    changed |= bool(np.abs(np.asarray(x) - z).max() > 1e-3)
+  assert changed
+
+
+@pytest.mark.parametrize('agent_name', ['ppo', 'impala'])
+@pytest.mark.parametrize('num_devices', [1, 2])
+def test_unrolls_are_joined_into_one_trajectory(agent_name, num_devices):
+  agent = _agent(_config(agent_name))
+  params, (one, two) = _unrolls(agent, num_devices, num_unrolls=2)
+  learner = make_learner(agent, optax.sgd(0.1), num_epochs=2)
+  mesh = spmd.make_mesh(jax.devices()[:num_devices])
+  key = jax.random.key(3)
+  parts = [
+    spmd.join_shards(u.shards, mesh, spmd.TRAJECTORY) for u in (one, two)
+  ]
+  state = spmd.place(
+    learner.init(jax.random.key(2), parts[0]), mesh, spmd.LEARNER_STATE
+  )
+
+  # Two unrolls, joined on each device.
+  ours, _ = spmd.map_update(learner, mesh)(
+    jax.tree.map(jnp.copy, state.params),
+    jax.tree.map(jnp.copy, state._replace(params=())),
+    tuple(parts),
+    key,
+  )
+  # One trajectory, split over the devices.
+  whole = spmd.place(
+    jax.tree.map(
+      lambda *x: np.concatenate([np.asarray(p) for p in x], 1), *parts
+    ),
+    mesh,
+    spmd.TRAJECTORY,
+  )
+  theirs, _ = spmd.device_map(
+    learner.update,
+    mesh,
+    (spmd.LEARNER_STATE, spmd.TRAJECTORY, spmd.REPLICATED),
+    (spmd.LEARNER_STATE, spmd.REPLICATED),
+  )(state, whole, jax.random.fold_in(key, 0))
+  assert isinstance(whole, Trajectory) and whole.action.shape == (_T, 16)
+  changed = False
+  for x, y, z in zip(
+    *map(jax.tree.leaves, (ours.params, theirs.params, state.params))
+  ):
+    np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    changed |= bool(np.abs(np.asarray(x) - np.asarray(z)).max() > 1e-3)
+  assert changed
+
+
+def test_a_slow_actor_learns_nothing_stale():
+  driver = _driver(
+    lambda i: _make_env(i, lambda i: 0.002 if i else 0.02),
+    agent_name='impala',
+    deterministic=False,
+    unrolls_per_update=1,
+  )
+  driver.start()
+  own = [r.own for r in _advance(driver, 40)]
+  driver.close()
+  assert max(x['policy_lag_max'].max() for x in own) <= 1
+  assert own[-1]['num_unrolls_dropped'][-1] > 0
+  assert own[-1]['num_actor_waits'][-1] > 0
+
+
+def test_the_stages_add_up():
+  driver = _driver(lambda i: _make_env(i, lambda _: 0.005), agent_name='impala')
+  driver.start()
+  reports = _advance(driver, 10)
+  driver.close()
+  stages = {k: sum(r.stages[k] for r in reports) for k in reports[0].stages}
+  seconds = sum(r.seconds for r in reports)
+  actor = ('time_environment', 'time_inference', 'time_actor_waiting')
+  learner = ('time_update', 'time_learner_waiting', 'time_hand_off')
+  for names in (actor, learner):
+    assert sum(stages[n] for n in names) == pytest.approx(seconds, rel=0.1)
+  # 10 updates of 8 steps of at least 5 ms, but for the two unrolls ahead.
+  assert stages['time_environment'] >= 8 * 8 * 0.005
+
+
+def _run(config, workdir):
+  return train.run(
+    lambda agent, variant: config, ['test.py', f'--workdir={workdir}']
+  )
+
+
+@pytest.mark.parametrize('error', [OSError, SystemExit])
+def test_an_actors_exception_ends_the_run(error, tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(
+    build,
+    'make_host_env',
+    lambda config, num_envs, seed, threads, **kw: _make_env(
+      seed // _NUM_ENVS, fail_at=100 if seed else None, error=error
+    ),
+  )
+  assert _run(_config(), tmp_path / 'run') == train.FAILED
+  stderr = capsys.readouterr().err
+  assert f'{error.__name__}: the environment broke' in stderr
+  assert 'in step' in stderr and '_run_actor' in stderr  # Its own traceback,
+  assert 'Closed' not in stderr  # not how the learner heard of it.
+  assert not _podrl_threads()
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['exit'] == 'failed' and 'broke' in summary['error']
+  assert summary['num_updates'] >= 8  # 100 steps are 12 unrolls, less 2 ahead.
+
+
+def test_an_exception_in_the_learner_ends_the_run(
+  tmp_path, monkeypatch, capsys
+):
+  join, calls = spmd.join_shards, iter(range(100))
+
+  def fail(*arguments):  # The first call is the compilation's.
+    if next(calls) == 5:
+      raise OSError('the learner broke')
+    return join(*arguments)
+
+  monkeypatch.setattr(spmd, 'join_shards', fail)
+  assert _run(_config(), tmp_path / 'run') == train.FAILED
+  assert 'the learner broke' in capsys.readouterr().err
+  assert not _podrl_threads()
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['num_updates'] == 2  # Of two unrolls each.
+
+
+def test_an_actor_may_fail_during_the_last_evaluation(
+  tmp_path, monkeypatch, capsys
+):
+  def evaluate(params, rng_key, should_stop):
+    del params, rng_key
+    for _ in range(1000):
+      if should_stop():
+        return None
+      time.sleep(0.01)
+    raise AssertionError('the evaluation was not stopped')
+
+  monkeypatch.setattr(build, 'make_host_evaluate', lambda *a, **k: evaluate)
+  monkeypatch.setattr(
+    build,
+    'make_host_env',
+    lambda config, num_envs, seed, threads, **kw: _make_env(
+      seed // _NUM_ENVS, fail_at=6 * _T + 2
+    ),
+  )  # Of version 5.
+  config = _config()
+  config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
+  assert _run(config, tmp_path / 'run') == train.FAILED
+  assert 'OSError: the environment broke' in capsys.readouterr().err
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['num_updates'] == 5 and summary['exit'] == 'failed'
+
+
+def test_an_asynchronous_run(tmp_path):
+  config = _config('impala')
+  config.sebulba.mode = 'asynchronous'
+  config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
+  assert _run(config, tmp_path / 'run') == train.DONE
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['num_updates'] == 5
+  assert summary['policy_lag_max'] <= 1 and summary['eval_episodes'] > 0
+
+
+def test_a_failing_evaluation_loses_no_record(tmp_path, monkeypatch):
+  def fail(*arguments):
+    raise OSError('no evaluation')
+
+  monkeypatch.setattr(build, 'make_host_evaluate', lambda *a, **k: fail)
+  config = _config()
+  config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
+  assert _run(config, tmp_path / 'run') == train.FAILED
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['num_updates'] == 5 and 'no evaluation' in summary['error']
+
+
+def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
+  config = _config('impala')
+  config.optimizer.learning_rate, config.optimizer.name = 1e30, 'sgd'
+  assert _run(config, tmp_path / 'run') == train.FAILED
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert 'update 2' in summary['error'] and summary['num_updates'] == 1
+  assert not _podrl_threads()
+
+
+def test_a_hanging_actor_is_named_and_the_process_ends(tmp_path):
+  # In a process of its own, because it ends without joining the thread.
+  code = f"""
+import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
+import conftest, threading, test_sebulba as t
+t.build.make_host_env = lambda config, num_envs, seed, threads, **kw: (
+    t._make_env(seed // 8, lambda i: 1e6 * (i == 1)))
+config = t._config()
+config.sebulba.hang_seconds = 2.
+sys.exit(t._run(config, {str(tmp_path / 'run')!r}))
+"""
+  outcome = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, timeout=120
+  )
+  assert outcome.returncode == 1
+  assert 'podrl-actor-1 has not come back from environment' in outcome.stderr
+  assert 'in step' in outcome.stderr and 'Thread 0x' in outcome.stderr
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert 'podrl-actor-1' in summary['error']
+
+
+def test_evaluation_counts_whole_raw_episodes():
+  config = _config(max_episode_steps=7)
+  run = build.make_run(config)
+  params = _agent(config).init(jax.random.key(0))
+  outcome = run.evaluate(params, jax.random.key(1), lambda: False)
+  again = run.evaluate(params, jax.random.key(1), lambda: False)
+  # Nobody falls in 7 steps, each of which pays 1.
+  assert list(outcome.returns) == list(outcome.lengths) == [7, 7]
+  assert list(again.returns) == list(outcome.returns)
+  assert run.evaluate(params, jax.random.key(1), lambda: True) is None
+
+
+def test_evaluation_leaves_out_what_only_training_uses():
+  config = sebulba_config('ppo')
+  config.env.name = 'Breakout-v5'
+  config.env.options.update(episodic_life=True, reward_clip=True, stack_num=1)
+  pools = []
+  import envpool
+
+  make = envpool.make_gymnasium
+  envpool.make_gymnasium = lambda *a, **kw: (
+    pools.append(make(*a, **kw)) or (pools[-1])
+  )
+  try:
+    for evaluation in (False, True):
+      build.make_host_env(config, 1, 0, 1, evaluation=evaluation).close()
+  finally:
+    envpool.make_gymnasium = make
+  flags = [
+    (p.config['episodic_life'], p.config['reward_clip'], p.config['stack_num'])
+    for p in pools
+  ]
+  assert flags == [(True, True, 1), (False, False, 1)]
+
+
+@pytest.mark.parametrize(
+  'changes,message',
+  [
+    ({'env.name': 'CartPole-v9'}, 'CartPole-v'),
+    (
+      {'env.name': 'Pendulum-v1', 'network.distribution': 'categorical'},
+      'use gaussian or tanh_gaussian',
+    ),
+    (
+      {'env.name': 'LqrLqr21-v1', 'network.distribution': 'tanh_gaussian'},
+      'needs bounds',
+    ),
+    (
+      {'network.recurrent': 'gru', 'num_minibatches': 3},
+      'does not divide the 8 environments per update of each of 2',
+    ),
+    ({'network.initial_scale': 0.0}, 'from 0.01 to 10'),
+    ({'env.name': 'Go9x9-v1'}, '2 players'),
+    ({'env.suite': 'gymnax'}, 'from an experiment of anakin'),
+    ({'env.num_envs': 15}, 'try 12 or 16'),
+    ({'sebulba.learner_devices': (0, 1, 2)}, '3 learner devices; try 12 or 18'),
+    ({'sebulba.learner_devices': (4,)}, '0 to 3'),
+    ({'sebulba.actor_devices': (0, 0)}, 'different devices'),
+    ({'sebulba.actor_devices': (-1,)}, 'at least 0'),
+    ({'sebulba.threads_per_actor_device': -1}, 'at least 0'),
+    ({'seed': 2**31 - 16}, 'must be less than 2147483632'),
+    (
+      {
+        'sebulba.max_lag': 1,
+        'agent.name': 'a2c',
+        'num_epochs': 1,
+        'num_minibatches': 1,
+      },
+      'use 0, or --agent=impala',
+    ),
+    ({'sebulba.unrolls_per_update': 3}, 'asynchronous'),
+    ({'sebulba.mode': 'async'}, 'did you mean asynchronous'),
+    ({'sebulba.hang_seconds': 0.0}, 'more than 0'),
+    ({'sebulba.max_lag': -1}, 'at least 0'),
+    ({'sebulba.max_lag': 10**12}, 'at most 1024'),
+    ({'sebulba.hang_seconds': 1e30}, 'at most 1000000'),
+    ({'env.num_envs': 10**12}, 'at most 16777216'),
+    ({'total_env_steps': 10**15}, 'fewer than 2**31'),
+    ({'num_minibatches': 7}, 'try 4 or 8'),
+  ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+  changes, message, tmp_path, capsys
+):
+  config = _config()
+  config.env.options.unlock()
+  if 'env.name' in changes:
+    config.env.options = {}
+  for name, value in changes.items():
+    node = config
+    for part in name.split('.')[:-1]:
+      node = node[part]
+    node[name.split('.')[-1]] = value
+  assert _run(config, tmp_path / 'run') == train.MISTAKE
+  stderr = capsys.readouterr().err
+  assert message in stderr and stderr.count('\n') == 1
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+  'field,value,message',
+  [
+    ('env_threads', 64, '2 actors x config.sebulba.env_threads=64 are 128'),
+    ('threads_per_actor_device', 16, '16 actors x'),
+  ],
+)
+def test_too_many_environment_threads_are_warned_of(field, value, message):
+  config = _config()
+  config.env.num_envs = 64
+  config.sebulba[field] = value
+  (warning,) = build.make_run(config).warnings
+  assert message in warning
+
+
+@pytest.mark.parametrize(
+  'name,env_threads', [('CartPole-v1', 1), ('Pong-v5', 2)]
+)
+def test_a_learner_has_a_core_unless_images_are_drawn(
+  name, env_threads, monkeypatch
+):
+  monkeypatch.setattr(layout, 'num_cores', lambda: 2)
+  config = sebulba_config('ppo')
+  config.env.name = name
+  plan = layout.make_layout(config, build.make_host_spec(config))
+  assert (plan.num_actors, plan.env_threads) == (1, env_threads)
+
+
+def test_idle_devices_are_warned_of():
+  config = _config()
+  config.env.num_envs = 4  # Four devices: one acts, and two of three learn.
+  config.sebulba.actor_devices = config.sebulba.learner_devices = ()
+  config.num_minibatches = 1
+  (warning,) = build.make_run(config).warnings
+  assert '3 of 4 devices are used: config.env.num_envs=4' in warning
+  assert build.make_run(_config()).warnings == []

@@ -1,0 +1,57 @@
+"""Mapping over devices."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrl.drivers import spmd
+
+
+def test_replicated_gradients_are_averaged_not_summed():
+  # The gradient of p * mean(x) is mean(x) = 3.5 on any number of devices.
+  mesh = spmd.make_mesh(jax.devices()[:4])
+  grad = spmd.device_map(
+    lambda p, x: jax.lax.pmean(
+      jax.grad(lambda p: p * jnp.mean(x))(p), 'devices'
+    ),
+    mesh,
+    (spmd.REPLICATED, spmd.BATCH),
+    spmd.REPLICATED,
+  )
+  assert float(grad(jnp.ones(()), jnp.arange(8.0))) == 3.5
+
+
+def test_shards_are_split_on_the_batch():
+  mesh = spmd.make_mesh(jax.devices()[:4])
+  x = spmd.place(np.arange(24).reshape(3, 8), mesh, spmd.TRAJECTORY)
+  shapes = {shard.data.shape for shard in x.addressable_shards}
+  assert shapes == {(3, 2)}
+
+
+def test_a_copy_outlives_the_donation_of_its_source():
+  mesh = spmd.make_mesh(jax.devices()[:2])
+  x = spmd.place(jnp.arange(4.0), mesh, spmd.REPLICATED)
+  copy = spmd.copy_to_first_device(x)
+  bump = spmd.device_map(
+    lambda x: x + 1.0, mesh, (spmd.REPLICATED,), spmd.REPLICATED, donate=(0,)
+  )
+  bump(x)
+  assert x.is_deleted()
+  np.testing.assert_array_equal(copy, np.arange(4.0))
+  assert copy.devices() == {jax.devices()[0]}
+
+
+def test_a_look_for_accelerators_leaves_the_number_of_cpu_devices_open():
+  code = (
+    'import jax; from podrl.drivers import spmd; '
+    'jax.config.update("jax_platforms", "cpu"); '
+    'assert not spmd.has_accelerator(); spmd.set_num_cpu_devices(3); '
+    'print(len(jax.devices()))'
+  )
+  outcome = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, check=True
+  )
+  assert outcome.stdout.strip() == '3'

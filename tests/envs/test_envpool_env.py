@@ -1,0 +1,132 @@
+"""envpool tasks as a HostEnv: joints, spaces, seeds, mistakes."""
+
+import envpool
+import jax
+import numpy as np
+import pytest
+
+from podrl.envs import envpool_env
+from podrl.types import Discrete
+
+
+def _random_walk(
+  name, num_steps, *, num_envs=4, seed=3, num_threads=1, **options
+):
+  """Time steps under random actions, and the actions."""
+  env = envpool_env.make(
+    name, num_envs, seed, num_threads=num_threads, **options
+  )
+  rng = np.random.default_rng(0)
+  actions = [
+    rng.integers(env.spec.action.num_actions, size=num_envs)
+    for _ in range(num_steps)
+  ]
+  timesteps = [env.reset(), *map(env.step, actions)]
+  env.close()
+  return env, timesteps, actions
+
+
+def test_joints_are_where_envpool_resets():
+  _, timesteps, actions = _random_walk('CartPole-v1', 40, max_episode_steps=6)
+  # envpool itself counts an episode's steps: 0 on its first.
+  pool = envpool.make_gymnasium(
+    'CartPole-v1', num_envs=4, seed=3, max_episode_steps=6
+  )
+  pool.reset()
+  num_joints = 0
+  for action, timestep in zip(actions, timesteps[1:]):
+    obs, reward, terminated, _, info = pool.step(action.astype(np.int32))
+    is_first = info['elapsed_step'] == 0
+    np.testing.assert_array_equal(timestep.obs, obs)
+    np.testing.assert_array_equal(timestep.is_first, is_first)
+    np.testing.assert_array_equal(
+      timestep.reward, np.where(is_first, 0, reward)
+    )
+    np.testing.assert_array_equal(timestep.discount, 1.0 - terminated)
+    num_joints += is_first.sum()
+  assert num_joints >= 20  # 4 environments, at most 6 steps and a joint.
+
+
+def test_truncation_keeps_its_discount_and_its_last_observation():
+  _, timesteps, _ = _random_walk(
+    'CartPole-v1', 4, max_episode_steps=3
+  )  # Too short for the pole to fall.
+  assert all((t.discount == 1).all() for t in timesteps)
+  assert [t.is_first.all() for t in timesteps] == [
+    True,
+    False,
+    False,
+    False,
+    True,
+  ]
+  last, first = timesteps[3].obs, timesteps[4].obs
+  assert np.abs(first).max() <= 0.05 < np.abs(last).max()  # gymnasium's start.
+
+
+def test_environments_are_seeded_one_by_one_whatever_the_threads():
+  _, a, _ = _random_walk('CartPole-v1', 10, num_envs=4, seed=5)
+  _, b, _ = _random_walk('CartPole-v1', 10, num_envs=4, seed=5, num_threads=2)
+  _, c, _ = _random_walk('CartPole-v1', 10, num_envs=4, seed=6)
+  np.testing.assert_array_equal(a[-1].obs, b[-1].obs)
+  np.testing.assert_array_equal(a[0].obs[1:], c[0].obs[:-1])  # 5 + 1 = 6.
+
+
+def test_an_atari_spec():
+  spec = envpool_env.make_spec('Pong-v5')
+  assert spec.obs == jax.ShapeDtypeStruct((4, 84, 84), np.uint8)
+  assert spec.channels_first and spec.action == Discrete(6)
+  assert (spec.frame_skip, spec.max_episode_steps) == (4, 27_000)
+  assert envpool_env.make_spec(
+    'Pong-v5', img_height=42, img_width=40, stack_num=2
+  ).obs.shape == (2, 42, 40)
+  assert not envpool_env.make_spec('CarRacing-v3').channels_first
+
+
+@pytest.mark.parametrize(
+  'name', ['FrozenLake-v1', 'Taxi-v3', 'Blackjack-v1', 'MiniGrid-Empty-5x5-v0']
+)
+def test_observations_become_what_the_spec_says(name):
+  env, timesteps, _ = _random_walk(name, 3)
+  obs = jax.jit(env.observe)(timesteps[-1].obs)
+  jax.tree.map(
+    lambda x, spec: np.testing.assert_equal(
+      (x.shape, x.dtype), ((4, *spec.shape), spec.dtype)
+    ),
+    obs,
+    env.spec.obs,
+  )
+
+
+def test_a_category_is_one_hot():
+  env, timesteps, _ = _random_walk('FrozenLake-v1', 5)
+  for timestep in timesteps:
+    obs = np.asarray(env.observe(timestep.obs))
+    expected = np.zeros((4, 16), bool)
+    expected[np.arange(4), np.ravel(timestep.obs)] = True
+    np.testing.assert_array_equal(obs, expected)
+
+
+@pytest.mark.parametrize(
+  'name,options,message',
+  [
+    ('Pong-v55', {}, 'Pong-v5'),
+    ('Pong-v5', {'img_hight': 3}, 'img_height'),
+    ('Pong-v5', {'img_height': 'x'}, 'not of type int'),
+    ('Pong-v5', {'img_height': 1.5}, 'not of type int'),
+    ('Pong-v5', {'episodic_life': 2}, 'not of type bool'),
+    ('Pong-v5', {'num_envs': 3}, 'not an option'),
+    ('Pong-v5', {'task': 'foo'}, 'not an option'),
+    ('Pong-v5', {'stack_num': 0}, 'from 1'),
+    ('Pong-v5', {'frame_skip': 0}, 'from 1'),
+    ('Pong-v5', {'noop_max': 0}, 'from 1'),
+    ('Pong-v5', {'repeat_action_probability': 1.5}, 'from 0 to 1'),
+    ('FrozenLake-v1', {'size': 5}, '4 or 8'),
+    ('CartPole-v1', {'max_episode_steps': -5}, 'from 1'),
+    ('CartPole-v1', {'max_episode_steps': 1e12}, 'from 1'),
+    ('Go9x9-v1', {}, '2 players'),
+  ],
+)
+def test_mistakes(name, options, message):
+  with pytest.raises(ValueError, match=message) as error:
+    envpool_env.make_spec(name, **options)
+  assert '\n' not in str(error.value)

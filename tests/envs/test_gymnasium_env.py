@@ -1,0 +1,156 @@
+"""gymnasium environments as a HostEnv."""
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+
+from podrl.envs import gymnasium_env
+from podrl.types import Box, Discrete
+
+
+def test_steps_and_joints_are_those_of_single_environments():
+  env = gymnasium_env.make('CartPole-v1', 3, seed=7, max_episode_steps=5)
+  timestep, rng = env.reset(), np.random.default_rng(0)
+  singles = [
+    gymnasium.make('CartPole-v1', max_episode_steps=5) for _ in range(3)
+  ]
+  expected = [single.reset(seed=7 + i)[0] for i, single in enumerate(singles)]
+  is_over = [False] * 3
+  np.testing.assert_array_equal(timestep.obs, expected)
+  num_joints = 0
+  for _ in range(20):
+    action = rng.integers(2, size=3)
+    timestep = env.step(action)
+    for i, single in enumerate(singles):
+      assert timestep.is_first[i] == is_over[i]
+      if is_over[i]:
+        obs, reward, terminated, is_over[i] = (
+          single.reset()[0],
+          0.0,
+          False,
+          False,
+        )
+        num_joints += 1
+      else:
+        obs, reward, terminated, truncated, _ = single.step(action[i])
+        is_over[i] = terminated or truncated
+      np.testing.assert_array_equal(timestep.obs[i], obs)
+      assert timestep.reward[i] == reward
+      assert timestep.discount[i] == 1.0 - terminated
+  assert num_joints >= 9  # At most 5 steps and a joint: 3 in each of 3.
+  env.close()
+
+
+def test_time_steps_are_the_callers():
+  env = gymnasium_env.make('CartPole-v1', 2, seed=0)
+  first = env.reset()
+  kept = first.obs.copy()
+  env.step(np.zeros(2, int))
+  np.testing.assert_array_equal(first.obs, kept)
+  env.close()
+
+
+def test_categories_and_dicts():
+  space = gymnasium.spaces.Dict(
+    {
+      'where': gymnasium.spaces.Discrete(3, start=1),
+      'what': gymnasium.spaces.Box(0, 1, (2,), np.float64),
+    }
+  )
+  spec = gymnasium_env.obs_spec(space)
+  assert spec == {
+    'where': jax.ShapeDtypeStruct((3,), bool),
+    'what': jax.ShapeDtypeStruct((2,), np.float32),
+  }
+  obs = gymnasium_env.observe(
+    space, {'where': np.array([1, 3]), 'what': np.ones((2, 2), np.float32)}
+  )
+  np.testing.assert_array_equal(obs['where'], [[1, 0, 0], [0, 0, 1]])
+
+
+@pytest.mark.parametrize(
+  'space',
+  [
+    gymnasium.spaces.Box(-0.4, 0.4, (3,), np.float64),  # float32's 0.4 is more.
+    gymnasium.spaces.Box(0.1, 0.7, (2, 2), np.float32),
+    gymnasium.spaces.Box(-1, 5, (2,), np.int32),
+    gymnasium.spaces.Box(0, np.inf, (1,), np.float32),
+  ],
+)
+def test_actions_are_in_the_librarys_own_space(space):
+  box = gymnasium_env.action_space(space)
+  assert isinstance(box, Box) and box.shape == space.shape
+  assert box.low.dtype == box.high.dtype == np.float32
+  to_action = gymnasium_env.to_library_action(space)
+  draws = np.random.default_rng(0).normal(0, 4, (50, *space.shape))
+  draws = np.concatenate([draws, 0 * draws[:1] + 1e9, 0 * draws[:1] - 1e9])
+  draws = np.clip(draws.astype(np.float32), box.low, box.high)
+  draws.flags.writeable = False  # As JAX's are.
+  actions = to_action(draws)
+  assert all(space.contains(action) for action in actions)
+  actions[:] = 0  # They are the environment's to change.
+  if space.dtype == np.int32:
+    assert set(np.unique(to_action(draws))) == set(range(-1, 6))
+
+
+def test_a_category_that_starts_elsewhere_is_shifted():
+  to_action = gymnasium_env.to_library_action(
+    gymnasium.spaces.Discrete(3, start=2)
+  )
+  np.testing.assert_array_equal(to_action(np.array([0, 2])), [2, 4])
+
+
+def test_a_module_that_registers_is_imported(tmp_path, monkeypatch):
+  (tmp_path / 'a_module_of_walks.py').write_text(
+    'import gymnasium\n'
+    'gymnasium.register("Elsewhere-v0", "gymnasium.envs.classic_control:'
+    'CartPoleEnv", max_episode_steps=9)\n'
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  env = gymnasium_env.make('a_module_of_walks:Elsewhere-v0', 2, seed=0)
+  assert env.spec.max_episode_steps == 9
+  assert env.reset().obs.shape == (2, 4)
+  env.close()
+
+
+class _From3(gymnasium.Env):
+  """Observes its last action, from 3 to 5."""
+
+  observation_space = gymnasium.spaces.Box(0, 9, (1,))
+  action_space = gymnasium.spaces.Discrete(3, start=3)
+
+  def reset(self, *, seed=None, options=None):
+    return np.zeros(1, np.float32), {}
+
+  def step(self, action):
+    return np.full(1, action, np.float32), 0.0, False, False, {}
+
+
+def test_a_discretes_start_is_added():
+  gymnasium.register('From3-v0', _From3)
+  env = gymnasium_env.make('From3-v0', 2, seed=0)
+  assert env.spec.action == Discrete(3)
+  env.reset()
+  np.testing.assert_array_equal(env.step(np.array([0, 2])).obs, [[3], [5]])
+  env.close()
+
+
+@pytest.mark.parametrize(
+  'name,options,message',
+  [
+    ('CartPole-v9', {}, 'near names: CartPole-v'),
+    ('no_module:CartPole-v1', {}, "No module named 'no_module'"),
+    (
+      'CartPole-v1',
+      {'sutton_bartow_reward': True},
+      '^env.options.*barto_reward',
+    ),
+    ('Pendulum-v1', {'g': 'x', 'render_mode': 3}, 'cannot be made'),
+    ('FrozenLake-v1', {'map_name': 'x'}, 'cannot be made'),
+  ],
+)
+def test_mistakes(name, options, message):
+  with pytest.raises(ValueError, match=message) as error:
+    gymnasium_env.make_spec(name, **options)
+  assert '\n' not in str(error.value)

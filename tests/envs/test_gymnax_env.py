@@ -1,0 +1,146 @@
+"""The gymnax adapter: joints, truncation, dtypes, and every environment."""
+
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.envs import gymnax_env
+from podrl.types import Box, Discrete
+
+_DOWNLOADS = {'MNISTBandit-bsuite': 'downloads a data set when made'}
+_NAMES = [n for n in gymnax.registered_envs if n not in _DOWNLOADS]
+
+
+def _rollout(env, num_steps, seed=0):
+  key = jax.random.key(seed)
+  state, first = env.reset(key)
+
+  def step(state, key):
+    if isinstance(env.spec.action, Discrete):
+      action = jax.random.randint(key, (), 0, env.spec.action.num_actions)
+    else:
+      action = jax.random.uniform(
+        key, env.spec.action.shape, minval=-1.0, maxval=1.0
+      )
+    return env.step(state, action)
+
+  _, rest = jax.jit(
+    lambda s: jax.lax.scan(step, s, jax.random.split(key, num_steps))
+  )(state)
+  return jax.tree.map(
+    lambda a, b: np.concatenate([np.asarray(a)[None], b]), first, rest
+  )
+
+
+def test_only_the_download_is_left_out():
+  assert len(_NAMES) == len(gymnax.registered_envs) - 1 == 25
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_every_environment(name):
+  if name == 'Swimmer-misc':  # gymnax's own step broadcasts between ranks.
+    jax.config.update('jax_numpy_rank_promotion', 'allow')
+  try:
+    env = gymnax_env.make(name)
+    steps = _rollout(env, 300)
+  finally:
+    jax.config.update('jax_numpy_rank_promotion', 'raise')
+  leaves, specs = map(jax.tree.leaves, (steps.obs, env.spec.obs))
+  for x, spec in zip(leaves, specs, strict=True):
+    assert x.shape[1:] == spec.shape and x.dtype == spec.dtype
+  assert steps.reward.dtype == np.float32 == steps.discount.dtype
+  assert steps.is_first[0] and steps.is_first.dtype == bool
+  assert not np.any(steps.reward[steps.is_first])
+  assert np.all(steps.discount[steps.is_first] == 1.0)
+  assert set(np.unique(steps.discount)) <= {0.0, 1.0}
+  # Termination is followed by a joint; two joints never meet.
+  assert np.all(steps.is_first[1:][steps.discount[:-1] == 0.0])
+  assert not np.any(steps.is_first[1:] & steps.is_first[:-1])
+
+
+@pytest.mark.parametrize('name', sorted(gymnax_env._BINARY_OBS))
+def test_bool_images_lose_nothing(name):
+  env, params = gymnax.make(name)
+  key = jax.random.key(1)
+  obs, state = env.reset(key, params)
+
+  def step(state, key):
+    action = env.action_space(params).sample(key)
+    obs, state, *_ = env.step(key, state, action, params)
+    return state, obs
+
+  _, obs = jax.lax.scan(step, state, jax.random.split(key, 500))
+  assert gymnax_env.make(name).spec.obs.dtype == bool
+  assert set(np.unique(obs)) <= {0.0, 1.0}
+
+
+def test_truncation_keeps_the_last_observation_and_terminates_nothing():
+  env = gymnax_env.make('CartPole-v1', max_steps_in_episode=3)
+  state, _ = env.reset(jax.random.key(0))
+  steps = []
+  for action in (0, 1, 0, 1, 0):
+    state, timestep = env.step(state, jnp.int32(action))
+    steps.append(timestep)
+  assert [bool(s.is_first) for s in steps] == [False] * 3 + [True, False]
+  assert [float(s.discount) for s in steps] == [1.0] * 5
+  assert [float(s.reward) for s in steps] == [1.0, 1.0, 1.0, 0.0, 1.0]
+  # The third observation follows from the second by gymnax's own physics.
+  gym, params = gymnax.make('CartPole-v1')
+  key = jax.random.key(0)
+  fields = type(state.env_state)(
+    **dict(zip(('x', 'x_dot', 'theta', 'theta_dot'), steps[1].obs)), time=2
+  )
+  obs, *_ = gym.step_env(key, fields, 0, params)
+  np.testing.assert_allclose(steps[2].obs, obs, atol=1e-6)
+
+
+def test_termination_wins_over_truncation():
+  # DeepSea says both at its last step.
+  steps = _rollout(gymnax_env.make('DeepSea-bsuite'), 40)
+  last = np.flatnonzero(steps.is_first[1:])
+  assert last.size and np.all(steps.discount[last] == 0.0)
+
+
+def test_the_action_at_a_joint_is_ignored():
+  env = gymnax_env.make('Catch-bsuite')
+  state, timestep = env.reset(jax.random.key(3))
+  while not bool(state.is_last):
+    state, timestep = env.step(state, jnp.int32(1))
+  outcomes = [env.step(state, jnp.int32(a)) for a in range(3)]
+  for outcome in outcomes[1:]:
+    for a, b in zip(
+      jax.tree.leaves(outcomes[0][1]), jax.tree.leaves(outcome[1])
+    ):
+      np.testing.assert_array_equal(a, b)
+  assert bool(outcomes[0][1].is_first)
+
+
+def test_episodes_start_differently():
+  steps = _rollout(gymnax_env.make('CartPole-v1'), 400)
+  starts = steps.obs[steps.is_first]
+  assert len(starts) > 5
+  assert len(np.unique(starts, axis=0)) == len(starts)
+
+
+def test_spaces():
+  assert gymnax_env.make('FrozenLake-misc').spec.obs.shape == (16,)
+  box = gymnax_env.make('Pendulum-v1').spec.action
+  assert isinstance(box, Box) and box.low == [-2.0] and box.high == [2.0]
+
+
+@pytest.mark.parametrize(
+  'name,options,message',
+  [
+    ('CartPole-v2', {}, 'CartPole-v1'),
+    ('zzz', {}, 'choose from'),
+    ('MNISTBandit-bsuite', {}, 'downloads'),
+    ('CartPole-v1', {'max_steps_in_episode': 0}, 'at least 1'),
+    ('CartPole-v1', {'max_steps': 3}, 'max_steps_in_episode'),
+    ('CartPole-v1', {'gravity': 'high'}, 'not a number'),
+  ],
+)
+def test_mistakes_are_named(name, options, message):
+  with pytest.raises(ValueError, match=message):
+    gymnax_env.make(name, **options)

@@ -1,0 +1,174 @@
+"""Every task of gymnax and envpool that one agent can act in, by name alone.
+
+The slow tests keep docs/coverage.csv: a row for each task, with its outcome.
+"""
+
+import csv
+import fcntl
+import json
+import pathlib
+
+import envpool
+import gymnax
+import jax
+import pytest
+from test_train import _get_config
+
+from podrl.run import build, train
+from podrl.types import Discrete
+
+_TABLE = pathlib.Path(__file__).parents[2] / 'docs' / 'coverage.csv'
+_COLUMNS = ('suite', 'family', 'task', 'observation', 'action', 'outcome')
+
+
+def _family(name):
+  """envpool's module of a task, such as 'mujoco.gym'."""
+  module = envpool.registration.registry.specs[name][0]
+  return '.'.join(module.split('.')[1:3])
+
+
+def _has_players(name):
+  """Whether several agents act: board and card games, and two on a crossing."""
+  return (
+    _family(name) == 'pgx'
+    and name != 'Play2048-v1'
+    or 'multiagent' in name.lower().replace('-', '')
+  )
+
+
+def _exemption(task):
+  """Why a task of one agent cannot run here, or ''."""
+  _, family, name = task
+  if family == 'procgen':
+    return 'needs Qt 5 of the system, which no Python package brings'
+  if 'Sudoku' in name:
+    return "its puzzles are not in envpool's wheel"
+  if name == 'VizdoomCustom-v1':
+    return "runs the user's own scenario file"
+  if family == 'vizdoom':  # Some of them passed, some of the time.
+    return 'at times envpool hangs or crashes while it makes one'
+  if name == 'MNISTBandit-bsuite':
+    return 'downloads a data set when made'
+  return ''
+
+
+_ENVPOOL = [
+  ('envpool', _family(x), x)
+  for x in sorted(envpool.list_all_envs())
+  if not _has_players(x)
+]
+_GYMNAX = [
+  ('gymnax', x.rpartition('-')[2], x) for x in sorted(gymnax.registered_envs)
+]
+_EXEMPT = {x: _exemption(x) for x in _ENVPOOL + _GYMNAX if _exemption(x)}
+_RUN = [x for x in _ENVPOOL + _GYMNAX if x not in _EXEMPT]
+
+
+def test_how_many_there_are():
+  # Of envpool 1.2.5 and gymnax 1.0.1; later ones may add some.
+  assert len(_ENVPOOL) >= 1629 and len(_GYMNAX) >= 26
+  # 50 of Procgen, 4 of Sudoku, 21 of VizDoom, 1 of gymnax.
+  assert len(_EXEMPT) == 50 + 4 + 21 + 1
+  assert len(_EXEMPT) - 1 < 0.05 * len(_ENVPOOL)
+
+
+def _read_table():
+  """Rows by their first three columns."""
+  with _TABLE.open() as file:
+    rows = [tuple(row.values()) for row in csv.DictReader(file)]
+  return {row[:3]: row for row in rows}
+
+
+def test_the_table_is_complete():
+  rows = _read_table()
+  assert {rows[x][-1] for x in _RUN} == {'passed'}
+  assert {x: rows[x][-1] for x in _EXEMPT} == {
+    x: f'exempt: {reason}' for x, reason in _EXEMPT.items()
+  }
+
+
+def _describe(spec):
+  """The observation and action columns of the table."""
+  shapes = [
+    f'{x.dtype}[{",".join(map(str, x.shape))}]'
+    for x in jax.tree.leaves(spec.obs)
+  ]
+  action = spec.action
+  return ' '.join(shapes), (
+    f'{action.num_actions} actions'
+    if isinstance(action, Discrete)
+    else f'box[{",".join(map(str, action.shape))}]'
+  )
+
+
+def _note(*row):
+  """Puts a row into the table; several processes may."""
+  with _TABLE.open('a+', newline='') as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.seek(0)
+    rows = [
+      r
+      for r in csv.reader(file)
+      if r[:3] not in (list(row[:3]), list(_COLUMNS[:3]))
+    ]
+    file.truncate(0)
+    csv.writer(file, lineterminator='\n').writerows(
+      [_COLUMNS, *sorted([*rows, list(row)])]
+    )
+
+
+_TINY = [
+  '--config.env.num_envs=4',
+  '--config.unroll_length=4',
+  '--config.total_env_steps=48',
+  '--config.network.hidden_sizes=16',
+  '--config.eval.num_episodes=1',
+  '--config.eval.max_episode_steps=5',
+  '--config.network.shared_torso=True',
+  '--config.log.tensorboard=False',
+]
+_TINY_HOST = [
+  '--config.sebulba.actor_devices=0',
+  '--config.sebulba.learner_devices=0',
+]
+
+
+@pytest.mark.slow
+def test_the_exempt_are_noted():
+  for task, reason in _EXEMPT.items():
+    _note(*task, '', '', f'exempt: {reason}')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('task', _RUN, ids='-'.join)
+def test_three_updates(task, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # VizDoom leaves files.
+  suite, _, name = task
+  is_host = suite == 'envpool'
+  experiment = 'sebulba_cartpole' if is_host else 'anakin_cartpole'
+  argv = [
+    f'{experiment}.py',
+    f'--workdir={tmp_path / "run"}',
+    '--agent=impala',
+    f'--config.env.name={name}',
+    *_TINY,
+    *(_TINY_HOST if is_host else ()),
+  ]
+  configs = []
+
+  def get_config(agent, variant):
+    configs.append(_get_config(experiment)(agent, variant))
+    return configs[0]
+
+  _note(*task, '', '', 'failed')  # What crashes leaves this.
+  # gymnax's Swimmer adds arrays of different ranks.
+  with jax.numpy_rank_promotion('allow' if name == 'Swimmer-misc' else 'raise'):
+    assert train.run(get_config, argv) == 0
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['num_updates'] == 3 and summary['eval_episodes'] == 1
+  spec = (
+    build.make_host_spec(configs[0])
+    if is_host
+    else build.make_env(configs[0]).spec
+  )
+  _note(*task, *_describe(spec), 'passed')

@@ -1,0 +1,66 @@
+"""The benchmarks run, on a small scale; their figures are not judged here."""
+
+import time
+
+from absl import flags
+import logging_cost
+import numpy as np
+import overlap
+import pytest
+import throughput
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags():
+  flags.FLAGS(['test'])
+
+
+@pytest.mark.parametrize(
+  'make_config',
+  [
+    throughput.get_config,
+    pytest.param(throughput.get_sebulba_config, marks=pytest.mark.slow),
+  ],
+)
+def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
+  monkeypatch.setattr(throughput, '_SECONDS', 0.0)  # One update a sample.
+  config = make_config('CartPole-v1', 8)
+  row = throughput.measure(config, repeats=1)
+  # Twice: 4 x 64 and 64, 64 x 64 and 64; then heads for 2 actions and a value.
+  assert row['num_params'] == 2 * (5 * 64 + 65 * 64) + 65 * 2 + 65
+  acting, update = row['acting'], row['update']
+  bound = (
+    min(row['environment'], acting, update)
+    if make_config is throughput.get_sebulba_config
+    else acting * update / (acting + update)
+  )
+  assert row['share_of_bound'] == pytest.approx(row['training'] / bound)
+  assert 0 < row['training'] < np.inf
+
+
+@pytest.mark.parametrize(
+  'mode',
+  ['deterministic', pytest.param('asynchronous', marks=pytest.mark.slow)],
+)
+def test_overlap_has_parts_and_a_whole(mode, monkeypatch):
+  monkeypatch.setattr(overlap, '_STEP_SECONDS', 0.002)
+  functions, close = overlap.parts(0.5, mode)
+  try:
+    for name, least in ('environment', 2 * 10 * 0.002), ('update', 0.02):
+      start = time.perf_counter()
+      functions[name](2)
+      assert time.perf_counter() - start >= least
+    functions['acting'](2)
+    functions['training'](2)
+  finally:
+    assert close() == []
+
+
+@pytest.mark.parametrize(
+  'architecture', [pytest.param('anakin', marks=pytest.mark.slow), 'sebulba']
+)
+def test_logging_cost_is_a_ratio_of_rates(architecture):
+  config = logging_cost._EXPERIMENTS[architecture].get_config('ppo', '')
+  config.env.num_envs, config.unroll_length = 8, 8
+  ratios = logging_cost.measure(config, 2, 0.2, False)
+  assert len(ratios) == 2 and 0.1 < min(ratios) < 10

@@ -1,0 +1,1227 @@
+"""The launch scripts, with stand-ins for what they start and whom they ask."""
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+_LAUNCH = pathlib.Path(__file__).parents[2] / 'launch'
+_SCRIPTS = sorted(_LAUNCH.glob('*.sh'))
+# Without the site's packages Python starts in a fifth of the time.
+_PYTHON = [sys.executable, '-I', '-S']
+
+
+def _write(path, text):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(textwrap.dedent(text))
+  path.chmod(0o755)
+  return path
+
+
+def _environment(tools=None, **variables):
+  environment = {
+    key: value
+    for key, value in os.environ.items()
+    if key != 'CUDA_VISIBLE_DEVICES'
+  } | variables
+  if tools:
+    environment['PATH'] = f'{tools}:{os.environ["PATH"]}'
+  return environment
+
+
+# Tests in a shell's background have Ctrl-C ignored, and so would scripts.
+_HEEDING = ('env', '--default-signal=INT')
+
+
+def _local(count, program, *flags, arguments=(), environment=None):
+  """Starts local.sh with processes that run a Python program."""
+  return subprocess.Popen(
+    [
+      *_HEEDING,
+      _LAUNCH / 'local.sh',
+      str(count),
+      *flags,
+      '--',
+      *_PYTHON,
+      '-c',
+      textwrap.dedent(_PROLOGUE) + textwrap.dedent(program),
+      *arguments,
+    ],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=environment or _environment(),
+  )
+
+
+# Each process knows its number, and tells the test its process id.
+_PROLOGUE = """
+    import os, signal, subprocess, sys, time
+    flags = dict(f.split('=') for f in sys.argv if f.startswith('--'))
+    index = int(flags['--process_id'])
+    def say(*words):
+      print(*words, flush=True)
+    def meet():  # In the folder of the first argument.
+      open(f'{sys.argv[1]}/{index}', 'w').close()
+      while len(os.listdir(sys.argv[1])) < int(flags['--num_processes']):
+        time.sleep(0.02)
+    say('pid', os.getpid())
+    """
+
+
+def _communicate(process, timeout=20):
+  """Its output; a script that does not end does not outlive its test either."""
+  try:
+    return process.communicate(timeout=timeout)
+  except subprocess.TimeoutExpired:
+    process.kill()
+    raise
+
+
+def _finish(process):
+  """Exit code, the lines of each process without their prefix, and stderr."""
+  stdout, stderr = _communicate(process)
+  lines = {}
+  for line in stdout.splitlines():
+    index, text = line.split('] ', 1)
+    lines.setdefault(int(index.removeprefix('[')), []).append(text)
+  return process.returncode, lines, stderr
+
+
+def _is_alive(pid):
+  try:
+    state = pathlib.Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1]
+  except FileNotFoundError:
+    return False
+  return state.split()[0] != 'Z'
+
+
+def _wait_until(condition, seconds=10):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+
+
+def _have_ended(pids):
+  """A process that has been killed takes a moment to end."""
+  _wait_until(lambda: not any(map(_is_alive, pids)), seconds=5)
+
+
+def _pids(lines):
+  return [
+    int(line.split()[1])
+    for process in lines.values()
+    for line in process
+    if line.startswith('pid ')
+  ]
+
+
+def test_shellcheck_finds_nothing():
+  result = subprocess.run(
+    [
+      shutil.which('shellcheck', path=os.path.dirname(sys.executable))
+      or 'shellcheck',
+      '--external-sources',
+      *_SCRIPTS,
+    ],
+    capture_output=True,
+    text=True,
+    cwd=_LAUNCH.parent,
+  )
+  assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize('path', _SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_short(path):
+  assert len(path.read_text().splitlines()) <= 300
+
+
+# --- local.sh
+
+
+def test_local_tells_each_process_who_it_is_and_prefixes_its_lines():
+  code, lines, stderr = _finish(
+    _local(
+      3,
+      """
+      say(*sorted(flags))
+      say(flags['--coordinator'], flags['--num_processes'], sys.argv[1])
+      print('to stderr', file=sys.stderr)
+      sys.stdout.write('no end')
+      """,
+      arguments=['two words'],
+    )
+  )
+  assert code == 0 and stderr == ''
+  assert sorted(lines) == [0, 1, 2]
+  address = lines[0][2].split()[0]
+  host, port = address.split(':')
+  assert host == '127.0.0.1' and 1024 < int(port) < 65536
+  for process in lines.values():
+    assert process[1] == '--coordinator --num_processes --process_id'
+    assert process[2] == f'{address} 3 two words'
+    assert sorted(process[3:]) == ['no end', 'to stderr']
+
+
+def test_local_shares_the_cores():
+  allowed = sorted(os.sched_getaffinity(0))
+  program = "say('cores', *sorted(os.sched_getaffinity(0)))"
+  code, lines, _ = _finish(_local(len(allowed), program))
+  assert code == 0
+  # As many processes as cores: one each, in order.
+  assert [lines[i][1] for i in range(len(allowed))] == [
+    f'cores {core}' for core in allowed
+  ]
+  code, lines, _ = _finish(_local(len(allowed) + 1, program))
+  every = ' '.join(map(str, allowed))
+  assert {process[1] for process in lines.values()} == {f'cores {every}'}
+
+
+@pytest.mark.parametrize(
+  'count,variables,expected',
+  [
+    (2, {}, ['0,1', '2,3']),
+    (3, {}, ['0', '1', '2,3']),
+    (2, {'CUDA_VISIBLE_DEVICES': '3'}, ['3', '3']),
+    (2, {'JAX_PLATFORMS': 'cpu'}, [None, None]),
+    (5, {'JAX_PLATFORMS': 'cpu'}, [None] * 5),
+  ],
+)
+def test_local_shares_the_gpus(count, variables, expected, tmp_path):
+  _write(
+    tmp_path / 'nvidia-smi',
+    """\
+      #!/bin/sh
+      for i in 0 1 2 3; do echo "GPU $i: A Model (UUID: GPU-$i)"; done
+      """,
+  )
+  variables = {'JAX_PLATFORMS': '', **variables}
+  code, lines, _ = _finish(
+    _local(
+      count,
+      "say(os.environ.get('CUDA_VISIBLE_DEVICES'))",
+      environment=_environment(tmp_path, **variables),
+    )
+  )
+  assert code == 0
+  assert [lines[i][1] for i in range(count)] == [str(e) for e in expected]
+
+
+def test_local_refuses_more_processes_than_gpus(tmp_path):
+  _write(tmp_path / 'nvidia-smi', '#!/bin/sh\necho "GPU 0: A Model"\n')
+  code, lines, stderr = _finish(
+    _local(2, '', environment=_environment(tmp_path, JAX_PLATFORMS=''))
+  )
+  assert (
+    code == 2 and not lines and '2 processes do not fit on 1 GPUs' in stderr
+  )
+
+
+def test_local_gives_survivors_time_after_the_first_failure(tmp_path):
+  code, lines, stderr = _finish(
+    _local(
+      2,
+      """
+      signal.signal(signal.SIGTERM, lambda *_: (say('cut short'), os._exit(9)))
+      meet()
+      if index == 1:
+        sys.exit(3)
+      time.sleep(0.5)
+      say('process 1 died')
+      sys.exit(4)
+      """,
+      arguments=[str(tmp_path)],
+    )
+  )
+  assert code == 3  # Process 1's, since it was the first.
+  assert lines[0][1:] == ['process 1 died']
+  assert 'process 1 ended with 3' in stderr
+
+
+def test_local_ends_the_others_after_the_first_failure(tmp_path):
+  process = _local(
+    3,
+    """
+      signal.signal(signal.SIGTERM, lambda *_: (say('saved'), sys.exit(75)))
+      if index < 2:
+        say('pid', subprocess.Popen(['sleep', '300']).pid)
+      meet()
+      if index == 2:
+        sys.exit(1)
+      time.sleep(300)
+      """,
+    '--grace_seconds=0',
+    arguments=[str(tmp_path)],
+  )
+  code, lines, stderr = _finish(process)
+  assert code == 1 and 'SIGTERM to 0 1' in stderr
+  for index in (0, 1):
+    assert lines[index][-1] == 'saved'
+  assert len(_pids(lines)) == 5
+  _have_ended(_pids(lines))
+
+
+def test_local_kills_what_ignores_sigterm(tmp_path):
+  start = time.monotonic()
+  code, lines, stderr = _finish(
+    _local(
+      2,
+      """
+      signal.signal(signal.SIGTERM, signal.SIG_IGN)
+      meet()
+      if index == 0:
+        sys.exit(5)
+      time.sleep(300)
+      """,
+      '--grace_seconds=0',
+      '--kill_seconds=0',
+      arguments=[str(tmp_path)],
+    )
+  )
+  assert code == 5 and 'SIGKILL to 1' in stderr
+  assert time.monotonic() - start < 10
+  _have_ended(_pids(lines))
+
+
+def test_local_returns_the_code_of_the_first_that_ended(tmp_path):
+  code, _, _ = _finish(
+    _local(
+      2,
+      """
+      meet()
+      if index == 1:
+        sys.exit(75)
+      time.sleep(0.6)
+      sys.exit(130)
+      """,
+      arguments=[str(tmp_path)],
+    )
+  )
+  assert code == 75
+
+
+_COUNTS_SIGNALS = """
+    count = 0
+    def handle(number, frame):
+      global count
+      count += 1
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+    say('ready')
+    while not count:
+      time.sleep(0.02)
+    time.sleep(0.3)
+    say('signals:', count)
+    sys.exit(75)
+    """
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_local_passes_a_signal_once_to_each(number):
+  process = _local(2, _COUNTS_SIGNALS)
+  ready = [process.stdout.readline() for _ in range(4)]
+  assert sum('ready' in line for line in ready) == 2
+  process.send_signal(number)
+  code, lines, _ = _finish(process)
+  assert code == 75
+  assert lines == {0: ['signals: 1'], 1: ['signals: 1']}
+
+
+@pytest.mark.skipif(not shutil.which('setsid'), reason='needs setsid --ctty')
+def test_local_passes_a_terminals_ctrl_c_once_to_each():
+  ours, theirs = os.openpty()
+  process = subprocess.Popen(
+    [
+      'setsid',
+      '--ctty',
+      _LAUNCH / 'local.sh',
+      '2',
+      '--',
+      *_PYTHON,
+      '-c',
+      textwrap.dedent(_PROLOGUE) + textwrap.dedent(_COUNTS_SIGNALS),
+    ],
+    stdin=theirs,
+    stdout=theirs,
+    stderr=theirs,
+    env=_environment(),
+  )
+  os.close(theirs)
+  text = ''
+  while text.count('ready') < 2:
+    text += os.read(ours, 1000).decode()
+  os.write(ours, b'\x03')
+  try:
+    while block := os.read(ours, 1000):
+      text += block.decode()
+  except OSError:
+    pass  # So a terminal's end is told on Linux.
+  assert process.wait(10) == 75
+  os.close(ours)
+  assert text.count('signals: 1') == 2
+
+
+def test_local_leaves_no_orphan_where_it_is_killed_itself():
+  process = _local(
+    2,
+    """
+      signal.signal(signal.SIGTERM, signal.SIG_IGN)
+      say('pid', os.getpid())
+      time.sleep(300)
+      """,
+    '--kill_seconds=1',
+  )
+  lines = [process.stdout.readline() for _ in range(4)]
+  assert all(' pid ' in line for line in lines), lines
+  pids = {int(line.split()[2]) for line in lines}
+  assert all(map(_is_alive, pids))
+  process.kill()
+  process.wait()
+  _have_ended(pids)
+  process.communicate(timeout=10)  # Nor anyone who keeps its output open.
+
+
+@pytest.mark.parametrize('output', ['None', 'subprocess.DEVNULL'])
+def test_local_ends_grandchildren_and_does_not_wait_for_them(output):
+  start = time.monotonic()
+  code, lines, _ = _finish(
+    _local(
+      1,
+      f"""
+      child = subprocess.Popen(['sleep', '300'], stdout={output}, stderr={output})
+      say('pid', child.pid)
+      """,
+    )
+  )
+  assert code == 0 and time.monotonic() - start < 10
+  assert len(_pids(lines)) == 2
+  _have_ended(_pids(lines))
+
+
+@pytest.mark.parametrize(
+  'words,message',
+  [
+    ('', 'how many processes'),
+    ('-- x', 'how many processes'),
+    ('0 -- x', 'not a number of processes'),
+    ('2.5 -- x', 'not a number of processes'),
+    ('two -- x', 'not a number of processes'),
+    ('-1 -- x', '-1 is unknown'),
+    ('2 3 -- x', 'one word too many'),
+    ('2 python x.py', 'one word too many'),
+    ('2', '-- and a command'),
+    ('2 --', 'a command is missing'),
+    ('2 --grace_seconds=long -- x', 'not a number of seconds'),
+    ('2 -- x --process_id=1', 'set by this script'),
+  ],
+)
+def test_local_names_the_mistake_in_a_line(words, message):
+  result = subprocess.run(
+    [_LAUNCH / 'local.sh', *words.split()], capture_output=True, text=True
+  )
+  assert result.returncode == 2 and result.stdout == ''
+  assert message in result.stderr and result.stderr.count('\n') == 1
+
+
+@pytest.mark.parametrize('name', ['local.sh', 'slurm.sh', 'tpu_pod.sh'])
+def test_help(name):
+  result = subprocess.run(
+    [_LAUNCH / name, '--help'], capture_output=True, text=True
+  )
+  assert result.returncode == 0 and result.stderr == ''
+  assert (
+    f'launch/{name}' in result.stdout and 'python experiments/' in result.stdout
+  )
+
+
+# --- slurm.sh
+
+
+def _slurm(tmp_path, words, srun='exit 0', state='RUNNING', **variables):
+  """Runs slurm.sh as a batch job; its exit code, output and what it called."""
+  log = tmp_path / 'calls'
+  log.write_text('')
+  for name, body in (
+    ('srun', srun),
+    ('squeue', f'echo {state}'),
+    ('scontrol', 'exit 0'),
+  ):
+    _write(
+      tmp_path / name,
+      f"""\
+        #!/bin/bash
+        [[ {name} == squeue ]] || echo "{name} $*" >>{log}
+        {body}
+        """,
+    )
+  variables = {'SLURM_JOB_ID': '71', 'SLURM_JOB_NAME': 'pong', **variables}
+  process = subprocess.Popen(
+    [_LAUNCH / 'slurm.sh', *words],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    env=_environment(tmp_path, **variables),
+  )
+  return process, log
+
+
+def _finish_slurm(process, log):
+  stdout, _ = _communicate(process)
+  return process.returncode, stdout, log.read_text().splitlines()
+
+
+@pytest.mark.parametrize('code', [0, 1, 2, 130, 137])
+def test_slurm_runs_one_resumable_step_and_returns_its_code(code, tmp_path):
+  returned, _, calls = _finish_slurm(
+    *_slurm(tmp_path, ['python', 'x.py', '--config.seed=1'], f'exit {code}')
+  )
+  assert returned == code and len(calls) == 1
+  assert calls[0].startswith('srun ')
+  assert calls[0].endswith(
+    'python x.py --config.seed=1 --workdir=runs/pong-71 --resume'
+  )
+
+
+@pytest.mark.parametrize(
+  'words', [['--workdir=mine', '--resume'], ['--workdir', 'mine', '--resume']]
+)
+def test_slurm_keeps_the_users_workdir(words, tmp_path):
+  _, _, calls = _finish_slurm(*_slurm(tmp_path, ['python', 'x.py', *words]))
+  assert calls[0].endswith(f'python x.py {" ".join(words)}')
+
+
+@pytest.mark.parametrize(
+  'variables,expected',
+  [
+    ({'SLURM_GPUS_ON_NODE': '3'}, '0,1,2'),
+    ({}, ''),
+    ({'SLURM_GPUS_ON_NODE': '3', 'JAX_LOCAL_DEVICE_IDS': '2'}, '2'),
+  ],
+)
+def test_a_slurm_task_has_all_gpus_of_its_node(variables, expected, tmp_path):
+  _, stdout, _ = _finish_slurm(
+    *_slurm(tmp_path, ['x'], 'echo "ids=${JAX_LOCAL_DEVICE_IDS-}"', **variables)
+  )
+  assert f'ids={expected}\n' in stdout
+
+
+def test_slurm_queues_a_preempted_job_again(tmp_path):
+  code, stdout, calls = _finish_slurm(*_slurm(tmp_path, ['x'], 'exit 75'))
+  assert code == 75 and 'queued again' in stdout
+  assert calls[1:] == ['scontrol requeue 71']
+
+
+def test_slurm_does_not_bring_a_cancelled_job_back(tmp_path):
+  code, stdout, calls = _finish_slurm(
+    *_slurm(tmp_path, ['x'], 'exit 75', state='COMPLETING')
+  )
+  assert code == 75 and 'not queued again' in stdout and len(calls) == 1
+
+
+def test_slurm_survives_sigterm_and_does_not_send_it_to_srun(tmp_path):
+  # srun would kill its tasks at once; they have had the signal themselves.
+  process, log = _slurm(
+    tmp_path,
+    ['x'],
+    f"""\
+      trap 'echo srun was sent it >>{tmp_path}/calls' TERM
+      for i in 1 2 3 4 5 6; do sleep 0.1; done
+      exit 75""",
+  )
+  _wait_until(lambda: 'srun' in log.read_text())
+  process.terminate()
+  code, _, calls = _finish_slurm(process, log)
+  assert code == 75 and calls[1:] == ['scontrol requeue 71']
+
+
+def test_slurm_asks_for_its_signal_early_and_appends():
+  options = [
+    line.removeprefix('#SBATCH --')
+    for line in (_LAUNCH / 'slurm.sh').read_text().splitlines()
+    if line.startswith('#SBATCH')
+  ]
+  assert {
+    'ntasks-per-node=1',
+    'requeue',
+    'open-mode=append',
+    'signal=TERM@120',
+  } <= set(options)
+
+
+@pytest.mark.parametrize(
+  'words,variables,message',
+  [([], {}, 'a command is missing'), (['x'], {'SLURM_JOB_ID': ''}, 'no job')],
+)
+def test_slurm_names_the_mistake_in_a_line(words, variables, message, tmp_path):
+  code, stdout, calls = _finish_slurm(*_slurm(tmp_path, words, **variables))
+  assert code == 2 and message in stdout and stdout.count('\n') == 1
+  assert not calls
+
+
+# --- tpu_pod.sh
+
+# The flags that each command of gcloud takes, of those that a launch script could
+# want; what is not here is refused. Read in the Google Cloud CLI's reference,
+# https://cloud.google.com/sdk/gcloud/reference/ + the words below, / for spaces,
+# but where another page is named. All take --project, --quiet and --format.
+_FLAGS = {
+  'compute tpus queued-resources create': '--accelerator-type --async --data-disk --description --guaranteed '
+  '--internal-ips --labels --metadata --metadata-from-file --network '
+  '--node-count --node-id --node-prefix --range --reserved '
+  '--runtime-version --scopes --service-account --shielded-secure-boot '
+  '--spot --subnetwork --tags --topology --type --valid-after-duration '
+  '--valid-after-time --valid-until-duration --valid-until-time --zone',
+  'compute tpus queued-resources describe': '--zone',
+  'compute tpus queued-resources delete': '--async --force --zone',
+  'compute tpus queued-resources ssh': '--batch-size --command --dry-run --force-key-file-overwrite '
+  '--internal-ip --node --output-directory --plain --ssh-flag '
+  '--ssh-key-expiration --ssh-key-expire-after --ssh-key-file '
+  '--strict-host-key-checking --tunnel-through-iap --worker --zone',
+  'compute tpus queued-resources scp': '--batch-size --compress --dry-run --force-key-file-overwrite '
+  '--internal-ip --node --plain --recurse --scp-flag '
+  '--ssh-key-expiration --ssh-key-expire-after --ssh-key-file '
+  '--strict-host-key-checking --tunnel-through-iap --worker --zone',
+  'compute tpus tpu-vm describe': '--zone',
+  # 'Request TPU Spot VMs', https://docs.cloud.google.com/tpu/docs/spot-compute
+  # for its first six.
+  'compute instance-templates create': '--machine-type --maintenance-policy --provisioning-model '
+  '--instance-termination-action --image-family --image-project '
+  '--boot-disk-size --boot-disk-type --scopes --max-run-duration --subnet '
+  '--network --network-interface --metadata --labels --service-account '
+  '--reservation --reservation-affinity --no-address '
+  '--instance-template-region',
+  'compute instance-templates delete': '--global --region',
+  'compute resource-policies create workload-policy': '--type --accelerator-topology --accelerator-topology-mode '
+  '--max-topology-distance --description --region',
+  'compute resource-policies delete': '--region',
+  # --target-size-policy-mode: 'About bulk mode in MIGs',
+  # https://docs.cloud.google.com/compute/docs/instance-groups/about-bulk-mode.
+  'compute instance-groups managed create': '--size --template --base-instance-name --default-action-on-vm-failure '
+  '--description --instance-redistribution-type '
+  '--target-distribution-shape --target-size-policy-mode '
+  '--workload-policy --region --zone --zones',
+  'compute instance-groups managed delete': '--region --zone',
+  'compute instance-groups managed list-instances': '--filter --limit --page-size --region --sort-by --uri --zone',
+  'compute ssh': '--command --container --dry-run --force-key-file-overwrite '
+  '--internal-ip --plain --ssh-flag --ssh-key-expiration '
+  '--ssh-key-expire-after --ssh-key-file --strict-host-key-checking '
+  '--troubleshoot --tunnel-through-iap --zone',
+  'compute scp': '--compress --dry-run --force-key-file-overwrite --internal-ip --plain '
+  '--port --recurse --scp-flag --ssh-key-expiration '
+  '--ssh-key-expire-after --ssh-key-file --strict-host-key-checking '
+  '--tunnel-through-iap --zone',
+  'storage rsync': '--checksums-only --continue-on-error --dry-run --exclude '
+  '--ignore-symlinks --no-clobber --preserve-posix --recursive '
+  '--delete-unmatched-destination-objects',
+}
+
+# Plays a cloud, in bash since Python would take longer to start than all the rest.
+# There is a folder for each creation, whose files hold: create, the error it
+# meets; states, what is told of it in turn, a line each with / for line ends, the
+# last one for ever; node, its node's state; setup, exit codes in turn; follow, for
+# each connection in turn the lines so far and an exit code, 'lost' or 'hang'; gone,
+# its state after the last connection; delete, the error that deleting meets.
+_GCLOUD = r"""
+    #!/bin/bash
+    cd "${0%/*}" || exit 1
+    . ./flags
+    line=$(printf '%s\x1f' "$@")
+    echo "$line" >>calls  # At once, since several hosts are asked at the same time.
+    plain=() names=()
+    for word in "$@"; do
+      case $word in
+        --*) names+=("${word%%=*}") ;;
+        *) plain+=("$word") ;;
+      esac
+    done
+    for ((n = ${#plain[@]}; n; n--)); do
+      verb=${plain[*]:0:n}
+      [[ ${flags[$verb]+known} ]] && break
+    done
+    for name in "${names[@]}"; do
+      [[ " ${flags[$verb]-} --project --quiet --format " == *" $name "* ]] && continue
+      echo "$verb $name" | tee -a refused >&2
+      exit 2
+    done
+    fail() { echo "ERROR: (gcloud) $1" >&2; exit "${2-1}"; }
+    in_turn() {  # The next line of a file of this life; its last one for ever.
+      local n=$(($(cat "$life/$1-asked" 2>/dev/null) + 1)) lines
+      echo $n >"$life/$1-asked"
+      mapfile -t lines <"$life/$1"
+      turn=${lines[n > ${#lines[@]} ? ${#lines[@]} - 1 : n - 1]}
+    }
+    life=$(cat life)
+    case $verb in
+      *'resources create' | *'managed create')
+        life=$((life + 1))
+        [[ -d $life ]] || life=$((life - 1))
+        rm -f $life/*-asked $life/went
+        echo $life >life
+        [[ -f $life/create ]] && fail "$(cat $life/create)"
+        touch exists ;;
+      *'templates create' | *workload-policy | *'templates delete' | \
+        *'policies delete' | *scp | 'storage rsync') ;;
+      *describe | *list-instances)
+        [[ -f exists ]] || fail 'NOT_FOUND: Resource was not found'
+        if [[ $* == *'value(name)'* ]]; then cat machines
+        elif [[ $verb == *tpu-vm* ]]; then cat $life/node
+        elif [[ -f $life/went ]]; then in_turn states; tr / '\n' <$life/gone
+        else in_turn states; tr / '\n' <<<"$turn"
+        fi ;;
+      *delete)
+        [[ -f exists ]] || fail 'NOT_FOUND: Resource was not found'
+        [[ -f $life/delete ]] && fail "$(cat $life/delete)"
+        rm exists ;;
+      *ssh)
+        [[ $* =~ tpu_worker.sh\ ([a-z]+)\ ?([0-9]*) ]]
+        case ${BASH_REMATCH[1]} in
+          first) tail -n 1 machines ;;
+          setup) in_turn setup; exit $turn ;;
+          follow)
+            in_turn follow
+            read -r count how <<<"$turn"
+            for ((i = BASH_REMATCH[2]; i <= count; i++)); do echo "life $life line $i"; done
+            [[ $how == hang ]] && { echo $$ >hangs; exec sleep 300; }
+            [[ -f $life/gone ]] && touch $life/went
+            [[ $how == lost ]] && fail 'connection lost' 255
+            echo "exit $how" ;;
+        esac ;;
+      *) echo "$*" | tee -a refused >&2; exit 2 ;;
+    esac
+    """
+
+
+class _Cloud:
+  """A repository with the scripts, and a gcloud that plays `lives`."""
+
+  def __init__(self, path, *lives, machines='slice-a'):
+    self.path, self.tools = path / 'repository', path / 'tools'
+    _write(self.tools / 'gcloud', _GCLOUD.lstrip('\n'))
+    flags = ' '.join(f'["{verb}"]="{f}"' for verb, f in _FLAGS.items())
+    (self.tools / 'flags').write_text(f'declare -A flags=({flags})\n')
+    (self.tools / 'machines').write_text(f'{machines}\n')
+    (self.tools / 'life').write_text('-1\n')
+    defaults = {'states': 'ACTIVE', 'node': 'READY', 'setup': '0'}
+    for number, life in enumerate(lives):
+      for key, text in (defaults | life).items():
+        _write(self.tools / str(number) / key, f'{text}\n')
+    shutil.copytree(_LAUNCH, self.path / 'launch')
+    _write(self.path / 'experiments' / 'x.py', 'print(1)\n')
+    self.git('init', '-q')
+    self.git('add', '.')
+    self.git('-c', 'user.name=a', '-c', 'user.email=a', 'commit', '-qm', 'a')
+
+  def git(self, *words):
+    subprocess.run(['git', '-C', self.path, *words], check=True)
+
+  def start(self, *words, accelerator='v4-16'):
+    return subprocess.Popen(
+      [
+        *_HEEDING,
+        self.path / 'launch' / 'tpu_pod.sh',
+        f'--accelerator={accelerator}',
+        '--name=slice',
+        '--project=mine',
+        '--bucket=gs://bucket/some',
+        '--poll-seconds=0',
+        '--backoff-seconds=0',
+        *words,
+        '--',
+        'python',
+        'experiments/x.py',
+        '--config.seed=1',
+      ],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=_environment(self.tools),
+      cwd=self.path.parent,
+    )
+
+  def run(self, *words, **options):
+    """Exit code, stdout, stderr."""
+    process = self.start(*words, **options)
+    stdout, stderr = _communicate(process, timeout=30)
+    return process.returncode, stdout, stderr
+
+  def calls(self):
+    """What gcloud was asked for, as words, without questions."""
+    refused = self.tools / 'refused'
+    assert not refused.exists(), refused.read_text()
+    calls = [
+      line.split('\x1f')[:-1]
+      for line in (self.tools / 'calls').read_text().split('\n')
+    ]
+    return [
+      call
+      for call in calls
+      if call and 'describe' not in call and 'list-instances' not in call
+    ]
+
+  def steps(self):
+    """The same in a word each."""
+    steps = []
+    for call in self.calls():
+      command = [
+        w for w in call if w.startswith('--command=bash tpu_worker.sh ')
+      ]
+      kind = next(
+        w for w in call if w in ('create', 'delete', 'scp', 'ssh', 'rsync')
+      )
+      steps.append(command[0].split()[2] if command else kind)
+    return steps
+
+  @property
+  def exists(self):
+    return (self.tools / 'exists').exists()
+
+
+@pytest.fixture(scope='module')
+def repository(tmp_path_factory):
+  return _Cloud(tmp_path_factory.mktemp('cloud')).path
+
+
+_ONCE = ['create', 'scp', 'setup', 'start', 'follow']
+_END = ['rsync', 'delete']
+
+
+@pytest.mark.parametrize('code', [0, 1, 2])
+def test_tpu_runs_once_fetches_deletes_and_returns_the_code(code, tmp_path):
+  cloud = _Cloud(
+    tmp_path,
+    {
+      'states': 'WAITING_FOR_RESOURCES\nPROVISIONING\nACTIVE',
+      'follow': f'3 {code}',
+    },
+  )
+  returned, stdout, stderr = cloud.run()
+  assert returned == code, stderr
+  assert cloud.steps() == _ONCE + _END and not cloud.exists
+  lines = [f'life 0 line {i}' for i in (1, 2, 3)]
+  assert stdout.splitlines() == [*lines, f'exit {code}']
+  log = cloud.path / 'runs' / 'slice' / 'worker_0.log'
+  assert log.read_text() == stdout
+  assert 'slice: PROVISIONING' in stderr
+
+
+def test_tpu_commands_are_whole(tmp_path):
+  cloud = _Cloud(tmp_path, {'follow': '1 0'})
+  assert cloud.run('--spot')[0] == 0
+  create, scp, setup, start, follow, rsync, delete = cloud.calls()
+  where = ['--project=mine', '--zone=us-central2-b', '--quiet']
+  queued = ['compute', 'tpus', 'queued-resources']
+  assert create == queued + [
+    'create',
+    'slice',
+    '--node-id=slice',
+    '--accelerator-type=v4-16',
+    '--runtime-version=tpu-ubuntu2204-base',
+    '--scopes=https://www.googleapis.com/auth/cloud-platform',
+    '--spot',
+    *where,
+  ]
+  assert scp[:4] == [*queued, 'scp'] and scp[5:7] == [
+    'launch/tpu_worker.sh',
+    'slice:',
+  ]
+  everyone = ['--worker=all', '--batch-size=all', *where]
+  assert scp[7:] == everyone and scp[4].endswith('/podrl.tar.gz')
+  assert setup == queued + [
+    'ssh',
+    'slice',
+    '--command=bash tpu_worker.sh setup bucket /mnt/podrl',
+    *everyone,
+  ]
+  assert start == queued + [
+    'ssh',
+    'slice',
+    '--command=bash tpu_worker.sh start python '
+    'experiments/x.py --config.seed=1 --coordinator=auto '
+    '--workdir=/mnt/podrl/some/slice --resume',
+    *everyone,
+  ]
+  assert follow == queued + [
+    'ssh',
+    'slice',
+    '--command=bash tpu_worker.sh follow 1',
+    '--worker=0',
+    *where,
+  ]
+  assert rsync == [
+    'storage',
+    'rsync',
+    '--recursive',
+    '--exclude=(.*/)?checkpoints/.*',
+    'gs://bucket/some/slice',
+    'runs/slice',
+    '--project=mine',
+  ]
+  assert delete == queued + ['delete', 'slice', '--force', *where]
+
+
+@pytest.mark.parametrize(
+  'life',
+  [
+    {'follow': '2 75'},
+    {'follow': '2 1', 'gone': 'SUSPENDING'},
+    {'follow': '2 lost', 'gone': 'SUSPENDED'},
+  ],
+)
+def test_tpu_goes_on_after_a_preemption(life, tmp_path):
+  cloud = _Cloud(tmp_path, life, {'follow': '1 0'})
+  code, stdout, stderr = cloud.run()
+  assert code == 0, stderr
+  assert cloud.steps() == _ONCE + ['delete'] + _ONCE + _END
+  assert 'preempted' in stderr and stdout.endswith('life 1 line 1\nexit 0\n')
+  assert not cloud.exists
+
+
+def test_tpu_sees_that_the_node_has_gone(tmp_path):
+  cloud = _Cloud(tmp_path, {'node': 'PREEMPTED'}, {'follow': '1 0'})
+  assert cloud.run()[0] == 0
+  assert cloud.steps() == ['create', 'delete'] + _ONCE + _END
+
+
+def test_tpu_takes_a_lost_connection_up_where_it_was_lost(tmp_path):
+  cloud = _Cloud(tmp_path, {'follow': '2 lost\n0 lost\n5 lost\n6 0'})
+  code, stdout, _ = cloud.run()
+  assert code == 0
+  assert stdout.splitlines() == [f'life 0 line {i}' for i in range(1, 7)] + [
+    'exit 0'
+  ]
+  assert cloud.steps() == _ONCE + ['follow'] * 3 + _END
+  assert [
+    call[5].split()[-1] for call in cloud.calls() if 'follow' in call[5]
+  ] == ['1', '3', '3', '6']
+
+
+def test_tpu_tries_to_create_again_and_then_gives_up(tmp_path):
+  lives = [{'create': 'RESOURCE_EXHAUSTED'}, {'states': 'CREATING\nFAILED'}]
+  cloud = _Cloud(tmp_path / 'a', *lives, {'follow': '1 0'})
+  assert cloud.run('--create-attempts=3')[0] == 0
+  assert cloud.steps() == ['create', 'delete'] * 2 + _ONCE + _END
+  cloud = _Cloud(tmp_path / 'b', *lives)
+  code, _, stderr = cloud.run('--create-attempts=2')
+  assert code == 1 and 'gave up' in stderr
+  assert cloud.steps()[:4] == ['create', 'delete'] * 2 and not cloud.exists
+
+
+def test_tpu_gives_up_where_no_run_gets_to_its_first_line(tmp_path):
+  cloud = _Cloud(tmp_path, {'follow': '0 75'})
+  code, _, stderr = cloud.run('--create-attempts=2')
+  assert code == 1 and 'gave up' in stderr
+  assert cloud.steps()[:12] == (_ONCE + ['delete']) * 2 and not cloud.exists
+
+
+def test_tpu_does_not_repeat_what_cannot_be(tmp_path):
+  cloud = _Cloud(tmp_path, {'create': 'PERMISSION_DENIED: not yours'})
+  code, _, stderr = cloud.run()
+  assert code == 2 and 'not yours' in stderr
+  assert cloud.steps() == ['create', 'delete']
+
+
+def test_tpu_repeats_the_setup_of_a_machine_that_does_not_answer_yet(tmp_path):
+  cloud = _Cloud(tmp_path / 'a', {'setup': '255\n255\n0', 'follow': '1 0'})
+  assert cloud.run()[0] == 0
+  assert cloud.steps() == [
+    'create',
+    *['scp', 'setup'] * 3,
+    'start',
+    'follow',
+    *_END,
+  ]
+  cloud = _Cloud(tmp_path / 'b', {'setup': '1'})
+  assert cloud.run()[0] == 1
+  assert cloud.steps() == ['create', *['scp', 'setup'] * 5, *_END]
+
+
+def test_tpu_keeps_the_slice_and_uses_it_again(tmp_path):
+  cloud = _Cloud(tmp_path, {'follow': '1 0'})
+  code, _, stderr = cloud.run('--keep')
+  assert code == 0 and cloud.steps() == _ONCE + ['rsync'] and cloud.exists
+  assert 'gcloud compute tpus queued-resources delete slice' in stderr
+  assert cloud.run()[0] == 0
+  assert cloud.steps() == _ONCE + ['rsync'] + _ONCE[1:] + _END
+
+
+def test_tpu_says_how_to_delete_what_it_could_not(tmp_path):
+  cloud = _Cloud(tmp_path, {'follow': '1 0', 'delete': 'UNAVAILABLE'})
+  code, _, stderr = cloud.run()
+  assert code == 0 and 'could not be deleted' in stderr
+  assert '\ngcloud compute tpus queued-resources delete slice --force' in stderr
+
+
+@pytest.mark.parametrize(
+  'number,code,keep', [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)]
+)
+def test_tpu_saves_and_deletes_where_it_is_interrupted(
+  number, code, keep, tmp_path
+):
+  cloud = _Cloud(tmp_path, {'follow': '2 hang'})
+  process = cloud.start(*['--keep'] * keep)
+  _wait_until((cloud.tools / 'hangs').exists)
+  _wait_until(lambda: (cloud.tools / 'hangs').read_text())
+  pid = int((cloud.tools / 'hangs').read_text())
+  process.send_signal(number)
+  _, stderr = _communicate(process)
+  assert process.returncode == code, stderr
+  assert cloud.steps() == _ONCE + ['stop', 'rsync'] + ['delete'] * (not keep)
+  assert cloud.exists == keep
+  _have_ended([pid])
+
+
+def test_tpu_interrupted_in_the_queue_leaves_it(tmp_path):
+  cloud = _Cloud(tmp_path, {'states': 'WAITING_FOR_RESOURCES'})
+  process = cloud.start('--poll-seconds=300')
+  _wait_until((cloud.tools / '0' / 'states-asked').exists)
+  time.sleep(0.2)  # Until it is waiting itself.
+  process.send_signal(signal.SIGINT)
+  _, stderr = _communicate(process)
+  assert process.returncode == 130, stderr
+  assert cloud.steps() == ['create', 'delete'] and not cloud.exists
+
+
+def test_tpu7x_is_an_instance_group(tmp_path):
+  cloud = _Cloud(
+    tmp_path,
+    {
+      'states': '\nSTAGING\nRUNNING\nRUNNING/STAGING\nRUNNING/RUNNING',
+      'follow': '1 lost',
+      'gone': 'RUNNING/STOPPING',
+    },
+    {'states': 'RUNNING/RUNNING', 'follow': '2 0'},
+    machines='slice-a\nslice-b',
+  )
+  code, stdout, stderr = cloud.run('--spot', accelerator='tpu7x-16')
+  assert code == 0, stderr
+  once = (
+    ['create'] * 3
+    + ['scp'] * 2
+    + ['first']
+    + (['setup'] * 2 + ['start'] * 2 + ['follow'])
+  )
+  assert (
+    cloud.steps() == once + ['delete'] * 3 + once + ['rsync'] + ['delete'] * 3
+  )
+  # Asked until both ran, and once when the connection was lost.
+  assert (cloud.tools / '0' / 'states-asked').read_text() == '6\n'
+  template, policy, group = cloud.calls()[:3]
+  assert template[:4] == ['compute', 'instance-templates', 'create', 'slice']
+  assert {
+    '--machine-type=tpu7x-standard-4t',
+    '--provisioning-model=SPOT',
+    '--image-family=ubuntu-accel-2404-amd64-tpu-tpu7x',
+  } <= set(template)
+  assert '--accelerator-topology=2x2x2' in policy
+  assert group[2:] == [
+    'managed',
+    'create',
+    'slice',
+    '--template=slice',
+    '--size=2',
+    '--default-action-on-vm-failure=do-nothing',
+    '--target-size-policy-mode=bulk',
+    '--workload-policy=projects/mine/regions/us-central1/resourcePolicies/slice',
+    '--project=mine',
+    '--zone=us-central1-c',
+    '--quiet',
+  ]
+  follow = [c for c in cloud.calls() if any('follow' in w for w in c)]
+  # The host of process 0, as the hosts themselves say.
+  assert [call[:3] for call in follow] == [['compute', 'ssh', 'slice-b']] * 2
+
+
+@pytest.mark.parametrize(
+  'accelerator,expected',
+  [
+    (
+      'v4-8',
+      [
+        '--accelerator-type=v4-8',
+        '--runtime-version=tpu-ubuntu2204-base',
+        '--zone=us-central2-b',
+      ],
+    ),
+    (
+      'v5e-256',
+      [
+        '--accelerator-type=v5litepod-256',
+        '--coordinator=auto',
+        '--runtime-version=v2-alpha-tpuv5-lite',
+      ],
+    ),
+    (
+      'v6e-8',
+      ['--accelerator-type=v6e-8', '--runtime-version=v2-alpha-tpuv6e'],
+    ),
+    (
+      'tpu7x-8',
+      ['--size=1', '--machine-type=tpu7x-standard-4t', '--zone=us-central1-c'],
+    ),
+    (
+      'tpu7x-128',
+      ['--size=16', '--accelerator-topology=4x4x4', '--coordinator=auto'],
+    ),
+  ],
+)
+def test_tpu_dry_run_prints_commands_that_a_shell_accepts(
+  accelerator, expected, tmp_path
+):
+  cloud = _Cloud(tmp_path, {'states': 'RUNNING', 'follow': '1 0'})
+  code, stdout, stderr = cloud.run('--dry-run', accelerator=accelerator)
+  assert code == 0 and stderr == ''
+  assert not (cloud.tools / 'calls').exists()  # None was run.
+  for word in expected:
+    assert f' {word}' in stdout
+  assert ('--coordinator=auto' in expected) == ('--coordinator=auto' in stdout)
+  # And now all are: the cloud takes them, in the order of a real run.
+  script = _write(tmp_path / 'pasted.sh', stdout)
+  subprocess.run(
+    ['bash', script],
+    env=_environment(cloud.tools),
+    timeout=30,
+    cwd=cloud.path,
+    check=True,
+    capture_output=True,
+  )
+  order = list(dict.fromkeys(cloud.steps()))
+  assert order == _ONCE + _END and not cloud.exists
+
+
+@pytest.mark.parametrize(
+  'words,message',
+  [
+    ('--accelerator=v3-8 --', 'is unknown; try v4-8'),
+    ('--accelerator=tpu7x-12 --', 'has no topology'),
+    ('--accelerator=tpu7x-24 --topology=2x2x2 --', 'has not the 12 chips'),
+    ('--accelerator=v4-8 --name=A --', 'try small letters'),
+    ('--accelerator=v4-8 --bucket=mine --', 'is not gs://NAME'),
+    ('--accelerator=v4-8 --spott --', 'is unknown'),
+    ('--accelerator=v4-8 --poll-seconds=x --', 'is not a number'),
+    ('--accelerator=v4-8', 'a command are missing'),
+    ('--', 'a command is missing'),
+    ('-- python experiments/x.py', '--accelerator is missing'),
+    ('--accelerator=v4-8 -- python experiments/y.py', 'not in the last commit'),
+    (
+      '--accelerator=v4-8 -- python experiments/x.py --workdir=a',
+      'set by this script',
+    ),
+  ],
+)
+def test_tpu_names_the_mistake_in_a_line(words, message, repository):
+  words = words.split()
+  if words[-1] == '--' and len(words) > 1:
+    words += ['python', 'experiments/x.py']
+  result = subprocess.run(
+    [repository / 'launch' / 'tpu_pod.sh', '--dry-run', *words],
+    capture_output=True,
+    text=True,
+    env=_environment(repository.parent / 'tools'),
+  )
+  assert result.returncode == 2 and result.stdout == ''
+  assert message in result.stderr and result.stderr.count('\n') == 1
+
+
+def test_tpu_wants_project_bucket_and_a_clean_tree(tmp_path):
+  cloud = _Cloud(tmp_path, {'follow': '1 0'})
+  code, _, stderr = cloud.run('--project=')
+  assert code == 2 and '--project is missing' in stderr
+  code, _, stderr = cloud.run('--bucket=')
+  assert code == 2 and '--bucket is missing' in stderr
+  (cloud.path / 'experiments' / 'x.py').write_text('print(2)\n')
+  code, _, stderr = cloud.run()
+  assert code == 2 and 'commit or stash' in stderr and stderr.count('\n') == 1
+  assert not (cloud.tools / 'calls').exists()
+
+
+# --- tpu_worker.sh
+
+
+@pytest.fixture
+def worker(tmp_path):
+  """Runs tpu_worker.sh on a host that has all it installs."""
+  tools, home = tmp_path / 'tools', tmp_path / 'home'
+  for name in ('gcsfuse', 'uv'):
+    _write(tools / name, f'#!/bin/sh\necho {name} "$@" >>{tmp_path}/calls\n')
+  _write(tools / 'mountpoint', '#!/bin/sh\nexit 1\n')
+  _write(tools / 'sudo', '#!/bin/sh\nexec "$@"\n')
+  (home / 'podrl').mkdir(parents=True)
+  shutil.copy(_LAUNCH / 'tpu_worker.sh', home)
+
+  def run(*words, **options):
+    return subprocess.run(
+      ['bash', 'tpu_worker.sh', *words],
+      cwd=home,
+      text=True,
+      timeout=20,
+      env=_environment(tools, HOME=str(home)),
+      capture_output=True,
+      **options,
+    )
+
+  run.home, run.calls = home, tmp_path / 'calls'
+  yield run
+  run('stop')
+
+
+def test_worker_runs_detached_and_tells_the_exit_code(worker):
+  program = 'import os, sys; print(os.getcwd(), sys.argv[1:]); sys.exit(7)'
+  started = worker('start', *_PYTHON, '-c', program, 'two words')
+  assert started.returncode == 0 and started.stdout == ''
+  followed = worker('follow', '1').stdout.splitlines()
+  assert followed == [f"{worker.home}/podrl ['two words']", 'exit 7']
+  assert worker('follow', '2').stdout == 'exit 7\n'
+
+
+def test_worker_stops_a_run_with_sigterm_and_waits_for_it(worker):
+  program = """if True:
+      import signal, sys, time
+      signal.signal(signal.SIGTERM, lambda *_: (
+          time.sleep(0.3), print('saved', flush=True), sys.exit(75)))
+      print('ready', flush=True)
+      time.sleep(300)
+      """
+  worker('start', *_PYTHON, '-c', program)
+  log = worker.home / 'podrl-run.log'
+  _wait_until(lambda: 'ready' in log.read_text())
+  assert worker('stop').returncode == 0
+  assert worker('follow', '1').stdout == 'ready\nsaved\nexit 75\n'
+
+
+def test_worker_takes_a_run_that_has_vanished_for_preempted(worker):
+  worker('start', 'sleep', '300')
+  pid = int((worker.home / 'podrl-run.pid').read_text())
+  os.killpg(pid, signal.SIGKILL)
+  assert worker('follow', '1').stdout == 'exit 75\n'
+
+
+def test_worker_mounts_and_installs_what_has_changed(worker):
+  home = worker.home
+  for path in ('podrl-venv/bin/python', 'podrl-uv/bin/uv'):
+    _write(home / path, f'#!/bin/sh\necho {path} "$@" >>{worker.calls}\n')
+  (home / 'podrl' / 'old').touch()
+  new = _write(home / 'tree' / 'new', '')
+  archive = ['tar', '-czf', home / 'podrl.tar.gz', '-C', new.parent, 'new']
+  subprocess.run(archive, check=True)
+  mount = home / 'mount'
+  result = worker('setup', 'bucket', str(mount))
+  assert result.returncode == 0, result.stderr
+  assert [p.name for p in (home / 'podrl').iterdir()] == ['new']
+  mounted, installed = worker.calls.read_text().splitlines()
+  # A rename of directories, and one host's writes seen by all, need these.
+  assert mounted.startswith('gcsfuse ') and mounted.endswith(f' bucket {mount}')
+  assert {
+    '--rename-dir-limit=1000000',
+    '--metadata-cache-ttl-secs=0',
+    '--enable-streaming-writes=false',
+  } <= set(mounted.split())
+  assert installed.endswith(f'-e {home}/podrl[tpu]')
+  assert worker('setup', 'bucket', str(mount)).returncode == 0
+  assert len(worker.calls.read_text().splitlines()) == 3  # Mounted alone.

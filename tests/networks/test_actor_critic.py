@@ -1,0 +1,201 @@
+"""Networks: heads, memories against plain loops, steps against unrolls."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.networks import actor_critic as networks
+from podrl.networks import torsos
+from podrl.types import Discrete, EnvSpec
+
+_OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
+
+
+def _network(core, shared_torso=False):
+  network = networks.make_network(
+    lambda: torsos.MLP((16,)),
+    _OBS,
+    3,
+    shared_torso=shared_torso,
+    core=core,
+    core_size=8,
+  )
+  return network._replace(
+    init=jax.jit(network.init), unroll=jax.jit(network.unroll)
+  )
+
+
+def _sequence(seed=0, length=12, batch=4):
+  """Observations and first steps, with joints within."""
+  rng = np.random.default_rng(seed)
+  is_first = rng.random((length, batch)) < 0.2
+  is_first[5:6, 0] = True
+  return rng.normal(size=(length, batch, 5)).astype(np.float32), is_first
+
+
+def _random_carry(network, batch=4):
+  return jax.tree.map(
+    lambda x: jax.random.normal(jax.random.key(3), x.shape),
+    network.initial_carry(batch),
+  )
+
+
+def test_separate_torsos_share_nothing():
+  network = _network('none')
+  params = network.init(jax.random.key(0))
+  obs, is_first = _sequence(length=1, batch=1)
+  of_policy, of_value = (
+    jax.grad(lambda p: network.unroll(p, obs, is_first, ())[i].ravel()[0])(
+      params
+    )
+    for i in (0, 1)
+  )
+  for x, y in zip(jax.tree.leaves(of_value), jax.tree.leaves(of_policy)):
+    assert not (np.any(x) and np.any(y))
+
+
+@pytest.mark.parametrize(
+  'name,image,core',
+  [
+    ('mlp', (3, 3, 1), 'gru'),
+    ('nature_cnn', (36, 36, 2), 'none'),
+    ('impala_resnet', (9, 9, 2), 'lstm'),
+  ],
+)
+def test_bfloat16_torsos_keep_float32_parameters_and_heads(name, image, core):
+  obs = jax.ShapeDtypeStruct(image, jnp.float32)
+  spec = EnvSpec(obs, False, Discrete(3), 1, 100)
+
+  def network(dtype):
+    return networks.make_network(
+      torsos.make_torso(name, spec, hidden_sizes=(16,), dtype=dtype),
+      obs,
+      3,
+      core=core,
+    )
+
+  params = jax.jit(network(jnp.float32).init)(jax.random.key(1))
+  assert {
+    x.dtype
+    for x in jax.tree.leaves(
+      jax.eval_shape(network(jnp.bfloat16).init, jax.random.key(1))
+    )
+  } == {jnp.dtype('float32')}
+  exact, rounded = (
+    jax.jit(network(t).unroll)(
+      params,
+      jax.random.uniform(jax.random.key(0), (1, 2, *image)),
+      jnp.ones((1, 2), bool),
+      network(t).initial_carry(2),
+    )[:2]
+    for t in (jnp.float32, jnp.bfloat16)
+  )
+  for x, y in zip(exact, rounded):
+    assert y.dtype == jnp.float32 and np.any(x != y)
+    np.testing.assert_allclose(x, y, rtol=0.1, atol=0.02)
+
+
+def _sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def _gru(p, x, h):
+  """Cho et al. 2014, with the reset gate after the product (its v3)."""
+  dense = lambda name, y: y @ p[name]['kernel'] + p[name].get('bias', 0)
+  r = _sigmoid(dense('ir', x) + dense('hr', h))
+  z = _sigmoid(dense('iz', x) + dense('hz', h))
+  n = np.tanh(dense('in', x) + r * dense('hn', h))
+  h = (1 - z) * n + z * h
+  return h, h
+
+
+def _lstm(p, x, carry):
+  """Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al."""
+  c, h = carry
+  gate = lambda g: (
+    x @ p[f'i{g}']['kernel'] + h @ p[f'h{g}']['kernel'] + (p[f'h{g}']['bias'])
+  )
+  c = _sigmoid(gate('f')) * c + _sigmoid(gate('i')) * np.tanh(gate('g'))
+  h = _sigmoid(gate('o')) * np.tanh(c)
+  return h, (c, h)
+
+
+@pytest.mark.parametrize('kind,cell', [('gru', _gru), ('lstm', _lstm)])
+def test_a_core_is_a_plain_loop_that_forgets_at_first_steps(kind, cell):
+  core = networks.Core(kind, 6)
+  x, is_first = _sequence()
+  zeros = np.zeros((4, 6), np.float32)
+  carry = zeros if kind == 'gru' else (zeros, zeros)
+  carry = jax.tree.map(lambda c: c + np.float32(0.5), carry)
+  outputs, (params) = core.init_with_output(
+    jax.random.key(0), x, is_first, carry
+  )
+  (params,) = jax.device_get(params)['params'].values()
+  params = jax.tree.map(np.asarray, params)
+  expected = []
+  for x_t, first in zip(x, is_first):
+    carry = jax.tree.map(lambda c: np.where(first[:, None], 0, c), carry)
+    y, carry = cell(params, x_t, carry)
+    expected.append(y)
+  np.testing.assert_allclose(outputs[0], expected, atol=1e-5)
+  for a, b in zip(jax.tree.leaves(outputs[1]), jax.tree.leaves(carry)):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize('shared_torso', [False, True])
+@pytest.mark.parametrize('core', ['gru', 'lstm'])
+def test_steps_equal_the_unroll(core, shared_torso):
+  network = _network(core, shared_torso)
+  params = network.init(jax.random.key(0))
+  obs, is_first = _sequence()
+  carry = first_carry = _random_carry(network)
+  heads, values = [], []
+  for t in range(len(obs)):
+    head, value, carry = network.unroll(
+      params, obs[t : t + 1], is_first[t : t + 1], carry
+    )
+    heads.append(head[0])
+    values.append(value[0])
+  unrolled = network.unroll(params, obs, is_first, first_carry)
+  stepped = jnp.stack(heads), jnp.stack(values), carry
+  for a, b in zip(jax.tree.leaves(unrolled), jax.tree.leaves(stepped)):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+  # It remembers: the carry matters until the first joint.
+  forgetful, _, _ = network.unroll(
+    params, obs, is_first, network.initial_carry(4)
+  )
+  assert not np.allclose(forgetful, unrolled[0], atol=1e-5)
+
+
+@pytest.mark.parametrize('core', ['gru', 'lstm'])
+def test_nothing_passes_a_joint(core):
+  network = _network(core)
+  params = network.init(jax.random.key(0))
+  obs, is_first = _sequence()
+
+  def after(obs, carry):
+    head, value, _ = network.unroll(params, obs, is_first, carry)
+    return head[5:, 0], value[5:, 0]
+
+  changes = jax.jacrev(after, (0, 1))(obs, _random_carry(network))
+  for of_obs, of_carry in changes:
+    of_obs = np.asarray(of_obs)  # [..., T, B, 5]
+    assert np.any(of_obs[..., 5:, 0, :])
+    assert not np.any(of_obs[..., :5, 0, :])
+    assert not any(np.any(x) for x in jax.tree.leaves(of_carry))
+
+
+def test_constant_parameters_are_the_same_in_all_states():
+  network = networks.make_network(
+    lambda: torsos.MLP((16,)), _OBS, 5, num_constant_params=2
+  )
+  params = network.init(jax.random.key(0))
+  params['params']['constant'] += jnp.float32([7, 8])
+  obs, is_first = _sequence()
+  head, _, _ = network.unroll(params, obs, is_first, ())
+  assert head.shape == (12, 4, 5)
+  np.testing.assert_array_equal(
+    head[..., 3:], np.broadcast_to(np.float32([7, 8]), (12, 4, 2))
+  )
+  assert len(np.unique(head[..., 0])) == 48

@@ -1,0 +1,128 @@
+"""Torsos: the matmul convolution, dtypes and the choice by observation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.networks import torsos
+from podrl.types import Discrete, EnvSpec
+
+
+def _spec(shape, dtype=jnp.uint8, channels_first=False):
+  obs = jax.ShapeDtypeStruct(shape, dtype)
+  return EnvSpec(obs, channels_first, Discrete(3), 1, 100)
+
+
+@pytest.mark.parametrize(
+  'padding,kernel,stride,size',
+  [
+    ('VALID', 3, 1, (10, 10)),
+    ('SAME', 3, 1, (9, 10)),
+    ('VALID', 4, 2, (13, 16)),
+    ('SAME', 3, 2, (13, 16)),
+    ('SAME', 4, 3, (13, 16)),
+  ],
+)
+def test_matmul_convolution_equals_lax(padding, kernel, stride, size):
+  x = jax.random.normal(jax.random.key(0), (2, *size, 3))
+  ours = torsos.Conv(5, kernel, stride, padding, matmul=True)
+  lax = torsos.Conv(5, kernel, stride, padding, matmul=False)
+  params = lax.init(jax.random.key(1), x)
+
+  def value_and_grad(module):
+    return jax.value_and_grad(
+      lambda p, x: jnp.sum(jnp.sin(module.apply(p, x))), (0, 1)
+    )(params, x)
+
+  np.testing.assert_allclose(
+    ours.apply(params, x), lax.apply(params, x), atol=1e-5
+  )
+  for a, b in zip(
+    jax.tree.leaves(value_and_grad(ours)), jax.tree.leaves(value_and_grad(lax))
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  'shape,expected',
+  [
+    ((4,), torsos.MLP),
+    ((10, 5), torsos.MLP),
+    ((2, 2, 3), torsos.MLP),
+    ((10, 10, 4), torsos.ConvNet),
+    ((84, 84, 4), torsos.ConvNet),
+  ],
+)
+def test_auto_fits_the_observation(shape, expected):
+  spec = _spec(shape)
+  torso = torsos.make_torso('auto', spec, hidden_sizes=(8, 16))()
+  assert isinstance(torso, expected)
+  obs = jnp.zeros((2, *shape), jnp.uint8)
+  features, _ = torso.init_with_output(jax.random.key(0), obs)
+  assert features.shape == (2, 16) and features.dtype == jnp.float32
+
+
+@pytest.mark.parametrize('name', ['conv', 'nature_cnn', 'impala_resnet'])
+def test_images_may_be_channels_first_and_uint8(name):
+  image = (
+    np.random.default_rng(0).integers(0, 256, (2, 40, 44, 3)).astype(np.uint8)
+  )
+  last = torsos.make_torso(name, _spec(image.shape[1:]), hidden_sizes=(8,))()
+  chw = np.moveaxis(image, -1, 1)
+  first = torsos.make_torso(
+    name, _spec(chw.shape[1:], channels_first=True), hidden_sizes=(8,)
+  )()
+  params = last.init(jax.random.key(0), image)
+  expected = last.apply(params, image)
+  np.testing.assert_allclose(
+    first.apply(params, chw), expected, rtol=1e-4, atol=1e-4
+  )
+  # uint8 means 0 ... 255 for 0 ... 1.
+  np.testing.assert_allclose(
+    last.apply(params, (image / 255.0).astype(np.float32)),
+    expected,
+    rtol=1e-4,
+    atol=1e-4,
+  )
+
+
+def test_nature_cnn_has_its_published_parameters():
+  # 8*8*4*32+32 + 4*4*32*64+64 + 3*3*64*64+64 + 7*7*64*512+512 = 1,684,128.
+  torso = torsos.make_torso(
+    'nature_cnn', _spec((84, 84, 4)), hidden_sizes=(512,)
+  )()
+  params = torso.init(jax.random.key(0), jnp.zeros((1, 84, 84, 4), jnp.uint8))
+  assert sum(x.size for x in jax.tree.leaves(params)) == 1_684_128
+
+
+def test_standardized_images_have_mean_0_and_deviation_1():
+  images = np.random.default_rng(0).integers(0, 256, (3, 5, 4, 2))
+  expected = np.stack([(x - x.mean()) / x.std() for x in images])
+  np.testing.assert_allclose(
+    torsos.standardize(images / np.float32(255)), expected, rtol=0.01
+  )
+  flat = torsos.standardize(np.full((1, 2, 2, 1), 7, np.float32))
+  np.testing.assert_array_equal(flat, np.zeros((1, 2, 2, 1)))
+
+
+@pytest.mark.parametrize(
+  'name,is_standardized', [('conv', True), ('nature_cnn', False)]
+)
+def test_brightness_does_not_matter_to_the_small_network(name, is_standardized):
+  torso = torsos.make_torso(name, _spec((42, 42, 4)), hidden_sizes=(8,))()
+  dark = np.random.default_rng(0).integers(0, 128, (2, 42, 42, 4), np.uint8)
+  params = torso.init(jax.random.key(0), dark)
+  x, y = torso.apply(params, dark), torso.apply(params, dark + np.uint8(100))
+  assert np.any(x)
+  assert np.allclose(x, y, rtol=1e-3, atol=1e-4) == is_standardized
+
+
+def test_vectors_join_the_leaves_of_an_observation():
+  obs = {'a': np.asarray([[1, 2]]), 'b': np.asarray([[[True], [False]]])}
+  np.testing.assert_array_equal(torsos.as_vector(obs), [[1.0, 2.0, 1.0, 0.0]])
+
+
+def test_an_image_too_small_is_refused():
+  with pytest.raises(ValueError, match='36 x 36'):
+    torsos.make_torso('nature_cnn', _spec((10, 10, 4)), hidden_sizes=(8,))

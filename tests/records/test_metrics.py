@@ -1,0 +1,359 @@
+"""Windows, sinks and the terminal: what a run's records become."""
+
+import io
+import json
+import math
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing import event_accumulator
+from test_train import _read, _run
+
+from podrl.records import metrics, recorder, terminal
+from podrl.records.workdir import WriteError
+from podrl.run import train
+from podrl.types import Episodes, Report
+
+
+def _report(num_updates, seed, stages=None):
+  rng = np.random.default_rng(seed)
+  episodes = Episodes(*(rng.integers(0, 9, num_updates) for _ in range(4)))
+  return Report(
+    {
+      'loss': rng.normal(size=num_updates).astype(np.float32),
+      'lag_max': rng.integers(0, 3, num_updates),
+    },
+    episodes,
+    64 * num_updates,
+    0.5,
+    True,
+    stages or {},
+    {},
+  )
+
+
+def test_a_window_goes_on_from_its_progress():
+  whole, first, second = (metrics.Window(4, 2) for _ in range(3))
+  reports = [
+    _report(3, 0, {'time_update': 0.1}),
+    _report(5, 1, {'time_update': 0.3}),
+  ]
+  for report in reports:
+    whole.add(report)
+  first.add(reports[0])
+  second.resume(json.loads(json.dumps(first.progress())))
+  second.add(reports[1])
+  record = whole.record()
+  assert record == second.record()
+  # By hand: sums over both reports.
+  episodes = [
+    sum(x.sum() for x in pair) for pair in zip(*(r.episodes for r in reports))
+  ]
+  assert record['env_steps'] == 64 * 8 - episodes[1]
+  assert record['frames'] == 4 * record['env_steps']
+  assert record['num_sgd_steps'] == 16
+  np.testing.assert_allclose(
+    record['episode_return'], episodes[2] / episodes[0]
+  )
+  np.testing.assert_allclose(
+    record['loss'],
+    np.concatenate([r.metrics['loss'] for r in reports]).mean(),
+    rtol=1e-6,
+  )
+  np.testing.assert_allclose(record['time_update'], 0.4)
+
+
+class _Sink:
+  """Takes records, slowly, and fails at one of them."""
+
+  def __init__(self, fail_at=None):
+    self.records, self.threads, self.fail_at = [], set(), fail_at
+    self.gate, self.is_closed = threading.Event(), False
+
+  def write(self, record):
+    self.gate.wait()
+    self.threads.add(threading.current_thread().name)
+    if record == self.fail_at:
+      raise OSError(28, 'No space left on device')
+    self.records.append(record)
+
+  def close(self):
+    self.is_closed = True
+
+
+def test_a_writer_delays_nobody_and_loses_nothing():
+  writer, sink = metrics.Writer(), _Sink()
+  for i in range(50):
+    writer.write([sink], i)  # It does not wait for the sink.
+  assert sink.records == []
+  sink.gate.set()
+  writer.flush()
+  assert sink.records == list(range(50))
+  assert sink.threads == {'podrl-writer'}
+  writer.write([sink], 50)
+  writer.close([sink])
+  assert sink.records[-1] == 50 and sink.is_closed
+  assert 'podrl-writer' not in {t.name for t in threading.enumerate()}
+
+
+def test_what_a_sink_raises_is_raised():
+  writer, sink, other = metrics.Writer(), _Sink(fail_at=1), _Sink()
+  sink.gate.set()
+  other.gate.set()
+  for i in range(2):
+    writer.write([sink, other], i)
+  with pytest.raises(WriteError, match='_Sink could not write.*No space'):
+    writer.flush()
+  with pytest.raises(WriteError):
+    writer.write([sink], 2)
+  with pytest.raises(WriteError):
+    writer.close([sink, other])
+  assert sink.is_closed and other.is_closed and sink.records == [0]
+
+
+def _scalars(path, name):
+  found = event_accumulator.EventAccumulator(
+    str(path), size_guidance={'scalars': 0}
+  ).Reload()
+  return [(x.step, x.value) for x in found.Scalars(name)]
+
+
+def test_tensorboard_reads_the_events(tmp_path):
+  assert _run(tmp_path / 'run') == 0
+  records, _ = _read(tmp_path / 'run')
+  for name in ('loss', 'episode_return', 'eval_return', 'steps_per_second'):
+    expected = [(r['env_steps'], r[name]) for r in records if name in r]
+    found = _scalars(tmp_path / 'run', name)
+    assert len(expected) > 0 and [x for x, _ in found] == [
+      x for x, _ in expected
+    ]
+    np.testing.assert_allclose(
+      [x for _, x in found], [x for _, x in expected], rtol=1e-6
+    )
+
+
+def test_tensorboard_forgets_what_is_written_again(tmp_path):
+  first = metrics.TensorBoard(str(tmp_path))
+  for step in (10, 20, 30):
+    first.write({'env_steps': step, 'loss': 1.0})
+  first.close()
+  time.sleep(1.1)  # Files are named, and so ordered, by seconds.
+  second = metrics.TensorBoard(str(tmp_path), 11)
+  for step in (15, 40):
+    second.write({'env_steps': step, 'loss': 2.0})
+  second.close()
+  assert _scalars(tmp_path, 'loss') == [(10, 1.0), (15, 2.0), (40, 2.0)]
+
+
+def test_not_a_number_is_null_in_json(tmp_path):
+  sink = metrics.JsonLines(str(tmp_path))
+  sink.write(
+    {'loss': math.nan, 'x': np.float32(2), 'y': -math.inf, 'n': np.int64(3)}
+  )
+  sink.close()
+  assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == {
+    'loss': None,
+    'x': 2.0,
+    'y': None,
+    'n': 3,
+  }
+
+
+def test_wandb_gets_every_record(tmp_path, monkeypatch):
+  class Fake:
+    """What is used of the library, with its signatures."""
+
+    runs = []
+
+    @classmethod
+    def init(cls, *, project, name, id, dir, config, resume, reinit):
+      assert (resume, reinit) == ('allow', 'create_new')
+      run = cls()
+      run.project, run.id, run.config, run.rows = project, id, config, []
+      run.is_finished = False
+      cls.runs.append(run)
+      return run
+
+    def log(self, record, step):
+      self.rows.append((step, record))
+
+    def finish(self):
+      self.is_finished = True
+
+  monkeypatch.setitem(__import__('sys').modules, 'wandb', Fake)
+  monkeypatch.setattr(Fake, '__spec__', object(), raising=False)
+  assert (
+    _run(tmp_path / 'run', '--config.log.wandb=True', '--config.num_seeds=2')
+    == 0
+  )
+  assert [r.config['seed'] for r in Fake.runs] == [0, 0, 1]  # All, then each.
+  assert len({r.id for r in Fake.runs}) == 3
+  for run, path in zip(Fake.runs, ('', 'seed_0', 'seed_1')):
+    records = [
+      json.loads(x)
+      for x in (tmp_path / 'run' / path / 'metrics.jsonl')
+      .read_text()
+      .splitlines()
+    ]
+    assert run.is_finished and run.project == 'anakin_catch'
+    assert [s for s, _ in run.rows] == [r['env_steps'] for r in records]
+    assert run.rows[-1][1]['loss'] == pytest.approx(records[-1]['loss'])
+
+
+def test_an_extra_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
+  monkeypatch.setitem(__import__('sys').modules, 'wandb', None)
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+  assert _run(tmp_path / 'run', '--config.log.wandb=True') == train.MISTAKE
+  assert "pip install -e '.[wandb]'" in capsys.readouterr().err
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('is_on', [False, True])
+def test_a_sink_that_is_off_writes_nothing(is_on, tmp_path):
+  assert _run(tmp_path / 'run', f'--config.log.tensorboard={is_on}') == 0
+  names = {x.name for x in (tmp_path / 'run').iterdir()}
+  assert names - {x for x in names if x.startswith('events')} == {
+    'config.json',
+    'metrics.jsonl',
+    'checkpoints',
+    'summary.json',
+  }
+  assert any(x.startswith('events') for x in names) == is_on
+
+
+def test_a_profile_is_what_tensorboard_and_perfetto_open(tmp_path):
+  assert _run(tmp_path / 'run', '--config.log.profile=2') == 0
+  records, _ = _read(tmp_path / 'run')
+  assert [r['num_updates'] for r in records] == [3, 6, 8]
+  found = {
+    p.name.split('.', 1)[1]
+    for p in (tmp_path / 'run' / 'profile').rglob('*')
+    if p.is_file()
+  }
+  assert 'xplane.pb' in found  # TensorBoard's.
+  traces = list((tmp_path / 'run' / 'profile').rglob('perfetto_trace.json.gz'))
+  import gzip
+
+  events = json.loads(gzip.open(traces[0]).read())['traceEvents']
+  assert any('while' in e.get('name', '') for e in events)
+
+
+def _lines(is_terminal, monkeypatch, records):
+  out = io.StringIO()
+  console = terminal.Console
+  monkeypatch.setattr(
+    terminal,
+    'Console',
+    lambda **kw: console(
+      **kw,
+      file=out,
+      width=80,
+      force_terminal=is_terminal,
+      color_system=None,
+      legacy_windows=False,
+    ),
+  )
+  panel = terminal.Terminal('an_experiment', 100)
+  panel.say('compiling')
+  for record in records:
+    panel.write(record)
+  panel.close()
+  panel.print_summary(
+    records[-1]
+    | {
+      'wall_seconds': 3.0,
+      'compile_seconds': 1.0,
+      'devices': 2,
+      'platform': 'cpu',
+      'exit': 'done',
+    },
+    'runs/x',
+  )
+  return out.getvalue()
+
+
+_RECORD = {
+  'num_updates': 50,
+  'env_steps': 123456,
+  'frames': 493824,
+  'steps_per_second': 9876.5,
+  'frames_per_second': 39506.0,
+  'predictions_per_second': 1e4,
+  'updates_per_second': 5.0,
+}
+_STAGES = {
+  f'time_{x}': 0.5
+  for x in (
+    'environment',
+    'inference',
+    'actor_waiting',
+    'update',
+    'learner_waiting',
+    'hand_off',
+  )
+} | {
+  'policy_lag': 1.0,
+  'policy_lag_max': 1,
+  'queue_depth': 0.5,
+  'num_actors': 2.0,
+}
+
+
+@pytest.mark.parametrize('more', [{}, _STAGES])
+def test_the_panel_fits_80_columns(more, monkeypatch):
+  records = [
+    _RECORD | more,
+    _RECORD
+    | more
+    | {
+      'num_updates': 100,
+      'episode_return': 12.34567,
+      'eval_return': 1000.0,
+      'eval_return_std': 0.0,
+      'eval_episodes': 8,
+    },
+  ]
+  shown = _lines(True, monkeypatch, records)
+  last = re.sub(r'\x1b\[[?\d]*[a-zA-Z]', '', shown)
+  for text in (
+    '9.88k steps/s',
+    '100%',
+    'return 12.35',
+    'evaluated 1k',
+    '━' * 20,
+  ) + (('hand off 50%', 'updates 5/s') if more else ()):
+    assert text in shown, text
+  assert all(len(line) <= 80 for line in last.splitlines())
+
+
+def test_plain_output_is_a_line_for_each_record(monkeypatch):
+  lines = _lines(False, monkeypatch, [_RECORD, _RECORD | _STAGES]).splitlines()
+  assert lines[0] == 'an_experiment: compiling'
+  assert lines[1].startswith('an_experiment:  50%  123k steps')
+  assert '\x1b' not in ''.join(lines)
+  assert 'environment 50%' in lines[3]
+
+
+def test_a_resumed_run_counts_what_is_left_from_there(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(terminal.time, 'perf_counter', lambda: now[0])
+  panel = terminal.Terminal('x', 100)
+  panel.resume(90)
+  now[0] = 10.0
+  shown = []
+  monkeypatch.setattr(panel, 'say', shown.append)
+  panel.write(_RECORD | {'num_updates': 95})
+  assert ' 10 s left' in shown[0]  # 5 updates took 10 s and 5 are left.
+
+
+def test_the_mean_record_of_agents():
+  mean = recorder.mean_record(
+    [
+      {'env_steps': 4, 'loss': 1.0, 'steps_per_second': 10.0, 'only': 1.0},
+      {'env_steps': 6, 'loss': 2.0, 'steps_per_second': 30.0},
+    ]
+  )
+  assert mean == {'env_steps': 5, 'loss': 1.5, 'steps_per_second': 40.0}

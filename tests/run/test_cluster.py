@@ -1,0 +1,703 @@
+"""Several processes: agreement, the watch, and whole runs of two and of four."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from test_resume import _plain
+from test_train import _get_config, _read
+
+import podrl
+from podrl.records import checkpoint
+from podrl.records.recorder import merge, share
+from podrl.run import cluster, train, watchdog
+from podrl.run.cluster import Cluster
+from podrl.types import Episodes, Report
+
+_ROOT = pathlib.Path(__file__).parents[2]
+# One update is one optimiser step, whatever is spread over whom.
+_ONE_STEP = [
+  '--config.num_epochs=1',
+  '--config.num_minibatches=1',
+  '--config.optimizer.name=sgd',
+  '--config.optimizer.learning_rate=0.5',
+]
+_TINY = [
+  '--config.env.num_envs=8',
+  '--config.unroll_length=8',
+  '--config.eval.num_episodes=5',
+  '--config.log.every_updates=4',
+  '--config.network.hidden_sizes=8',
+  '--config.log.tensorboard=False',
+]
+_HOST = [
+  *_TINY,
+  '--config.eval.max_episode_steps=4',
+  '--config.sebulba.mode=deterministic',
+]
+
+
+class _Store:
+  """What the tests need of JAX's coordination service, in one process."""
+
+  def __init__(self):
+    self.values = {}
+    self._changed = threading.Condition()
+
+  def key_value_set(self, key, value, allow_overwrite=False):
+    with self._changed:
+      if key in self.values and not allow_overwrite:
+        raise jax.errors.JaxRuntimeError('ALREADY_EXISTS')
+      self.values[key] = value
+      self._changed.notify_all()
+
+  def blocking_key_value_get(self, key, timeout_in_ms):
+    with self._changed:
+      if not self._changed.wait_for(
+        lambda: key in self.values, timeout_in_ms / 1000
+      ):
+        raise jax.errors.JaxRuntimeError('DEADLINE_EXCEEDED')
+      return self.values[key]
+
+  def key_value_try_get(self, key):
+    if key not in self.values:
+      raise jax.errors.JaxRuntimeError('NOT_FOUND')
+    return self.values[key]
+
+  def key_value_dir_get(self, key):
+    return [(k, v) for k, v in list(self.values.items()) if k.startswith(key)]
+
+  def key_value_delete(self, key):
+    with self._changed:
+      del self.values[key]
+
+
+def _together(num_processes, function):
+  """`function(cluster)` in a thread for each process; what each gives."""
+  store, outcomes = _Store(), [None] * num_processes
+
+  def run(i):
+    try:
+      outcomes[i] = function(Cluster(i, num_processes, store))
+    except ValueError as error:
+      outcomes[i] = error
+
+  threads = [
+    threading.Thread(target=run, args=(i,), daemon=True)
+    for i in range(num_processes)
+  ]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(30)
+  return outcomes, store
+
+
+def test_process_0_decides_and_gathers():
+  def function(together):
+    got = []
+    for i in range(5):
+      got.append(together.decide(lambda: [together.process, i]))
+      got.append(together.gather((together.process, i)))
+    return got
+
+  outcomes, store = _together(3, function)
+  decided = [[0, i] for i in range(5)]
+  assert [x[::2] for x in outcomes] == [decided] * 3
+  assert outcomes[0][1::2] == [[[p, i] for p in range(3)] for i in range(5)]
+  assert outcomes[1][1::2] == outcomes[2][1::2] == [None] * 5
+  assert not store.values  # Nothing piles up in a run of weeks.
+
+
+def test_a_mistake_in_one_process_is_one_in_all():
+  def attempt(together):
+    def function():
+      if together.process == 1:
+        raise ValueError('no such thing')
+      return together.process
+
+    return together.attempt(function)
+
+  outcomes, _ = _together(3, attempt)
+  assert [str(x) for x in outcomes] == ['process 1: no such thing'] * 3
+
+  def everywhere(together):
+    return together.attempt(lambda: int('x'))
+
+  outcomes, _ = _together(2, everywhere)
+  assert {str(x) for x in outcomes} == {
+    "invalid literal for int() with base 10: 'x'"
+  }
+
+  def decide(together):
+    return together.decide(lambda: int('x'))
+
+  outcomes, _ = _together(2, decide)
+  assert all(isinstance(x, ValueError) for x in outcomes)
+  assert _together(2, lambda x: x.attempt(lambda: x.process))[0] == [0, 1]
+
+
+def test_values_that_differ_are_named():
+  def compare(together):
+    return together.compare(
+      {'seed': 3 + (together.process == 2), 'sizes': (1, 2)}
+    )
+
+  outcomes, _ = _together(3, compare)
+  assert [str(x) for x in outcomes] == [
+    'process 2 has seed=4 where process 0 has 3'
+  ] * 3
+  assert _together(2, lambda x: x.compare({'a': (1,)}))[0] == [None, None]
+
+
+def test_alone_nothing_is_asked():
+  alone = Cluster()
+  assert alone.decide(lambda: (1, 2)) == (1, 2)
+  assert alone.gather('x') == ['x']
+  assert alone.attempt(lambda: 5) == 5
+  assert not alone.is_preempted() and not alone.is_distributed
+  alone.close()
+
+
+class _Ended(BaseException):
+  """In place of the end of the process."""
+
+
+@pytest.fixture
+def watch(monkeypatch):
+  """`(what process 1 does, process) -> message` with which the other ends."""
+  monkeypatch.setattr(watchdog, '_PERIOD_SECONDS', 0.02)
+  monkeypatch.setattr(watchdog.Watchdog, 'catch_aborts', lambda *_: None)
+  monkeypatch.setattr(
+    watchdog.faulthandler, 'dump_traceback_later', lambda *_, **__: None
+  )
+
+  def exit_process(code):
+    assert code == 1
+    raise _Ended
+
+  monkeypatch.setattr(watchdog.os, '_exit', exit_process)
+  monkeypatch.setattr(
+    threading, 'excepthook', lambda args: None
+  )  # `_Ended` ends a thread.
+
+  def run(behave, ended, heartbeat_seconds=0.3, hang_seconds=0.8):
+    store, messages = _Store(), {0: [], 1: []}
+    dogs = [
+      watchdog.Watchdog(heartbeat_seconds, hang_seconds) for _ in range(2)
+    ]
+    for i, dog in enumerate(dogs):
+      dog.on_failure = messages[i].append
+      dog.begin(i, 2, store)
+    end = time.monotonic() + 20
+    while not all(messages[i] for i in ended) and time.monotonic() < end:
+      behave(dogs)
+      time.sleep(0.01)
+    for dog in dogs:
+      dog.close()
+    return messages
+
+  return run
+
+
+def test_a_silent_process_is_named(watch):
+  def behave(dogs):
+    dogs[0].beat()
+    dogs[1]._closed.set()
+
+  messages = watch(behave, (0,))
+  assert messages[0] == ['process 1 is gone: no sign of it for 0.3 s']
+
+
+def test_a_hanging_process_is_named_in_all(watch):
+  def behave(dogs):
+    dogs[0].beat()
+
+  messages = watch(behave, (0, 1), heartbeat_seconds=5.0)
+  assert (
+    messages[0] == messages[1] == ['process 1 hangs: no progress for 0.8 s']
+  )
+
+
+def test_all_that_hang_are_named(watch):
+  messages = watch(lambda dogs: None, (0, 1), heartbeat_seconds=5.0)
+  assert (
+    messages[0]
+    == messages[1]
+    == ['process 0 and 1 hangs: no progress for 0.8 s']
+  )
+
+
+def test_who_waits_for_another_does_not_hang():
+  beats = []
+
+  class Dog:
+    beat = lambda self: beats.append(1)
+
+  store = _Store()
+  waiting = threading.Thread(
+    target=lambda: Cluster(0, 2, store, Dog()).gather(None), daemon=True
+  )
+  waiting.start()
+  time.sleep(2.5)
+  assert len(beats) >= 3  # One to begin with, and one a second.
+  store.key_value_set(watchdog.key('gathered', 1, 1), 'null')
+  waiting.join(5)
+  assert not waiting.is_alive()
+
+
+def test_processes_that_get_on_are_left_alone(watch):
+  start, failed = time.monotonic(), []
+
+  def behave(dogs):
+    if time.monotonic() > start + 5 and not failed:
+      failed.append(True)  # It is called once, and holds a lock for good.
+      dogs[1].fail('it broke', is_suspect=False)
+    for dog in dogs:
+      dog.beat()
+
+  messages = watch(behave, (0,), 2.0, 3.0)  # A busy machine stays below these.
+  assert time.monotonic() - start > 5
+  assert messages == {0: ['process 1 failed: it broke'], 1: []}
+
+
+def _report(own):
+  return Report(
+    {'loss': np.asarray([0.5, 0.25], np.float32)},
+    Episodes(*(np.asarray([i, i + 1]) for i in range(4))),
+    64,
+    1.5,
+    True,
+    {'time_update': 1.0 + own},
+    {
+      'policy_lag': np.asarray([own, 1.0]),
+      'policy_lag_max': np.asarray([own, 2.0]),
+      'num_unrolls_dropped': np.asarray([own, own]),
+    },
+  )
+
+
+def test_reports_of_processes_are_one():
+  merged = merge(
+    _report(0), [json.loads(json.dumps(share(_report(i)))) for i in (3, 6)]
+  )
+  # Each field's total is 2 i + 1 for the i-th field, of three processes.
+  assert [float(np.sum(x)) for x in merged.episodes] == [3.0, 9.0, 15.0, 21.0]
+  assert merged.num_updates == 2 and merged.num_predictions == 3 * 64
+  assert merged.stages == {'time_update': 4.0} and merged.seconds == 1.5
+  np.testing.assert_array_equal(merged.own['policy_lag'], [3.0, 1.0])
+  np.testing.assert_array_equal(merged.own['policy_lag_max'], [6.0, 2.0])
+  np.testing.assert_array_equal(merged.own['num_unrolls_dropped'], [9.0, 9.0])
+  np.testing.assert_array_equal(merged.metrics['loss'], [0.5, 0.25])
+  assert merge(_report(2), []).own['policy_lag'][0] == 2
+
+
+def _free_port():
+  with socket.socket() as listener:
+    listener.bind(('127.0.0.1', 0))
+    return listener.getsockname()[1]
+
+
+class _Pod:
+  """Processes of one run, on this machine."""
+
+  def __init__(self, num_processes, name, *arguments, each=None):
+    port = _free_port()
+    self.processes = [
+      subprocess.Popen(
+        [
+          sys.executable,
+          str(_ROOT / 'experiments' / f'{name}.py'),
+          *arguments,
+          f'--coordinator=127.0.0.1:{port}',
+          f'--num_processes={num_processes}',
+          f'--process_id={i}',
+          *(each[i] if each else ()),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+      )
+      for i in range(num_processes)
+    ]
+
+  def wait(self, seconds=240):
+    """The exit codes, and what was printed."""
+    try:
+      output = [p.communicate(timeout=seconds)[0] for p in self.processes]
+    finally:
+      for process in self.processes:
+        process.kill()
+    return [p.returncode for p in self.processes], output
+
+
+def _run_pod(num_processes, name, *arguments):
+  codes, output = _Pod(num_processes, name, *arguments).wait()
+  assert codes == [0] * num_processes, output
+  return output
+
+
+def _until(path, num_records):
+  """Waits until a run has so many records."""
+  end = time.monotonic() + 120
+  file = path / 'metrics.jsonl'
+  while not file.exists() or len(file.read_text().splitlines()) < num_records:
+    assert time.monotonic() < end
+    time.sleep(0.05)
+
+
+def _params(path):
+  return jax.tree.leaves(podrl.load(str(path)).params)
+
+
+def _run_alone(path, name, *arguments):
+  assert (
+    train.run(
+      _get_config(name), [f'{name}.py', f'--workdir={path}', *arguments]
+    )
+    == 0
+  )
+
+
+@pytest.mark.parametrize(
+  'num_processes', [2, pytest.param(4, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+  'agent', ['ppo', pytest.param('impala', marks=pytest.mark.slow)]
+)
+def test_anakin_in_processes_is_that_on_as_many_devices(
+  agent, num_processes, tmp_path
+):
+  arguments = [*_TINY, f'--agent={agent}', '--config.total_env_steps=512']
+  one = [*_TINY, *_ONE_STEP, f'--agent={agent}', '--config.total_env_steps=64']
+  for case in one, arguments:
+    for path, run in (
+      (
+        tmp_path / f'alone{len(case)}',
+        lambda path, *x: _run_alone(
+          path, 'anakin_catch', *x, f'--config.num_devices={num_processes}'
+        ),
+      ),
+      (
+        tmp_path / f'pod{len(case)}',
+        lambda path, *x: _run_pod(
+          num_processes,
+          'anakin_catch',
+          *x,
+          '--config.num_devices=1',
+          f'--workdir={path}',
+        ),
+      ),
+    ):
+      run(path, *case)
+  for a, b in zip(
+    *(_params(tmp_path / f'{x}{len(one)}') for x in ('alone', 'pod')),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+  # A whole run: the same experience, as far as rounding lets it be.
+  alone, pod = (
+    _read(tmp_path / f'{x}{len(arguments)}') for x in ('alone', 'pod')
+  )
+  assert pod[1]['processes'] == num_processes
+  assert pod[1]['devices'] == alone[1]['devices'] == num_processes
+  for a, b in zip(_plain(alone[0]), _plain(pod[0]), strict=True):
+    assert a.keys() == b.keys()
+    for k in a:
+      np.testing.assert_allclose(a[k], b[k], rtol=1e-3, atol=1e-4, err_msg=k)
+
+
+@pytest.mark.parametrize(
+  'num_processes', [2, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_deterministic_sebulba_in_processes_is_that_of_one(
+  num_processes, tmp_path
+):
+  arguments = [
+    *_HOST,
+    *_ONE_STEP,
+    '--config.total_env_steps=64',
+    f'--config.env.num_envs={4 * num_processes}',
+  ]
+  indices = ','.join(map(str, range(num_processes)))
+  _run_alone(
+    tmp_path / 'alone',
+    'sebulba_cartpole',
+    *arguments,
+    '--config.sebulba.actor_devices=0',
+    f'--config.sebulba.threads_per_actor_device={num_processes}',
+    f'--config.sebulba.learner_devices=({indices},)',
+  )
+  _run_pod(
+    num_processes,
+    'sebulba_cartpole',
+    *arguments,
+    f'--workdir={tmp_path / "pod"}',
+    '--config.sebulba.actor_devices=0',
+    '--config.sebulba.threads_per_actor_device=1',
+    '--config.sebulba.learner_devices=0',
+  )
+  for a, b in zip(
+    _params(tmp_path / 'alone'), _params(tmp_path / 'pod'), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+  (alone,), (pod,) = (_plain(_read(tmp_path / x)[0]) for x in ('alone', 'pod'))
+  for k in ('env_steps', 'num_updates', 'policy_lag', 'eval_episodes'):
+    assert alone[k] == pod[k]
+
+
+_LONG = [
+  *_TINY,
+  '--config.total_env_steps=64e6',
+  '--config.checkpoint.every_env_steps=2048',
+  '--config.checkpoint.every_seconds=0',
+  '--config.num_devices=1',
+]
+
+
+def _end_of(num_updates):
+  """The flags with which a run of 64 steps an update ends there."""
+  return [f'--config.total_env_steps={64 * num_updates}']
+
+
+@pytest.mark.parametrize(
+  'name,more',
+  [
+    ('anakin_catch', []),
+    pytest.param('sebulba_cartpole', ['sebulba'], marks=pytest.mark.slow),
+  ],
+)
+def test_sigterm_to_one_saves_the_same_update_in_all(name, more, tmp_path):
+  path = tmp_path / 'run'
+  long = (
+    [x for x in (_HOST if more else _TINY)]
+    + [
+      '--config.total_env_steps=64000',
+      '--config.log.every_updates=20',
+      f'--workdir={path}',
+    ]
+    + ([] if more else ['--config.num_devices=1'])
+  )
+  pod = _Pod(2, name, *long)
+  _until(path, 1)
+  pod.processes[1].send_signal(signal.SIGTERM)
+  codes, output = pod.wait()
+  assert codes == [75, 75], output
+  records, summary = _read(path)
+  saved = checkpoint.find(str(path))[1]
+  assert summary['exit'] == 'preempted' and 0 < saved < 1000
+  assert summary['num_updates'] == saved
+  # Under two again, and from the same checkpoint under one.
+  _run_pod(2, name, *long, '--resume')
+  assert _read(path)[1]['num_updates'] == 1000
+  assert [r['num_updates'] for r in _read(path)[0]] == list(range(20, 1001, 20))
+
+
+@pytest.mark.parametrize('victim', [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_kill_9_of_one_ends_the_other_which_names_it(victim, tmp_path):
+  path = tmp_path / 'run'
+  pod = _Pod(
+    2, 'anakin_catch', *_LONG, f'--workdir={path}', '--heartbeat_seconds=3'
+  )
+  _until(path, 30)
+  time.sleep(random.random())
+  pod.processes[victim].kill()
+  start = time.monotonic()
+  codes, output = pod.wait()
+  assert time.monotonic() - start < 30
+  assert codes[victim] == -9 and codes[1 - victim] == 1
+  assert f'process {victim} is gone' in output[1 - victim], output[1 - victim]
+  if victim:
+    assert 'process 1 is gone' in _read(path)[1]['error']
+  # What is left is gone on with, here by one process.
+  *_, saved = checkpoint.find(str(path))
+  assert saved >= 32
+  _run_alone_to(path, saved)
+
+
+def _run_alone_to(path, saved):
+  """Goes on with a run of two processes in one, for some records."""
+  process = subprocess.Popen(
+    [
+      sys.executable,
+      str(_ROOT / 'experiments' / 'anakin_catch.py'),
+      f'--workdir={path}',
+      '--resume',
+      '--config.log.every_updates=4',
+    ],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+  )
+  _until(path, saved // 4 + 20)  # Of the pod's, those up to there are left.
+  process.send_signal(signal.SIGINT)
+  output = process.communicate(timeout=60)[0]
+  assert process.returncode == 130, output
+  assert f'going on after update {saved}' in output
+
+
+def test_ctrl_c_ends_both(tmp_path):
+  path = tmp_path / 'run'
+  pod = _Pod(2, 'anakin_catch', *_LONG, f'--workdir={path}')
+  _until(path, 2)
+  for process in pod.processes:
+    process.send_signal(signal.SIGINT)
+  codes, output = pod.wait()
+  assert codes == [130, 130], output
+  assert _read(path)[1]['exit'] == 'interrupted'
+  assert checkpoint.find(str(path))[1] == _read(path)[1]['num_updates']
+
+
+def test_an_error_in_one_process_ends_all(tmp_path):
+  # NaN everywhere at once; each says so by itself.
+  codes, output = _Pod(
+    2,
+    'anakin_pendulum',
+    *_TINY,
+    '--config.num_devices=1',
+    '--config.optimizer.learning_rate=1e30',
+    '--config.total_env_steps=6400',
+    '--config.optimizer.max_grad_norm=0',
+    '--heartbeat_seconds=3',
+    f'--workdir={tmp_path / "run"}',
+  ).wait()
+  assert codes == [1, 1]
+  assert all('NaN' in x for x in output)
+
+
+@pytest.mark.parametrize(
+  'each,message',
+  [
+    (
+      [['--config.seed=1'], ['--config.seed=2']],
+      'process 1 has config.seed=2 where process 0 has 1',
+    ),
+    (
+      [['--config.num_devices=1'], ['--config.num_devices=1', '--agent=dqn']],
+      "process 1 has --agent='dqn' where process 0 has 'ppo'",
+    ),
+    (
+      [[], ['--num_processes=3']],
+      'process 1 has num_processes=3 where process 0 has 2',
+    ),
+    (
+      [['--config.env.num_envs=6', '--config.num_devices=2']] * 2,
+      'num_envs=6 does not divide over 4 devices',
+    ),
+  ],
+)
+def test_a_mistake_is_one_line_in_each(each, message, tmp_path):
+  codes, output = _Pod(
+    2, 'anakin_catch', *_TINY, f'--workdir={tmp_path / "run"}', each=each
+  ).wait()
+  assert codes == [2, 2]
+  for text in output:
+    errors = [x for x in text.splitlines() if x.startswith('error: ')]
+    assert len(errors) == 1 and message in errors[0], text
+    assert 'Traceback' not in text
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+  'arguments,message',
+  [
+    (['--num_processes=2'], 'are given together'),
+    (['--coordinator=x:1', '--num_processes=2'], 'are given together'),
+    (
+      ['--coordinator=x:1', '--num_processes=2', '--process_id=2'],
+      '--process_id=2 is not between 0 and 1',
+    ),
+    (
+      ['--coordinator=x', '--num_processes=2', '--process_id=1'],
+      'x is not HOST:PORT',
+    ),
+    (
+      [
+        f'--coordinator=127.0.0.1:{_free_port()}',
+        '--num_processes=2',
+        '--process_id=1',
+        '--start_seconds=1',
+      ],
+      'process 1: no coordinator answers at 127.0.0.1',
+    ),
+  ],
+)
+def test_a_mistake_in_the_flags(arguments, message, tmp_path, capsys):
+  assert (
+    train.run(
+      _get_config('anakin_catch'),
+      ['x.py', f'--workdir={tmp_path / "run"}', *arguments],
+    )
+    == 2
+  )
+  said = capsys.readouterr().err
+  assert message in said and said.count('\n') == 1
+
+
+def test_an_unforeseen_error_before_training_is_told_to_all(monkeypatch):
+  told = []
+
+  class Dog:
+    beat = lambda self: None
+    fail = lambda self, message, is_suspect: told.append(message)
+
+  def settle(*_):
+    raise RuntimeError('it\nbroke')
+
+  def exit_process(code):
+    assert code == 1
+    raise _Ended
+
+  monkeypatch.setattr(
+    train.command, 'join', lambda _: Cluster(1, 2, _Store(), Dog())
+  )
+  monkeypatch.setattr(train.command, 'settle', settle)
+  monkeypatch.setattr(train.os, '_exit', exit_process)
+  with pytest.raises(_Ended):
+    train.run(_get_config('anakin_catch'), ['x.py'])
+  assert told == ['RuntimeError: it broke']
+
+
+def test_others_that_never_come_are_told_in_a_line(tmp_path):
+  outcome = subprocess.run(
+    [
+      sys.executable,
+      str(_ROOT / 'experiments' / 'anakin_catch.py'),
+      f'--coordinator=127.0.0.1:{_free_port()}',
+      '--num_processes=2',
+      '--process_id=0',
+      '--start_seconds=2',
+    ],
+    capture_output=True,
+    text=True,
+    timeout=100,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+  )
+  assert outcome.returncode == 1
+  assert outcome.stderr.splitlines()[-1] == (
+    'error: process 0: the others did not come within 2 s, or no coordinator '
+    "could start; the lines above are JAX's"
+  )
+
+
+def test_the_version_of_the_code_is_that_of_its_files(tmp_path, monkeypatch):
+  (tmp_path / 'envs').mkdir()
+  for name in 'cluster.py', 'envs/x.py':
+    (tmp_path / name).write_text('1')
+  monkeypatch.setattr(cluster, '__file__', str(tmp_path / 'cluster.py'))
+  before = cluster.version_of_code()
+  assert before == cluster.version_of_code()
+  (tmp_path / 'envs' / 'x.py').write_text('2')
+  assert cluster.version_of_code() != before

@@ -1,0 +1,79 @@
+"""Overrides: types, near names, and what is refused."""
+
+import pytest
+
+from podrl.run.config import apply_overrides, base_config
+
+
+@pytest.mark.parametrize(
+  'argument,field,expected',
+  [
+    ('--config.seed=3', 'seed', 3),
+    ('--config.total_env_steps=1e6', 'total_env_steps', 1_000_000),
+    ('--config.agent.gamma=1', 'agent.gamma', 1.0),
+    ('--config.optimizer.anneal=false', 'optimizer.anneal', False),
+    ('--config.optimizer.anneal=True', 'optimizer.anneal', True),
+    ('--config.network.hidden_sizes=(8, 9)', 'network.hidden_sizes', (8, 9)),
+    ('--config.network.hidden_sizes=8', 'network.hidden_sizes', (8,)),
+    ('--config.env.name=1', 'env.name', '1'),
+    ('-config.seed=4', 'seed', 4),
+  ],
+)
+def test_overrides_take_the_type_of_their_default(argument, field, expected):
+  config = base_config('ppo')
+  apply_overrides(config, [argument])
+  value = config
+  for part in field.split('.'):
+    value = value[part]
+  assert value == expected and type(value) is type(expected)
+
+
+def test_an_override_may_be_two_arguments():
+  config = base_config('ppo')
+  apply_overrides(config, ['--config.seed', '5', '--config.env.num_envs', '8'])
+  assert (config.seed, config.env.num_envs) == (5, 8)
+
+
+def test_options_are_open():
+  config = base_config('ppo')
+  apply_overrides(config, ['--config.env.options.max_steps_in_episode=7'])
+  assert config.env.options.to_dict() == {'max_steps_in_episode': 7}
+
+
+@pytest.mark.parametrize(
+  'argument,message',
+  [
+    ('--config.sed=3', 'did you mean config.seed'),
+    ('--config.agent.gama=.9', 'config.agent.gamma'),
+    ('--config.learning_rate=.9', 'config.optimizer.learning_rate'),
+    ('--config.seed.x=3', 'not a field'),
+    ('--config.agent=ppo', 'not a field'),
+    ('--config=3', 'not understood'),
+    ('--config.seed=two', 'not of type int'),
+    ('--config.seed=1.5', 'not of type int'),
+    ('--config.seed=True', 'not of type int'),
+    ('--config.agent.gamma=x', 'not of type float'),
+    ('--config.optimizer.anneal=2', 'not of type bool'),
+    ('--config.network.hidden_sizes=(8, 9.5)', 'not of type tuple'),
+    ('--config.seed', 'has no value'),
+    ('--config.agent.name=a2c', 'use --agent=a2c'),
+    ('--agnt=ppo', 'did you mean --agent'),
+    ('seed=3', 'not understood'),
+  ],
+)
+def test_mistakes_are_one_line(argument, message):
+  with pytest.raises(ValueError, match=message) as error:
+    apply_overrides(base_config('ppo'), [argument])
+  assert '\n' not in str(error.value)
+
+
+def test_fields_are_locked():
+  with pytest.raises(AttributeError):
+    base_config('ppo').sede = 3
+
+
+def test_an_agent_brings_what_goes_with_it():
+  assert base_config('ppo').num_epochs > 1 == base_config('a2c').num_epochs
+  assert 'clip' not in base_config('impala').agent
+  with pytest.raises(ValueError, match='did you mean impala'):
+    base_config('impalla')

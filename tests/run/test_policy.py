@@ -1,0 +1,254 @@
+"""Policies that are loaded from runs, and what they choose."""
+
+import json
+
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_train import _read, _run
+
+import podrl
+from podrl.drivers import spmd
+from podrl.drivers.runner import Runner
+from podrl.run import build, policy
+from podrl.run import evaluation as evaluate
+from podrl.tools import plot
+from podrl.types import TimeStep
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+  """A run of each architecture; Anakin's with memory and normalisation."""
+  path = tmp_path_factory.mktemp('runs')
+  assert (
+    _run(
+      path / 'anakin',
+      '--config.network.recurrent=gru',
+      '--config.agent.normalize_observation=True',
+      '--config.num_minibatches=1',
+    )
+    == 0
+  )
+  assert (
+    _run(
+      path / 'sebulba',
+      '--config.total_env_steps=512',
+      '--config.env.num_envs=8',
+      '--config.unroll_length=8',
+      '--config.env.name=FrozenLake-v1',
+      '--config.eval.num_episodes=2',
+      '--config.network.hidden_sizes=8',
+      '--config.sebulba.actor_devices=0',
+      '--config.sebulba.learner_devices=0',
+      name='sebulba_cartpole',
+      tiny=False,
+    )
+    == 0
+  )
+  return path
+
+
+def test_a_policy_chooses_what_the_agent_does(runs):
+  chosen = podrl.load(runs / 'anakin')
+  env, params = gymnax.make('Catch-bsuite')
+  obs, _ = jax.vmap(env.reset, (0, None))(
+    jax.random.split(jax.random.key(0), 3), params
+  )
+  assert obs.dtype == jnp.float32  # The agent sees it as bool.
+  carry = agent_carry = chosen.initial_carry(3)
+  for is_first in (True, False):
+    action, carry = chosen(obs, carry, is_first=np.full(3, is_first))
+    timestep = TimeStep(
+      obs.astype(bool), jnp.zeros(3), jnp.ones(3), jnp.full(3, is_first)
+    )
+    expected, _, agent_carry = chosen.agent.act(
+      chosen.params,
+      jax.random.split(jax.random.key(9), 3),
+      timestep,
+      agent_carry,
+      greedy=True,
+    )
+    np.testing.assert_array_equal(action, expected)
+    for x, y in zip(*map(jax.tree.leaves, (carry, agent_carry))):
+      np.testing.assert_allclose(x, y, atol=1e-6)
+  # Without a carry an episode begins, so that the memory counts for nothing.
+  fresh, _ = chosen(obs)
+  again, _ = chosen(obs, carry, is_first=np.ones(3, bool))
+  np.testing.assert_array_equal(fresh, again)
+
+
+def test_samples_follow_the_policy(runs):
+  chosen = podrl.load(runs / 'anakin')
+  obs = jnp.zeros((4000, 10, 5))
+  actions, _ = chosen(obs, rng_key=jax.random.key(1))
+  timestep = TimeStep(
+    obs.astype(bool), jnp.zeros(4000), jnp.ones(4000), jnp.ones(4000, bool)
+  )
+  _, extras, _ = chosen.agent.act(
+    chosen.params,
+    jax.random.split(jax.random.key(2), 4000),
+    timestep,
+    chosen.initial_carry(4000),
+  )
+  # All observations are one: each action's probability is that of its memo.
+  for action in range(3):
+    share = np.mean(np.asarray(actions) == action)
+    found = np.exp(
+      np.asarray(extras.log_prob)[np.asarray(extras.sample) == action]
+    )
+    np.testing.assert_allclose(share, found[0], atol=0.03)  # 4 deviations.
+
+
+def test_categories_are_observed_as_the_library_gives_them(runs):
+  chosen = podrl.load(runs / 'sebulba')
+  env = build.make_host_env(chosen.config, 4, 0, 1)
+  raw = np.asarray([0, 3, 7, 15], np.int32)
+  np.testing.assert_array_equal(
+    policy.observe(chosen.spec.obs, raw), env.observe(raw)
+  )
+  env.close()
+  assert chosen(raw)[0].shape == (4,)
+  with pytest.raises(ValueError, match=r'\(4, 2\); the policy takes \(B, 16\)'):
+    chosen(np.zeros((4, 2)))
+
+
+def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
+  drivers = []
+  start = Runner.start
+  monkeypatch.setattr(
+    Runner,
+    'start',
+    lambda self, *args: (drivers.append(self), start(self, *args))[1],
+  )
+  assert _run(tmp_path / 'run') == 0
+  for x, y in zip(
+    *map(
+      jax.tree.leaves,
+      (drivers[0].learner.params, podrl.load(tmp_path / 'run').params),
+    )
+  ):
+    np.testing.assert_array_equal(x, y)
+  _, summary = _read(runs / 'anakin')
+  chosen = podrl.load(runs / 'anakin')
+  assert chosen.num_updates == summary['num_updates'] == 8
+  for arguments, message in (
+    (('nowhere',), 'is not a run'),
+    ((runs / 'anakin', '5'), 'it has 8'),
+    ((runs / 'anakin', 'best', 1), 'no agent 1; it has 1'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      podrl.load(*arguments)
+
+
+@pytest.mark.parametrize('name', ['anakin', 'sebulba'])
+def test_the_evaluation_command(name, runs, tmp_path, capsys):
+  out = tmp_path / 'found.json'
+  argv = [
+    'evaluate',
+    str(runs / name),
+    '--episodes=40',
+    '--nogreedy',
+    f'--out={out}',
+  ]
+  assert evaluate.run(argv) == 0
+  found = json.loads(out.read_text())
+  returns = np.asarray(found['returns'])
+  assert len(returns) == found['episodes'] == 40
+  assert found['num_updates'] == 8 and not found['greedy']
+  np.testing.assert_allclose(found['return'], returns.mean())
+  # An interval of the mean is about two standard errors to each side.
+  width = (found['return_high'] - found['return_low']) / 2
+  np.testing.assert_allclose(
+    width, 1.96 * returns.std() / 40**0.5, rtol=0.2, atol=0.02
+  )
+  assert str(out) in capsys.readouterr().out
+  assert evaluate.run(argv) == 0  # The same episodes again.
+  assert json.loads(out.read_text())['returns'] == found['returns']
+
+
+@pytest.mark.parametrize(
+  'arguments,message',
+  [
+    ([], 'runs are named'),
+    (['a', 'b'], 'runs are named'),
+    (['nowhere'], 'is not a run'),
+    (['nowhere', '--episodes=0'], 'not an integer in the range'),
+  ],
+)
+def test_a_mistake_at_the_evaluation_command(arguments, message, capsys):
+  assert evaluate.run(['evaluate', *arguments]) == 2
+  said = capsys.readouterr().err
+  assert message in said and said.count('\n') == 1
+
+
+def test_seeds_in_one_program_are_the_single_runs(tmp_path):
+  assert (
+    _run(
+      tmp_path / 'many',
+      '--config.num_seeds=2',
+      '--config.seed=5',
+      '--config.optimizer.name=sgd',
+    )
+    == 0
+  )
+  for i in range(2):
+    one, many = tmp_path / f'{i}', tmp_path / 'many' / f'seed_{i}'
+    assert (
+      _run(one, f'--config.seed={5 + i}', '--config.optimizer.name=sgd') == 0
+    )
+    for x, y in zip(_read(one)[0], _read(many)[0], strict=True):
+      for name in x:
+        if not name.endswith(('_second', '_seconds')):
+          np.testing.assert_allclose(x[name], y[name], atol=1e-5, err_msg=name)
+    for x, y in zip(
+      *map(jax.tree.leaves, (podrl.load(one).params, podrl.load(many).params))
+    ):
+      np.testing.assert_allclose(x, y, atol=1e-5)
+  records, summary = _read(tmp_path / 'many')
+  each = [_read(tmp_path / 'many' / f'seed_{i}')[0] for i in range(2)]
+  assert each[0] != each[1]
+  for mean, x, y in zip(records, *each, strict=True):
+    assert mean['loss'] == pytest.approx((x['loss'] + y['loss']) / 2)
+    assert mean['steps_per_second'] == pytest.approx(
+      x['steps_per_second'] + y['steps_per_second']
+    )
+  assert summary['num_params'] == _read(tmp_path / '0')[1]['num_params']
+  assert plot.run(['plot', str(tmp_path / 'many')]) == 0
+  runs = [plot.read(str(tmp_path / 'many' / f'seed_{i}')) for i in range(2)]
+  assert [len(g.runs) for g in plot.group(runs)] == [2]
+  assert (tmp_path / 'many' / 'curve.png').stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_a_nan_names_its_seed(tmp_path, capsys, monkeypatch):
+  make = build.make_agent
+
+  def make_agent(config, spec):
+    agent = make(config, spec)
+
+    def loss(params, target_params, batch, rng_key):
+      value, metrics = agent.loss(params, target_params, batch, rng_key)
+      leaf = jax.tree.leaves(params)[1]  # A kernel: it tells seeds apart.
+      return value + jnp.where(
+        leaf.ravel()[0] == marked[0], jnp.nan, 0.0
+      ), metrics
+
+    return agent._replace(loss=loss)
+
+  config = ['--config.num_seeds=3', '--agent=impala']
+  marked = [jnp.inf]
+  monkeypatch.setattr(build, 'make_agent', make_agent)
+  from test_train import _TINY, _get_config  # The first parameters of seed 1.
+
+  from podrl.run.config import apply_overrides
+
+  fields = _get_config('anakin_catch')('impala')
+  apply_overrides(fields, [*_TINY, config[0]])
+  run = build.make_run(fields)
+  run.driver.start()
+  params = spmd.copy_to_first_device(run.driver.learner.params)
+  marked[0] = float(jax.tree.leaves(params)[1][1].ravel()[0])
+  assert _run(tmp_path / 'run', *config) == 1
+  assert 'of seed 1 is NaN or infinite at update 1' in capsys.readouterr().err
