@@ -22,8 +22,6 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.run.config import flatten
-
 Record = dict[str, Any]
 
 
@@ -41,6 +39,17 @@ MOVABLE = IDLE + (
   'sebulba.env_threads',
   'sebulba.hang_seconds',
 )
+
+
+def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Fields by dotted name; `env.options` stays one field, a dictionary."""
+  fields = {}
+  for key, value in config.items():
+    if isinstance(value, dict) and prefix + key != 'env.options':
+      fields |= flatten(value, f'{prefix}{key}.')
+    else:
+      fields[prefix + key] = value
+  return fields
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

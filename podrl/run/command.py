@@ -12,10 +12,11 @@ import jax
 from ml_collections import ConfigDict
 
 from podrl.records import checkpoint, workdir
+from podrl.records.workdir import flatten
 from podrl.run import cluster
 from podrl.run.check import check, check_sinks
 from podrl.run.cluster import Cluster
-from podrl.run.config import AGENTS, apply_overrides, describe, flatten
+from podrl.run.config import AGENTS, apply_overrides, describe
 
 
 class Files(NamedTuple):

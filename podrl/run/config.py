@@ -8,6 +8,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from podrl.records.workdir import flatten
+
 AGENTS = ('ppo', 'impala', 'a2c')
 
 
@@ -281,17 +283,6 @@ def _parse_option(text: str) -> Any:
     return value
   except (ValueError, SyntaxError, TypeError):
     return {'true': True, 'false': False}.get(text.lower(), text)
-
-
-def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
-  """The fields by their dotted names; `env.options` is one, a dictionary."""
-  fields = {}
-  for key, value in config.items():
-    if isinstance(value, dict) and prefix + key != 'env.options':
-      fields |= flatten(value, f'{prefix}{key}.')
-    else:
-      fields[prefix + key] = value
-  return fields
 
 
 def describe(config: ConfigDict) -> str:

@@ -24,8 +24,7 @@ from rich.table import Table
 
 from podrl.records import workdir
 from podrl.records.terminal import compact
-from podrl.records.workdir import MOVABLE
-from podrl.run.config import flatten
+from podrl.records.workdir import MOVABLE, flatten
 from podrl.tools import cli
 
 _AXES = {'env_steps': 'environment steps', 'wall_seconds': 'wall time (s)'}
