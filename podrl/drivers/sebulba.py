@@ -22,8 +22,7 @@ from podrl.drivers.actor import (
 )
 from podrl.drivers.exchange import Asynchronous, Closed, Deterministic, Gate
 from podrl.drivers.settings import Settings
-from podrl.drivers.stages import Stages, leave_out_parked
-from podrl.run.devices import num_cores
+from podrl.drivers.stages import Stages, leave_out_parked, num_cores
 from podrl.types import (
   Agent,
   Episodes,

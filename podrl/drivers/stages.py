@@ -12,7 +12,25 @@ import numpy as np
 from podrl.drivers.actor import PARKED, STAGES
 from podrl.drivers.exchange import Busy
 
+_QUOTA = '/sys/fs/cgroup/cpu.max'  # Microseconds of CPU, then of wall time.
 _LEARNER = ('update', 'learner_waiting', 'hand_off')
+
+
+def num_cores() -> int:
+  """Cores that this process may use, with a container's quota rounded up."""
+  found = (
+    len(os.sched_getaffinity(0))
+    if hasattr(os, 'sched_getaffinity')
+    else os.cpu_count() or 1
+  )
+  try:
+    with open(_QUOTA, encoding='ascii') as file:
+      quota, period = file.read().split()
+    return (
+      found if quota == 'max' else min(found, -(-int(quota) // int(period)))
+    )
+  except (OSError, ValueError):  # Only Linux's control groups v2 have it.
+    return found
 
 
 class Timed(Protocol):

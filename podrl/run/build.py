@@ -16,6 +16,7 @@ from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.limits import System
 from podrl.drivers.runner import Runner
+from podrl.drivers.stages import num_cores
 from podrl.drivers.tuner import Tuner
 from podrl.envs import envpool_env, gymnasium_env, gymnax_env
 from podrl.networks import actor_critic as networks
@@ -26,7 +27,6 @@ from podrl.run.devices import (
   count_updates,
   devices,
   make_layout,
-  num_cores,
   on_all_hosts,
   periods,
   warn,

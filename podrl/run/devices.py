@@ -9,6 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from podrl.drivers import spmd
+from podrl.drivers.stages import num_cores
 from podrl.run.check import (
   check_division,
   check_minibatches,
@@ -23,8 +24,6 @@ from podrl.types import EnvSpec
 _MAX_CPU_DEVICES = 8
 
 _MAX_TUNED_THREADS = 8  # More would make the pools of the usual batches small.
-
-_QUOTA = '/sys/fs/cgroup/cpu.max'  # Microseconds of CPU, and of wall time.
 
 
 class Layout(NamedTuple):
@@ -45,23 +44,6 @@ class Layout(NamedTuple):
   num_actors: int
   unrolls_per_update: int
   env_threads: int
-
-
-def num_cores() -> int:
-  """Cores that this process may use, a container's quota rounded up."""
-  found = (
-    len(os.sched_getaffinity(0))
-    if hasattr(os, 'sched_getaffinity')
-    else os.cpu_count() or 1
-  )
-  try:
-    with open(_QUOTA, encoding='ascii') as file:
-      quota, period = file.read().split()
-    return (
-      found if quota == 'max' else min(found, -(-int(quota) // int(period)))
-    )
-  except (OSError, ValueError):  # Only Linux has it, in control groups of 2016.
-    return found
 
 
 def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:

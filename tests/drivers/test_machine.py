@@ -14,7 +14,6 @@ from podrl.drivers import exchange as channel
 from podrl.drivers import machine, stages
 from podrl.drivers.limits import System
 from podrl.records import metrics, recorder, terminal
-from podrl.run import devices as layout
 from podrl.run.check import check
 from podrl.run.config import base_config
 from podrl.types import Episodes, Report
@@ -103,10 +102,10 @@ def test_idle_cores_are_those_that_nobody_uses():
 )
 def test_a_quota_bounds_the_cores(text, expected, tmp_path, monkeypatch):
   monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(8))
-  monkeypatch.setattr(layout, '_QUOTA', str(tmp_path / 'cpu.max'))
+  monkeypatch.setattr(stages, '_QUOTA', str(tmp_path / 'cpu.max'))
   if text is not None:
     (tmp_path / 'cpu.max').write_text(text + '\n')
-  assert layout.num_cores() == expected
+  assert stages.num_cores() == expected
 
 
 def _domain(path, name, energy, size=1000):
