@@ -1,5 +1,6 @@
 """The command line: `podrl COMMAND`, the same as `python -m podrl COMMAND`."""
 
+import difflib
 import importlib
 import sys
 
@@ -14,21 +15,21 @@ COMMANDS = {
 
 def main() -> None:
   """Runs one command and exits with its exit code."""
-  if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-    lines = [f'  {name:10} {text}' for name, text in COMMANDS.items()]
-    is_help = sys.argv[1:2] in ([], ['--help'], ['-h'])
+  name = sys.argv[1] if len(sys.argv) > 1 else '--help'
+  if name in ('--help', '-h'):
+    print('usage: podrl COMMAND [ARGUMENTS]\n')
+    for command, text in COMMANDS.items():
+      print(f'  {command:10}{text}')
+    print('\npodrl COMMAND --help describes one command.')
+    sys.exit(0)
+  if name not in COMMANDS:
+    near = difflib.get_close_matches(name, COMMANDS, 3, 0.4) or COMMANDS
     print(
-      '\n'.join(
-        (
-          'usage: podrl COMMAND [ARGUMENTS]',
-          *lines,
-          'podrl COMMAND --help describes one command',
-        )
-      ),
-      file=sys.stdout if is_help else sys.stderr,
+      f'error: podrl has no command {name}; near names: {", ".join(near)}',
+      file=sys.stderr,
     )
-    sys.exit(0 if is_help else 2)
-  command = importlib.import_module(f'podrl.tools.{sys.argv[1]}')
+    sys.exit(2)
+  command = importlib.import_module(f'podrl.tools.{name}')
   sys.exit(command.run(sys.argv[1:]))
 
 

@@ -162,7 +162,7 @@ def _cores_of_all(record: Mapping[str, float], system: System) -> Limit:
     if most == 'the environments'
     else (
       ', or choose a smaller network or fewer epochs (whether an accelerator '
-      'pays, python -m podrl.tools.balance measures)'
+      'pays, podrl balance measures)'
     )
   )
   return Limit(

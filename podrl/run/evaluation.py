@@ -1,27 +1,17 @@
-"""Evaluation: the first whole episode of each of N environments.
+"""Evaluation: the first whole episode of each of N environments."""
 
-  python -m podrl.run.evaluation RUN [--episodes=N] [--checkpoint=last|best|UPDATES]
-      [--[no]greedy] [--seed=S] [--out=FILE]
-
-evaluates a run's policy, prints the mean return with a bootstrap 95 % interval
-and writes it, with every return, to FILE; by default evaluation.json in RUN.
-"""
-
-from collections.abc import Callable, Sequence
-import os
-import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
-from absl import flags
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.tools import cli
 from podrl.types import Agent, Array, DeviceEnv, HostEnv, TimeStep, Tree
 
 _CHUNK_STEPS = 128  # Between two looks at whether to stop.
+_NUM_RESAMPLES = 2000  # Of a bootstrap interval.
 
 # Of keys `[N]` and one counter.
 _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
@@ -226,81 +216,21 @@ def make_host_evaluate(
   return evaluate
 
 
-def _act(paths: list[str], values: flags.FlagValues) -> None:
-  """Evaluates a run's policy; prints and writes what it gives."""
-  # What is above must not import what is built of it.
-  from podrl.records import workdir
-  from podrl.run import build, policy
-  from podrl.run.config import is_sebulba
-  from podrl.tools import plot
+def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Computes a 95 % confidence interval of the mean by resampling.
 
-  path = cli.one(paths, 'runs', 'evaluate RUN')
-  agent = policy.load(path, values.checkpoint)
-  config = agent.config
-  config.eval.num_episodes = values.episodes
-  if values.greedy is not None:
-    config.eval.greedy = values.greedy
-  arguments = build.evaluation(config, agent.spec)
-  evaluate = (
-    make_evaluate(build.make_env(config), agent.agent, **arguments)
-    if not is_sebulba(config)
-    else make_host_evaluate(
-      lambda num_envs, seed: build.make_host_env(
-        config, num_envs, seed, build.num_cores(), evaluation=True
-      ),
-      agent.agent,
-      **arguments,
-    )
-  )
-  outcome = evaluate(agent.params, jax.random.key(values.seed), lambda: False)
-  returns = outcome.returns.astype(np.float64)
-  low, high = plot.bootstrap(returns)
-  out = values.out or os.path.join(path, 'evaluation.json')
-  workdir.write_json(
-    out,
-    {
-      'env': config.env.name,
-      'num_updates': agent.num_updates,
-      'greedy': config.eval.greedy,
-      'seed': values.seed,
-      'episodes': len(returns),
-      'return': returns.mean(),
-      'return_low': low,
-      'return_high': high,
-      'return_std': returns.std(),
-      'length': outcome.lengths.mean(),
-      'returns': returns.tolist(),
-    },
-  )
-  print(
-    f'{config.env.name}, after {agent.num_updates} updates: '
-    f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
-    f'{len(returns)} episodes of {outcome.lengths.mean():.0f} steps\n'
-    f'written: {out}'
-  )
+  The draws are the same at each call.
 
+  Args:
+    values: float64 `[N, ...]`, one row for each run or episode.
 
-def run(argv: Sequence[str]) -> int:
-  """The command; returns its exit code, as `cli.run`."""
-  values = flags.FlagValues()
-  flags.DEFINE_integer(
-    'episodes', 128, 'how many.', 1, 2**24, flag_values=values
-  )
-  flags.DEFINE_string(
-    'checkpoint', 'last', 'last, best or its updates.', flag_values=values
-  )
-  flags.DEFINE_bool(
-    'greedy',
-    None,
-    "the policy's mode, or samples; by default as the run evaluates.",
-    flag_values=values,
-  )
-  flags.DEFINE_integer(
-    'seed', 0, 'of environments and actions.', 0, 2**31 - 1, flag_values=values
-  )
-  flags.DEFINE_string('out', '', 'the file, .json.', flag_values=values)
-  return cli.run(argv, __doc__, values, _act)
+  Returns:
+    The ends of the interval, `[...]` each.
 
-
-if __name__ == '__main__':
-  sys.exit(run(sys.argv))
+  Source: Efron 1979, Bootstrap Methods; the percentile interval.
+  """
+  rng = np.random.default_rng(0)
+  draws = rng.integers(len(values), size=(_NUM_RESAMPLES, len(values)))
+  means = np.stack([values[draw].mean(0) for draw in draws])
+  low, high = np.percentile(means, [2.5, 97.5], axis=0)
+  return low, high

@@ -1,1 +1,151 @@
-"""The commands, a file each."""
+"""The commands of `podrl`, one file each, and what they share."""
+
+from collections.abc import Callable, Sequence
+import functools
+import importlib.util
+import os
+import sys
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from podrl.run.config import AGENTS, apply_overrides
+
+
+def run_command(
+  argv: Sequence[str],
+  doc: str,
+  values: flags.FlagValues,
+  act: Callable[[list[str], flags.FlagValues], None],
+) -> int:
+  """Parses a command line, runs the command and returns its exit code.
+
+  Args:
+    argv: the command's name, then its arguments.
+    doc: the text that `--help` prints before the flags.
+    values: the command's flags; this function adds `--help`.
+    act: the command itself, called with the positional arguments and the flags.
+
+  Returns:
+    0 after success; 2 after a user's mistake (a wrong flag, or any ValueError
+    or OSError), which is printed as one line; 130 after Ctrl-C.
+  """
+  flags.DEFINE_bool(
+    'help', False, 'Show this text.', short_name='h', flag_values=values
+  )
+  try:
+    paths = values(argv)[1:]
+    if values.help:
+      print(f'{doc}\n{values.get_help()}')
+    else:
+      act(paths, values)
+  except (flags.Error, ValueError, OSError) as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    print('interrupted', file=sys.stderr)
+    return 130
+  return 0
+
+
+def run_experiment_command(
+  argv: Sequence[str],
+  doc: str,
+  values: flags.FlagValues,
+  act: Callable[[list[str], list[str], flags.FlagValues], None],
+) -> int:
+  """`run_command` for a command that takes an experiment's file.
+
+  It adds `--agent` and `--variant`, and accepts `--config.FIELD=VALUE`.
+
+  Args:
+    argv: as in `run_command`.
+    doc: as in `run_command`.
+    values: as in `run_command`.
+    act: the command itself, called with the overrides of the configuration, the
+      positional arguments and the flags.
+  """
+  flags.DEFINE_string(
+    'agent', 'ppo', f'The agent: {", ".join(AGENTS)}.', flag_values=values
+  )
+  flags.DEFINE_string(
+    'variant', '', "The experiment's variant.", flag_values=values
+  )
+  overrides, others, remaining = [], [], list(argv)
+  while remaining:
+    argument = remaining.pop(0)
+    if not argument.startswith(('--config.', '-config.')):
+      others.append(argument)
+      continue
+    overrides.append(argument)
+    if '=' not in argument:  # The next argument is its value.
+      overrides += remaining[:1]
+      del remaining[:1]
+  return run_command(others, doc, values, functools.partial(act, overrides))
+
+
+def single_path(paths: Sequence[str], what: str, example: str) -> str:
+  """Returns the only path of a command that takes exactly one.
+
+  Args:
+    paths: the positional arguments.
+    what: the noun for the error message, in the singular.
+    example: a correct command line, without `podrl`.
+
+  Raises:
+    ValueError: if there is no path, or more than one.
+  """
+  if len(paths) != 1:
+    raise ValueError(
+      f'expected one {what}, got {len(paths)}; try podrl {example}'
+    )
+  return paths[0]
+
+
+def make_directory(path: str) -> None:
+  """Creates the directory that `--out` names, unless it exists.
+
+  Raises:
+    ValueError: if it cannot be created or written to.
+  """
+  try:
+    os.makedirs(path, exist_ok=True)
+  except OSError as error:
+    raise ValueError(
+      f'--out={path} is no directory: {error.strerror}'
+    ) from error
+  if not os.access(path, os.W_OK):
+    raise ValueError(f'--out={path} cannot be written')
+
+
+def read_config(
+  path: str, overrides: Sequence[str], values: flags.FlagValues
+) -> ConfigDict:
+  """Builds the configuration that `run_experiment_command` was asked for.
+
+  Raises:
+    ValueError: if `path` is no experiment, or an override does not fit.
+  """
+  config = _load_get_config(path)(values.agent, values.variant)
+  apply_overrides(config, overrides)
+  return config
+
+
+def _load_get_config(path: str) -> Callable[[str, str], ConfigDict]:
+  """Imports an experiment's file and returns its `get_config`."""
+  if not os.path.isfile(path) or not path.endswith('.py'):
+    raise ValueError(
+      f'{path} is no experiment; try experiments/sebulba_cartpole.py'
+    )
+  name = os.path.splitext(os.path.basename(path))[0]
+  # Experiments import one another by name, from their own directory.
+  sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+  try:
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+  finally:
+    del sys.path[0]
+  if not hasattr(module, 'get_config'):
+    raise ValueError(f'{path} is no experiment: it has no get_config')
+  return module.get_config

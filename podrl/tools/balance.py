@@ -1,8 +1,8 @@
 """Finds the balance between CPU and accelerator for an experiment of Sebulba.
 
-  python -m podrl.tools.balance EXPERIMENT [--agent=ppo] [--variant=] [--out=DIR]
+  podrl balance EXPERIMENT [--agent=ppo] [--variant=] [--out=DIR]
       [--max_lag=N] [--size_range=2] [--apply] [--config.FIELD=VALUE ...]
-  python -m podrl.tools.balance RUN [--out=DIR]
+  podrl balance RUN [--out=DIR]
 
 EXPERIMENT is a file such as experiments/sebulba_pong.py. For about a minute its
 environments, inference and updates are timed on this machine, and short runs of
@@ -25,6 +25,7 @@ from absl import flags
 import numpy as np
 from rich.console import Console
 
+from podrl import tools
 from podrl.drivers import limits, machine
 from podrl.records import workdir
 from podrl.records.workdir import Record
@@ -37,7 +38,6 @@ from podrl.tools import balance_history as history
 from podrl.tools import balance_picture as picture
 from podrl.tools import balance_search as search
 from podrl.tools import balance_worth as worth
-from podrl.tools import cli
 from podrl.tools.balance_plan import configured, overrides, to_flags
 from podrl.tools.chips import CHIPS
 
@@ -49,18 +49,20 @@ def _act(
   settings: Sequence[str], paths: list[str], values: flags.FlagValues
 ) -> None:
   """Reads, measures, searches, prints, draws, and perhaps runs."""
-  path = cli.one(paths, 'experiments', 'balance experiments/sebulba_pong.py')
+  path = tools.single_path(
+    paths, 'experiment', 'balance experiments/sebulba_pong.py'
+  )
   console = Console(highlight=False, markup=False)
   if os.path.isdir(path):
     named = [f'--{x}' for x in values if values[x].present and x != 'out']
     _tell_of_run(console, path, values.out or path, [*settings, *named])
     return
   check_choice('--chip', values.chip, tuple(CHIPS))
-  config = cli.read_config(path, settings, values)
+  config = tools.read_config(path, settings, values)
   if not is_sebulba(config):
     raise ValueError(
       f'{path} is of Anakin, whose environments are on the device: there '
-      'is nothing to balance; try python -m podrl.tools.scaling'
+      'is nothing to balance; try podrl scaling'
     )
   if not 1 <= values.size_range <= _MAX_RANGE:
     raise ValueError(
@@ -72,7 +74,7 @@ def _act(
   config = configured(config, fixed)
   check(config)
   directory = values.out or '.'
-  cli.make_directory(directory)
+  tools.make_directory(directory)
   set_up_jax(config)
   found = search.find_for(
     config, values.size_range, say=lambda line: console.print(line, style='dim')
@@ -157,14 +159,14 @@ def _tell_of_run(
   else:
     console.print(f'{path} is under way: what limits it is told at its end')
   if config.sebulba.autotune:
-    cli.make_directory(out)
+    tools.make_directory(out)
     picture_path = os.path.join(out, 'balance.png')
     history.draw(path, picture_path)
     console.print(f'drawn: {picture_path}', soft_wrap=True)
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns its exit code, as `cli.run`."""
+  """The command; returns its exit code, as `tools.run_command`."""
   values = flags.FlagValues()
   flags.DEFINE_string(
     'out',
@@ -199,8 +201,4 @@ def run(argv: Sequence[str]) -> int:
     'run the experiment with the best plan, in runs/NAME/TIME.',
     flag_values=values,
   )
-  return cli.run_experiment(argv, __doc__, values, _act)
-
-
-if __name__ == '__main__':
-  sys.exit(run(sys.argv))
+  return tools.run_experiment_command(argv, __doc__, values, _act)

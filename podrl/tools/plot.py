@@ -1,6 +1,6 @@
 """Draws learning curves of runs, and prints their final returns.
 
-  python -m podrl.tools.plot RUN [RUN ...] [--x=env_steps|wall_seconds] [--out=FILE]
+  podrl plot RUN [RUN ...] [--x=env_steps|wall_seconds] [--out=FILE]
 
 A directory that holds runs stands for them all. Runs that differ in nothing but
 the seed (and in what they evaluate and log) are one group: a line is their mean,
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import glob
 import json
 import os
-import sys
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -22,16 +21,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from podrl import tools
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.records.workdir import MOVABLE, flatten
-from podrl.tools import cli
+from podrl.run.evaluation import bootstrap
 
 _AXES = {'env_steps': 'environment steps', 'wall_seconds': 'wall time (s)'}
 # Fields in which the runs of a group may differ.
 _SEEDS = ('seed', 'num_seeds') + MOVABLE
 _NUM_POINTS = 200  # Of a curve.
-_NUM_RESAMPLES = 2000
 _COLORS = ('#1f5fa8', '#c44e00', '#2f8f4e', '#8a4fbf', '#b8860b', '#5a5a5a')
 
 
@@ -125,24 +124,6 @@ def group(runs: Sequence[Run]) -> list[Group]:
     Group(*describe(config), members)
     for config, members in zip(configs, groups.values())
   ]
-
-
-def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """A 95 % interval of the mean, by resampling with replacement.
-
-  Args:
-    values: float64 `[N, ...]`, N runs; the draws are the same each time.
-
-  Returns:
-    Its ends, `[...]` each.
-
-  Source: Efron 1979, Bootstrap Methods; the percentile interval.
-  """
-  rng = np.random.default_rng(0)
-  draws = rng.integers(len(values), size=(_NUM_RESAMPLES, len(values)))
-  means = np.stack([values[draw].mean(0) for draw in draws])
-  low, high = np.percentile(means, [2.5, 97.5], axis=0)
-  return low, high
 
 
 def _series(run: Run, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
@@ -266,7 +247,7 @@ def table(groups: Sequence[Group]) -> Table:
 def _act(paths: list[str], values: flags.FlagValues) -> None:
   """Reads, draws, prints."""
   if not paths:
-    raise ValueError('no run is named; try python -m podrl.tools.plot RUN')
+    raise ValueError('no run is named; try podrl plot RUN')
   paths = [os.path.normpath(path) for path in paths]
   out = values.out or os.path.join(
     paths[0]
@@ -289,7 +270,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns its exit code, as `cli.run`."""
+  """The command; returns its exit code, as `tools.run_command`."""
   values = flags.FlagValues()
   flags.DEFINE_enum(
     'x', 'env_steps', list(_AXES), 'the horizontal axis.', flag_values=values
@@ -297,8 +278,4 @@ def run(argv: Sequence[str]) -> int:
   flags.DEFINE_string(
     'out', '', 'the picture, .png or .svg.', flag_values=values
   )
-  return cli.run(argv, __doc__, values, _act)
-
-
-if __name__ == '__main__':
-  sys.exit(run(sys.argv))
+  return tools.run_command(argv, __doc__, values, _act)

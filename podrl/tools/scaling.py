@@ -1,6 +1,6 @@
 """What a pod would give: predicts updates on 1 ... 2,048 cores.
 
-  python -m podrl.tools.scaling EXPERIMENT [--chip=local] [--agent=ppo] [--variant=]
+  podrl scaling EXPERIMENT [--chip=local] [--agent=ppo] [--variant=]
       [--out=DIR] [--config.FIELD=VALUE ...]
 
 EXPERIMENT is a file such as experiments/anakin_breakout.py. Scaling is weak: each
@@ -22,7 +22,6 @@ all-reduces, its waiting.
 
 from collections.abc import Sequence
 import os
-import sys
 
 from absl import flags
 import jax
@@ -31,11 +30,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from podrl import tools
 from podrl.drivers import spmd
 from podrl.records.terminal import compact
 from podrl.run.check import check
 from podrl.run.config import check_choice, is_sebulba
-from podrl.tools import cli, measure
+from podrl.tools import measure
 from podrl.tools.chips import CHIPS
 from podrl.tools.prediction import Prediction, predict, single
 from podrl.tools.program import read_work
@@ -198,11 +198,13 @@ def _act(
   overrides: Sequence[str], paths: list[str], values: flags.FlagValues
 ) -> None:
   """Reads, measures, predicts, prints, draws."""
-  path = cli.one(paths, 'experiments', 'scaling experiments/anakin_breakout.py')
+  path = tools.single_path(
+    paths, 'experiment', 'scaling experiments/anakin_breakout.py'
+  )
   check_choice('--chip', values.chip, ('local', *CHIPS))
-  config = cli.read_config(path, overrides, values)
+  config = tools.read_config(path, overrides, values)
   check(config)
-  cli.make_directory(values.out)
+  tools.make_directory(values.out)
   jax.config.update('jax_platforms', 'cpu')
   if jax.config.jax_num_cpu_devices < 1:
     spmd.set_num_cpu_devices(2)  # One core's all-reduce might be left out.
@@ -238,7 +240,7 @@ def _act(
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns its exit code, as `cli.run`."""
+  """The command; returns its exit code, as `tools.run_command`."""
   values = flags.FlagValues()
   flags.DEFINE_string(
     'chip', 'local', ', '.join(('local', *CHIPS)), flag_values=values
@@ -247,8 +249,4 @@ def run(argv: Sequence[str]) -> int:
   flags.DEFINE_integer(
     'repeats', 3, 'of each measurement.', 1, flag_values=values
   )
-  return cli.run_experiment(argv, __doc__, values, _act)
-
-
-if __name__ == '__main__':
-  sys.exit(run(sys.argv))
+  return tools.run_experiment_command(argv, __doc__, values, _act)

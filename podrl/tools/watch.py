@@ -1,6 +1,6 @@
 """Shows what a run's agent does: an episode as a GIF or an MP4.
 
-  python -m podrl.tools.watch RUN [--out=FILE.gif|FILE.mp4] [--checkpoint=last|best|N]
+  podrl watch RUN [--out=FILE.gif|FILE.mp4] [--checkpoint=last|best|N]
       [--episodes=1] [--nogreedy] [--seed=0] [--max_steps=1000] [--fps=0]
 
 FILE is episode.gif in the run's directory by default; MP4 needs ffmpeg. The
@@ -12,7 +12,6 @@ the number of steps.
 from collections.abc import Callable, Sequence
 import math
 import os
-import sys
 
 from absl import flags
 import chex
@@ -20,10 +19,11 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl import tools
 from podrl.envs import envpool_env
 from podrl.run import build
 from podrl.run.config import is_sebulba
-from podrl.tools import cli, film, pictures
+from podrl.tools import film, pictures
 from podrl.tools.film import Episode
 from podrl.types import Agent, HostEnv, TimeStep, Tree
 
@@ -246,7 +246,7 @@ def _check_out(out: str) -> Callable[..., None]:
 
 def _act(paths: list[str], values: flags.FlagValues) -> None:
   """Loads, records, writes."""
-  path = cli.one(paths, 'runs', 'watch RUN')
+  path = tools.single_path(paths, 'runs', 'watch RUN')
   out = values.out or os.path.join(path, 'episode.gif')
   write = _check_out(out)
   envpool_env.load_opengl()  # Before the run's environment is known.
@@ -285,9 +285,5 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns its exit code, as `cli.run`."""
-  return cli.run(argv, __doc__, _define_flags(), _act)
-
-
-if __name__ == '__main__':
-  sys.exit(run(sys.argv))
+  """The command; returns its exit code, as `tools.run_command`."""
+  return tools.run_command(argv, __doc__, _define_flags(), _act)

@@ -1,7 +1,5 @@
 """Policies that are loaded from runs, and what they choose."""
 
-import json
-
 import gymnax
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,6 @@ import podrl
 from podrl.drivers import spmd
 from podrl.drivers.runner import Runner
 from podrl.run import build, policy
-from podrl.run import evaluation as evaluate
 from podrl.tools import plot
 from podrl.types import TimeStep
 
@@ -140,47 +137,6 @@ def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
   ):
     with pytest.raises(ValueError, match=message):
       podrl.load(*arguments)
-
-
-@pytest.mark.parametrize('name', ['anakin', 'sebulba'])
-def test_the_evaluation_command(name, runs, tmp_path, capsys):
-  out = tmp_path / 'found.json'
-  argv = [
-    'evaluate',
-    str(runs / name),
-    '--episodes=40',
-    '--nogreedy',
-    f'--out={out}',
-  ]
-  assert evaluate.run(argv) == 0
-  found = json.loads(out.read_text())
-  returns = np.asarray(found['returns'])
-  assert len(returns) == found['episodes'] == 40
-  assert found['num_updates'] == 8 and not found['greedy']
-  np.testing.assert_allclose(found['return'], returns.mean())
-  # An interval of the mean is about two standard errors to each side.
-  width = (found['return_high'] - found['return_low']) / 2
-  np.testing.assert_allclose(
-    width, 1.96 * returns.std() / 40**0.5, rtol=0.2, atol=0.02
-  )
-  assert str(out) in capsys.readouterr().out
-  assert evaluate.run(argv) == 0  # The same episodes again.
-  assert json.loads(out.read_text())['returns'] == found['returns']
-
-
-@pytest.mark.parametrize(
-  'arguments,message',
-  [
-    ([], 'runs are named'),
-    (['a', 'b'], 'runs are named'),
-    (['nowhere'], 'is not a run'),
-    (['nowhere', '--episodes=0'], 'not an integer in the range'),
-  ],
-)
-def test_a_mistake_at_the_evaluation_command(arguments, message, capsys):
-  assert evaluate.run(['evaluate', *arguments]) == 2
-  said = capsys.readouterr().err
-  assert message in said and said.count('\n') == 1
 
 
 def test_seeds_in_one_program_are_the_single_runs(tmp_path):

@@ -74,19 +74,6 @@ def test_groups_differ_in_more_than_seeds(tmp_path):
   ]
 
 
-def test_bootstrap_intervals_of_two_and_of_equal_runs():
-  # The mean of two draws of 0 and 10 is 0, 5 or 10, with 1/4, 1/2 and 1/4.
-  low, high = plot.bootstrap(np.asarray([[0.0, 3.0], [10.0, 3.0]]))
-  np.testing.assert_array_equal([low, high], [[0.0, 3.0], [10.0, 3.0]])
-  # Of many it is the mean plus and minus 1.96 standard errors.
-  values = np.random.default_rng(1).normal(5.0, 2.0, 400)
-  low, high = plot.bootstrap(values)
-  error = 1.96 * values.std() / 20
-  np.testing.assert_allclose(
-    [low, high], [values.mean() - error, values.mean() + error], atol=0.03
-  )
-
-
 def test_curves_are_joined_where_all_runs_have_been(tmp_path):
   runs = [
     plot.read(_write(tmp_path / str(i), seed=i, shift=i)) for i in range(3)

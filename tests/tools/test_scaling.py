@@ -259,7 +259,7 @@ def _run(*arguments):
       'experiments/nothing.py is no experiment; try',
     ),
     ([__file__], 'is no experiment: it has no get_config'),
-    ([], '0 experiments are named, not 1'),
+    ([], 'expected one experiment, got 0'),
     (['{}', '--chip=tpu_v9'], '--chip=tpu_v9 is unknown; did you mean tpu_v4'),
     (['{}', '--config.num_envs=4'], 'config.num_envs is not a field; did you'),
     (['{}', '--config.env.num_envs=x'], 'is not of type int'),

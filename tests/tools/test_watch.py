@@ -642,8 +642,8 @@ def test_mp4_goes_through_ffmpeg(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   'arguments,message',
   [
-    ([], '0 runs are named'),
-    (['r', 'r'], '2 runs are named'),
+    ([], 'expected one run, got 0'),
+    (['r', 'r'], 'expected one run, got 2'),
     (['nowhere'], 'nowhere is not a run'),
     (['r', '--out=x.png'], 'must end in .gif or .mp4'),
     (['r', '--out=no/x.gif'], 'not in a directory that can be written'),

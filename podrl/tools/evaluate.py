@@ -1,0 +1,112 @@
+"""Evaluates a run's policy.
+
+  podrl evaluate RUN [--episodes=N] [--checkpoint=last|best|UPDATES]
+      [--[no]greedy] [--seed=S] [--out=FILE]
+
+This command runs N episodes, prints their mean return with a bootstrap 95 %
+interval, and writes both, with the return of every episode, to FILE. By default
+FILE is evaluation.json in the directory RUN.
+"""
+
+from collections.abc import Sequence
+import os
+
+from absl import flags
+import jax
+import numpy as np
+
+from podrl import tools
+from podrl.records import workdir
+from podrl.run import build, policy
+from podrl.run.config import is_sebulba
+from podrl.run.evaluation import (
+  Evaluation,
+  bootstrap,
+  make_evaluate,
+  make_host_evaluate,
+)
+
+
+def _evaluate(loaded: policy.Policy, seed: int) -> Evaluation:
+  """Runs the episodes that the policy's configuration asks for."""
+  config = loaded.config
+  arguments = build.evaluation(config, loaded.spec)
+  if is_sebulba(config):
+    evaluate = make_host_evaluate(
+      lambda num_envs, seed: build.make_host_env(
+        config, num_envs, seed, build.num_cores(), evaluation=True
+      ),
+      loaded.agent,
+      **arguments,
+    )
+  else:
+    evaluate = make_evaluate(build.make_env(config), loaded.agent, **arguments)
+  return evaluate(loaded.params, jax.random.key(seed), lambda: False)
+
+
+def _act(paths: list[str], values: flags.FlagValues) -> None:
+  """Evaluates, prints the result and writes it to a file."""
+  path = tools.single_path(paths, 'run', 'evaluate RUN')
+  loaded = policy.load(path, values.checkpoint)
+  config = loaded.config
+  config.eval.num_episodes = values.episodes
+  if values.greedy is not None:
+    config.eval.greedy = values.greedy
+  outcome = _evaluate(loaded, values.seed)
+  returns = outcome.returns.astype(np.float64)
+  low, high = bootstrap(returns)
+  length = outcome.lengths.mean()
+  out = values.out or os.path.join(path, 'evaluation.json')
+  workdir.write_json(
+    out,
+    {
+      'env': config.env.name,
+      'num_updates': loaded.num_updates,
+      'greedy': config.eval.greedy,
+      'seed': values.seed,
+      'episodes': len(returns),
+      'return': returns.mean(),
+      'return_low': low,
+      'return_high': high,
+      'return_std': returns.std(),
+      'length': length,
+      'returns': returns.tolist(),
+    },
+  )
+  print(
+    f'{config.env.name}, after {loaded.num_updates} updates: '
+    f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
+    f'{len(returns)} episodes of {length:.0f} steps\nwritten: {out}'
+  )
+
+
+def run(argv: Sequence[str]) -> int:
+  """Runs the command and returns its exit code, as `tools.run_command`."""
+  values = flags.FlagValues()
+  integer, string = flags.DEFINE_integer, flags.DEFINE_string
+  integer(
+    'episodes', 128, 'The number of episodes.', 1, 2**24, flag_values=values
+  )
+  string(
+    'checkpoint',
+    'last',
+    'The checkpoint: last, best, or its number of updates.',
+    flag_values=values,
+  )
+  flags.DEFINE_bool(
+    'greedy',
+    None,
+    "Whether to take the policy's mode rather than a sample. By default the "
+    "run's eval.greedy decides.",
+    flag_values=values,
+  )
+  integer(
+    'seed',
+    0,
+    'The seed of the environments and the actions.',
+    0,
+    2**31 - 1,
+    flag_values=values,
+  )
+  string('out', '', 'The file to write, .json.', flag_values=values)
+  return tools.run_command(argv, __doc__, values, _act)
