@@ -1,16 +1,26 @@
-"""Several processes of one run: their start, and what they agree on.
+"""Several processes of one run: how they start, agree and watch one another.
 
-Every process issues the same updates in the same order. What depends on a clock
-or on a signal process 0 decides, and the others read it in the key-value store
-of JAX's coordination service.
+Every process issues the same updates in the same order. Process 0 decides
+everything that depends on a clock or on a signal. The other processes read its
+decisions from the key-value store of JAX's coordination service.
+
+Threads in each process report in that store that the process lives and how far
+it got. Process 0 reads the reports. When a process is silent or makes no
+progress, process 0 writes a verdict, and all processes end with its message.
 """
 
 from collections.abc import Callable
+import ctypes
+import dataclasses
+import faulthandler
 import hashlib
 import json
 import os
 import pathlib
+import signal
 import socket
+import sys
+import threading
 import time
 from typing import Any
 
@@ -18,108 +28,270 @@ import jax
 from jax._src import distributed  # The store has no public name.
 from jax.experimental import multihost_utils
 
-from podrl.run.watchdog import Watchdog, key
+_PERIOD_SECONDS = 0.5  # Time between two signs of life.
+_END_SECONDS = 10.0  # A process that must end is killed after this long.
+_AbortHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
-class Cluster:
-  """The processes of a run; with no arguments, one that is alone.
+def store_key(*names: Any) -> str:
+  """The key of a value in the store."""
+  return '/'.join(map(str, ('podrl', *names)))
+
+
+class Watchdog:
+  """Ends this process when another process of the run has died or hangs.
 
   Args:
-    process: this one's index.
-    num_processes: of the run.
-    client: of JAX's coordination service.
-    watchdog: that has begun.
+    heartbeat_seconds: a process without a sign of life for this long is dead.
+    hang_seconds: a process without progress for this long hangs.
   """
 
-  def __init__(
-    self,
-    process: int = 0,
-    num_processes: int = 1,
-    client: Any = None,
-    watchdog: Watchdog | None = None,
-  ):
-    self.process = process
-    self.num_processes = num_processes
-    self.watchdog = watchdog
-    self._client = client
+  def __init__(self, heartbeat_seconds: float, hang_seconds: float):
+    self._heartbeat_seconds = heartbeat_seconds
+    self._hang_seconds = hang_seconds
+    self._process, self._client = 0, None
+    self._num_beats = 0  # How often the main thread reported progress.
+    self._num_contacts = 0  # How often process 0 answered.
+    # The last sign and beat of each process, and for how many periods each of
+    # the two has stayed the same.
+    self._late: dict[int, tuple[int, int, int, int]] = {}
+    self._threads: list[threading.Thread] = []
+    self._closed = threading.Event()
+    self._ending = threading.Lock()
+    # Called in any thread before another process's failure ends this process.
+    self.on_failure: Callable[[str], None] = lambda message: print(
+      f'error: {message}', file=sys.stderr, flush=True
+    )
+    # C knows only the address of this handler: the attribute keeps it alive.
+    self._on_abort = _AbortHandler(lambda _: self._end(self._abort_message))
+    self._abort_message = ''
+
+  def catch_aborts(self, message: str) -> None:
+    """Ends the process with exit code 1 and `message` where JAX aborts it.
+
+    JAX's runtime aborts from a thread of its own when process 0 is gone or the
+    run cannot start. Python runs its signal handlers too late for that.
+    """
+    self._abort_message = message
+    ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
+
+  def begin(self, process: int, num_processes: int, client: Any) -> None:
+    """Starts the threads; `client` is that of JAX's coordination service."""
+    self._process, self._client = process, client
+    self._late = {i: (0, 0, 0, 0) for i in range(num_processes)}
+    self.catch_aborts(
+      'process 0 is gone'
+      if process
+      else "JAX's runtime ended process 0; see its own lines above"
+    )
+    for target in self._report, self._watch_process_0:
+      name = f'podrl-cluster-{target.__name__.strip("_")}'
+      self._threads.append(threading.Thread(target=target, name=name))
+      self._threads[-1].start()
+
+  def beat(self) -> None:
+    """Records that the main thread makes progress."""
+    self._num_beats += 1
+
+  def _report(self) -> None:
+    """Reports to process 0 and obeys its verdict (a thread's target)."""
+    num_signs = 0
+    try:
+      while not self._closed.wait(_PERIOD_SECONDS):
+        num_signs += 1
+        self._client.key_value_set(
+          store_key('alive', self._process),
+          json.dumps([num_signs, self._num_beats]),
+          allow_overwrite=True,
+        )
+        for _, verdict in self._client.key_value_dir_get(store_key('verdict')):
+          self._end(verdict)
+        self._num_contacts += 1
+        if self._process == 0:
+          self._check_reports()
+    except jax.errors.JaxRuntimeError as error:
+      if not self._closed.is_set():
+        self._end(f'process {self._process} cannot reach process 0: {error}')
+
+  def _check_reports(self) -> None:
+    """Ends all processes when one of them is silent or hangs.
+
+    This counts periods, not seconds: after a suspended machine resumes, no
+    process looks dead.
+    """
+    reports = {}
+    for name, text in self._client.key_value_dir_get(store_key('alive')):
+      reports[int(name.rpartition('/')[2])] = json.loads(text)
+    hanging = []
+    for process, (old_sign, old_beats, silent, stuck) in self._late.items():
+      sign, beats = reports.get(process, (0, 0))
+      silent = 0 if sign != old_sign else silent + 1
+      stuck = 0 if beats != old_beats else stuck + 1
+      self._late[process] = sign, beats, silent, stuck
+      if silent * _PERIOD_SECONDS > self._heartbeat_seconds:
+        self._end(
+          f'process {process} is gone: no sign of life for '
+          f'{self._heartbeat_seconds:g} s'
+        )
+      if stuck * _PERIOD_SECONDS > self._hang_seconds:
+        hanging.append(str(process))
+    if hanging:
+      self._end(
+        f'process {" and ".join(hanging)} hangs: no progress for '
+        f'{self._hang_seconds:g} s'
+      )
+
+  def _watch_process_0(self) -> None:
+    """Notices when `_report` gets no answer (a thread's target)."""
+    num_contacts, periods = 0, 0
+    while not self._closed.wait(_PERIOD_SECONDS):
+      periods = 0 if self._num_contacts != num_contacts else periods + 1
+      num_contacts = self._num_contacts
+      if periods * _PERIOD_SECONDS > self._heartbeat_seconds:
+        self._end(
+          'process 0 is gone: no answer from it for '
+          f'{self._heartbeat_seconds:g} s'
+        )
+
+  def _write_verdict(self, message: str) -> None:
+    """Tells the others why all processes end; only the first message counts."""
+    try:
+      self._client.key_value_set(store_key('verdict', 'first'), message)
+    except jax.errors.JaxRuntimeError as error:
+      if 'ALREADY_EXISTS' not in str(error):
+        print(f'the others could not be informed: {error}', file=sys.stderr)
+    if self._process == 0:  # The store ends with process 0.
+      time.sleep(4 * _PERIOD_SECONDS)
+
+  def _end(self, message: str) -> None:
+    """Ends this process because another one failed; it never returns."""
+    self._ending.acquire()  # Never released: a second caller waits for the end.
+    faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
+    try:
+      self.on_failure(message)
+      if self._process == 0 and self._client:
+        self._write_verdict(message)
+      sys.stdout.flush()
+    finally:
+      os._exit(1)
+
+  def fail(self, message: str, *, is_suspect: bool) -> None:
+    """Tells the other processes that this one ends.
+
+    Args:
+      message: text of the error.
+      is_suspect: whether another process may have caused the error, as when a
+        collective breaks. If it did, this call does not return.
+    """
+    if is_suspect:
+      time.sleep(self._heartbeat_seconds + 4 * _PERIOD_SECONDS)
+    self._ending.acquire()
+    self._closed.set()
+    self._write_verdict(f'process {self._process} failed: {message}')
+
+  def close(self) -> None:
+    """Stops the threads."""
+    self._closed.set()
+    for thread in self._threads:
+      thread.join()
+
+
+@dataclasses.dataclass
+class Cluster:
+  """The processes of a run; without arguments, a process that runs alone.
+
+  Attributes:
+    process: index of this process.
+    num_processes: number of processes in the run.
+    client: client of JAX's coordination service.
+    watchdog: a watchdog that has begun.
+  """
+
+  process: int = 0
+  num_processes: int = 1
+  client: Any = None
+  watchdog: Watchdog | None = None
+
+  def __post_init__(self):
     self._num_exchanges = self._num_rounds = 0
-    self._decided: list[str] = []  # Keys that the others may not have read.
+    self._decided: list[str] = []  # Keys that some process may not have read.
 
   @property
   def is_distributed(self) -> bool:
     """Whether JAX's runtime for several processes is running."""
-    return self._client is not None
+    return self.client is not None
 
-  def _get(self, name: str) -> Any:
-    """Waits for a value; the watchdog ends it where none comes."""
+  def _read(self, key: str) -> Any:
+    """Waits for a value; the watchdog ends the process if none comes."""
     while True:
-      self.beat()  # Not this process hangs but the one that is waited for.
+      self.beat()  # Waiting for another process is not a hang of this one.
       try:
-        return json.loads(self._client.blocking_key_value_get(name, 1_000))
+        return json.loads(self.client.blocking_key_value_get(key, 1_000))
       except jax.errors.JaxRuntimeError as error:
         if 'DEADLINE_EXCEEDED' not in str(error):
           raise
 
   def beat(self) -> None:
-    """Shows that this process gets on, in what takes long."""
+    """Records progress; call it during work that takes long."""
     if self.watchdog:
       self.watchdog.beat()
 
-  def decide(self, choose: Callable[[], Any]) -> Any:
-    """What `choose()` gives in process 0; the others do not call it.
+  def decide(self, make_decision: Callable[[], Any]) -> Any:
+    """Returns to every process what `make_decision` returns in process 0.
 
     Args:
-      choose: gives a value of JSON.
+      make_decision: returns a JSON value. Only process 0 calls it.
 
     Raises:
-      ValueError: in all processes, where `choose` raises it.
+      ValueError: in all processes, if `make_decision` raises it.
     """
     if not self.is_distributed:
-      return choose()
+      return make_decision()
     self.beat()
     self._num_exchanges += 1
-    name = key('decided', self._num_exchanges)
+    key = store_key('decided', self._num_exchanges)
     if self.process:
-      said = self._get(name)
+      decision = self._read(key)
     else:
       try:
-        said = {'value': choose()}
+        decision = {'value': make_decision()}
       except ValueError as error:
-        said = {'error': str(error)}
-      text = json.dumps(said)
-      self._client.key_value_set(name, text)
-      self._decided.append(name)
-      said = json.loads(text)  # As the others have it.
-    if 'error' in said:
-      raise ValueError(said['error'])
-    return said['value']
+        decision = {'error': str(error)}
+      text = json.dumps(decision)
+      self.client.key_value_set(key, text)
+      self._decided.append(key)
+      decision = json.loads(text)  # So that all processes get equal values.
+    if 'error' in decision:
+      raise ValueError(decision['error'])
+    return decision['value']
 
   def gather(self, value: Any) -> list[Any] | None:
-    """The values of all processes, JSON, in process 0; None in the others."""
+    """Returns the JSON values of all processes in process 0, None elsewhere."""
     if not self.is_distributed:
       return [value]
     self.beat()
     self._num_exchanges += 1
-    names = [
-      key('gathered', self._num_exchanges, i) for i in range(self.num_processes)
+    keys = [
+      store_key('gathered', self._num_exchanges, i)
+      for i in range(self.num_processes)
     ]
     if self.process:
-      self._client.key_value_set(names[self.process], json.dumps(value))
+      self.client.key_value_set(keys[self.process], json.dumps(value))
       return None
-    values = [json.loads(json.dumps(value))] + [
-      self._get(name) for name in names[1:]
-    ]
-    # All have come this far, and read what was decided before.
-    for name in names[1:] + self._decided:
-      self._client.key_value_delete(name)
+    own_value = json.loads(json.dumps(value))
+    values = [own_value] + [self._read(key) for key in keys[1:]]
+    # Every process got this far, so it has read all earlier decisions.
+    for key in keys[1:] + self._decided:
+      self.client.key_value_delete(key)
     self._decided = []
     return values
 
   def attempt(self, function: Callable[[], Any]) -> Any:
-    """What `function()` gives in each process.
+    """Returns `function()`, which every process calls.
 
     Raises:
-      ValueError: in all processes, where it does in one; of which, it says.
+      ValueError: in all processes, if `function` raises it in one of them. The
+        message names that process.
     """
     if not self.is_distributed:
       return function()
@@ -128,55 +300,58 @@ class Cluster:
       value = function()
     except ValueError as error:
       mistake = str(error)
+    mistakes = self.gather(mistake)
 
-    def choose() -> None:
+    def check() -> None:
       found = {i: x for i, x in enumerate(mistakes) if x}
       if len(found) == self.num_processes and len({*mistakes}) == 1:
         raise ValueError(mistakes[0])
       if found:
-        raise ValueError(
-          '; '.join(f'process {i}: {x}' for i, x in found.items())
-        )
+        lines = [f'process {i}: {x}' for i, x in found.items()]
+        raise ValueError('; '.join(lines))
 
-    mistakes = self.gather(mistake)
-    self.decide(choose)
+    self.decide(check)
     return value
 
   def compare(self, values: dict[str, Any]) -> None:
-    """Raises a ValueError in all processes where their values differ.
+    """Checks that all processes have the same JSON values.
 
-    Args:
-      values: of JSON, by name.
+    Raises:
+      ValueError: in all processes, if a value differs from that of process 0.
     """
+    values_of_all = self.gather(values)
 
-    def choose() -> None:
-      for i, others in enumerate(everybody):
+    def check() -> None:
+      expected = values_of_all[0]
+      for i, others in enumerate(values_of_all):
         differing = [
-          f'{k}={others.get(k)!r} where process 0 has {everybody[0].get(k)!r}'
-          for k in {**everybody[0], **others}
-          if everybody[0].get(k) != others.get(k)
+          f'{k}={others.get(k)!r} where process 0 has {expected.get(k)!r}'
+          for k in {**expected, **others}
+          if expected.get(k) != others.get(k)
         ]
         if differing:
           raise ValueError(f'process {i} has {"; ".join(differing)}')
 
-    everybody = self.gather(values)
-    self.decide(choose)
+    self.decide(check)
 
   def is_preempted(self) -> bool:
-    """Whether a process had SIGTERM; all ask together, and hear the same."""
+    """Whether a process got SIGTERM.
+
+    All processes must ask at the same update, and get the same answer.
+    """
     self._num_rounds += 1
     return self.is_distributed and (
       multihost_utils.reached_preemption_sync_point(self._num_rounds)
     )
 
   def close(self) -> None:
-    """Leaves the others when all have come here."""
+    """Waits for the other processes and leaves the run."""
     if self.is_distributed:
       self.gather(None)
       self.decide(lambda: None)
       self.watchdog.close()
       jax.distributed.shutdown()
-      self._client = None
+      self.client = None
 
 
 def version_of_code() -> str:
@@ -195,7 +370,7 @@ def _is_slurm_step() -> bool:
 
 
 def _await_coordinator(address: str, process: int, seconds: float) -> None:
-  """Waits until somebody listens there; JAX's runtime would abort."""
+  """Waits until the coordinator listens; JAX would abort without it."""
   host, _, port = address.rpartition(':')
   end = time.monotonic() + seconds
   while True:
@@ -206,8 +381,8 @@ def _await_coordinator(address: str, process: int, seconds: float) -> None:
       if time.monotonic() > end:
         raise ValueError(
           f'process {process}: no coordinator answers at {address} within '
-          f"{seconds:g} s ({error}); name process 0's machine and a free port "
-          'of it'
+          f"{seconds:g} s ({error}); give process 0's machine and a free port "
+          'on it'
         ) from error
       time.sleep(0.2)
 
@@ -221,28 +396,25 @@ def start(
   heartbeat_seconds: float,
   hang_seconds: float,
 ) -> Cluster:
-  """Joins this process with the others; call it before any device is used.
+  """Connects this process with the others; call it before using any device.
 
   Args:
-    coordinator: HOST:PORT of process 0; 'auto' where JAX knows the cluster by
-      itself, as on TPUs; empty for a process that is alone, unless Slurm
-      started several.
-    num_processes: of the run; None where JAX knows.
-    process: this one's index; None where JAX knows.
-    start_seconds: how long to wait for the others.
-    heartbeat_seconds: as `Watchdog` takes it.
-    hang_seconds: as `Watchdog` takes it.
+    coordinator: HOST:PORT of process 0; 'auto' where JAX detects the cluster,
+      as on TPUs; empty for a run of one process, unless Slurm started several.
+    num_processes, process: number of processes and index of this one; None
+      where JAX detects them.
+    start_seconds: how long to wait for the other processes.
+    heartbeat_seconds, hang_seconds: see `Watchdog`.
 
   Raises:
-    ValueError: if the arguments do not fit, or no coordinator is reached.
+    ValueError: if the arguments do not fit or no coordinator answers.
   """
-  is_named = coordinator not in ('', 'auto')
-  if [num_processes is not None, process is not None] != [is_named] * 2:
+  has_address = coordinator not in ('', 'auto')
+  if {num_processes is not None, process is not None} != {has_address}:
     raise ValueError(
-      '--coordinator=HOST:PORT, --num_processes and --process_id '
-      'are given together'
+      'give --coordinator=HOST:PORT, --num_processes and --process_id together'
     )
-  if is_named:
+  if has_address:
     if not 0 <= process < num_processes:
       raise ValueError(
         f'--process_id={process} is not between 0 and {num_processes - 1}'
@@ -258,15 +430,15 @@ def start(
   watchdog = Watchdog(heartbeat_seconds, hang_seconds)
   watchdog.catch_aborts(
     f'{name}: the others did not come within {start_seconds:g} s, or no '
-    "coordinator could start; the lines above are JAX's"
+    "coordinator could start; see JAX's own lines above"
   )
   try:
     jax.distributed.initialize(
-      coordinator if is_named else None,
+      coordinator if has_address else None,
       num_processes,
       process,
       initialization_timeout=int(start_seconds),
-      # Ours ends a run before JAX's does, and names who is gone.
+      # Longer than ours: our watchdog names the process that is gone.
       heartbeat_timeout_seconds=int(2 * heartbeat_seconds + 10),
       shutdown_timeout_seconds=int(heartbeat_seconds + 10),
     )

@@ -39,7 +39,7 @@ from podrl.tools import balance_picture as picture
 from podrl.tools import balance_search as search
 from podrl.tools import balance_worth as worth
 from podrl.tools.balance_plan import configured, overrides, to_flags
-from podrl.tools.chips import CHIPS
+from podrl.tools.scaling import CHIPS
 
 _BEST = 5  # So many plans are told.
 _MAX_RANGE = 64  # Of --size_range.

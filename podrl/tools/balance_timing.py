@@ -20,7 +20,7 @@ from podrl.records.metrics import Window
 from podrl.tools.balance_idle import idle_agent, idle_learner, on_tape, standing
 from podrl.tools.balance_plan import Plan
 from podrl.tools.balance_simulation import Costs, fit, times
-from podrl.tools.prediction import robust_deviation
+from podrl.tools.scaling import robust_deviation
 from podrl.types import Agent, HostEnv, Learner, Report
 
 _SECONDS = 0.5  # About so long is one measurement of a part.

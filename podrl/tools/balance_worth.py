@@ -22,13 +22,13 @@ from podrl.run import build
 from podrl.run.config import base_config, is_sebulba
 from podrl.run.devices import num_cpu_devices, set_up_jax
 from podrl.tools import balance_model as model
-from podrl.tools import measure
+from podrl.tools import scaling as measure
 from podrl.tools.balance_plan import Plan, candidates
 from podrl.tools.balance_search import Found, find_for
 from podrl.tools.balance_simulation import Costs, times
-from podrl.tools.chips import CHIPS, Chip
-from podrl.tools.prediction import scale, single
-from podrl.tools.program import Work, read_work
+from podrl.tools.scaling import CHIPS, Chip
+from podrl.tools.scaling import scale, single
+from podrl.tools.scaling import Work, read_work
 
 # Assumed, for want of a published figure: from calling a program on an
 # accelerator until its actions are on the host. Cores are at work meanwhile.
@@ -96,7 +96,7 @@ def _peaks() -> Chip:
   """One core of this machine."""
   with contextlib.ExitStack() as held:
     process = measure.open_processes(held, [('peaks', {})])
-    rows = measure.run(process, 3)
+    rows = measure.run_processes(process, 3)
   flops, num_bytes = (max(x[k] for x in rows) for k in ('flops', 'bytes'))
   return Chip(flops, flops, num_bytes, 0.0, 1.0, 0.0, 0, 1, 1.0, 0.0, 1.0)
 

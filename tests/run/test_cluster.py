@@ -1,4 +1,4 @@
-"""Several processes: agreement, the watch, and whole runs of two and of four."""
+"""Several processes: agreement, the watchdog, runs of two and of four."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from test_train import _get_config, _read
 import podrl
 from podrl.records import checkpoint
 from podrl.records.recorder import merge, share
-from podrl.run import cluster, train, watchdog
+from podrl.run import cluster, train
 from podrl.run.cluster import Cluster
 from podrl.types import Episodes, Report
 
@@ -176,26 +176,24 @@ class _Ended(BaseException):
 @pytest.fixture
 def watch(monkeypatch):
   """`(what process 1 does, process) -> message` with which the other ends."""
-  monkeypatch.setattr(watchdog, '_PERIOD_SECONDS', 0.02)
-  monkeypatch.setattr(watchdog.Watchdog, 'catch_aborts', lambda *_: None)
+  monkeypatch.setattr(cluster, '_PERIOD_SECONDS', 0.02)
+  monkeypatch.setattr(cluster.Watchdog, 'catch_aborts', lambda *_: None)
   monkeypatch.setattr(
-    watchdog.faulthandler, 'dump_traceback_later', lambda *_, **__: None
+    cluster.faulthandler, 'dump_traceback_later', lambda *_, **__: None
   )
 
   def exit_process(code):
     assert code == 1
     raise _Ended
 
-  monkeypatch.setattr(watchdog.os, '_exit', exit_process)
+  monkeypatch.setattr(cluster.os, '_exit', exit_process)
   monkeypatch.setattr(
     threading, 'excepthook', lambda args: None
   )  # `_Ended` ends a thread.
 
   def run(behave, ended, heartbeat_seconds=0.3, hang_seconds=0.8):
     store, messages = _Store(), {0: [], 1: []}
-    dogs = [
-      watchdog.Watchdog(heartbeat_seconds, hang_seconds) for _ in range(2)
-    ]
+    dogs = [cluster.Watchdog(heartbeat_seconds, hang_seconds) for _ in range(2)]
     for i, dog in enumerate(dogs):
       dog.on_failure = messages[i].append
       dog.begin(i, 2, store)
@@ -216,7 +214,7 @@ def test_a_silent_process_is_named(watch):
     dogs[1]._closed.set()
 
   messages = watch(behave, (0,))
-  assert messages[0] == ['process 1 is gone: no sign of it for 0.3 s']
+  assert messages[0] == ['process 1 is gone: no sign of life for 0.3 s']
 
 
 def test_a_hanging_process_is_named_in_all(watch):
@@ -242,7 +240,8 @@ def test_who_waits_for_another_does_not_hang():
   beats = []
 
   class Dog:
-    beat = lambda self: beats.append(1)
+    def beat(self):
+      beats.append(1)
 
   store = _Store()
   waiting = threading.Thread(
@@ -251,7 +250,7 @@ def test_who_waits_for_another_does_not_hang():
   waiting.start()
   time.sleep(2.5)
   assert len(beats) >= 3  # One to begin with, and one a second.
-  store.key_value_set(watchdog.key('gathered', 1, 1), 'null')
+  store.key_value_set(cluster.store_key('gathered', 1, 1), 'null')
   waiting.join(5)
   assert not waiting.is_alive()
 
@@ -613,8 +612,8 @@ def test_a_mistake_is_one_line_in_each(each, message, tmp_path):
 @pytest.mark.parametrize(
   'arguments,message',
   [
-    (['--num_processes=2'], 'are given together'),
-    (['--coordinator=x:1', '--num_processes=2'], 'are given together'),
+    (['--num_processes=2'], '--process_id together'),
+    (['--coordinator=x:1', '--num_processes=2'], '--process_id together'),
     (
       ['--coordinator=x:1', '--num_processes=2', '--process_id=2'],
       '--process_id=2 is not between 0 and 1',
@@ -647,11 +646,14 @@ def test_a_mistake_in_the_flags(arguments, message, tmp_path, capsys):
 
 
 def test_an_unforeseen_error_before_training_is_told_to_all(monkeypatch):
-  told = []
+  messages = []
 
   class Dog:
-    beat = lambda self: None
-    fail = lambda self, message, is_suspect: told.append(message)
+    def beat(self):
+      pass
+
+    def fail(self, message, is_suspect):
+      messages.append(message)
 
   def settle(*_):
     raise RuntimeError('it\nbroke')
@@ -667,7 +669,7 @@ def test_an_unforeseen_error_before_training_is_told_to_all(monkeypatch):
   monkeypatch.setattr(train.os, '_exit', exit_process)
   with pytest.raises(_Ended):
     train.run(_get_config('anakin_catch'), ['x.py'])
-  assert told == ['RuntimeError: it broke']
+  assert messages == ['RuntimeError: it broke']
 
 
 def test_others_that_never_come_are_told_in_a_line(tmp_path):
@@ -688,7 +690,7 @@ def test_others_that_never_come_are_told_in_a_line(tmp_path):
   assert outcome.returncode == 1
   assert outcome.stderr.splitlines()[-1] == (
     'error: process 0: the others did not come within 2 s, or no coordinator '
-    "could start; the lines above are JAX's"
+    "could start; see JAX's own lines above"
   )
 
 

@@ -33,8 +33,8 @@ from podrl.tools.balance_plan import (
 )
 from podrl.tools.balance_simulation import Costs
 from podrl.tools.balance_timing import Host, Run
-from podrl.tools.chips import CHIPS
-from podrl.tools.program import Work
+from podrl.tools.scaling import CHIPS
+from podrl.tools.scaling import Work
 
 _PLAN = Plan((0,), (0,), 1, 4, 1, 10, 1, 1, False)
 # A step of 10 ms and inference of 5 ms; an update of 80 ms.

@@ -1,4 +1,4 @@
-"""Predictions of scaling: formulas, programs as compiled, mistakes, this machine."""
+"""`podrl scaling`: formulas, compiled programs, mistakes and measurements."""
 
 import contextlib
 import math
@@ -16,19 +16,19 @@ import pytest
 import sebulba_cartpole
 
 from podrl.run import build
-from podrl.tools import chips, measure, prediction, program, scaling
-from podrl.tools.program import Work
+from podrl.tools import scaling
+from podrl.tools.scaling import Work
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _TURNS = 6  # Of the slow test's measurements.
 # 100 FLOP/s (50 in float32), 10 bytes/s, 0.5 s an operation; a ring of four.
-_CHIP = chips.Chip(100.0, 50.0, 10.0, 0.5, 8.0, 0.25, 1, 4, 2.0, 3.0, 5.0)
+_CHIP = scaling.Chip(100.0, 50.0, 10.0, 0.5, 8.0, 0.25, 1, 4, 2.0, 3.0, 5.0)
 
 
 def test_an_all_reduce_in_a_ring():
   # 2 x 3/4 x 16 bytes at 8 bytes/s are 3 s; 2 x 3 hops of 0.25 s are 1.5 s.
-  assert chips.all_reduce_seconds(16, 4, _CHIP) == pytest.approx(4.5)
-  assert chips.all_reduce_seconds(16, 1, _CHIP) == 0
+  assert scaling.all_reduce_seconds(16, 4, _CHIP) == pytest.approx(4.5)
+  assert scaling.all_reduce_seconds(16, 1, _CHIP) == 0
 
 
 @pytest.mark.parametrize(
@@ -37,18 +37,20 @@ def test_an_all_reduce_in_a_ring():
 )
 def test_hops_of_64_cores(torus_dims, num_hops):  # 8 x 8, 4 x 4 x 4, 2^6.
   chip = _CHIP._replace(torus_dims=torus_dims, pod_size=64)
-  assert chips.all_reduce_seconds(0, 64, chip) == pytest.approx(0.25 * num_hops)
+  assert scaling.all_reduce_seconds(0, 64, chip) == pytest.approx(
+    0.25 * num_hops
+  )
 
 
 def test_an_all_reduce_between_pods():
   # In the pod as above, 4.5 s; a core's 16/4 bytes among two pods are
   # 2 x 1/2 x 4 at 2 bytes/s, 2 s; a tree of two has 2 hops of 3 s.
-  assert chips.all_reduce_seconds(16, 8, _CHIP) == pytest.approx(4.5 + 2 + 6)
+  assert scaling.all_reduce_seconds(16, 8, _CHIP) == pytest.approx(4.5 + 2 + 6)
 
 
 def test_a_long_all_reduce_costs_its_bytes():
-  for name, chip in chips.CHIPS.items():
-    seconds = chips.all_reduce_seconds(1e12, chip.pod_size, chip)
+  for name, chip in scaling.CHIPS.items():
+    seconds = scaling.all_reduce_seconds(1e12, chip.pod_size, chip)
     share = 2 * (chip.pod_size - 1) / chip.pod_size
     assert seconds == pytest.approx(
       share * 1e12 / chip.link_bandwidth, rel=0.01
@@ -58,21 +60,19 @@ def test_a_long_all_reduce_costs_its_bytes():
 
 def test_expected_maximum_of_normals():
   # Of two 1 / sqrt(pi), of three 3 / (2 sqrt(pi)).
-  assert prediction.expected_maximum(1) == 0
-  assert prediction.expected_maximum(2) == pytest.approx(
-    math.pi**-0.5, abs=1e-4
-  )
-  assert prediction.expected_maximum(3) == pytest.approx(
+  assert scaling.expected_maximum(1) == 0
+  assert scaling.expected_maximum(2) == pytest.approx(math.pi**-0.5, abs=1e-4)
+  assert scaling.expected_maximum(3) == pytest.approx(
     1.5 * math.pi**-0.5, abs=1e-4
   )
   draws = np.random.default_rng(0).normal(size=(20_000, 128)).max(1).mean()
-  assert prediction.expected_maximum(128) == pytest.approx(draws, abs=0.02)
+  assert scaling.expected_maximum(128) == pytest.approx(draws, abs=0.02)
 
 
 def test_the_deviation_is_that_of_the_middle():
   values = np.random.default_rng(0).normal(5.0, 2.0, 10_000)
   values[:100] = 1e6  # Another process took the core.
-  assert prediction.robust_deviation(values) == pytest.approx(2.0, rel=0.05)
+  assert scaling.robust_deviation(values) == pytest.approx(2.0, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -85,36 +85,36 @@ def test_the_deviation_is_that_of_the_middle():
   ],
 )
 def test_roofline(work, dtype, least):
-  assert prediction.roofline(work, _CHIP, dtype) == least
+  assert scaling.roofline(work, _CHIP, dtype) == least
 
 
 def test_another_chip_scales_by_rooflines_and_has_a_floor():
   local = _CHIP._replace(peak_float32=5.0, operation_seconds=0.0)
   work = Work(400, 20, 2)  # 80 s here, 8 s there: a tenth of 100 s.
-  assert prediction.scale(100.0, work, local, _CHIP, 'float32') == (
+  assert scaling.scale(100.0, work, local, _CHIP, 'float32') == (
     pytest.approx(10.0),
     'compute',
   )
   # 50 operations take at least 25 s.
-  assert prediction.scale(
+  assert scaling.scale(
     100.0, work._replace(operations=50), local, _CHIP, 'float32'
   ) == (25.0, 'operations')
 
 
 def _times(**stages):
   # Medians 2 and 3; the quartiles of `busy` are 2 and 4.
-  return measure.Times(
+  return scaling.Times(
     np.asarray([1.0, 2.0, 9.0]), np.asarray([1.0, 2.0, 3.0, 4.0, 5.0]), stages
   )
 
 
 def test_predictions_add_up():
   act, learn = Work(100, 10, 1), Work(300, 10, 1, 16, num_all_reduces=10)
-  base = prediction.single(_times(), act, learn, _CHIP, _CHIP, 'float32', False)
+  base = scaling.single(_times(), act, learn, _CHIP, _CHIP, 'float32', False)
   # Of a tenth of an update the variance is a tenth; ten are waited for.
   deviation = 10 * math.sqrt((2 / 1.349) ** 2 / 10)
   assert base == (2.0, 3.0, pytest.approx(deviation), 'compute')
-  one, two, four = prediction.predict(base, learn, _CHIP, 12, sizes=(1, 2, 4))
+  one, two, four = scaling.predict(base, learn, _CHIP, 12, sizes=(1, 2, 4))
   assert one == (1, 2.0, 0.0, 0.0, 1.0, 6.0, 'compute')
   # 2 x 1/2 x 16 / 8 + 2 x 0.25 is 2.5 s.
   waiting = deviation / math.sqrt(math.pi)
@@ -142,7 +142,7 @@ def test_sebulba_on_another_chip(environment, overlaps, seconds, limit):
     environment=environment, inference=10.0, update=20.0, hand_off=10.0
   )
   # Inference and update take a tenth, by the rooflines' ratio.
-  base = prediction.single(
+  base = scaling.single(
     times, Work(10, 0, 0), Work(30, 0, 0), local, _CHIP, 'float32', overlaps
   )
   assert base.alone == base.busy == pytest.approx(seconds)
@@ -153,7 +153,7 @@ def test_sebulba_on_another_chip(environment, overlaps, seconds, limit):
 def test_the_host_limits_sebulba_here():
   work = Work(100, 0, 0)
   for environment, limit in (50.0, 'environments'), (20.0, 'compute'):
-    base = prediction.single(
+    base = scaling.single(
       _times(
         environment=environment, inference=10.0, update=20.0, hand_off=1.0
       ),
@@ -169,11 +169,11 @@ def test_the_host_limits_sebulba_here():
 
 def test_a_line_is_fitted():
   num_bytes = [1e3, 1e5, 1e6, 4e6]
-  latency, bandwidth = measure.fit(
+  latency, bandwidth = scaling.fit(
     num_bytes, [2e-4 + x / 5e8 for x in num_bytes]
   )
   assert latency == pytest.approx(2e-4) and bandwidth == pytest.approx(5e8)
-  latency, bandwidth = measure.fit([1e3, 1e6], [2e-4, 1e-4])  # Noise.
+  latency, bandwidth = scaling.fit([1e3, 1e6], [2e-4, 1e-4])  # Noise.
   assert latency >= 0 and bandwidth > 0
 
 
@@ -194,7 +194,7 @@ def _small(module, *arguments, hidden_sizes=(16, 8)):
 )
 def test_the_program_as_compiled(module, agent):
   config = _small(module, agent)
-  act, learn = program.read_work(config)
+  act, learn = scaling.read_work(config)
   spec = (
     build.make_env(config)
     if module is anakin_cartpole
@@ -222,15 +222,15 @@ def test_the_program_as_compiled(module, agent):
 
 def test_flops_grow_with_what_is_done():
   config = _small(anakin_cartpole, 'ppo', hidden_sizes=(128, 128))
-  _, once = program.read_work(config)
+  _, once = scaling.read_work(config)
   config.num_epochs *= 2
-  _, twice = program.read_work(config)
+  _, twice = scaling.read_work(config)
   assert twice.flops == 2 * once.flops
   config.unroll_length *= 2
-  acts, longer = program.read_work(config)
+  acts, longer = scaling.read_work(config)
   assert longer.flops == pytest.approx(2 * twice.flops, rel=0.15)
   config.env.num_envs *= 2
-  more_acts, more = program.read_work(config)
+  more_acts, more = scaling.read_work(config)
   assert more.flops == pytest.approx(2 * longer.flops, rel=0.15)
   assert more_acts.flops == pytest.approx(2 * acts.flops, rel=0.15)
 
@@ -239,9 +239,9 @@ def test_hlo_is_read():
   compiled = (
     jax.jit(lambda x: jnp.tanh(x @ x)).lower(jnp.ones((8, 8))).compile()
   )
-  assert 1 <= program.num_operations(compiled.as_text()) <= 3
-  assert program.all_reduces(compiled.as_text()) == []
-  assert program.all_reduces(
+  assert 1 <= scaling.num_operations(compiled.as_text()) <= 3
+  assert scaling.all_reduces(compiled.as_text()) == []
+  assert scaling.all_reduces(
     '  %a = (f32[10,2]{1,0}, bf16[3]{0}) all-reduce(%x, %y)\n'
     '  %b = f32[] all-reduce-start(%z)\n  %c = f32[] add(%a, %b)'
   ) == [86, 4]
@@ -282,12 +282,9 @@ def test_mistakes_are_told_in_a_line(arguments, message, capsys):
 
 def test_the_command_prints_and_draws(tmp_path, capsys, monkeypatch):
   monkeypatch.setenv('COLUMNS', '80')
-  monkeypatch.setattr(measure, 'measure_chip', lambda repeats: _CHIP)
-  monkeypatch.setattr(
-    measure,
-    'measure_updates',
-    lambda *_: measure.Times(np.full(3, 0.1), np.full(3, 0.1), {}),
-  )
+  monkeypatch.setattr(scaling, 'measure_chip', lambda repeats: _CHIP)
+  times = scaling.Times(np.full(3, 0.1), np.full(3, 0.1), {})
+  monkeypatch.setattr(scaling, 'measure_updates', lambda *_: times)
   assert (
     _run(
       _ROOT / 'experiments' / 'anakin_cartpole.py',
@@ -303,29 +300,26 @@ def test_the_command_prints_and_draws(tmp_path, capsys, monkeypatch):
   text = '\n'.join(lines)
   assert 'InstaDeep keeps 96.6%' in text  # 4.79 / (16 x 0.31).
   assert 'Sebulba keeps 84.0%' in text  # 43 / (256 x 0.2).
-  for n in prediction.SIZES:
+  for n in scaling.CORES:
     assert any(x.split()[:1] == [f'{n:,}'] for x in lines)
   assert (tmp_path / 'new' / 'scaling.png').read_bytes().startswith(b'\x89PNG')
 
 
 def test_a_measuring_process_says_why_it_ended():
-  process = measure._Process(0, 'peaks', {'no_such_argument': 1})
+  process = scaling._Process(0, 'peaks', {'no_such_argument': 1})
   with pytest.raises(ValueError, match='ended: TypeError: .*no_such_argument'):
     process.end()
   process.close()
 
 
 def test_a_measuring_process_ends_with_its_parent():
+  program = (
+    'import subprocess, sys, time; probe = subprocess.Popen([sys.executable, '
+    '"-m", "podrl.tools.scaling", "peaks", "0"]); '
+    'print(probe.pid, flush=True); time.sleep(300)'
+  )
   parent = subprocess.Popen(
-    [
-      sys.executable,
-      '-c',
-      (
-        'import subprocess, sys, time; print(subprocess.Popen([sys.executable, '
-        '"-m", "podrl.tools.probe", "peaks", "0"]).pid, flush=True); '
-        'time.sleep(300)'
-      ),
-    ],
+    [sys.executable, '-c', program],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     text=True,
@@ -343,7 +337,7 @@ def test_a_measuring_process_ends_with_its_parent():
 
 
 def test_two_processes_here_are_measured():
-  times = measure.measure_updates(_small(sebulba_cartpole, 'ppo'), 1)
+  times = scaling.measure_updates(_small(sebulba_cartpole, 'ppo'), 1)
   assert min(len(times.alone), len(times.busy) // 2) >= 3
   assert 0 < times.stages['environment'] < 10 * np.median(times.busy)
   assert set(times.stages) >= {'inference', 'update', 'hand_off'}
@@ -374,35 +368,35 @@ def test_predictions_hold_for_one_and_two_processes_here(
     else (anakin_breakout.get_config('ppo', 'mlp'))
   )
   config.network.hidden_sizes = (hidden_size, hidden_size)
-  alone, both = measure.one_core(config), measure.one_core(config)
+  alone, both = scaling.one_core(config), scaling.one_core(config)
   both['env'] = both['env'] | {'num_envs': 2 * config.env.num_envs}
   names = 'alone', 'busy', 'single', 'double', 'together', 'apart'
   rows = {which: [] for which in names}
   with contextlib.ExitStack() as held:
-    pair = measure.open_processes(held, [('train', {'fields': alone})] * 2)
+    pair = scaling.open_processes(held, [('train', {'fields': alone})] * 2)
     programs = (
       (pair[:1], count),
       (pair, count),
-      (measure.open_processes(held, [('train', {'fields': alone})]), count),
+      (scaling.open_processes(held, [('train', {'fields': alone})]), count),
       (
-        measure.open_processes(held, measure.joined('train', fields=both)),
+        scaling.open_processes(held, scaling.connected('train', fields=both)),
         count,
       ),
-      (measure.open_processes(held, measure.joined('all_reduces')), 4),
-      (measure.open_processes(held, [('all_reduces', {})] * 2), 4),
+      (scaling.open_processes(held, scaling.connected('all_reduces')), 4),
+      (scaling.open_processes(held, [('all_reduces', {})] * 2), 4),
     )
     for _ in range(_TURNS):
       for which, (processes, times) in zip(names, programs):
-        rows[which] += measure.run(processes, times)
+        rows[which] += scaling.run_processes(processes, times)
   seconds = {
     which: np.asarray([x['seconds'] for x in rows[which]])
     for which in names[:4]
   }
-  latency, bandwidth = measure.link(rows['together'], rows['apart'])
+  latency, bandwidth = scaling.link(rows['together'], rows['apart'])
   chip = _CHIP._replace(link_bandwidth=bandwidth, hop_seconds=latency / 2)
-  act, learn = program.read_work(config)
-  base = prediction.single(
-    measure.Times(seconds['alone'], seconds['busy'], {}),
+  act, learn = scaling.read_work(config)
+  base = scaling.single(
+    scaling.Times(seconds['alone'], seconds['busy'], {}),
     act,
     learn,
     chip,
@@ -411,7 +405,7 @@ def test_predictions_hold_for_one_and_two_processes_here(
     False,
   )
   for row, which in zip(
-    prediction.predict(base, learn, chip, 1, sizes=(1, 2)), names[2:4]
+    scaling.predict(base, learn, chip, 1, sizes=(1, 2)), names[2:4]
   ):
     found = float(np.median(seconds[which]))
     errors[row.num_cores] = row.seconds / found - 1
