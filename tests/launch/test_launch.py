@@ -419,7 +419,7 @@ def test_local_ends_grandchildren_and_does_not_wait_for_them(output):
     ('2', '-- and a command'),
     ('2 --', 'a command is missing'),
     ('2 --grace_seconds=long -- x', 'not a number of seconds'),
-    ('2 -- x --process_id=1', 'set by this script'),
+    ('2 -- x --process_id=1', 'this script sets --process_id'),
   ],
 )
 def test_local_names_the_mistake_in_a_line(words, message):
