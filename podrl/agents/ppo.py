@@ -1,17 +1,45 @@
 """Proximal policy optimisation with generalised advantages."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+import functools
+import math
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from podrl.agents.actor_critic import clip_reward, log_ratio, make_act
+from podrl.agents import acting
 from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
 from podrl.networks.actor_critic import Network
 from podrl.types import Agent, Array, Metrics, Trajectory, Tree
+
+DEFAULTS = {
+  'unroll_length': 64,
+  'num_epochs': 2,
+  'num_minibatches': 4,
+  'agent.lambda_': 0.95,
+  'agent.clip': 0.2,
+  'agent.normalize_advantage': True,
+}
+
+COMMENTS = {
+  'agent.clip': 'The probability ratio pays up to this far from 1.',
+  'agent.normalize_advantage': 'Over the global batch, once per unroll.',
+}
+
+
+def check(fields: Mapping[str, Any]) -> None:
+  """Raises a ValueError if `agent.clip` is out of range."""
+  clip = fields['agent.clip']
+  if not 0 < clip < math.inf:
+    raise ValueError(f'config.agent.clip={clip} must be more than 0 and finite')
+
+
+def minibatch_unit(fields: Mapping[str, Any]) -> str:
+  """What minibatches divide: steps, or with a recurrent core sequences."""
+  return 'steps' if fields['network.recurrent'] == 'none' else 'environments'
 
 
 class Batch(NamedTuple):
@@ -114,7 +142,7 @@ def make_agent(
     weight = returns.weights(timestep)
     advantage = returns.vtrace(
       values,
-      clip_reward(timestep.reward[1:], reward_clip),
+      acting.clip_reward(timestep.reward[1:], reward_clip),
       gamma * timestep.discount[1:],
       weight,
       lambda_=lambda_,
@@ -143,7 +171,7 @@ def make_agent(
     batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
     carry = jax.tree.map(lambda x: x[0], batch.carry)
     head, value, _ = network.unroll(params, batch.obs, batch.is_first, carry)
-    log_ratios = log_ratio(
+    log_ratios = acting.log_ratio(
       distribution.log_prob(head, batch.sample), batch.log_prob
     )
     policy_loss = losses.ppo_clip(
@@ -164,7 +192,10 @@ def make_agent(
   return Agent(
     init=network.init,
     initial_carry=network.initial_carry,
-    act=make_act(network, distribution, notes_value=True),
+    act=acting.make_act(network, distribution, stores_value=True),
     prepare=prepare,
     loss=loss,
   )
+
+
+make = functools.partial(acting.assemble, make_agent)

@@ -1,1 +1,58 @@
-"""Adapters from environment libraries to podrl's types."""
+"""The suites: a table of environment libraries, each in a file of its own."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from podrl.envs import envpool, gymnasium, gymnax
+from podrl.types import DeviceEnv, EnvSpec, HostEnv
+
+
+class Suite(NamedTuple):
+  """What the rest of podrl knows of an environment library.
+
+  The functions import the library when they are called, and raise a ValueError
+  for a user's mistake.
+
+  Attributes:
+    architecture: 'anakin' or 'sebulba'.
+    make: `(name, **options) -> DeviceEnv` for Anakin;
+      `(name, num_envs, seed, *, num_threads, render=False, **options) ->
+      HostEnv` for Sebulba.
+    make_spec: `(name, **options) -> EnvSpec`.
+    names: `() -> list[str]`, the environments that `make` accepts.
+    package: the distribution whose version a run records.
+    training_options: options that evaluation leaves out, because they make
+      scores incomparable.
+  """
+
+  architecture: str
+  make: Callable[..., DeviceEnv | HostEnv]
+  make_spec: Callable[..., EnvSpec]
+  names: Callable[[], list[str]]
+  package: str
+  training_options: tuple[str, ...] = ()
+
+
+_SHAPED = ('episodic_life', 'reward_clip')
+
+SUITES = {
+  'gymnax': Suite(
+    'anakin', gymnax.make, gymnax.make_spec, gymnax.names, 'gymnax'
+  ),
+  'envpool': Suite(
+    'sebulba',
+    envpool.make,
+    envpool.make_spec,
+    envpool.names,
+    'envpool',
+    _SHAPED,
+  ),
+  'gymnasium': Suite(
+    'sebulba',
+    gymnasium.make,
+    gymnasium.make_spec,
+    gymnasium.names,
+    'gymnasium',
+    _SHAPED,
+  ),
+}

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from podrl.agents import actor_critic, ppo
-from podrl.core import distributions, normalization
-from podrl.core.distributions import Distribution
+from podrl.agents import AGENTS
 from podrl.core.learner import make_learner
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
@@ -18,9 +16,7 @@ from podrl.drivers.limits import System
 from podrl.drivers.runner import Runner
 from podrl.drivers.stages import num_cores
 from podrl.drivers.tuner import Tuner
-from podrl.envs import envpool_env, gymnasium_env, gymnax_env
-from podrl.networks import actor_critic as networks
-from podrl.networks import torsos
+from podrl.envs import SUITES
 from podrl.run.check import check
 from podrl.run.config import is_sebulba
 from podrl.run.devices import (
@@ -85,33 +81,9 @@ def make_env(config: ConfigDict) -> DeviceEnv:
   """The environment of an Anakin run.
 
   Raises:
-    ValueError: if it is unknown, an option does not fit, or its actions do not
-      fit the agents.
+    ValueError: if the name is unknown or an option does not fit.
   """
-  env = gymnax_env.make(config.env.name, **config.env.options)
-  make_distribution(config, env.spec)  # Raises where none fits.
-  return env
-
-
-def make_distribution(config: ConfigDict, spec: EnvSpec) -> Distribution:
-  """The distribution over an environment's actions.
-
-  Raises:
-    ValueError: if it does not fit them.
-  """
-  try:
-    return distributions.for_action_space(
-      spec.action,
-      config.network.distribution,
-      state_dependent_scale=config.network.state_dependent_scale,
-      initial_scale=config.network.initial_scale,
-    )
-  except ValueError as error:
-    raise ValueError(f'config.env.name={config.env.name}: {error}') from error
-
-
-# Options that make training easier and scores incomparable.
-_TRAINING_OPTIONS = ('episodic_life', 'reward_clip')
+  return SUITES[config.env.suite].make(config.env.name, **config.env.options)
 
 
 def make_host_env(
@@ -134,17 +106,19 @@ def make_host_env(
       life, and clipped rewards.
     render: make it able to draw, for `HostEnv.render`.
   """
+  suite = SUITES[config.env.suite]
   options = {
     k: v
     for k, v in config.env.options.items()
-    if not (evaluation and k in _TRAINING_OPTIONS)
+    if not (evaluation and k in suite.training_options)
   }
-  if render:
-    options['render_mode'] = 'rgb_array'
-  if config.env.suite == 'gymnasium':  # Its own threads or processes.
-    return gymnasium_env.make(config.env.name, num_envs, seed, **options)
-  return envpool_env.make(
-    config.env.name, num_envs, seed, num_threads=num_threads, **options
+  return suite.make(
+    config.env.name,
+    num_envs,
+    seed,
+    num_threads=num_threads,
+    render=render,
+    **options,
   )
 
 
@@ -154,46 +128,22 @@ def make_host_spec(config: ConfigDict) -> EnvSpec:
   Raises:
     ValueError: as `make_env`.
   """
-  suite = {'envpool': envpool_env, 'gymnasium': gymnasium_env}[config.env.suite]
-  spec = suite.make_spec(config.env.name, **config.env.options)
-  make_distribution(config, spec)
-  return spec
+  suite = SUITES[config.env.suite]
+  return suite.make_spec(config.env.name, **config.env.options)
 
 
 def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
-  """The agent, with its network, for an environment."""
-  distribution = make_distribution(config, spec)
-  arguments = config.agent.to_dict()
-  name = arguments.pop('name')
-  observations, rewards = (
-    arguments.pop(f'normalize_{x}') for x in ('observation', 'reward')
-  )
-  fields = config.network
-  torso = torsos.make_torso(
-    fields.name, spec, hidden_sizes=fields.hidden_sizes, dtype=fields.dtype
-  )
-  network = networks.make_network(
-    torso,
-    normalization.as_float(spec.obs) if observations else spec.obs,
-    distribution.num_params,
-    shared_torso=fields.shared_torso,
-    num_constant_params=distribution.num_constant_params,
-    core=fields.recurrent,
-    core_size=fields.hidden_sizes[-1],
-  )
-  if name == 'ppo':
-    agent = ppo.make_agent(network, distribution, **arguments)
-  else:
-    agent = actor_critic.make_agent(
-      network, distribution, off_policy_correction=name == 'impala', **arguments
-    )
-  return normalization.normalize(
-    agent,
-    spec.obs,
-    observations=observations,
-    rewards=rewards,
-    gamma=config.agent.gamma,
-  )
+  """The agent, with its network, for an environment.
+
+  Raises:
+    ValueError: if its distribution or torso does not fit the environment.
+  """
+  fields = config.agent.to_dict()
+  make = AGENTS[fields.pop('name')].make
+  try:
+    return make(spec, fields, config.network.to_dict())
+  except ValueError as error:
+    raise ValueError(f'config.env.name={config.env.name}: {error}') from error
 
 
 def learner_for(config: ConfigDict, agent: Agent, num_updates: int) -> Learner:

@@ -4,13 +4,15 @@ import importlib.util
 
 from ml_collections import ConfigDict
 
+from podrl.agents import AGENTS
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
+from podrl.envs import SUITES
 from podrl.networks.actor_critic import CORES
 from podrl.networks.torsos import TORSOS
+from podrl.records.workdir import flatten
 from podrl.run.config import check_choice, is_sebulba
 
-_SUITES = {'anakin': ('gymnax',), 'sebulba': ('envpool', 'gymnasium')}
 _DTYPES = ('float32', 'bfloat16')
 _MODES = ('deterministic', 'asynchronous')
 
@@ -63,8 +65,6 @@ def _check_ranges(config: ConfigDict) -> None:
     'agent.gamma': config.agent.gamma,
     'agent.lambda_': config.agent.lambda_,
   }
-  if config.agent.name == 'ppo':
-    positive['agent.clip'] = config.agent.clip
   for values, holds, remedy in (
     (at_least_one, lambda x: x >= 1, 'at least 1'),
     (not_negative, lambda x: 0 <= x < float('inf'), 'at least 0 and finite'),
@@ -142,10 +142,9 @@ def multiples_near(value: int, divisor: int) -> str:
 
 def slots(config: ConfigDict, num_envs: int) -> tuple[int, str]:
   """What minibatches divide on a device with `num_envs`: how many, of what."""
-  # Without memory PPO learns from steps; all else from whole unrolls.
-  if config.agent.name == 'ppo' and config.network.recurrent == 'none':
-    return num_envs * config.unroll_length, 'steps'
-  return num_envs, 'environments'
+  unit = AGENTS[config.agent.name].minibatch_unit(flatten(config.to_dict()))
+  num_steps = config.unroll_length if unit == 'steps' else 1
+  return num_envs * num_steps, unit
 
 
 def check_minibatches(
@@ -185,12 +184,13 @@ def check(config: ConfigDict) -> None:
   """
   _check_ranges(config)
   architecture = 'sebulba' if is_sebulba(config) else 'anakin'
-  suite, suites = config.env.suite, _SUITES[architecture]
-  others = {s: name for name in _SUITES for s in _SUITES[name]}
-  if suite not in suites and suite in others:
+  suite = config.env.suite
+  suites = [k for k, v in SUITES.items() if v.architecture == architecture]
+  if suite not in suites and suite in SUITES:
     raise ValueError(
-      f'config.env.suite={suite} runs from an experiment of {others[suite]}, '
-      f'and this is one of {architecture}; use {" or ".join(suites)}'
+      f'config.env.suite={suite} runs from an experiment of '
+      f'{SUITES[suite].architecture}, and this is one of {architecture}; '
+      f'use {" or ".join(suites)}'
     )
   check_choice('config.env.suite', suite, suites)
   check_choice('config.network.name', config.network.name, TORSOS)
@@ -200,18 +200,8 @@ def check(config: ConfigDict) -> None:
     'config.network.distribution', config.network.distribution, DISTRIBUTIONS
   )
   check_choice('config.optimizer.name', config.optimizer.name, list(OPTIMIZERS))
-  for field in ('num_epochs', 'num_minibatches'):
-    if config.agent.name == 'a2c' and config[field] != 1:
-      raise ValueError(
-        f'config.{field}={config[field]} does not fit a2c, which learns once '
-        f'from each step; use 1, or --agent=impala'
-      )
+  AGENTS[config.agent.name].check(flatten(config.to_dict()))
   if is_sebulba(config):
-    if config.agent.name == 'a2c' and config.sebulba.max_lag:
-      raise ValueError(
-        f'config.sebulba.max_lag={config.sebulba.max_lag} does not fit a2c, '
-        'which learns from its own policy alone; use 0, or --agent=impala'
-      )
     check_choice('config.sebulba.mode', config.sebulba.mode, _MODES)
     if config.sebulba.autotune and config.sebulba.mode == 'deterministic':
       raise ValueError(

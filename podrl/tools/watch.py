@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl import tools
-from podrl.envs import envpool_env
+from podrl.envs import envpool
 from podrl.run import build
 from podrl.run.config import is_sebulba
 from podrl.tools import film, pictures
@@ -249,7 +249,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   path = tools.single_path(paths, 'runs', 'watch RUN')
   out = values.out or os.path.join(path, 'episode.gif')
   write = _check_out(out)
-  envpool_env.load_opengl()  # Before the run's environment is known.
+  envpool.load_opengl()  # Before the run's environment is known.
   from podrl.run import policy
 
   loaded = policy.load(path, values.checkpoint)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.agents import actor_critic, ppo
+from podrl.agents import a2c, impala, ppo
 from podrl.core import distributions
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
@@ -35,9 +35,7 @@ def _agent(name, core='gru', space='discrete', dist_name='auto', **kwargs):
   return (
     network,
     dist,
-    actor_critic.make_agent(
-      network, dist, off_policy_correction=name == 'impala', **kwargs
-    ),
+    {'impala': impala, 'a2c': a2c}[name].make_agent(network, dist, **kwargs),
   )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from podrl.agents import actor_critic, ppo
+from podrl.agents import a2c, acting, impala, ppo
 from podrl.core import distributions, normalization
 from podrl.core import learner as learner_lib
 from podrl.drivers import spmd
@@ -40,15 +40,8 @@ def _agent(name, is_full=False):
     core='gru' if is_full else 'none',
     core_size=8,
   )
-  agent = (
-    ppo.make_agent(network, dist)
-    if name == 'ppo'
-    else (
-      actor_critic.make_agent(
-        network, dist, off_policy_correction=name == 'impala'
-      )
-    )
-  )
+  make_agent = {'ppo': ppo, 'impala': impala, 'a2c': a2c}[name].make_agent
+  agent = make_agent(network, dist)
   return normalization.normalize(
     agent, _OBS, observations=is_full, rewards=is_full, gamma=0.9
   )
@@ -90,7 +83,7 @@ def _trajectory(agent, seed=0, length=_T, batch=_B):
     else rng.normal(size=(length, batch)).astype(np.float32)
   )
   return Trajectory(
-    timestep, action, actor_critic.Extras(action, log_prob, value), carry
+    timestep, action, acting.Extras(action, log_prob, value), carry
   )
 
 

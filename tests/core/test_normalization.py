@@ -1,7 +1,5 @@
 """Running normalisation: against numpy over all steps, and around an agent."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import optax
 import pytest
 from test_learner import make_update
 
-from podrl.agents import actor_critic, ppo
+from podrl.agents import impala, ppo
 from podrl.core import distributions, normalization
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
@@ -142,7 +140,7 @@ def _with_statistics(agent):
   'make',
   [
     ppo.make_agent,
-    functools.partial(actor_critic.make_agent, off_policy_correction=True),
+    impala.make_agent,
   ],
 )
 def test_the_agent_sees_what_was_normalised_by_hand(make):
@@ -285,7 +283,7 @@ def test_a_constant_looks_the_same_whatever_the_devices(constant):
 def test_rewards_are_clipped_and_unscaled_until_there_are_some():
   agent = _agent(
     observations=False,
-    make=functools.partial(actor_critic.make_agent, off_policy_correction=True),
+    make=impala.make_agent,
   )
   steps = _steps(17)
   steps.reward[:] = 0

@@ -16,7 +16,7 @@ import pytest
 from podrl.core.learner import make_learner
 from podrl.drivers import actor as actor_lib
 from podrl.drivers import anakin, sebulba, spmd
-from podrl.envs import envpool_env, gymnax_env
+from podrl.envs import envpool, gymnax
 from podrl.run import build, train
 from podrl.run import devices as layout
 from podrl.run.config import sebulba_config
@@ -48,13 +48,13 @@ def _with_memory(config):
 
 
 def _agent(config):
-  spec = envpool_env.make_spec(config.env.name, **config.env.options)
+  spec = envpool.make_spec(config.env.name, **config.env.options)
   return build.make_agent(config, spec)
 
 
 def _make_env(index, sleep=lambda index: 0.0, fail_at=None, error=OSError):
   """A pool of CartPole that may sleep before each step, or fail at one."""
-  env = envpool_env.make(
+  env = envpool.make(
     'CartPole-v1', _NUM_ENVS, index * _NUM_ENVS, max_episode_steps=_EPISODE
   )
   steps = iter(range(10**9))
@@ -218,9 +218,7 @@ def test_unrolls_follow_one_another_over_their_joints():
       after.timestep,
     )
   # The same actions give the same steps in a pool of its own.
-  pool = envpool_env.make(
-    'CartPole-v1', _NUM_ENVS, 0, max_episode_steps=_EPISODE
-  )
+  pool = envpool.make('CartPole-v1', _NUM_ENVS, 0, max_episode_steps=_EPISODE)
   timestep, length = pool.reset(), np.zeros(_NUM_ENVS)
   for trajectory, unroll in zip(trajectories, unrolls):
     ended = []
@@ -311,7 +309,7 @@ def test_one_trajectory_through_both_drivers(
 ):
   config = _config(agent_name)
   config = _with_memory(config) if has_memory else config
-  env = gymnax_env.make('CartPole-v1')
+  env = gymnax.make('CartPole-v1')
   agent = build.make_agent(config, env.spec)
   learner = make_learner(agent, optax.sgd(0.1), num_epochs=2, num_minibatches=2)
 

@@ -17,6 +17,7 @@ from PIL import Image
 import pytest
 
 import podrl
+from podrl.envs import SUITES
 from podrl.run import build
 from podrl.run.config import base_config, is_sebulba, sebulba_config
 from podrl.run.evaluation import make_evaluate, make_host_evaluate
@@ -167,16 +168,13 @@ def test_what_training_alone_uses_is_left_out(monkeypatch):
     ),
     [],
   )
-  make = build.envpool_env.make
-  monkeypatch.setattr(
-    build.envpool_env,
-    'make',
-    lambda *args, **kwargs: (asked.append(kwargs), make(*args, **kwargs))[1],
-  )
-  _record(config, max_steps=1)
-  assert asked == [
-    {'num_threads': 1, 'render_mode': 'rgb_array', 'img_height': 42}
+  suite = SUITES['envpool']
+  make = lambda *a, **kwargs: (asked.append(kwargs), suite.make(*a, **kwargs))[
+    1
   ]
+  monkeypatch.setitem(SUITES, 'envpool', suite._replace(make=make))
+  _record(config, max_steps=1)
+  assert asked == [{'num_threads': 1, 'render': True, 'img_height': 42}]
 
 
 def test_strides_and_cuts(registered):

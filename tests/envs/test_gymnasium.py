@@ -5,12 +5,13 @@ import jax
 import numpy as np
 import pytest
 
-from podrl.envs import gymnasium_env
+from podrl.envs import gymnasium as adapter
+from podrl.envs import spaces
 from podrl.types import Box, Discrete
 
 
 def test_steps_and_joints_are_those_of_single_environments():
-  env = gymnasium_env.make('CartPole-v1', 3, seed=7, max_episode_steps=5)
+  env = adapter.make('CartPole-v1', 3, seed=7, max_episode_steps=5)
   timestep, rng = env.reset(), np.random.default_rng(0)
   singles = [
     gymnasium.make('CartPole-v1', max_episode_steps=5) for _ in range(3)
@@ -43,7 +44,7 @@ def test_steps_and_joints_are_those_of_single_environments():
 
 
 def test_time_steps_are_the_callers():
-  env = gymnasium_env.make('CartPole-v1', 2, seed=0)
+  env = adapter.make('CartPole-v1', 2, seed=0)
   first = env.reset()
   kept = first.obs.copy()
   env.step(np.zeros(2, int))
@@ -58,12 +59,12 @@ def test_categories_and_dicts():
       'what': gymnasium.spaces.Box(0, 1, (2,), np.float64),
     }
   )
-  spec = gymnasium_env.obs_spec(space)
+  spec = spaces.obs_spec(space)
   assert spec == {
     'where': jax.ShapeDtypeStruct((3,), bool),
     'what': jax.ShapeDtypeStruct((2,), np.float32),
   }
-  obs = gymnasium_env.observe(
+  obs = spaces.observe(
     space, {'where': np.array([1, 3]), 'what': np.ones((2, 2), np.float32)}
   )
   np.testing.assert_array_equal(obs['where'], [[1, 0, 0], [0, 0, 1]])
@@ -79,10 +80,10 @@ def test_categories_and_dicts():
   ],
 )
 def test_actions_are_in_the_librarys_own_space(space):
-  box = gymnasium_env.action_space(space)
+  box = spaces.action_space(space)
   assert isinstance(box, Box) and box.shape == space.shape
   assert box.low.dtype == box.high.dtype == np.float32
-  to_action = gymnasium_env.to_library_action(space)
+  to_action = spaces.to_library_action(space)
   draws = np.random.default_rng(0).normal(0, 4, (50, *space.shape))
   draws = np.concatenate([draws, 0 * draws[:1] + 1e9, 0 * draws[:1] - 1e9])
   draws = np.clip(draws.astype(np.float32), box.low, box.high)
@@ -95,9 +96,7 @@ def test_actions_are_in_the_librarys_own_space(space):
 
 
 def test_a_category_that_starts_elsewhere_is_shifted():
-  to_action = gymnasium_env.to_library_action(
-    gymnasium.spaces.Discrete(3, start=2)
-  )
+  to_action = spaces.to_library_action(gymnasium.spaces.Discrete(3, start=2))
   np.testing.assert_array_equal(to_action(np.array([0, 2])), [2, 4])
 
 
@@ -108,7 +107,7 @@ def test_a_module_that_registers_is_imported(tmp_path, monkeypatch):
     'CartPoleEnv", max_episode_steps=9)\n'
   )
   monkeypatch.syspath_prepend(tmp_path)
-  env = gymnasium_env.make('a_module_of_walks:Elsewhere-v0', 2, seed=0)
+  env = adapter.make('a_module_of_walks:Elsewhere-v0', 2, seed=0)
   assert env.spec.max_episode_steps == 9
   assert env.reset().obs.shape == (2, 4)
   env.close()
@@ -129,7 +128,7 @@ class _From3(gymnasium.Env):
 
 def test_a_discretes_start_is_added():
   gymnasium.register('From3-v0', _From3)
-  env = gymnasium_env.make('From3-v0', 2, seed=0)
+  env = adapter.make('From3-v0', 2, seed=0)
   assert env.spec.action == Discrete(3)
   env.reset()
   np.testing.assert_array_equal(env.step(np.array([0, 2])).obs, [[3], [5]])
@@ -152,5 +151,5 @@ def test_a_discretes_start_is_added():
 )
 def test_mistakes(name, options, message):
   with pytest.raises(ValueError, match=message) as error:
-    gymnasium_env.make_spec(name, **options)
+    adapter.make_spec(name, **options)
   assert '\n' not in str(error.value)

@@ -5,14 +5,14 @@ next one resets, ignoring its action: dm_env's joints, as they are.
 """
 
 import ctypes
-import difflib
 import sys
 from typing import Any
 import warnings
 
 import numpy as np
 
-from podrl.envs import gymnasium_env
+from podrl.envs import spaces
+from podrl.envs.joints import HostJoints
 from podrl.types import EnvSpec, HostEnv, TimeStep
 
 # Set by podrl, or of no use to it.
@@ -55,18 +55,14 @@ def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
   known = envpool.list_all_envs()
   if name not in known:
-    near = difflib.get_close_matches(name, known, 3, 0.4)
-    raise ValueError(
-      f'env.name={name} is not an envpool task; near names: '
-      f'{", ".join(near) or "none"}'
-    )
+    raise spaces.unknown_name(name, 'an envpool task', known)
   try:
     defaults = envpool.make_spec(name).config._asdict()
   except Exception as error:  # For example a system library that is missing.
     raise ValueError(
       f'env.name={name} cannot be made here: {" ".join(str(error).split())}'
     ) from error
-  gymnasium_env.check_options(name, options, set(defaults) - _OWN_OPTIONS)
+  spaces.check_options(name, options, set(defaults) - _OWN_OPTIONS)
   options = {k: _typed(k, v, defaults[k]) for k, v in options.items()}
   if name.startswith('FrozenLake') and options.get('size', 4) not in (4, 8):
     raise ValueError(  # It reads past its map's end.
@@ -112,13 +108,13 @@ def _to_spec(name: str, spec: Any) -> EnvSpec:
   try:
     with warnings.catch_warnings():  # Of bounds rounded to float32.
       warnings.simplefilter('ignore')
-      obs = gymnasium_env.obs_spec(spec.gymnasium_observation_space)
-      action = gymnasium_env.action_space(spec.gymnasium_action_space)
+      obs = spaces.obs_spec(spec.gymnasium_observation_space)
+      action = spaces.action_space(spec.gymnasium_action_space)
   except ValueError as error:
     raise ValueError(f'env.name={name}: {error}') from error
   return EnvSpec(
     obs,
-    gymnasium_env.is_channels_first(obs),
+    spaces.is_channels_first(obs),
     action,
     int(config.get('frame_skip', 1)),
     int(config['max_episode_steps']),
@@ -137,6 +133,13 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
       the task has several players, or a space is not supported.
   """
   return _to_spec(name, _checked(name, options)[0])
+
+
+def names() -> list[str]:
+  """The tasks that envpool lists."""
+  import envpool
+
+  return sorted(envpool.list_all_envs())
 
 
 def load_opengl() -> None:
@@ -161,7 +164,7 @@ def make(
   seed: int,
   *,
   num_threads: int = 1,
-  render_mode: str | None = None,
+  render: bool = False,
   **options: Any,
 ) -> HostEnv:
   """Makes a pool of envpool environments.
@@ -171,8 +174,8 @@ def make(
     num_envs: of the pool; environment i has the seed `seed` + i.
     seed: of the first.
     num_threads: that step it.
-    render_mode: 'rgb_array' for a pool whose `render` is to be called; that
-      raises a RuntimeError where the task has no pictures here.
+    render: whether `HostEnv.render` will be called, which raises a
+      RuntimeError if the task cannot draw on this machine.
     **options: of the task.
 
   Raises:
@@ -187,14 +190,14 @@ def make(
     num_envs=num_envs,
     seed=seed,
     num_threads=num_threads,
-    render_mode=render_mode,
+    render_mode='rgb_array' if render else None,
     **options,
   )
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     space = pool.single_observation_space
-    to_action = gymnasium_env.to_library_action(pool.single_action_space)
-  joints = gymnasium_env.Joints(num_envs)
+    to_action = spaces.to_library_action(pool.single_action_space)
+  joints = HostJoints(num_envs)
 
   def reset() -> TimeStep:
     return joints.reset(pool.reset()[0])
@@ -203,7 +206,7 @@ def make(
     obs, reward, terminated, truncated, _ = pool.step(to_action(action))
     return joints.step(obs, reward, terminated, truncated)
 
-  def render() -> np.ndarray:
+  def draw() -> np.ndarray:
     module = envpool.registration.registry.specs[name][0]
     if module.startswith('envpool.mujoco') and not _can_mujoco_draw:
       raise RuntimeError('MuJoCo needs libEGL, loaded before envpool')
@@ -214,6 +217,6 @@ def make(
     reset,
     step,
     pool.close,
-    lambda obs: gymnasium_env.observe(space, obs),
-    render,
+    lambda obs: spaces.observe(space, obs),
+    draw,
   )

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from podrl.envs import envpool_env
+from podrl.envs import envpool as adapter
 from podrl.types import Discrete
 
 
@@ -13,9 +13,7 @@ def _random_walk(
   name, num_steps, *, num_envs=4, seed=3, num_threads=1, **options
 ):
   """Time steps under random actions, and the actions."""
-  env = envpool_env.make(
-    name, num_envs, seed, num_threads=num_threads, **options
-  )
+  env = adapter.make(name, num_envs, seed, num_threads=num_threads, **options)
   rng = np.random.default_rng(0)
   actions = [
     rng.integers(env.spec.action.num_actions, size=num_envs)
@@ -72,14 +70,14 @@ def test_environments_are_seeded_one_by_one_whatever_the_threads():
 
 
 def test_an_atari_spec():
-  spec = envpool_env.make_spec('Pong-v5')
+  spec = adapter.make_spec('Pong-v5')
   assert spec.obs == jax.ShapeDtypeStruct((4, 84, 84), np.uint8)
   assert spec.channels_first and spec.action == Discrete(6)
   assert (spec.frame_skip, spec.max_episode_steps) == (4, 27_000)
-  assert envpool_env.make_spec(
+  assert adapter.make_spec(
     'Pong-v5', img_height=42, img_width=40, stack_num=2
   ).obs.shape == (2, 42, 40)
-  assert not envpool_env.make_spec('CarRacing-v3').channels_first
+  assert not adapter.make_spec('CarRacing-v3').channels_first
 
 
 @pytest.mark.parametrize(
@@ -128,5 +126,5 @@ def test_a_category_is_one_hot():
 )
 def test_mistakes(name, options, message):
   with pytest.raises(ValueError, match=message) as error:
-    envpool_env.make_spec(name, **options)
+    adapter.make_spec(name, **options)
   assert '\n' not in str(error.value)

@@ -1,6 +1,5 @@
 """gymnax environments as `DeviceEnv`, with the joints of dm_env."""
 
-import difflib
 from typing import Any, NamedTuple
 
 import chex
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.envs import spaces
 from podrl.types import Array, Box, DeviceEnv, Discrete, EnvSpec, TimeStep, Tree
 
 # Observations that are images of zeros and ones, which gymnax keeps as float32.
@@ -23,6 +23,9 @@ _BINARY_OBS = frozenset(
     'Pong-misc',
   ]
 )
+
+
+_DOWNLOADS = 'MNISTBandit-bsuite'
 
 
 class GymnaxState(NamedTuple):
@@ -52,6 +55,18 @@ def _action_space(space: Any) -> Discrete | Box:
   return Box(tuple(space.shape), low, high)
 
 
+def names() -> list[str]:
+  """The environments that gymnax registers, without the one that downloads."""
+  import gymnax
+
+  return sorted(set(gymnax.registered_envs) - {_DOWNLOADS})
+
+
+def make_spec(name: str, **options: Any) -> EnvSpec:
+  """What agents and drivers need to know of an environment; raises as `make`."""
+  return make(name, **options).spec
+
+
 def make(name: str, **options: Any) -> DeviceEnv:
   """Makes a gymnax environment.
 
@@ -70,25 +85,16 @@ def make(name: str, **options: Any) -> DeviceEnv:
   import gymnax  # Takes seconds: it imports matplotlib and seaborn.
 
   if name not in gymnax.registered_envs:
-    near = difflib.get_close_matches(name, gymnax.registered_envs, 3, 0.4)
-    raise ValueError(
-      f'env.name={name} is not a gymnax environment; '
-      f'{"near names: " if near else "choose from: "}'
-      f'{", ".join(near or gymnax.registered_envs)}'
+    raise spaces.unknown_name(
+      name, 'a gymnax environment', gymnax.registered_envs
     )
-  if name == 'MNISTBandit-bsuite':
+  if name == _DOWNLOADS:
     raise ValueError(
       f'env.name={name} downloads a data set when made; choose another'
     )
   env, params = gymnax.make(name)
-  fields = sorted(vars(params))
+  spaces.check_options(name, options, vars(params))
   for key, value in options.items():
-    if key not in fields:
-      near = difflib.get_close_matches(key, fields, 3, 0.4) or fields
-      raise ValueError(
-        f'env.options.{key} is not an option of {name}; '
-        f'it has: {", ".join(near)}'
-      )
     default = getattr(params, key)
     if np.ndim(default) or not np.isscalar(value) or isinstance(value, str):
       raise ValueError(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.envs import gymnax_env
+from podrl.envs import gymnax as adapter
 from podrl.types import Box, Discrete
 
 _DOWNLOADS = {'MNISTBandit-bsuite': 'downloads a data set when made'}
@@ -43,7 +43,7 @@ def test_every_environment(name):
   if name == 'Swimmer-misc':  # gymnax's own step broadcasts between ranks.
     jax.config.update('jax_numpy_rank_promotion', 'allow')
   try:
-    env = gymnax_env.make(name)
+    env = adapter.make(name)
     steps = _rollout(env, 300)
   finally:
     jax.config.update('jax_numpy_rank_promotion', 'raise')
@@ -60,7 +60,7 @@ def test_every_environment(name):
   assert not np.any(steps.is_first[1:] & steps.is_first[:-1])
 
 
-@pytest.mark.parametrize('name', sorted(gymnax_env._BINARY_OBS))
+@pytest.mark.parametrize('name', sorted(adapter._BINARY_OBS))
 def test_bool_images_lose_nothing(name):
   env, params = gymnax.make(name)
   key = jax.random.key(1)
@@ -72,12 +72,12 @@ def test_bool_images_lose_nothing(name):
     return state, obs
 
   _, obs = jax.lax.scan(step, state, jax.random.split(key, 500))
-  assert gymnax_env.make(name).spec.obs.dtype == bool
+  assert adapter.make(name).spec.obs.dtype == bool
   assert set(np.unique(obs)) <= {0.0, 1.0}
 
 
 def test_truncation_keeps_the_last_observation_and_terminates_nothing():
-  env = gymnax_env.make('CartPole-v1', max_steps_in_episode=3)
+  env = adapter.make('CartPole-v1', max_steps_in_episode=3)
   state, _ = env.reset(jax.random.key(0))
   steps = []
   for action in (0, 1, 0, 1, 0):
@@ -98,13 +98,13 @@ def test_truncation_keeps_the_last_observation_and_terminates_nothing():
 
 def test_termination_wins_over_truncation():
   # DeepSea says both at its last step.
-  steps = _rollout(gymnax_env.make('DeepSea-bsuite'), 40)
+  steps = _rollout(adapter.make('DeepSea-bsuite'), 40)
   last = np.flatnonzero(steps.is_first[1:])
   assert last.size and np.all(steps.discount[last] == 0.0)
 
 
 def test_the_action_at_a_joint_is_ignored():
-  env = gymnax_env.make('Catch-bsuite')
+  env = adapter.make('Catch-bsuite')
   state, timestep = env.reset(jax.random.key(3))
   while not bool(state.is_last):
     state, timestep = env.step(state, jnp.int32(1))
@@ -118,15 +118,15 @@ def test_the_action_at_a_joint_is_ignored():
 
 
 def test_episodes_start_differently():
-  steps = _rollout(gymnax_env.make('CartPole-v1'), 400)
+  steps = _rollout(adapter.make('CartPole-v1'), 400)
   starts = steps.obs[steps.is_first]
   assert len(starts) > 5
   assert len(np.unique(starts, axis=0)) == len(starts)
 
 
 def test_spaces():
-  assert gymnax_env.make('FrozenLake-misc').spec.obs.shape == (16,)
-  box = gymnax_env.make('Pendulum-v1').spec.action
+  assert adapter.make('FrozenLake-misc').spec.obs.shape == (16,)
+  box = adapter.make('Pendulum-v1').spec.action
   assert isinstance(box, Box) and box.low == [-2.0] and box.high == [2.0]
 
 
@@ -143,4 +143,4 @@ def test_spaces():
 )
 def test_mistakes_are_named(name, options, message):
   with pytest.raises(ValueError, match=message):
-    gymnax_env.make(name, **options)
+    adapter.make(name, **options)

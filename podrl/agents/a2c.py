@@ -1,0 +1,44 @@
+"""A2C: IMPALA with every importance ratio equal to 1, for data without lag."""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+from podrl.agents import acting, impala
+from podrl.core.distributions import Distribution
+from podrl.networks.actor_critic import Network
+from podrl.types import Agent
+
+DEFAULTS = {**impala.DEFAULTS, 'sebulba.max_lag': 0}
+COMMENTS = impala.COMMENTS
+minibatch_unit = impala.minibatch_unit
+
+
+def check(fields: Mapping[str, Any]) -> None:
+  """Raises a ValueError if the data could come from an older policy."""
+  for name in ('num_epochs', 'num_minibatches'):
+    if fields[name] != 1:
+      raise ValueError(
+        f'config.{name}={fields[name]} does not fit a2c, which learns once '
+        'from each step; use 1, or --agent=impala'
+      )
+  if max_lag := fields.get('sebulba.max_lag', 0):
+    raise ValueError(
+      f'config.sebulba.max_lag={max_lag} does not fit a2c, which learns only '
+      'from its current policy; use 0, or --agent=impala'
+    )
+
+
+def make_agent(
+  network: Network, distribution: Distribution, **options: float
+) -> Agent:
+  """Builds an A2C agent; the options are those of `impala.make_agent`.
+
+  Source: Mnih et al. 2016, arXiv:1602.01783, section 4.
+  """
+  return impala.make_agent(
+    network, distribution, off_policy_correction=False, **options
+  )
+
+
+make = functools.partial(acting.assemble, make_agent)

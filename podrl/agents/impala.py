@@ -1,0 +1,114 @@
+"""IMPALA: an actor-critic that corrects for policy lag with V-trace."""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from podrl.agents import acting
+from podrl.core import losses, returns
+from podrl.core.distributions import Distribution
+from podrl.networks.actor_critic import Network
+from podrl.types import Agent, Array, Metrics, Trajectory, Tree
+
+DEFAULTS = {
+  'unroll_length': 32,
+  'num_epochs': 1,
+  'num_minibatches': 1,
+  'agent.lambda_': 1.0,
+}
+COMMENTS: dict[str, str] = {}
+
+
+def check(fields: Mapping[str, Any]) -> None:
+  """Accepts every configuration."""
+
+
+def minibatch_unit(fields: Mapping[str, Any]) -> str:
+  """What minibatches divide: whole sequences, one for each environment."""
+  return 'environments'
+
+
+def make_agent(
+  network: Network,
+  distribution: Distribution,
+  *,
+  off_policy_correction: bool = True,
+  gamma: float = 0.99,
+  lambda_: float = 1.0,
+  entropy_cost: float = 0.01,
+  value_cost: float = 0.5,
+  reward_clip: float = 0.0,
+) -> Agent:
+  """Builds an IMPALA agent.
+
+  The batch keeps whole sequences, `[B, T, ...]`, and the loss evaluates the
+  network on all T + 1 steps.
+
+  Args:
+    network: the policy and the value.
+    distribution: gives the policy head its meaning.
+    off_policy_correction: whether to use importance ratios. Without them the
+      agent is A2C, and the policy that acts must be the one that learns.
+    gamma: discount per step.
+    lambda_: mixes one-step (0) and full (1) returns.
+    entropy_cost: weight of the entropy bonus.
+    value_cost: weight of the value loss.
+    reward_clip: rewards are clipped to plus and minus this; 0 disables it.
+
+  Source: Espeholt et al. 2018, arXiv:1802.01561, section 4.2.
+  """
+
+  def prepare(params: Tree, trajectory: Trajectory, mean) -> Tree:
+    del params, mean
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trajectory)
+
+  def loss(
+    params: Tree, target_params: Tree, batch: Tree, rng_key: chex.PRNGKey
+  ) -> tuple[Array, Metrics]:
+    del target_params, rng_key
+    trajectory = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
+    timestep = trajectory.timestep
+    carry = jax.tree.map(lambda x: x[0], trajectory.carry)
+    head, values, _ = network.unroll(
+      params, timestep.obs, timestep.is_first, carry
+    )
+    head = head[:-1]
+    log_prob = distribution.log_prob(head, trajectory.extras.sample)
+    weight = returns.weights(timestep)
+    ratio = weight
+    if off_policy_correction:
+      ratio = weight * jnp.exp(
+        acting.log_ratio(log_prob, trajectory.extras.log_prob)
+      )
+    errors, advantages = returns.vtrace(
+      jax.lax.stop_gradient(values),
+      acting.clip_reward(timestep.reward[1:], reward_clip),
+      gamma * timestep.discount[1:],
+      jax.lax.stop_gradient(ratio),
+      lambda_=lambda_,
+    )
+    target = jax.lax.stop_gradient(values[:-1]) + errors
+    policy_loss = losses.policy_gradient(log_prob, advantages, weight)
+    value_loss = losses.value(values[:-1], target, weight)
+    entropy = losses.entropy(distribution.entropy(head), weight)
+    total = policy_loss + value_cost * value_loss - entropy_cost * entropy
+    return total, {
+      'policy_loss': policy_loss,
+      'value_loss': value_loss,
+      'entropy': entropy,
+    }
+
+  return Agent(
+    init=network.init,
+    initial_carry=network.initial_carry,
+    act=acting.make_act(network, distribution, stores_value=False),
+    prepare=prepare,
+    loss=loss,
+  )
+
+
+make = functools.partial(acting.assemble, make_agent)

@@ -1,0 +1,139 @@
+"""What the adapters share about spaces, names and options."""
+
+from collections.abc import Callable, Collection, Iterable
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrl.types import Array, Box, Discrete, Tree
+
+
+def obs_spec(space: Any) -> Tree:
+  """Returns the tree of `jax.ShapeDtypeStruct` that `observe` produces.
+
+  Args:
+    space: a gymnasium space: a box, a category, or a dict or tuple of spaces.
+
+  Raises:
+    ValueError: for another kind of space.
+  """
+  kind = type(space).__name__
+  if kind == 'Dict':
+    return {k: obs_spec(v) for k, v in space.spaces.items()}
+  if kind == 'Tuple':
+    return tuple(obs_spec(x) for x in space.spaces)
+  if kind == 'Discrete':
+    return jax.ShapeDtypeStruct((int(space.n),), bool)
+  if kind in ('Box', 'MultiBinary'):
+    # Devices have no 64-bit numbers: they are rounded on their way there.
+    dtype = jax.dtypes.canonicalize_dtype(space.dtype)
+    return jax.ShapeDtypeStruct(space.shape, dtype)
+  raise ValueError(
+    f'observations are {space}, which no network accepts; networks accept '
+    'boxes, categories and dicts of them'
+  )
+
+
+def one_hot(category: Array, num_categories: int, start: int = 0) -> Array:
+  """Converts categories `[...]` to bool one-hot vectors `[..., categories]`."""
+  categories = jnp.arange(num_categories, dtype=jnp.int32) + start
+  return category[..., None] == categories.reshape((1,) * category.ndim + (-1,))
+
+
+def observe(space: Any, obs: Tree) -> Tree:
+  """Converts the library's observations into those of `obs_spec(space)`.
+
+  Categories become one-hot vectors. The function is traced on the device.
+
+  Args:
+    space: the space of one environment.
+    obs: leaves `[B, ...]`.
+  """
+  kind = type(space).__name__
+  if kind == 'Dict':
+    return {k: observe(v, obs[k]) for k, v in space.spaces.items()}
+  if kind == 'Tuple':
+    return tuple(map(observe, space.spaces, obs))
+  if kind == 'Discrete':
+    return one_hot(obs.reshape(-1), space.n, int(space.start))
+  return obs.reshape(-1, *space.shape)
+
+
+def action_space(space: Any) -> Discrete | Box:
+  """Converts a gymnasium action space; a `Discrete`'s start is dropped.
+
+  Raises:
+    ValueError: if the space is neither a category nor a box.
+  """
+  kind = type(space).__name__
+  if kind == 'Discrete':
+    return Discrete(int(space.n))
+  if kind == 'Box':
+    # Rounded inwards: float32's 0.4 is more than float64's.
+    low, high = (np.asarray(x, np.float32) for x in (space.low, space.high))
+    low = np.where(low < space.low, np.nextafter(low, np.float32(np.inf)), low)
+    high = np.where(
+      high > space.high, np.nextafter(high, np.float32(-np.inf)), high
+    )
+    return Box(space.shape, low, high)
+  raise ValueError(
+    f'actions are {space}, which no agent accepts; agents accept categories '
+    'and boxes'
+  )
+
+
+def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
+  """Builds the function from actions `[B, ...]` to the library's actions.
+
+  It adds the start of a category. It casts the numbers of a box to the dtype of
+  the space, and rounds them if that is an integer dtype.
+  """
+  if type(space).__name__ == 'Discrete':
+    start = int(space.start)
+    return lambda action: action + start if start else action
+  dtype = space.dtype
+  if np.issubdtype(dtype, np.integer):
+    return lambda action: np.rint(action).astype(dtype)
+  return lambda action: action.astype(dtype)  # A copy: JAX's is read-only.
+
+
+def is_channels_first(spec: Tree) -> bool:
+  """Whether an observation is an image whose first axis is the channels."""
+  shapes = [x.shape for x in jax.tree.leaves(spec)]
+  if len(shapes) != 1 or len(shapes[0]) != 3:
+    return False
+  return shapes[0][0] < min(shapes[0][1:])
+
+
+def unknown_name(name: str, kind: str, known: Collection[str]) -> ValueError:
+  """The error for an environment that a library does not have.
+
+  Args:
+    name: the name that the user gave.
+    kind: what it should name, for example 'a gymnax environment'.
+    known: the library's names.
+  """
+  near = difflib.get_close_matches(name, known, 3, 0.4)
+  if near:
+    remedy = f'near names: {", ".join(near)}'
+  elif len(known) < 50:
+    remedy = f'choose from: {", ".join(known)}'
+  else:
+    remedy = 'no name is near'
+  return ValueError(f'env.name={name} is not {kind}; {remedy}')
+
+
+def check_options(
+  name: str, options: Iterable[str], known: Collection[str]
+) -> None:
+  """Raises a ValueError, with near names, for an unknown option."""
+  for key in options:
+    if key not in known:
+      near = difflib.get_close_matches(key, known, 3, 0.4) or sorted(known)
+      raise ValueError(
+        f'env.options.{key} is not an option of {name}; '
+        f'its options: {", ".join(near)}'
+      )
