@@ -1,18 +1,18 @@
-"""Checkpoints: the whole of a run, written by orbax while training goes on.
+"""Checkpoints: orbax writes the state of a run while training continues.
 
-Each is a directory `checkpoints/NUM_UPDATES` of three items: `params`, what a
-policy needs; `state`, the rest of the driver's; and `progress`, JSON. It gets its
-name only when it is whole, with the digests of its files: orbax itself lets a bit
-that has turned pass.
+A checkpoint is a directory `checkpoints/NUM_UPDATES` with three items:
+`params`, all that a policy needs; `state`, the rest of the driver's state; and
+`progress`, JSON. It gets its name only when it is complete, with SHA-256
+digests of its files: orbax itself does not notice a flipped bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import glob
+import hashlib
 import os
 import re
 import shutil
-from typing import Any
 
 from absl import logging
 import jax
@@ -20,48 +20,76 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from podrl.records import digests, workdir
-from podrl.records.workdir import WriteError
+from podrl.records import workdir
+from podrl.records.workdir import Record, WriteError
 from podrl.types import LearnerState, Tree
 
-_ROOM = 2**20  # Bytes, beside the arrays' own.
+_FORMAT = 1  # Of a checkpoint; a newer version of podrl may write a larger one.
+_EXTRA_BYTES = 2**20  # What a checkpoint needs beside its arrays.
 
-# jitted: one dispatch, and all of it copied before the next update.
+# In one jitted call: all is copied before the next update can donate it.
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
-def learner(state: Tree) -> LearnerState:
+class NewerFormatError(ValueError):
+  """A newer version of podrl wrote the checkpoint."""
+
+
+class OtherRunError(ValueError):
+  """The checkpoint is intact, but no checkpoint of the run fits this one."""
+
+
+def learner_of(state: Tree) -> LearnerState:
   """The learner's part of a driver's state."""
   return state if isinstance(state, LearnerState) else state.learner
 
 
 def with_params(state: Tree, params: Tree) -> Tree:
   """A driver's state with other parameters."""
-  changed = learner(state)._replace(params=params)
-  return (
-    changed
-    if isinstance(state, LearnerState)
-    else state._replace(learner=changed)
-  )
+  learner = learner_of(state)._replace(params=params)
+  is_learner = isinstance(state, LearnerState)
+  return learner if is_learner else state._replace(learner=learner)
 
 
-def _directory(path: str) -> str:
-  return os.path.join(os.path.abspath(path), 'checkpoints')
+def _directory(path: str, step: int | None = None) -> str:
+  parent = os.path.join(os.path.abspath(path), 'checkpoints')
+  return parent if step is None else os.path.join(parent, str(step))
 
 
 def _one_line(error: BaseException) -> str:
   return ' '.join(str(error).split())[:200] or type(error).__name__
 
 
-class OtherRunError(ValueError):
-  """A checkpoint is whole, and of a run that goes another way."""
+def _digests(directory: str) -> dict[str, str]:
+  """Digests of all files in subdirectories, by relative path."""
+  digests = {}
+  for parent, _, names in os.walk(directory):
+    for name in names if parent != directory else ():
+      path = os.path.join(parent, name)
+      with open(path, 'rb') as file:
+        digest = hashlib.file_digest(file, 'sha256').hexdigest()
+      digests[os.path.relpath(path, directory)] = digest
+  return digests
 
 
-class _Keep:
-  """A policy of orbax's that preserves one step."""
+def _verify(directory: str) -> None:
+  """Raises a ValueError where a checkpoint's files differ from its digests."""
+  contents = workdir.read_json(os.path.join(directory, 'digests.json'))
+  if contents['format'] > _FORMAT:
+    raise NewerFormatError(
+      f'{directory} has format {contents["format"]}, of a newer version of '
+      f'podrl; this version reads format {_FORMAT}'
+    )
+  written, found = contents['sha256'], _digests(directory)
+  for name in sorted(written.keys() | found.keys()):
+    if written.get(name) != found.get(name):
+      raise ValueError(f'its file {name} is damaged or missing')
 
-  def __init__(self):
-    self.step: int | None = None
+
+class _PreserveBest:
+  """An orbax policy that preserves the checkpoint with the best evaluation."""
+
+  step: int | None = None
 
   def should_preserve(self, checkpoints: Sequence, *, context) -> list[bool]:
     del context
@@ -72,24 +100,23 @@ class Checkpoints:
   """Writes the checkpoints of a run.
 
   Args:
-    path: of the run.
-    keep: how many of the newest stay.
+    path: directory of the run.
+    keep: number of newest checkpoints to keep.
   """
 
   def __init__(self, path: str, keep: int):
-    logging.set_verbosity(logging.FATAL)  # Orbax tells of every file.
+    logging.set_verbosity(logging.FATAL)  # Orbax logs every file.
     self._path = path
-    self._best = _Keep()
-    self._num_updates = 0  # Of the one that is being written.
+    self._best = _PreserveBest()
+    self._num_updates = 0  # Of the checkpoint that is being written.
+    policies = [checkpoint_managers.LatestN(keep), self._best]
     options = ocp.CheckpointManagerOptions(
       cleanup_tmp_directories=True,
-      # Called before it gets its name.
+      # Orbax calls this before it gives the checkpoint its name.
       async_options=ocp.AsyncOptions(
         post_finalization_callback=self._write_digests
       ),
-      preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-        [checkpoint_managers.LatestN(keep), self._best]
-      ),
+      preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
     )
     with self._errors():
       self._manager = ocp.CheckpointManager(_directory(path), options=options)
@@ -97,68 +124,62 @@ class Checkpoints:
   def _write_digests(self) -> None:
     if jax.process_index():
       return
-    for directory in glob.glob(
-      os.path.join(
-        glob.escape(_directory(self._path)),
-        f'{self._num_updates}.orbax-checkpoint-tmp*',
-      )
-    ):
-      digests.write(directory)
+    parent = glob.escape(_directory(self._path))
+    name = f'{self._num_updates}.orbax-checkpoint-tmp*'
+    for directory in glob.glob(os.path.join(parent, name)):
+      contents = {'format': _FORMAT, 'sha256': _digests(directory)}
+      workdir.write_json(os.path.join(directory, 'digests.json'), contents)
 
   def save(
-    self,
-    num_updates: int,
-    state: Tree,
-    progress: dict[str, Any],
-    best: int | None,
+    self, num_updates: int, state: Tree, progress: Record, best: int | None
   ) -> None:
-    """Begins to write one, unless it is there; waits for the one before.
+    """Starts to write a checkpoint, after the previous one is written.
+
+    It does nothing if the newest checkpoint has the same number of updates.
 
     Args:
-      num_updates: its name.
-      state: of the driver, which may go on at once.
+      num_updates: name of the checkpoint.
+      state: state of the driver, which may continue at once.
       progress: JSON.
-      best: the one that stays for its evaluation.
+      best: number of updates of the checkpoint with the best evaluation.
 
     Raises:
-      WriteError: if one could not be written.
+      WriteError: if this checkpoint or the previous one cannot be written.
     """
     self._best.step = best
     if num_updates == self._manager.latest_step():
       return
-    # Seen before: orbax's threads print pages where a disc turns out full.
-    needed = sum(x.nbytes for x in jax.tree.leaves(state)) + _ROOM
+    # Checked first: on a full disk, orbax's threads print pages of errors.
+    needed = sum(x.nbytes for x in jax.tree.leaves(state)) + _EXTRA_BYTES
     free = shutil.disk_usage(_directory(self._path)).free
     if free < needed:
       raise WriteError(
-        f'checkpoint {num_updates} needs {needed / 2**20:.1f} MiB of '
-        f'{_directory(self._path)}, which has {free / 2**20:.1f} left'
+        f'checkpoint {num_updates} needs {needed / 2**20:.1f} MiB on the disk '
+        f'of {_directory(self._path)}, which has {free / 2**20:.1f} MiB left'
       )
     with self._errors():
       self._manager.wait_until_finished()
       self._num_updates = num_updates
-      state = _copy(state)  # What is donated meanwhile would be overwritten.
-      if not self._manager.save(
-        num_updates,
-        args=ocp.args.Composite(
-          params=ocp.args.StandardSave(learner(state).params),
-          state=ocp.args.StandardSave(with_params(state, ())),
-          progress=ocp.args.JsonSave(progress),
-        ),
-      ):
+      state = _copy(state)  # The next update deletes or overwrites the state.
+      items = ocp.args.Composite(
+        params=ocp.args.StandardSave(learner_of(state).params),
+        state=ocp.args.StandardSave(with_params(state, ())),
+        progress=ocp.args.JsonSave(progress),
+      )
+      if not self._manager.save(num_updates, args=items):
         raise ValueError('there is a newer one')
 
   def wait(self) -> None:
-    """Waits until all is written.
+    """Waits until all checkpoints are written.
 
     Raises:
-      WriteError: if something could not be.
+      WriteError: if a checkpoint cannot be written.
     """
     with self._errors():
       self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Waits as well, and ends orbax's threads; what `wait` raised is known."""
+    """Waits and ends orbax's threads; it does not raise a `WriteError`."""
     with contextlib.suppress(WriteError), self._errors():
       self._manager.close()
 
@@ -166,7 +187,7 @@ class Checkpoints:
   def _errors(self) -> Iterator[None]:
     try:
       yield
-    except Exception as error:  # Orbax raises whatever the file system does.
+    except Exception as error:  # Orbax passes on any error of the file system.
       raise WriteError(
         f'checkpoint {self._num_updates} could not be written: '
         f'{_one_line(error)}'
@@ -174,85 +195,81 @@ class Checkpoints:
 
 
 def steps(path: str) -> list[int]:
-  """The checkpoints of a run, the newest first."""
+  """Numbers of updates of the run's checkpoints, the newest first."""
   directory = _directory(path)
   if not os.path.lexists(directory):
     return []
   if not os.path.isdir(directory):
     raise ValueError(f'{directory} is not a directory that can be read')
-  return sorted(
-    (
-      int(x) for x in os.listdir(directory) if re.fullmatch(r'0|[1-9][0-9]*', x)
-    ),
-    reverse=True,
-  )
+  names = os.listdir(directory)
+  found = [int(x) for x in names if re.fullmatch(r'0|[1-9][0-9]*', x)]
+  return sorted(found, reverse=True)
 
 
-def _read(directory: str, name: str, like: Tree) -> Tree:
-  """An item of a checkpoint, laid out as the arrays of `like` are."""
-  with ocp.StandardCheckpointer() as reader:
-    return reader.restore(os.path.join(directory, name), like)
-
-
-def _read_progress(directory: str) -> dict[str, Any]:
-  # Not by orbax, which would wait for the other processes.
-  return workdir.read_json(os.path.join(directory, 'progress', 'metadata'))
-
-
-def find(path: str, which: str = 'last') -> tuple[str, int]:
-  """The run's directory and one checkpoint of it.
+def find(path: str, which: str = 'last') -> int:
+  """The number of updates of one checkpoint.
 
   Args:
-    path: of the run.
-    which: 'last', 'best' by its evaluations, or a number of updates.
+    path: directory of the run.
+    which: 'last', 'best' (by evaluation), or a number of updates.
 
   Raises:
-    ValueError: if there is none.
+    ValueError: if the run or the checkpoint does not exist.
   """
   if not workdir.is_run(path):
     raise ValueError(f'{path} is not a run: it has no config.json')
   if parent := workdir.run_of_agent(path):
-    raise ValueError(f'{path} is one agent of {parent}; name that')
+    raise ValueError(f'{path} is one agent of {parent}; use that path')
   found = steps(path)
   if not found:
     raise ValueError(f'{path} has no checkpoint yet')
   if which == 'last':
-    return path, found[0]
+    return found[0]
   if which == 'best':
     evaluated = [
-      (r['eval_return'], r['num_updates'])
-      for r in workdir.read_records(path)
-      if 'eval_return' in r and r['num_updates'] in found
+      (record['eval_return'], record['num_updates'])
+      for record in workdir.read_records(path)
+      if 'eval_return' in record and record['num_updates'] in found
     ]
     if not evaluated:
       raise ValueError(f'{path} has no checkpoint that was evaluated')
-    return path, max(evaluated)[1]
+    return max(evaluated)[1]
   if which not in map(str, found):
-    raise ValueError(
-      f'{path} has no checkpoint {which}; it has {", ".join(map(str, found))}'
-    )
-  return path, int(which)
+    listed = ', '.join(map(str, found))
+    raise ValueError(f'{path} has no checkpoint {which}; it has {listed}')
+  return int(which)
 
 
-def peek(path: str) -> dict[str, Any] | None:
-  """The `progress` of the newest checkpoint where it can be read."""
+def _read(path: str, step: int, item: str, like: Tree) -> Tree:
+  """Reads an item of a checkpoint, with the shardings of `like`."""
+  with ocp.StandardCheckpointer() as reader:
+    return reader.restore(os.path.join(_directory(path, step), item), like)
+
+
+def _read_progress(path: str, step: int) -> Record:
+  # Not through orbax, which would wait for the other processes.
+  file = os.path.join(_directory(path, step), 'progress', 'metadata')
+  return workdir.read_json(file)
+
+
+def count_resumes(path: str) -> int:
+  """How often a run has been resumed, if it is resumed now.
+
+  This count only selects seeds, so that it does not verify digests.
+  """
   for step in steps(path):
-    directory = os.path.join(_directory(path), str(step))
-    try:
-      digests.check(directory)
-      return _read_progress(directory)
-    except Exception:  # `choose` will tell.
-      continue
-  return None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+      return _read_progress(path, step)['num_resumes'] + 1
+  return 0
 
 
 def read_params(path: str, step: int, like: Tree) -> Tree:
-  """The parameters of one checkpoint.
+  """Reads the parameters of one checkpoint.
 
   Args:
-    path: of the run.
-    step: of `steps`.
-    like: their shapes, `jax.ShapeDtypeStruct`.
+    path: directory of the run.
+    step: number of updates of the checkpoint.
+    like: `jax.ShapeDtypeStruct` of each parameter.
 
   Returns:
     The parameters, on this process's first device.
@@ -260,77 +277,68 @@ def read_params(path: str, step: int, like: Tree) -> Tree:
   Raises:
     ValueError: if they cannot be read, or have other shapes.
   """
-  directory = os.path.join(_directory(path), str(step))
+  device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like
+  )
   try:
-    digests.check(directory)
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return _read(
-      directory,
-      'params',
-      jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like
-      ),
-    )
-  except digests.NewerFormatError:
+    _verify(_directory(path, step))
+    return _read(path, step, 'params', shapes)
+  except NewerFormatError:
     raise
-  except Exception as error:  # Orbax raises whatever its files make it.
+  except Exception as error:  # Damaged files can make orbax raise anything.
     raise ValueError(
-      f'the parameters of {directory} cannot be read, or are those of another '
-      f'network: {_one_line(error)}'
+      f'the parameters of {_directory(path, step)} cannot be read, or are '
+      f'those of another network: {_one_line(error)}'
     ) from error
 
 
-def choose(
-  path: str,
-  accept: Callable[[dict[str, Any]], None],
-  say: Callable[[str], None],
-) -> tuple[int, dict[str, Any]] | None:
-  """The newest checkpoint that is whole, or None where a run has none.
+def newest_intact(
+  path: str, check: Callable[[Record], None], report: Callable[[str], None]
+) -> tuple[int, Record] | None:
+  """Finds the newest intact checkpoint of a run.
 
-  Newer ones are renamed `checkpoints/NUM_UPDATES.set_aside`.
+  Newer, damaged ones are renamed `checkpoints/NUM_UPDATES.set_aside`.
 
   Args:
-    path: of the run.
-    accept: raises a ValueError where `progress` does not fit the run's files,
-      and an `OtherRunError` where no checkpoint of it would fit.
-    say: takes a line for each that is passed over.
+    path: directory of the run.
+    check: raises a ValueError where `progress` does not fit the run's files,
+      and an `OtherRunError` where no checkpoint of the run can fit.
+    report: takes one line for each checkpoint that is skipped.
 
   Returns:
-    Its name and `progress`.
+    Its number of updates and its `progress`; None if there is no checkpoint.
 
   Raises:
-    ValueError: if there are some and none is whole.
-    NewerFormatError: where a newer version wrote one.
-    OtherRunError: as `accept` does.
+    ValueError: if there are checkpoints, but none is intact.
+    NewerFormatError: if a newer version of podrl wrote a checkpoint.
+    OtherRunError: if `check` raises it.
   """
-  passed_over = []
+  skipped = []
   for step in steps(path):
-    directory = os.path.join(_directory(path), str(step))
     try:
-      digests.check(directory)
-      progress = _read_progress(directory)
-      accept(progress)
-    except (digests.NewerFormatError, OtherRunError):
+      _verify(_directory(path, step))
+      progress = _read_progress(path, step)
+      check(progress)
+    except (NewerFormatError, OtherRunError):
       raise
-    except Exception as error:  # Whatever damaged files make of it.
-      passed_over.append(directory)
-      say(f'checkpoint {step} is passed over: {_one_line(error)}')
+    except Exception as error:  # Damaged files can raise anything.
+      skipped.append(step)
+      report(f'checkpoint {step} is skipped: {_one_line(error)}')
       continue
-    for damaged in passed_over:  # Its name is wanted again.
-      workdir.set_aside(damaged)
+    for damaged in skipped:  # A new checkpoint will need the name.
+      workdir.set_aside(_directory(path, damaged))
     return step, progress
-  if passed_over:
+  if skipped:
     raise ValueError(
-      f'no checkpoint of {path} can be gone on with; take a copy of it, if '
-      'there is one'
+      f'no checkpoint of {path} can be used; restore a copy of it, if you have '
+      'one'
     )
   return None
 
 
 def read_state(path: str, step: int, like: Tree) -> Tree:
-  """A driver's state, laid out as `like`; all processes read it together."""
-  directory = os.path.join(_directory(path), str(step))
-  return with_params(
-    _read(directory, 'state', with_params(like, ())),
-    _read(directory, 'params', learner(like).params),
-  )
+  """Reads a driver's state, with the shardings of `like`, in all processes."""
+  state = _read(path, step, 'state', with_params(like, ()))
+  params = _read(path, step, 'params', learner_of(like).params)
+  return with_params(state, params)

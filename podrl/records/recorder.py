@@ -1,33 +1,75 @@
-"""What a run records: windows and files of each agent, and the terminal."""
+"""What a run records: metrics of each window of updates, and where they go."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import dataclasses
 import os
+import queue
+import threading
 import time
+from typing import Any, NamedTuple, Protocol
 
+import jax
 from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.drivers.limits import System, find_limit
-from podrl.records import metrics, workdir
+from podrl.records import workdir
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
-from podrl.run.config import is_sebulba
 from podrl.types import Episodes, Report
 
 
-def mean_record(records: Sequence[Record]) -> Record:
-  """One record of several agents': rates are summed, all else is averaged."""
-  mean = {}
-  for name in set.intersection(*map(set, records)):
-    reduce = np.sum if name.endswith('_per_second') else np.mean
-    value = float(reduce([r[name] for r in records]))
-    is_count = all(isinstance(r[name], int) for r in records)
-    mean[name] = round(value) if is_count else value
-  return {k: mean[k] for k in records[0] if k in mean}
+def _last(values: Sequence[float]) -> float:
+  return values[-1]
 
 
-def share(report: Report) -> Record:
-  """What other processes do not know of a report, as JSON."""
+class _Reduction(NamedTuple):
+  """How the values of one metric become one value.
+
+  Attributes:
+    updates: over the updates of a window.
+    processes: over the processes of a run.
+    seeds: over the agents of a run.
+  """
+
+  updates: Callable = np.mean
+  processes: Callable = np.mean
+  seeds: Callable = np.mean
+
+
+# All other metrics, for example the losses of the agents, are means.
+_REDUCTIONS = {
+  'num_actors': _Reduction(_last, np.sum),
+  'num_unrolls_dropped': _Reduction(_last, np.sum),
+  'num_actor_waits': _Reduction(_last, np.sum),
+  'policy_lag_max': _Reduction(np.max, np.max),
+  'joules_per_second': _Reduction(processes=np.sum, seeds=np.sum),
+  'steps_per_second': _Reduction(seeds=np.sum),
+  'frames_per_second': _Reduction(seeds=np.sum),
+  'updates_per_second': _Reduction(seeds=np.sum),
+  'predictions_per_second': _Reduction(seeds=np.sum),
+}
+
+
+def _reduction(name: str) -> _Reduction:
+  return _REDUCTIONS.get(name, _Reduction())
+
+
+def merge_seeds(records: Sequence[Record]) -> Record:
+  """Merges the records of several agents; it keeps the keys that all have."""
+  merged = {}
+  for name in records[0]:
+    values = [record[name] for record in records if name in record]
+    if len(values) == len(records):
+      value = float(_reduction(name).seeds(values))
+      is_count = all(isinstance(x, int) for x in values)
+      merged[name] = round(value) if is_count else value
+  return merged
+
+
+def local_part(report: Report) -> Record:
+  """The part of a report that other processes do not know, as JSON."""
   return {
     'episodes': [np.sum(x, dtype=np.float64).item() for x in report.episodes],
     'num_predictions': report.num_predictions,
@@ -36,59 +78,297 @@ def share(report: Report) -> Record:
   }
 
 
-def merge(report: Report, others: Sequence[Record]) -> Report:
-  """One report of several processes'.
-
-  Episodes, numbers and rates are summed, a maximum is that of all, and what else
-  each measures for itself is averaged.
+def merge_processes(report: Report, others: Sequence[Record]) -> Report:
+  """Makes one report of those of several processes.
 
   Args:
-    report: of this process.
-    others: what `share` gave in the others, of the same updates.
+    report: report of this process.
+    others: `local_part` of the other processes' reports of the same updates.
   """
   if not others or not report.num_updates:
     return report
-
-  def one(name: str, value: np.ndarray) -> np.ndarray:
-    reduce = (
-      np.max
-      if name.endswith('_max')
-      else (np.sum if name.startswith('num_') else np.mean)
-    )
-    return reduce([value] + [x['own'][name] for x in others], axis=0)
-
   episodes = [x.astype(np.float64) for x in report.episodes]
   for other in others:
-    for mine, total in zip(episodes, other['episodes']):
-      mine.flat[0] += total  # Of whichever update: a window is what is told.
+    for counts, total in zip(episodes, other['episodes']):
+      counts.flat[0] += total  # The row does not matter: windows sum all rows.
+  stages = {}
+  for name, seconds in report.stages.items():
+    if all(name in x['stages'] for x in others):
+      values = [seconds] + [x['stages'][name] for x in others]
+      stages[name] = _reduction(name).processes(values)
+  own = {}
+  for name, rows in report.own.items():
+    values = [rows] + [x['own'][name] for x in others]
+    own[name] = _reduction(name).processes(values, axis=0)
+  num_predictions = sum(x['num_predictions'] for x in others)
   return report._replace(
     episodes=Episodes(*episodes),
-    num_predictions=report.num_predictions
-    + sum(x['num_predictions'] for x in others),
-    stages={
-      k: (np.sum if k.endswith('_per_second') else np.mean)(
-        [v] + [x['stages'][k] for x in others]
-      )
-      for k, v in report.stages.items()
-      if all(k in x['stages'] for x in others)
-    },
-    own={k: one(k, v) for k, v in report.own.items()},
+    num_predictions=report.num_predictions + num_predictions,
+    stages=stages,
+    own=own,
   )
 
 
-class Recorder:
-  """Records of a run of one or more agents, each with a seed of its own.
+@dataclasses.dataclass
+class _Totals:
+  """Sums over the updates since the last record; plain JSON."""
 
-  A run of several has a directory for each, and the mean in its own. Of several
-  processes only the first writes.
+  rows: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
+  episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 4)
+  stages: dict[str, float] = dataclasses.field(default_factory=dict)
+  num_predictions: int = 0
+  num_updates_since_record: int = 0
+  seconds: float = 0.0
+
+
+class Window:
+  """Counts the updates of an agent and makes a record of each window of them.
+
+  Attributes:
+    env_steps: environment steps of the whole run so far.
+    num_updates: updates of the whole run so far.
+    totals: sums since the last record.
+  """
+
+  def __init__(self, frame_skip: int, sgd_steps_per_update: int):
+    self._frame_skip = frame_skip
+    self._sgd_steps_per_update = sgd_steps_per_update
+    self.env_steps = 0
+    self.num_updates = 0
+    self.totals = _Totals()
+
+  def add(self, report: Report) -> None:
+    """Adds the updates of a driver's report."""
+    totals = self.totals
+    episodes = Episodes(*(x.astype(np.float64).sum() for x in report.episodes))
+    totals.episodes = [x + y for x, y in zip(totals.episodes, episodes)]
+    if report.num_updates:
+      rows = report.metrics | report.own
+      totals.rows.append({name: x.tolist() for name, x in rows.items()})
+    for name, seconds in report.stages.items():
+      totals.stages[name] = totals.stages.get(name, 0.0) + seconds
+    totals.num_predictions += report.num_predictions
+    totals.num_updates_since_record += report.num_updates
+    totals.seconds += report.seconds
+    self.num_updates += report.num_updates
+    self.env_steps += report.num_predictions - int(episodes.num_joints)
+
+  def progress(self) -> Record:
+    """The state of the window as JSON; `resume` restores it bit for bit."""
+    counts = {'env_steps': self.env_steps, 'num_updates': self.num_updates}
+    return counts | dataclasses.asdict(self.totals)
+
+  def resume(self, progress: Record) -> None:
+    """Restores what `progress` returned."""
+    totals = dict(progress)
+    self.env_steps = totals.pop('env_steps')
+    self.num_updates = totals.pop('num_updates')
+    self.totals = _Totals(**totals)
+
+  def record(self) -> Record:
+    """Makes the record of the window and begins the next one."""
+    totals, self.totals = self.totals, _Totals()
+    episodes = Episodes(*totals.episodes)
+    steps = totals.num_predictions - episodes.num_joints
+    rate = 1.0 / max(totals.seconds, 1e-9)
+    record = {
+      'env_steps': self.env_steps,
+      'frames': self.env_steps * self._frame_skip,
+      'num_updates': self.num_updates,
+      'num_sgd_steps': self.num_updates * self._sgd_steps_per_update,
+      'steps_per_second': steps * rate,
+      'frames_per_second': steps * self._frame_skip * rate,
+      'updates_per_second': totals.num_updates_since_record * rate,
+      'predictions_per_second': totals.num_predictions * rate,
+    }
+    if episodes.num_episodes:
+      record['episode_return'] = episodes.return_sum / episodes.num_episodes
+      record['episode_length'] = episodes.length_sum / episodes.num_episodes
+    for name in totals.rows[0] if totals.rows else ():
+      values = np.concatenate([row[name] for row in totals.rows])
+      record[name] = float(_reduction(name).updates(values))
+    record |= {k: seconds * rate for k, seconds in totals.stages.items()}
+    if joules := record.get('joules_per_second'):
+      record['frames_per_joule'] = record['frames_per_second'] / joules
+    return record
+
+
+class Sink(Protocol):
+  """A place where records go."""
+
+  def write(self, record: Record) -> None: ...
+
+  def close(self) -> None: ...
+
+
+class JsonLines:
+  """A file with one JSON object per line, flushed after each line.
 
   Args:
-    config: of the run.
-    name: of the experiment.
-    path: of the run's directory.
-    frame_skip: raw frames in an environment step.
-    num_updates: of the whole run.
-    start_seconds: when the process began, by `time.perf_counter`.
+    path: directory of the file.
+    num_records: lines to keep of an existing file; the others were written
+      after the checkpoint from which a run resumes.
+    name: name of the file.
+  """
+
+  def __init__(
+    self, path: str, num_records: int = 0, name: str = 'metrics.jsonl'
+  ):
+    self._file = open(os.path.join(path, name), 'a+', encoding='utf-8')
+    self._file.seek(0)
+    for _ in range(num_records):
+      self._file.readline()
+    self._file.truncate(self._file.tell())
+
+  def write(self, record: Record) -> None:
+    self._file.write(workdir.to_json(record) + '\n')
+    self._file.flush()
+
+  def close(self) -> None:
+    self._file.close()
+
+
+class TensorBoard:
+  """TensorBoard events over environment steps.
+
+  Args:
+    path: directory of the run.
+    purge_step: TensorBoard ignores events of earlier processes from this step.
+  """
+
+  def __init__(self, path: str, purge_step: int = 0):
+    # Not SummaryWriter: its own thread hangs when the disk is full.
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto import event_pb2, summary_pb2
+
+    self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+    self._writer = EventsWriter(os.path.join(path, 'events'))
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    self._write(purge_step, session_log=start)
+
+  def _write(self, step: int, **contents: Any) -> None:
+    event = self._event(step=step, wall_time=time.time(), **contents)
+    self._writer.write_event(event)
+    self._writer.flush()
+
+  def write(self, record: Record) -> None:
+    values = [
+      self._summary.Value(tag=name, simple_value=value)
+      for name, value in record.items()
+      if not isinstance(value, str)
+    ]
+    # One event for all metrics: one per metric takes many times as long.
+    self._write(record['env_steps'], summary=self._summary(value=values))
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+class Wandb:
+  """Weights & Biases, over environment steps; each seed is a run of its own.
+
+  Args:
+    path: directory of the run; it names the run, so that a resumed run
+      continues there.
+    project: name of the project.
+    config: fields of the run's configuration.
+  """
+
+  def __init__(self, path: str, project: str, config: dict[str, Any]):
+    import wandb  # An extra.
+
+    name = os.path.abspath(path).strip(os.sep).replace(os.sep, '-')[-120:]
+    self._run = wandb.init(
+      project=project,
+      name=name,
+      id=name,
+      dir=path,
+      config=config,
+      resume='allow',
+      reinit='create_new',
+    )
+
+  def write(self, record: Record) -> None:
+    self._run.log(record, step=record['env_steps'])
+
+  def close(self) -> None:
+    self._run.finish()
+
+
+class Writer:
+  """Writes records in a thread of its own, so that no sink delays training.
+
+  After a sink raises, the next call of any method raises a `WriteError`.
+  """
+
+  def __init__(self):
+    self._queue: queue.Queue = queue.Queue(1024)
+    self._error: WriteError | None = None
+    self._thread = threading.Thread(target=self._run, name='podrl-writer')
+    self._thread.start()
+
+  def _run(self) -> None:
+    while (item := self._queue.get()) is not None:
+      sink, record = item
+      if self._error is None:
+        with self._errors(sink):
+          sink.write(record)
+      self._queue.task_done()
+
+  @contextlib.contextmanager
+  def _errors(self, sink: Sink) -> Iterator[None]:
+    try:
+      yield
+    except Exception as error:  # The main thread raises it.
+      name = type(sink).__name__
+      self._error = self._error or WriteError(
+        f'{name} could not write: {error}'
+      )
+      self._error.__cause__ = error
+
+  def _check(self) -> None:
+    if self._error:
+      raise self._error
+
+  def write(self, sinks: Sequence[Sink], record: Record) -> None:
+    """Queues a record for each sink; it waits only if the queue is full."""
+    self._check()
+    for sink in sinks:
+      self._queue.put((sink, record))
+
+  def flush(self) -> None:
+    """Waits until all records are written."""
+    self._queue.join()
+    self._check()
+
+  def close(self, sinks: Sequence[Sink]) -> None:
+    """Writes the queued records, ends the thread and closes the sinks."""
+    self._queue.put(None)
+    self._thread.join()
+    for sink in sinks:
+      with self._errors(sink):
+        sink.close()
+    self._check()
+
+
+class Recorder:
+  """Records a run of one or several agents, each with its own seed.
+
+  A run of several agents has a directory for each, and the mean of all agents in
+  its own directory. Of several processes, only the first one writes.
+
+  Attributes:
+    sinks: sinks of each directory.
+    last: last value of each metric, for each directory.
+    best: best evaluated return, and the number of updates at that time.
+
+  Args:
+    config: configuration of the run.
+    name: name of the experiment.
+    path: directory of the run.
+    frame_skip: raw frames per environment step.
+    num_updates: updates of the whole run.
+    start_seconds: `time.perf_counter()` at the start of the process.
     is_writer: whether this process writes.
     system: what a Sebulba run works with.
   """
@@ -107,114 +387,120 @@ class Recorder:
     self._config = config
     self._name = name
     self._system = system
-    seeds = workdir.seed_directories(path, config)
+    directories = [x for _, x in workdir.seed_directories(path, config)]
+    sgd_steps_per_update = config.num_epochs * config.num_minibatches
     self._windows = [
-      metrics.Window(frame_skip, config.num_epochs * config.num_minibatches)
-      for _ in seeds
+      Window(frame_skip, sgd_steps_per_update) for _ in directories
     ]
-    self._paths = (
-      [path, *(x for _, x in seeds if x != path)] if is_writer else []
-    )
-    self.sinks: list[list[metrics.Sink]] = []  # Of each path.
-    self.last: list[Record] = [{} for _ in self._paths]  # Their last values.
-    # Of earlier processes of this run.
-    self._before = {'wall_seconds': 0.0, 'compile_seconds': 0.0}
+    self._paths = list(dict.fromkeys([path, *directories])) if is_writer else []
+    self.sinks: list[list[Sink]] = []
+    self.last: list[Record] = [{} for _ in self._paths]
+    self.best: tuple[float, int] | None = None
     self._start_seconds = start_seconds
-    self._clock = metrics.CompileClock()
+    self._earlier = {'wall_seconds': 0.0, 'compile_seconds': 0.0}
+    self._compile_seconds = 0.0
+    jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     self._num_records = self._num_decisions = 0
-    self._decisions: metrics.JsonLines | None = None
-    self.best: tuple[float, int] | None = None  # Evaluated return, its update.
+    self._decisions: JsonLines | None = None
     self.terminal = Terminal(name, num_updates, not is_writer)
-    self._writer = metrics.Writer()
+    self._writer = Writer()
+
+  def _on_duration(self, event: str, seconds: float, **_) -> None:
+    # Includes the time to read a program from XLA's cache.
+    if event == '/jax/core/compile/backend_compile_duration':
+      self._compile_seconds += seconds
 
   @property
   def num_updates(self) -> int:
-    """Calls of `update` in the whole run so far."""
+    """Updates of the whole run so far."""
     return self._windows[0].num_updates
 
   @property
   def num_updates_since_record(self) -> int:
-    """Updates that no record tells of yet."""
-    return self._windows[0].num_updates_since_record
+    """Updates that are in no record yet."""
+    return self._windows[0].totals.num_updates_since_record
 
   def check_files(self, progress: Record) -> None:
-    """Raises a ValueError where records are lost that `progress` counts."""
+    """Raises a ValueError if records that `progress` counts are lost."""
     for path in self._paths:
       number = len(workdir.read_records(path))
       if number < progress['num_records']:
         raise ValueError(
-          f'{path}/metrics.jsonl has {number} records, and had '
-          f'{progress["num_records"]} when it was written'
+          f'{path}/metrics.jsonl has {number} records, but had '
+          f'{progress["num_records"]} when the checkpoint was written'
         )
 
   def open(self, progress: Record) -> None:
-    """Opens the files; a run goes on after what `progress` returned.
+    """Opens the files.
 
     Args:
-      progress: empty for a run that begins.
+      progress: what `progress()` returned, for a resumed run; empty for a run
+        that starts.
 
     Raises:
-      ValueError: if another process writes them.
+      WriteError: if the files cannot be written.
     """
     if progress:
       self._num_records = progress['num_records']
       self._num_decisions = progress.get('num_decisions', 0)
-      self._before = {name: progress[name] for name in self._before}
+      self._earlier = {name: progress[name] for name in self._earlier}
       self.best = progress['best'] and tuple(progress['best'])
-      for window, state in zip(self._windows, progress['windows']):
-        window.resume(state)
+      for window, window_progress in zip(self._windows, progress['windows']):
+        window.resume(window_progress)
       self.terminal.resume(self.num_updates)
     try:
-      for path in () if progress else self._paths:
+      for path, last in zip(self._paths, self.last):
         file = os.path.join(path, 'metrics.jsonl')
-        if os.path.exists(file) and os.path.getsize(file):
-          workdir.set_aside(file)  # Of a beginning that has no checkpoint.
-      self._open()
-    except OSError as error:
-      raise WriteError(f'no record can be written: {error}') from error
-
-  def _open(self) -> None:
-    log = self._config.log
-    for path, last in zip(self._paths, self.last):
-      sinks: list[metrics.Sink] = [metrics.JsonLines(path, self._num_records)]
-      self.sinks.append(sinks)
-      for record in workdir.read_records(path):
-        last.update(record)
-      if log.tensorboard:
-        sinks.append(metrics.TensorBoard(path, last.get('env_steps', -1) + 1))
-      if log.wandb:
-        sinks.append(
-          metrics.Wandb(path, self._name, workdir.read_config(path).to_dict())
-        )
-    for sinks in self.sinks[:1]:
-      sinks.append(self.terminal)
-      if is_sebulba(self._config) and self._config.sebulba.autotune:
-        self._decisions = metrics.JsonLines(
+        if not progress and os.path.exists(file) and os.path.getsize(file):
+          workdir.set_aside(file)  # Of a start that reached no checkpoint.
+        self.sinks.append(self._open_sinks(path, last))
+      if self.sinks:
+        self.sinks[0].append(self.terminal)
+      if self._paths and self._config.get('sebulba', {}).get('autotune'):
+        self._decisions = JsonLines(
           self._paths[0], self._num_decisions, 'decisions.jsonl'
         )
+    except OSError as error:
+      raise WriteError(f'the records cannot be written: {error}') from error
+
+  def _open_sinks(self, path: str, last: Record) -> list[Sink]:
+    """Opens the sinks of one directory and reads its last values."""
+    log = self._config.log
+    sinks: list[Sink] = [JsonLines(path, self._num_records)]
+    for record in workdir.read_records(path):
+      last.update(record)
+    if log.tensorboard:
+      sinks.append(TensorBoard(path, last.get('env_steps', -1) + 1))
+    if log.wandb:
+      config = workdir.read_config(path).to_dict()
+      sinks.append(Wandb(path, self._name, config))
+    return sinks
 
   def add(self, reports: Sequence[Report]) -> None:
-    """Adds what a driver reports, an item for each agent."""
+    """Adds a driver's reports, one per agent."""
     for window, report in zip(self._windows, reports):
       window.add(report)
 
   def times(self) -> Record:
-    """Wall time and time spent compiling, over all processes of the run."""
+    """Seconds of wall time and of compilation, summed over resumes."""
+    seconds = time.perf_counter() - self._start_seconds
     return {
-      'wall_seconds': self._before['wall_seconds']
-      + (time.perf_counter() - self._start_seconds),
-      'compile_seconds': (
-        self._before['compile_seconds'] + self._clock.seconds
-      ),
+      'wall_seconds': self._earlier['wall_seconds'] + seconds,
+      'compile_seconds': self._earlier['compile_seconds']
+      + self._compile_seconds,
     }
 
   def write(self, outcomes: Sequence[Record] = ()) -> None:
-    """Writes the windows' records, with what else is known of each agent."""
+    """Writes the records of the windows.
+
+    Args:
+      outcomes: metrics of an evaluation, for each agent.
+    """
     records = [window.record() for window in self._windows]
     for record, outcome in zip(records, outcomes):
       record |= outcome
     if len(records) > 1:
-      records.insert(0, mean_record(records))
+      records.insert(0, merge_seeds(records))
     if self._system and 'busy_cores' in records[0]:
       limit = find_limit(records[0], self._system)
       records[0] |= {'limit': limit.name, 'limit_sentence': limit.sentence}
@@ -223,27 +509,26 @@ class Recorder:
     for record, sinks, last in zip(records, self.sinks, self.last):
       last.update(record | times)
       self._writer.write(sinks, record | times)
-    if 'eval_return' in records[0] and (
-      self.best is None or records[0]['eval_return'] > self.best[0]
-    ):
-      self.best = records[0]['eval_return'], self.num_updates
+    score = records[0].get('eval_return')
+    if score is not None and (self.best is None or score > self.best[0]):
+      self.best = score, self.num_updates
 
   def add_decisions(self, decisions: Sequence[Record]) -> None:
-    """Writes a line of `decisions.jsonl` for each, with when it was made."""
-    when = self.times() | {
+    """Writes decisions of autotune, with the time and the updates so far."""
+    now = self.times() | {
       'num_updates': self.num_updates,
       'env_steps': self._windows[0].env_steps,
     }
     for decision in decisions:
       self._num_decisions += 1
-      self._writer.write([self._decisions], when | decision)
+      self._writer.write([self._decisions], now | decision)
 
   def flush(self) -> None:
     """Waits until all records are written."""
     self._writer.flush()
 
   def progress(self) -> Record:
-    """What `open` needs to go on from here, as JSON; all is written by then."""
+    """What `open` needs to resume from here, as JSON; writes all records."""
     self.flush()
     return self.times() | {
       'num_records': self._num_records,
@@ -253,23 +538,20 @@ class Recorder:
     }
 
   def close(self) -> None:
-    """Writes what waits and closes the files.
+    """Writes the queued records and closes the files.
 
     Raises:
-      WriteError: where a sink raised.
+      WriteError: if a sink raised.
     """
-    self._clock.close()
+    jax.monitoring.unregister_event_duration_listener(self._on_duration)
+    sinks = [sink for sinks in self.sinks for sink in sinks]
     try:
-      self._writer.close(
-        [sink for sinks in self.sinks for sink in sinks]
-        + ([self._decisions] if self._decisions else [])
-      )
+      self._writer.close(sinks + [self._decisions] * bool(self._decisions))
     finally:
-      self.terminal.close()  # It may have had no record.
+      self.terminal.close()  # Without records it is in no list of sinks.
 
-  def write_summaries(self, more: Record) -> None:
-    """Writes each directory's summary: the last values, and `more`."""
-    if not self.sinks:  # Nothing was opened: what is there stays.
-      return
-    for path, last in zip(self._paths, self.last):
-      workdir.write_json(os.path.join(path, 'summary.json'), last | more)
+  def write_summaries(self, outcome: Record) -> None:
+    """Writes each `summary.json`: the last values and `outcome`."""
+    if self.sinks:  # Without sinks, an earlier summary must stay.
+      for path, last in zip(self._paths, self.last):
+        workdir.write_json(os.path.join(path, 'summary.json'), last | outcome)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live panel, or plain lines, and a summary."""
+"""What a run shows: a live panel or plain lines, and a summary."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ from podrl.records.workdir import Record
 
 
 def compact(value: float) -> str:
-  """A number in a few characters: 1234567 is 1.23M."""
+  """Formats a number in few characters: 1234567 is 1.23M."""
   for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
     if abs(value) >= size:
       return f'{value / size:.3g}{unit}'
@@ -29,46 +29,49 @@ def compact(value: float) -> str:
 
 
 def describe_stages(record: Record) -> str:
-  """Where Sebulba's time went, in lines; empty for other records."""
+  """Lines on the stages of actors and learner; empty if the record has none."""
   if 'time_update' not in record:
     return ''
 
-  def share(name: str) -> str:
-    label = name.removeprefix('actor_').removeprefix('learner_')
-    return f'{label.replace("_", " ")} {record["time_" + name]:.0%}'
+  def shares(prefix: str, names: str) -> list[str]:
+    return [
+      f'{name.replace("_", " ")} {record[prefix + name]:.0%}'
+      for name in names.split()
+    ]
 
-  limit = (
-    ''
-    if 'limit' not in record
-    else (
-      f'\nlimit: {record["limit"]}   '
-      + '  '.join(
-        f'{x.replace("_", " ")} {record["busy_" + x]:.0%}'
-        for x in ('cores', 'actor_devices', 'learner_devices')
-      )
-    )
-  )
-  actors = ' '.join(map(share, ('environment', 'inference', 'actor_waiting')))
-  learner = ' '.join(map(share, ('update', 'learner_waiting', 'hand_off')))
+  actors = ' '.join(shares('time_', 'environment inference actor_waiting'))
+  learner = ' '.join(shares('time_', 'update learner_waiting hand_off'))
   number = round(record['num_actors'])
-  return (
-    f'{number} actor{"s" * (number > 1)}: {actors}\nlearner: {learner}\n'
+  text = (
+    f'{number} actor{"s" * (number > 1)}: {actors.replace("actor ", "")}\n'
+    f'learner: {learner.replace("learner ", "")}\n'
     f'lag {record["policy_lag"]:.2g} (max {record["policy_lag_max"]:.0f})  '
     f'queue {record["queue_depth"]:.2g}  '
     f'predictions {compact(record["predictions_per_second"])}/s  '
-    f'updates {compact(record["updates_per_second"])}/s{limit}'
+    f'updates {compact(record["updates_per_second"])}/s'
   )
+  if 'limit' in record:
+    busy = '  '.join(shares('busy_', 'cores actor_devices learner_devices'))
+    text += f'\nlimit: {record["limit"]}   {busy}'
+  return text
 
 
 class Terminal:
-  """A live panel in a terminal, plain lines elsewhere, or nothing."""
+  """A live panel in a terminal, plain lines elsewhere, or nothing.
+
+  Args:
+    name: name of the experiment.
+    num_updates: updates of the whole run.
+    is_silent: whether nothing is shown.
+  """
 
   def __init__(self, name: str, num_updates: int, is_silent: bool = False):
     self._console = Console(highlight=False, markup=False, quiet=is_silent)
     self._console.on_broken_pipe = self._go_silent
-    self._num_updates = num_updates
-    self._start = time.perf_counter(), 0.0  # And the share done by then.
     self._name = name
+    self._num_updates = num_updates
+    # The time, and the share of the run that was done at that time.
+    self._start = time.perf_counter(), 0.0
     self._live = None
     if self._console.is_terminal and not is_silent:
       self._progress = Progress(
@@ -83,16 +86,16 @@ class Terminal:
       self._live = Live(self._progress, console=self._console)
       self._live.start()
 
+  def _go_silent(self) -> None:
+    """Training continues when nobody reads the output, as after `| head`."""
+    self._console.quiet = True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
   def resume(self, num_updates: int) -> None:
-    """Begins with so many updates done."""
+    """Starts with `num_updates` updates done."""
     self._start = time.perf_counter(), num_updates / self._num_updates
     if self._live:
       self._progress.update(self._task, completed=num_updates)
-
-  def _go_silent(self) -> None:
-    """Nobody reads any more, as after `| head`: training goes on."""
-    self._console.quiet = True
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
   def say(self, status: str) -> None:
     """Shows what the run is doing."""
@@ -101,18 +104,13 @@ class Terminal:
     else:
       self._console.print(f'{self._name}: {status}', soft_wrap=True)
 
-  def _show(self, status: str, stages: str) -> None:
-    """Shows the bar, what is known below it, and Sebulba's times."""
-    self._live.update(
-      Group(
-        self._progress,
-        Text(status),
-        *(Text(x, style='dim') for x in stages.split('\n') if x),
-      )
-    )
+  def _show(self, status: str, details: str) -> None:
+    """Shows the bar, the status and dim lines of details in the live panel."""
+    lines = [Text(x, style='dim') for x in details.split('\n') if x]
+    self._live.update(Group(self._progress, Text(status), *lines))
 
   def write(self, record: Record) -> None:
-    done = record['num_updates']
+    """Shows a record."""
     status = f'{compact(record["steps_per_second"])} steps/s'
     if record['frames'] != record['env_steps']:
       status += f' ({compact(record["frames_per_second"])} frames/s)'
@@ -122,67 +120,48 @@ class Terminal:
       status += f'  evaluated {compact(record["eval_return"])}'
     stages = describe_stages(record)
     if self._live:
-      self._progress.update(self._task, completed=done)
+      self._progress.update(self._task, completed=record['num_updates'])
       self._show(status, f'{stages}\n{record.get("limit_sentence", "")}')
       return
-    share = done / self._num_updates
+    share = record['num_updates'] / self._num_updates
     start, first_share = self._start
-    left = (
-      (time.perf_counter() - start)
-      * (1 - share)
-      / max(share - first_share, 1e-9)
-    )
+    seconds = time.perf_counter() - start
+    seconds_left = seconds * (1 - share) / max(share - first_share, 1e-9)
+    details = ''.join(f'\n  {x}' for x in stages.split('\n') if x)
     self.say(
       f'{share:4.0%}  {compact(record["env_steps"])} steps  '
-      f'{left:.0f} s left  {status}'
-      + (''.join(f'\n  {x}' for x in stages.split('\n') if x))
+      f'{seconds_left:.0f} s left  {status}{details}'
     )
 
   def close(self) -> None:
+    """Ends the live panel."""
     if self._live:
       self._live.stop()
       self._live = None
 
   def print_summary(self, summary: Record, workdir: str) -> None:
-    """Prints the run's summary as a person reads it."""
-    rows = []
-    if 'eval_return' in summary:
-      rows.append(
-        (
-          'evaluated return',
-          (
-            f'{summary["eval_return"]:.2f} +- {summary["eval_return_std"]:.2f} '
-            f'over {summary["eval_episodes"]} episodes'
-          ),
-        )
-      )
-    if 'env_steps' in summary:
-      rows += [
-        ('environment steps', f'{summary["env_steps"]:,}'),
-        (
-          'steps per second',
-          f'{summary["steps_per_second"]:,.0f} (last window)',
-        ),
-      ]
-    rows += [
-      (
-        'wall time',
-        (
-          f'{summary["wall_seconds"]:.1f} s, of which '
-          f'{summary["compile_seconds"]:.1f} s compiling'
-        ),
-      ),
-      ('devices', f'{summary["devices"]} {summary["platform"]}'),
-      *describe(summary),
-      ('run', workdir),
-    ]
-    table = Table(
-      title=Text(f'{self._name}: {summary["exit"]}'),
-      show_header=False,
-      title_justify='left',
-    )
+    """Prints the last values of a run as a table."""
+    title = Text(f'{self._name}: {summary["exit"]}')
+    table = Table(title=title, show_header=False, title_justify='left')
     table.add_column()
     table.add_column(overflow='fold')
-    for name, value in rows:
+    if 'eval_return' in summary:
+      table.add_row(
+        'evaluated return',
+        f'{summary["eval_return"]:.2f} +- {summary["eval_return_std"]:.2f} '
+        f'over {summary["eval_episodes"]} episodes',
+      )
+    if 'env_steps' in summary:
+      rate = f'{summary["steps_per_second"]:,.0f} (last window)'
+      table.add_row('environment steps', f'{summary["env_steps"]:,}')
+      table.add_row('steps per second', rate)
+    table.add_row(
+      'wall time',
+      f'{summary["wall_seconds"]:.1f} s, of which '
+      f'{summary["compile_seconds"]:.1f} s compiling',
+    )
+    table.add_row('devices', f'{summary["devices"]} {summary["platform"]}')
+    for name, value in describe(summary):
       table.add_row(name, Text(value))
+    table.add_row('run', Text(workdir))
     self._console.print(table)

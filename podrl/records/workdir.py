@@ -1,16 +1,17 @@
-"""A run as files: what its directory holds, and whether it may be gone on with.
+"""The files of a run.
 
-config.json    the configuration as run
-metrics.jsonl  a record a line
-decisions.jsonl  of sebulba.autotune, a decision a line
-checkpoints/   one directory for each, named by its number of updates
-summary.json   the last of each value, and how the run ended
-seed_0/ ...    with several seeds: these files, but checkpoints, of each
+config.json      the configuration that the run uses
+metrics.jsonl    one record per line
+decisions.jsonl  one decision of sebulba.autotune per line
+checkpoints/     one directory per checkpoint, named by its number of updates
+summary.json     the last value of each metric, and how the run ended
+seed_0/ ...      with several seeds: the same files per seed, but no checkpoints
 """
 
 from collections.abc import Iterator, Set
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import math
@@ -24,21 +25,19 @@ import numpy as np
 
 Record = dict[str, Any]
 
+# A resumed run may change these fields: they do not change what it learns, or
+# only by rounding.
+MOVABLE = tuple(
+  'compilation_cache price_per_hour eval. log. checkpoint. num_devices '
+  'sebulba.actor_devices sebulba.learner_devices sebulba.env_threads '
+  'sebulba.hang_seconds'.split()
+)
+_TASK = {'env.name', 'env.suite', 'agent.name'}
+_REQUIRED = {'agent.name', 'env.name', 'network.name', 'optimizer.name'}
+
 
 class WriteError(RuntimeError):
-  """A file of a run could not be written, as on a disc that is full."""
-
-
-# Fields that change nothing of what is learnt.
-IDLE = ('compilation_cache', 'price_per_hour', 'eval.', 'log.', 'checkpoint.')
-# Fields, besides, with which a run may go on in another way.
-MOVABLE = IDLE + (
-  'num_devices',
-  'sebulba.actor_devices',
-  'sebulba.learner_devices',
-  'sebulba.env_threads',
-  'sebulba.hang_seconds',
-)
+  """A file of the run could not be written, for example on a full disk."""
 
 
 def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
@@ -53,26 +52,25 @@ def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-  """Strict JSON: NaN and infinities, which it does not have, become null."""
+  """Strict JSON; it has no NaN and no infinity, so both become null."""
 
   def plain(value: Any) -> Any:
     if isinstance(value, dict):
       return {k: plain(v) for k, v in value.items()}
     if isinstance(value, np.generic):
       value = value.item()
-    return (
-      None if isinstance(value, float) and not math.isfinite(value) else value
-    )
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_finite else None
 
   return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
 def write_json(path: str, value: Any, *, overwrite: bool = True) -> None:
-  """Writes a file of JSON whole, or not at all.
+  """Writes a JSON file atomically.
 
   Raises:
-    FileExistsError: if it exists and must not be overwritten.
-    OSError: if it cannot be written.
+    FileExistsError: if the file exists and `overwrite` is false.
+    OSError: if the file cannot be written.
   """
   directory, name = os.path.split(path)
   with tempfile.NamedTemporaryFile(
@@ -85,81 +83,71 @@ def write_json(path: str, value: Any, *, overwrite: bool = True) -> None:
       if overwrite:
         os.replace(file.name, path)
       else:
-        os.link(file.name, path)  # Of two together only one succeeds.
+        os.link(file.name, path)  # Of two processes, only one succeeds.
     finally:
       with contextlib.suppress(FileNotFoundError):
         os.unlink(file.name)
 
 
 def read_json(path: str) -> dict[str, Any]:
-  """Reads an object.
+  """Reads a JSON file that holds an object.
 
   Raises:
-    ValueError: if there is none.
+    ValueError: if the file cannot be read or holds something else.
   """
   try:
     with open(path, encoding='utf-8') as file:
       value = json.load(file)
     if not isinstance(value, dict):
-      raise ValueError('it holds no object')
+      raise ValueError('it does not hold a JSON object')
     return value
   except (OSError, ValueError, RecursionError) as error:
     raise ValueError(f'{path} cannot be read: {error}') from error
 
 
 def is_run(path: str) -> bool:
-  """Whether a directory holds a run, which may be under way."""
+  """Whether a directory holds a run, finished or not."""
   return os.path.exists(os.path.join(path, 'config.json'))
 
 
-def run_of_agent(path: str) -> str | None:
-  """The run of several agents of which a directory is one agent's, if it is."""
-  parent, name = os.path.split(os.path.abspath(path))
-  if (
-    not re.fullmatch(r'seed_\d+', name)
-    or not is_run(parent)
-    or (os.path.exists(os.path.join(path, 'checkpoints')))
-  ):
-    return None
-  return parent if read_config(parent).get('num_seeds', 1) > 1 else None
-
-
-def set_aside(path: str) -> str:
-  """Renames a file or directory, and returns its new name."""
-  for i in itertools.count():
-    name = f'{path}.set_aside' + (f'_{i}' if i else '')
-    if not os.path.lexists(name):
-      os.rename(path, name)
-      return name
-
-
 def is_finished(path: str) -> bool:
-  """Whether a run has come to its end."""
+  """Whether the run in a directory has done all its updates."""
   summary = os.path.join(path, 'summary.json')
   return os.path.exists(summary) and read_json(summary).get('exit') == 'done'
 
 
-def read_config(path: str) -> ConfigDict:
-  """The configuration of a run.
+def run_of_agent(path: str) -> str | None:
+  """The run of several agents that a directory `seed_N` is part of, or None."""
+  parent, name = os.path.split(os.path.abspath(path))
+  is_seed = re.fullmatch(r'seed_\d+', name) and is_run(parent)
+  if not is_seed or os.path.exists(os.path.join(path, 'checkpoints')):
+    return None
+  return parent if read_config(parent).get('num_seeds', 1) > 1 else None
 
-  Raises:
-    ValueError: if there is none, or it is no configuration.
-  """
-  if not is_run(path):
-    raise ValueError(f'{path} is not a run: it has no config.json')
-  fields = read_json(os.path.join(path, 'config.json'))
-  flat = flatten(fields)
-  if not {'agent.name', 'env.name', 'network.name', 'optimizer.name'} <= set(
-    flat
-  ) or not isinstance(flat.get('env.options'), dict):
-    raise ValueError(f'{path}/config.json is no configuration of a run')
-  return as_config(fields)
+
+def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
+  """The seed and the directory of each agent of a run."""
+  num_seeds = config.get('num_seeds', 1)
+  if num_seeds == 1:
+    return [(config.seed, path)]
+  return [
+    (config.seed + i, os.path.join(path, f'seed_{i}')) for i in range(num_seeds)
+  ]
+
+
+def set_aside(path: str) -> None:
+  """Renames a file or directory, so that its name is free again."""
+  for i in itertools.count():
+    name = f'{path}.set_aside' + (f'_{i}' if i else '')
+    if not os.path.lexists(name):
+      os.rename(path, name)
+      return
 
 
 def as_config(fields: dict[str, Any]) -> ConfigDict:
-  """The configuration that JSON tells of."""
+  """Makes a configuration from what `config.json` holds."""
 
-  def tuples(value: Any) -> Any:  # JSON knows lists alone.
+  def tuples(value: Any) -> Any:  # JSON has lists only.
     if isinstance(value, dict):
       return {k: tuples(v) for k, v in value.items()}
     return tuple(value) if isinstance(value, list) else value
@@ -169,15 +157,31 @@ def as_config(fields: dict[str, Any]) -> ConfigDict:
   return config
 
 
-def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
-  """The lines of `metrics.jsonl`; a last one that has no end is left out.
-
-  Args:
-    path: of the run's directory.
-    name: of another file, whose lines also tell of when they were written.
+def read_config(path: str) -> ConfigDict:
+  """Reads the configuration of the run in a directory.
 
   Raises:
-    ValueError: if there is no such file, or a line is damaged.
+    ValueError: if the directory holds no run, or its configuration is damaged.
+  """
+  if not is_run(path):
+    raise ValueError(f'{path} is not a run: it has no config.json')
+  fields = read_json(os.path.join(path, 'config.json'))
+  names = flatten(fields)
+  has_options = isinstance(names.get('env.options'), dict)
+  if not _REQUIRED <= set(names) or not has_options:
+    raise ValueError(f'{path}/config.json is not the configuration of a run')
+  return as_config(fields)
+
+
+def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
+  """Reads the records of a run; an incomplete last line is ignored.
+
+  Args:
+    path: directory of the run.
+    name: file to read; each line has `num_updates` and `env_steps`.
+
+  Raises:
+    ValueError: if the file cannot be read, or a line is damaged.
   """
   path = os.path.join(path, name)
   try:
@@ -198,43 +202,42 @@ def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
 
 
 def check_new(path: str) -> None:
-  """Raises a ValueError where a run cannot be written, or one is."""
-  if any(
-    os.path.exists(os.path.join(path, name))
-    for name in ('config.json', 'metrics.jsonl', 'checkpoints')
-  ):
+  """Checks that a new run can be written to a directory.
+
+  Raises:
+    ValueError: if the directory holds a run or cannot be written.
+  """
+  names = ('config.json', 'metrics.jsonl', 'checkpoints')
+  if any(os.path.exists(os.path.join(path, name)) for name in names):
     raise ValueError(
-      f'--workdir={path} holds another run; go on with it by --resume, or '
-      'choose a new directory'
+      f'--workdir={path} already holds a run; add --resume to continue it, or '
+      'choose another directory'
     )
   parent = os.path.abspath(path)
   while not os.path.lexists(parent):
     parent = os.path.dirname(parent)
   if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
     raise ValueError(
-      f'--workdir={path} cannot be written, because of {parent}; '
-      'choose another directory'
+      f'--workdir={path} cannot be written, because {parent} is not a '
+      'directory with write permission; choose another directory'
     )
 
 
 def make(path: str, config: ConfigDict) -> None:
-  """Makes the directories and writes the configurations as run.
+  """Creates the directories of a run and writes its configuration.
 
   Raises:
-    ValueError: if they cannot be written, or hold a run.
+    ValueError: if they cannot be written, or already hold a run.
   """
   try:
     os.makedirs(path, exist_ok=True)
     for seed, directory in seed_directories(path, config):
       if directory != path:
         os.makedirs(directory, exist_ok=True)
-        write_json(
-          os.path.join(directory, 'config.json'),
-          config.to_dict() | {'seed': seed, 'num_seeds': 1},
-        )
-    write_json(
-      os.path.join(path, 'config.json'), config.to_dict(), overwrite=False
-    )
+        fields = config.to_dict() | {'seed': seed, 'num_seeds': 1}
+        write_json(os.path.join(directory, 'config.json'), fields)
+    file = os.path.join(path, 'config.json')
+    write_json(file, config.to_dict(), overwrite=False)
   except OSError as error:
     raise ValueError(
       f'--workdir={path} cannot be written ({error.strerror}); '
@@ -242,79 +245,69 @@ def make(path: str, config: ConfigDict) -> None:
     ) from error
 
 
-def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
-  """The seed and the directory of each of a run's agents."""
-  num_seeds = config.get('num_seeds', 1)
-  if num_seeds == 1:
-    return [(config.seed, path)]
-  return [
-    (config.seed + i, os.path.join(path, f'seed_{i}')) for i in range(num_seeds)
-  ]
-
-
 @contextlib.contextmanager
 def lock(path: str) -> Iterator[None]:
-  """Holds a run for this process alone.
+  """Keeps other processes from writing to a run.
 
   Raises:
-    ValueError: if another process has it.
+    ValueError: if another process holds the lock.
   """
   with open(os.path.join(path, 'config.json'), encoding='utf-8') as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise ValueError(
-        f'{path} is being written by another process; end that one first'
+        f'another process is writing to {path}; stop that process first'
       ) from error
     yield
 
 
-def settle(config: ConfigDict, path: str, asked: Set[str]) -> list[str]:
-  """Gives a configuration the values of the run that it is to go on with.
+def restore_config(
+  config: ConfigDict, path: str, overridden: Set[str]
+) -> list[str]:
+  """Copies the configuration of a run into `config`, to resume the run.
+
+  The fields in `MOVABLE` keep the values that `config` has.
 
   Args:
-    config: of the command line, changed in place. What it says of devices,
-      evaluation, logs and checkpoints stays.
-    path: of the run.
-    asked: names of the fields that the command line sets.
+    config: configuration of the command line, changed in place.
+    path: directory of the run.
+    overridden: names of the fields that the command line sets.
 
   Returns:
-    The fields that had other values, written `NAME=VALUE` as the run has them.
+    The fields that changed, as `NAME=VALUE`.
 
   Raises:
-    ValueError: where a field that was asked for, or the task, is another one
-      than the run's: named, with both values.
+    ValueError: if the task or an overridden field differs from the run's, or
+      the run has fields that `config` lacks.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
   differing = [
-    k
-    for k in theirs
-    if k in ours and theirs[k] != ours[k] and (not k.startswith(MOVABLE))
+    name
+    for name, value in theirs.items()
+    if name in ours and value != ours[name] and not name.startswith(MOVABLE)
   ]
-  task = {'env.name', 'env.suite', 'agent.name'} & set(differing)
-  refused = [k for k in differing if k in asked or task]
-  if refused:
-    raise ValueError(
-      f'{path} was run with another configuration: '
-      + '; '.join(
-        f'config.{k} is {theirs[k]} there and {ours[k]} here' for k in refused
-      )
-      + '; --init_from takes the parameters alone'
+  is_other_task = not _TASK.isdisjoint(differing)
+  if refused := [x for x in differing if x in overridden or is_other_task]:
+    values = (
+      f'config.{x} is {theirs[x]} there, {ours[x]} here' for x in refused
     )
-  if extra := sorted(set(theirs) - set(ours)):
     raise ValueError(
-      f'{path} has fields that this experiment does not know, as of another '
-      f'experiment or a newer version: {", ".join(extra)}'
+      f'{path} was run with another configuration: {"; ".join(values)}; '
+      'use --init_from to start a new run with its parameters'
+    )
+  if unknown := sorted(set(theirs) - set(ours)):
+    raise ValueError(
+      f'{path} has fields that this experiment does not have: '
+      f'{", ".join(unknown)}; resume it with the experiment and the version of '
+      'podrl that wrote it'
     )
   for name in differing:
     *parents, field = name.split('.')
-    node = config
-    for parent in parents:
-      node = node[parent]
     try:
-      node[field] = theirs[name]
+      functools.reduce(getattr, parents, config)[field] = theirs[name]
     except TypeError as error:
       raise ValueError(
         f'{path}/config.json has {name}={theirs[name]!r}: {error}'
       ) from error
-  return [f'{k}={theirs[k]}' for k in differing]
+  return [f'{name}={theirs[name]}' for name in differing]

@@ -248,7 +248,6 @@ def _look(
       f'--workdir={path} is finished; --init_from={path} begins '
       'another run with its parameters'
     )
-  for field in workdir.settle(config, path, asked):
+  for field in workdir.restore_config(config, path, asked):
     print(f'of the run: config.{field}', file=sys.stderr)
-  progress = checkpoint.peek(path)
-  return Files(path, '', True, progress['num_resumes'] + 1 if progress else 0)
+  return Files(path, '', True, checkpoint.count_resumes(path))

@@ -15,7 +15,7 @@ import numpy as np
 from podrl.drivers import spmd
 from podrl.drivers.machine import Meter
 from podrl.records import checkpoint
-from podrl.records.recorder import Recorder, merge, share
+from podrl.records.recorder import Recorder, local_part, merge_processes
 from podrl.records.workdir import Record
 from podrl.run import build
 from podrl.run.cluster import Cluster
@@ -66,7 +66,7 @@ def begin(
     recorder.check_files(progress)
 
   def choose() -> tuple[int, Record] | None:
-    found = checkpoint.choose(
+    found = checkpoint.newest_intact(
       files.workdir, accept, lambda x: print(x, file=sys.stderr)
     )
     print(
@@ -90,7 +90,7 @@ def begin(
     found = together.decide(choose) if files.is_resumed else None
     if params is not None:
       state = checkpoint.with_params(
-        state, spmd.like(params, checkpoint.learner(state).params)
+        state, spmd.like(params, checkpoint.learner_of(state).params)
       )
     if found:
       step, progress = found
@@ -237,12 +237,14 @@ def loop(
           int(_SECONDS_PER_ROUND * reports[0].num_updates / reports[0].seconds),
         ),
       )
-      told = together.gather([signals.exit_code, [*map(share, reports)]]) or []
+      told = (
+        together.gather([signals.exit_code, [*map(local_part, reports)]]) or []
+      )
       for exit_code, _ in told:
         signals.note(exit_code)
       recorder.add(
         [
-          merge(report, [shares[i] for _, shares in told[1:]])
+          merge_processes(report, [shares[i] for _, shares in told[1:]])
           for i, report in enumerate(reports)
         ]
       )

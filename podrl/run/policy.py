@@ -138,7 +138,7 @@ def load(
   seed = seed or 0
   if not 0 <= seed < num_seeds:
     raise ValueError(f'{path} has no agent {seed}; it has {num_seeds}')
-  _, step = checkpoint.find(path, which)
+  step = checkpoint.find(path, which)
   spec = (
     build.make_host_spec(config)
     if is_sebulba(config)

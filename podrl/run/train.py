@@ -131,7 +131,9 @@ def _prepare(
   for warning in run.warnings:
     print(f'warning: {warning}', file=sys.stderr)
   params = (
-    checkpoint.read_params(*checkpoint.find(files.init_from), run.params)
+    checkpoint.read_params(
+      files.init_from, checkpoint.find(files.init_from), run.params
+    )
     if files.init_from
     else None
   )

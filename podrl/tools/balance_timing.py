@@ -16,7 +16,7 @@ from podrl.drivers import sebulba, spmd
 from podrl.drivers.actor import Actor, make_actor_functions
 from podrl.drivers.machine import Meter
 from podrl.drivers.stages import cpu_seconds
-from podrl.records.metrics import Window
+from podrl.records.recorder import Window
 from podrl.tools.balance_idle import idle_agent, idle_learner, on_tape, standing
 from podrl.tools.balance_plan import Plan
 from podrl.tools.balance_simulation import Costs, fit, times

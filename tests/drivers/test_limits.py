@@ -7,7 +7,7 @@ import pytest
 from synthetic import Costs, Host
 
 from podrl.drivers.limits import System, find_limit
-from podrl.records import metrics
+from podrl.records import recorder
 
 _GPU = System('gpu', 16, 8, 2, (0, 1), (2, 3), 8, 1, True)
 _CPU = System('cpu', 2, 1, 1, (0,), (0,), 1, 1, True)
@@ -286,7 +286,7 @@ def _run(case, seed):
     deterministic=case.is_deterministic,
     learner_device=1,
   )
-  window, seconds = metrics.Window(1, 1), 0.0
+  window, seconds = recorder.Window(1, 1), 0.0
   driver.start()
   try:
     driver.advance(2)  # The first actors' unrolls begin together.

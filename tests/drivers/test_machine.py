@@ -13,7 +13,7 @@ import pytest
 from podrl.drivers import exchange as channel
 from podrl.drivers import machine, stages
 from podrl.drivers.limits import System
-from podrl.records import metrics, recorder, terminal
+from podrl.records import recorder, terminal
 from podrl.run.check import check
 from podrl.run.config import base_config
 from podrl.types import Episodes, Report
@@ -225,7 +225,7 @@ def test_a_counter_that_fails_later_leaves_training_alone(tmp_path):
 
 
 def test_frames_per_joule():
-  window = metrics.Window(4, 1)
+  window = recorder.Window(4, 1)
   window.add(_report(joules_per_second=30.0))
   record = window.record()
   # 600 steps of 4 frames with 30 J in 2 s.
@@ -234,15 +234,15 @@ def test_frames_per_joule():
 
 
 def test_processes_add_their_energy_and_average_their_shares():
-  merged = recorder.merge(
+  merged = recorder.merge_processes(
     _report(joules_per_second=30.0, busy_cores=0.5),
-    [recorder.share(_report(joules_per_second=10.0, busy_cores=1.0))],
+    [recorder.local_part(_report(joules_per_second=10.0, busy_cores=1.0))],
   )
   assert merged.stages == {'joules_per_second': 40.0, 'busy_cores': 0.75}
   # One whose energy cannot be read: then that of all is not known.
-  merged = recorder.merge(
+  merged = recorder.merge_processes(
     _report(joules_per_second=30.0, busy_cores=0.5),
-    [recorder.share(_report(busy_cores=1.0))],
+    [recorder.local_part(_report(busy_cores=1.0))],
   )
   assert merged.stages == {'busy_cores': 0.75}
 

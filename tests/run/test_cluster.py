@@ -19,7 +19,7 @@ from test_train import _get_config, _read
 
 import podrl
 from podrl.records import checkpoint
-from podrl.records.recorder import merge, share
+from podrl.records.recorder import local_part, merge_processes
 from podrl.run import cluster, train
 from podrl.run.cluster import Cluster
 from podrl.types import Episodes, Report
@@ -287,8 +287,8 @@ def _report(own):
 
 
 def test_reports_of_processes_are_one():
-  merged = merge(
-    _report(0), [json.loads(json.dumps(share(_report(i)))) for i in (3, 6)]
+  merged = merge_processes(
+    _report(0), [json.loads(json.dumps(local_part(_report(i)))) for i in (3, 6)]
   )
   # Each field's total is 2 i + 1 for the i-th field, of three processes.
   assert [float(np.sum(x)) for x in merged.episodes] == [3.0, 9.0, 15.0, 21.0]
@@ -298,7 +298,7 @@ def test_reports_of_processes_are_one():
   np.testing.assert_array_equal(merged.own['policy_lag_max'], [6.0, 2.0])
   np.testing.assert_array_equal(merged.own['num_unrolls_dropped'], [9.0, 9.0])
   np.testing.assert_array_equal(merged.metrics['loss'], [0.5, 0.25])
-  assert merge(_report(2), []).own['policy_lag'][0] == 2
+  assert merge_processes(_report(2), []).own['policy_lag'][0] == 2
 
 
 def _free_port():
@@ -494,7 +494,7 @@ def test_sigterm_to_one_saves_the_same_update_in_all(name, more, tmp_path):
   codes, output = pod.wait()
   assert codes == [75, 75], output
   records, summary = _read(path)
-  saved = checkpoint.find(str(path))[1]
+  saved = checkpoint.find(str(path))
   assert summary['exit'] == 'preempted' and 0 < saved < 1000
   assert summary['num_updates'] == saved
   # Under two again, and from the same checkpoint under one.
@@ -520,7 +520,7 @@ def test_kill_9_of_one_ends_the_other_which_names_it(victim, tmp_path):
   if victim:
     assert 'process 1 is gone' in _read(path)[1]['error']
   # What is left is gone on with, here by one process.
-  *_, saved = checkpoint.find(str(path))
+  saved = checkpoint.find(str(path))
   assert saved >= 32
   _run_alone_to(path, saved)
 
@@ -556,7 +556,7 @@ def test_ctrl_c_ends_both(tmp_path):
   codes, output = pod.wait()
   assert codes == [130, 130], output
   assert _read(path)[1]['exit'] == 'interrupted'
-  assert checkpoint.find(str(path))[1] == _read(path)[1]['num_updates']
+  assert checkpoint.find(str(path)) == _read(path)[1]['num_updates']
 
 
 def test_an_error_in_one_process_ends_all(tmp_path):

@@ -59,7 +59,7 @@ def _state(workdir):
   """All files' arrays of the last checkpoint, as orbax reads them."""
   import orbax.checkpoint as ocp
 
-  _, step = checkpoint.find(str(workdir))
+  step = checkpoint.find(str(workdir))
   with ocp.StandardCheckpointer() as reader:
     return [
       reader.restore(workdir / 'checkpoints' / str(step) / item)
@@ -226,7 +226,7 @@ def test_evaluation_keeps_the_best(tmp_path, monkeypatch):
   assert _run(tmp_path / 'run', *arguments) == 0
   # 8 updates, evaluated after 2, 4, 6, 8.
   assert checkpoint.steps(str(tmp_path / 'run')) == [8, 4]
-  assert checkpoint.find(str(tmp_path / 'run'), 'best')[1] == 4
+  assert checkpoint.find(str(tmp_path / 'run'), 'best') == 4
 
 
 def _finished(tmp_path, *arguments):
@@ -283,7 +283,7 @@ def test_a_corrupt_checkpoint_gives_way_to_the_one_before(
     path.unlink()
   assert _run(workdir, '--resume') == 0
   said = capsys.readouterr().err
-  assert said.count('checkpoint 8 is passed over: its file') == 1
+  assert said.count('checkpoint 8 is skipped: its file') == 1
   assert 'going on after update 4' in said and 'Traceback' not in said
   assert _plain(_read_records(workdir)) == expected
   assert (workdir / 'checkpoints' / '8.set_aside').is_dir()
@@ -308,8 +308,8 @@ def test_what_cannot_be_gone_on_with_is_left_alone(tmp_path, capsys):
     assert message in said.splitlines()[-1] and 'Traceback' not in said
     assert _files(workdir) == before
 
-  refused('config.seed is 0 there and 1 here', '--config.seed=1')
-  refused('config.agent.name is ppo there and impala here', '--agent=impala')
+  refused('config.seed is 0 there, 1 here', '--config.seed=1')
+  refused('config.agent.name is ppo there, impala here', '--agent=impala')
   refused(
     'config.env.options is {}', '--config.env.options.max_steps_in_episode=5'
   )
@@ -325,7 +325,7 @@ def test_what_cannot_be_gone_on_with_is_left_alone(tmp_path, capsys):
     (workdir / path).write_bytes(data)
   config = json.loads((workdir / 'config.json').read_text())
   (workdir / 'config.json').write_text(json.dumps(config | {'field': 1}))
-  refused('a newer version: field')
+  refused('does not have: field')
   (workdir / 'config.json').write_text(json.dumps(config))
   (workdir / 'summary.json').write_text('{"exit": "done"}')
   refused('is finished')
@@ -565,7 +565,7 @@ def _kill_and_resume(tmp_path, num_kills, rng):
     if before > first:  # It came so far.
       assert going_on in said
     # XLA's cache may hold a program half written: JAX warns and compiles.
-    assert 'passed over' not in said and '\nerror: ' not in said, said
+    assert 'skipped' not in said and '\nerror: ' not in said, said
     resumed.append((first, before, newest()))
   return workdir, resumed
 

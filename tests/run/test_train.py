@@ -241,7 +241,7 @@ def test_a_workdir_is_never_overwritten(tmp_path, capsys):
   assert _run(tmp_path) == 0
   before = (tmp_path / 'metrics.jsonl').read_text()
   assert _run(tmp_path) == train.MISTAKE
-  assert 'holds another run' in capsys.readouterr().err
+  assert 'already holds a run' in capsys.readouterr().err
   assert (tmp_path / 'metrics.jsonl').read_text() == before
   (tmp_path / 'file').write_text('')
   assert _run(tmp_path / 'file') == train.MISTAKE

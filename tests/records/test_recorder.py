@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing import event_accumulator
 from test_train import _read, _run
 
-from podrl.records import metrics, recorder, terminal
+from podrl.records import recorder, terminal
 from podrl.records.workdir import WriteError
 from podrl.run import train
 from podrl.types import Episodes, Report
@@ -36,7 +36,7 @@ def _report(num_updates, seed, stages=None):
 
 
 def test_a_window_goes_on_from_its_progress():
-  whole, first, second = (metrics.Window(4, 2) for _ in range(3))
+  whole, first, second = (recorder.Window(4, 2) for _ in range(3))
   reports = [
     _report(3, 0, {'time_update': 0.1}),
     _report(5, 1, {'time_update': 0.3}),
@@ -85,7 +85,7 @@ class _Sink:
 
 
 def test_a_writer_delays_nobody_and_loses_nothing():
-  writer, sink = metrics.Writer(), _Sink()
+  writer, sink = recorder.Writer(), _Sink()
   for i in range(50):
     writer.write([sink], i)  # It does not wait for the sink.
   assert sink.records == []
@@ -100,7 +100,7 @@ def test_a_writer_delays_nobody_and_loses_nothing():
 
 
 def test_what_a_sink_raises_is_raised():
-  writer, sink, other = metrics.Writer(), _Sink(fail_at=1), _Sink()
+  writer, sink, other = recorder.Writer(), _Sink(fail_at=1), _Sink()
   sink.gate.set()
   other.gate.set()
   for i in range(2):
@@ -136,12 +136,12 @@ def test_tensorboard_reads_the_events(tmp_path):
 
 
 def test_tensorboard_forgets_what_is_written_again(tmp_path):
-  first = metrics.TensorBoard(str(tmp_path))
+  first = recorder.TensorBoard(str(tmp_path))
   for step in (10, 20, 30):
     first.write({'env_steps': step, 'loss': 1.0})
   first.close()
   time.sleep(1.1)  # Files are named, and so ordered, by seconds.
-  second = metrics.TensorBoard(str(tmp_path), 11)
+  second = recorder.TensorBoard(str(tmp_path), 11)
   for step in (15, 40):
     second.write({'env_steps': step, 'loss': 2.0})
   second.close()
@@ -149,7 +149,7 @@ def test_tensorboard_forgets_what_is_written_again(tmp_path):
 
 
 def test_not_a_number_is_null_in_json(tmp_path):
-  sink = metrics.JsonLines(str(tmp_path))
+  sink = recorder.JsonLines(str(tmp_path))
   sink.write(
     {'loss': math.nan, 'x': np.float32(2), 'y': -math.inf, 'n': np.int64(3)}
   )
@@ -349,8 +349,8 @@ def test_a_resumed_run_counts_what_is_left_from_there(monkeypatch):
   assert ' 10 s left' in shown[0]  # 5 updates took 10 s and 5 are left.
 
 
-def test_the_mean_record_of_agents():
-  mean = recorder.mean_record(
+def test_the_merge_seeds_of_agents():
+  mean = recorder.merge_seeds(
     [
       {'env_steps': 4, 'loss': 1.0, 'steps_per_second': 10.0, 'only': 1.0},
       {'env_steps': 6, 'loss': 2.0, 'steps_per_second': 30.0},
