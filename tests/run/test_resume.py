@@ -337,7 +337,7 @@ def test_lost_records_give_way_to_an_older_checkpoint(tmp_path, capsys):
   assert len(lines) == 3  # At 3, 6 and 8; the checkpoint at 4 knows of one.
   (workdir / 'metrics.jsonl').write_text(lines[0] + lines[1][:20])
   assert _run(workdir, '--resume') == 0
-  assert '1 records, and had 3' in capsys.readouterr().err
+  assert '1 records, but had 3' in capsys.readouterr().err
   assert _plain(_read_records(workdir)) == _plain(map(json.loads, lines))
 
 
