@@ -120,15 +120,17 @@ class EnvSpec(NamedTuple):
 
 
 class DeviceEnv(NamedTuple):
-  """One environment written in JAX; drivers vmap it.
+  """A batch of B environments written in JAX.
+
+  `envs.joints.make_device_env` builds one from single-environment functions.
 
   Attributes:
-    spec: its `EnvSpec`.
-    reset: `(rng_key) -> (env_state, TimeStep)`, the time step having
-      `is_first` set, reward 0 and discount 1.
-    step: `(env_state, action) -> (env_state, TimeStep)`. The step after an
-      episode's last ignores its action and returns the next episode's first
-      time step, as dm_env does. What it needs of randomness `env_state` holds.
+    spec: the `EnvSpec` of one environment.
+    reset: `(rng_key[B]) -> (env_state[B], TimeStep[B])`. In the time steps
+      `is_first` is true, the reward 0 and the discount 1.
+    step: `(env_state[B], action[B]) -> (env_state[B], TimeStep[B])`. The step
+      after an episode's last ignores its action and returns the next episode's
+      first time step, as in dm_env. Its random numbers come from `env_state`.
   """
 
   spec: EnvSpec

@@ -112,7 +112,7 @@ def make_unroll(
   """Builds `(params, actors, num_updates) -> (actors, trajectory, episodes)`.
 
   Args:
-    env: one environment, vmapped here.
+    env: the environments.
     agent: chooses actions.
     unroll_length: steps of an unroll.
   """
@@ -130,9 +130,7 @@ def make_unroll(
       action, extras, carry = agent.act(
         params, rng_key, actors.timestep, actors.carry
       )
-      env_state, timestep = _strongly_typed(
-        jax.vmap(env.step)(actors.env_state, action)
-      )
+      env_state, timestep = _strongly_typed(env.step(actors.env_state, action))
       is_first = timestep.is_first
       length = actors.episode_length
       ended = (
@@ -183,7 +181,7 @@ def make_anakin(
   """Builds the driver.
 
   Args:
-    env: one environment, vmapped here.
+    env: the environments.
     agent: chooses actions.
     learner: of that agent.
     mesh: of `spmd.make_mesh`.
@@ -199,7 +197,7 @@ def make_anakin(
     """Starts the environments whose global indices are `index` `[B]`."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng_key, index)
     env_state, timestep = _strongly_typed(
-      jax.vmap(env.reset)(_fold_in(keys, _RESET_STREAM))
+      env.reset(_fold_in(keys, _RESET_STREAM))
     )
     return Actors(
       env_state,

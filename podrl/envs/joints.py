@@ -4,9 +4,88 @@ The step after an episode's last is the *joint*: its action is ignored, and it
 returns the first time step of the next episode, as in dm_env.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from podrl.types import Array, TimeStep, Tree
+from podrl.types import Array, DeviceEnv, EnvSpec, TimeStep, Tree
+
+
+class JointState(NamedTuple):
+  """The state of one environment.
+
+  Attributes:
+    env_state: the state of the wrapped environment.
+    rng_key: fixed; each step folds `num_steps` into it.
+    num_steps: int32 `[]`, steps since the first reset, joints included.
+    is_last: bool `[]`, whether the last step ended an episode, so that the
+      next step resets.
+  """
+
+  env_state: Tree
+  rng_key: chex.PRNGKey
+  num_steps: Array
+  is_last: Array
+
+
+def make_device_env(
+  spec: EnvSpec,
+  reset: Callable[[chex.PRNGKey], tuple[Tree, Tree]],
+  step: Callable[
+    [chex.PRNGKey, Tree, Array], tuple[Tree, Tree, Array, Array, Array]
+  ],
+) -> DeviceEnv:
+  """Builds a batch of environments from the functions of a single one.
+
+  Both branches are computed in each step, the step and the reset, and the right
+  one is selected.
+
+  Args:
+    spec: describes the environment.
+    reset: `(rng_key) -> (obs, env_state)`.
+    step: `(rng_key, env_state, action) -> (obs, env_state, reward, terminated,
+      truncated)`. Where an environment is both terminated and truncated,
+      `terminated` wins: the discount is 0.
+  """
+
+  def reset_one(rng_key: chex.PRNGKey) -> tuple[JointState, TimeStep]:
+    reset_key, step_key = jax.random.split(rng_key)
+    obs, env_state = reset(reset_key)
+    env_state = jax.tree.map(jnp.asarray, env_state)  # Some are Python numbers.
+    num_steps, is_last = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+    state = JointState(env_state, step_key, num_steps, is_last)
+    timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.ones((), bool))
+    return state, timestep
+
+  def step_one(state: JointState, action: Array) -> tuple[JointState, TimeStep]:
+    # Both branches use one key, because only one of them takes effect.
+    rng_key = jax.random.fold_in(state.rng_key, state.num_steps)
+    is_first = state.is_last
+    obs, env_state, reward, terminated, truncated = step(
+      rng_key, state.env_state, action
+    )
+    obs, env_state = jax.tree.map(
+      lambda x, y: jnp.where(is_first, x, y), reset(rng_key), (obs, env_state)
+    )
+    env_state = jax.tree.map(
+      lambda new, old: jnp.asarray(new, old.dtype), env_state, state.env_state
+    )
+    is_last = jnp.logical_or(terminated, truncated) & ~is_first
+    goes_on = jnp.logical_or(is_first, jnp.logical_not(terminated))
+    timestep = TimeStep(
+      obs=obs,
+      reward=jnp.where(is_first, 0.0, jnp.asarray(reward, jnp.float32)),
+      discount=goes_on.astype(jnp.float32),
+      is_first=is_first,
+    )
+    num_steps = state.num_steps + 1
+    return JointState(env_state, state.rng_key, num_steps, is_last), timestep
+
+  return DeviceEnv(spec, jax.vmap(reset_one), jax.vmap(step_one))
 
 
 class HostJoints:

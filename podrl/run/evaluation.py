@@ -68,7 +68,7 @@ def make_evaluate(
   """Builds an evaluation on one device.
 
   Args:
-    env: one environment, vmapped here.
+    env: the environments.
     agent: whose `act` is evaluated.
     num_episodes: how many, one per environment.
     max_episode_steps: where an episode that does not end is cut; it counts
@@ -86,7 +86,7 @@ def make_evaluate(
     keys = jax.random.split(rng_key, (2, num_episodes))[
       :, share.of(num_episodes)
     ]
-    env_state, timestep = jax.vmap(env.reset)(keys[0])
+    env_state, timestep = env.reset(keys[0])
     size = keys.shape[1]
     return _State(
       env_state,
@@ -101,7 +101,7 @@ def make_evaluate(
     action, _, carry = agent.act(
       params, _fold_in(keys, t), state.timestep, state.carry, greedy=greedy
     )
-    env_state, timestep = jax.vmap(env.step)(state.env_state, action)
+    env_state, timestep = env.step(state.env_state, action)
     is_over = jnp.logical_or(state.is_over, timestep.is_first)
     return _State(
       env_state,

@@ -37,7 +37,7 @@ _DRAWN_BY_GYMNAX = ('FourRooms-misc', 'MetaMaze-misc', 'PointRobot-misc')
 def _make_gymnax(config: ConfigDict, rng_key: chex.PRNGKey) -> HostEnv:
   """One gymnax environment, as if it were on the host."""
   env = build.make_env(config)
-  reset_env, step_env = (jax.jit(jax.vmap(f)) for f in (env.reset, env.step))
+  reset_env, step_env = map(jax.jit, (env.reset, env.step))
   state = None
 
   def reset() -> TimeStep:

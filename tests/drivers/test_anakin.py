@@ -33,7 +33,7 @@ def _counting_env(num_steps):
     t = jnp.where(t == num_steps, 0, t + 1)
     return t, timestep(t, t == 0)
 
-  return DeviceEnv(_SPEC, reset, step)
+  return DeviceEnv(_SPEC, jax.vmap(reset), jax.vmap(step))
 
 
 def _agent(loss=lambda p: 0.0 * p):

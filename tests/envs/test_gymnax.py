@@ -13,9 +13,20 @@ _DOWNLOADS = {'MNISTBandit-bsuite': 'downloads a data set when made'}
 _NAMES = [n for n in gymnax.registered_envs if n not in _DOWNLOADS]
 
 
+def _single(env):
+  """The reset and the step of one environment, without the batch axis."""
+  add = lambda tree: jax.tree.map(lambda x: x[None], tree)
+  drop = lambda tree: jax.tree.map(lambda x: x[0], tree)
+  return (
+    lambda key: drop(env.reset(add(key))),
+    lambda state, action: drop(env.step(add(state), add(action))),
+  )
+
+
 def _rollout(env, num_steps, seed=0):
   key = jax.random.key(seed)
-  state, first = env.reset(key)
+  reset_one, step_one = _single(env)
+  state, first = reset_one(key)
 
   def step(state, key):
     if isinstance(env.spec.action, Discrete):
@@ -24,7 +35,7 @@ def _rollout(env, num_steps, seed=0):
       action = jax.random.uniform(
         key, env.spec.action.shape, minval=-1.0, maxval=1.0
       )
-    return env.step(state, action)
+    return step_one(state, action)
 
   _, rest = jax.jit(
     lambda s: jax.lax.scan(step, s, jax.random.split(key, num_steps))
@@ -78,10 +89,11 @@ def test_bool_images_lose_nothing(name):
 
 def test_truncation_keeps_the_last_observation_and_terminates_nothing():
   env = adapter.make('CartPole-v1', max_steps_in_episode=3)
-  state, _ = env.reset(jax.random.key(0))
+  reset, step = _single(env)
+  state, _ = reset(jax.random.key(0))
   steps = []
   for action in (0, 1, 0, 1, 0):
-    state, timestep = env.step(state, jnp.int32(action))
+    state, timestep = step(state, jnp.int32(action))
     steps.append(timestep)
   assert [bool(s.is_first) for s in steps] == [False] * 3 + [True, False]
   assert [float(s.discount) for s in steps] == [1.0] * 5
@@ -105,10 +117,11 @@ def test_termination_wins_over_truncation():
 
 def test_the_action_at_a_joint_is_ignored():
   env = adapter.make('Catch-bsuite')
-  state, timestep = env.reset(jax.random.key(3))
+  reset, step = _single(env)
+  state, timestep = reset(jax.random.key(3))
   while not bool(state.is_last):
-    state, timestep = env.step(state, jnp.int32(1))
-  outcomes = [env.step(state, jnp.int32(a)) for a in range(3)]
+    state, timestep = step(state, jnp.int32(1))
+  outcomes = [step(state, jnp.int32(a)) for a in range(3)]
   for outcome in outcomes[1:]:
     for a, b in zip(
       jax.tree.leaves(outcomes[0][1]), jax.tree.leaves(outcome[1])

@@ -34,7 +34,7 @@ def _env():
       is_first,
     )
 
-  return DeviceEnv(_SPEC, reset, step)
+  return DeviceEnv(_SPEC, jax.vmap(reset), jax.vmap(step))
 
 
 def _act(params, rng_key, timestep, carry, *, greedy=False):
