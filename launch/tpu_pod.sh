@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A run on a TPU slice of Google Cloud; --help says how.
+# Runs a command on a TPU slice of Google Cloud; --help explains how.
 set -u
 
 usage() {
@@ -8,28 +8,29 @@ launch/tpu_pod.sh --accelerator=TYPE --project=PROJECT --bucket=gs://BUCKET[/PRE
     [OPTIONS] -- python experiments/NAME.py [FLAGS]
 
 Creates a TPU slice, installs the project's HEAD on all of its hosts, runs the
-command there, shows the first host's output, and at the end (Ctrl-C included)
-fetches the run's files to runs/NAME and deletes the slice. The run is kept in the
-bucket; where the slice is preempted, another is created and the run goes on.
+command there and shows the output of the first host. At the end, and after
+Ctrl-C, it fetches the run's files to runs/NAME and deletes the slice. The bucket
+keeps the run: if the slice is preempted, the script creates another slice and the
+run resumes there.
 
   --accelerator=TYPE   v4-8, v5e-256, v5p-32, v6e-8, tpu7x-8 ...
   --project, --bucket  of Google Cloud; the slice's service account must be allowed
-                       to write to the bucket (one with a hierarchical namespace
-                       renames directories in one step)
-  --name=NAME          of the slice and the run: the same name goes on with the run
+                       to write to the bucket (a hierarchical namespace makes
+                       renaming a directory a single step)
+  --name=NAME          name of the slice and the run; the same name resumes the run
                        [podrl-DATE-TIME]
-  --zone=ZONE          [one that has the accelerator]
-  --topology=AxBxC     of tpu7x, in chips [as near to a cube as it gets]
-  --spot               cheaper, and preempted at times
-  --keep               leave the slice where it is; the next run with this name uses it
+  --zone=ZONE          [a zone that has the accelerator]
+  --topology=AxBxC     chips of a tpu7x slice [as near to a cube as possible]
+  --spot               cheaper, but Google may preempt the slice
+  --keep               do not delete the slice; the next run with this name uses it
   --fetch-checkpoints  fetch the checkpoints too
-  --create-attempts=5  failures to create a slice, in a row, before giving up
-  --backoff-seconds=30 after the first of them; it doubles
-  --poll-seconds=20    how often the slice's state is asked for
-  --dry-run            print all commands, and run none
+  --create-attempts=5  failures in a row to get a slice before giving up
+  --backoff-seconds=30 pause after the first failure; it doubles each time
+  --poll-seconds=20    pause between two questions about the slice's state
+  --dry-run            print all commands and run none
 
-Needs gcloud, logged in. Exit codes are the run's: 0 done, 1 failed, 2 a mistake,
-130 Ctrl-C.
+Needs gcloud, logged in. Exit codes are those of the run: 0 done, 1 failed, 2 a
+mistake, 130 Ctrl-C.
 TEXT
 }
 
@@ -42,12 +43,237 @@ say() {
   if [[ $dry_run ]]; then echo "# $*"; else echo "tpu_pod.sh: $*" >&2; fi
 }
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-# shellcheck source=launch/tpu_cloud.sh
-. launch/tpu_cloud.sh
+# Sets family, size, hosts, runtime, zone and topology.
+parse_accelerator() {
+  local default_zone units=8 shapes index=0
+  [[ $accelerator =~ ^(v4|v5e|v5litepod|v5p|v6e|tpu7x)-([1-9][0-9]{0,4})$ ]] \
+    || mistake "--accelerator='$accelerator' is unknown; try v4-8, v5e-256, v6e-8 or tpu7x-8"
+  family=${BASH_REMATCH[1]} size=${BASH_REMATCH[2]} runtime=''
+  # v4, v5p and tpu7x count cores, eight on a host. v5e and v6e count chips: four
+  # on a host, or up to eight if there is only one host.
+  case $family in
+    v4) runtime=tpu-ubuntu2204-base default_zone=us-central2-b ;;
+    v5p) runtime=v2-alpha-tpuv5 default_zone=us-east5-a ;;
+    v5e | v5litepod)
+      family=v5litepod runtime=v2-alpha-tpuv5-lite default_zone=us-west4-a units=4 ;;
+    v6e) runtime=v2-alpha-tpuv6e default_zone=us-east5-b units=4 ;;
+    tpu7x) default_zone=us-central1-c ;;
+  esac
+  hosts=$((size > 8 ? size / units : 1))
+  zone=${zone:-$default_zone}
+  is_group || return 0
+  # Of 8, 16, 32 ... 2,048 cores, two on each chip.
+  shapes=(2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16)
+  while ((8 << index < size)); do index=$((index + 1)); done
+  ((8 << index == size)) && topology=${topology:-${shapes[index]-}}
+  [[ $topology ]] \
+    || mistake "--accelerator=$accelerator has no default topology; add --topology=AxBxC"
+  if ! [[ $topology =~ ^[1-9][0-9]*x[1-9][0-9]*x[1-9][0-9]*$ ]] \
+      || ((2 * ${topology//x/*} != size)); then
+    mistake "--topology=$topology does not have the $((size / 2)) chips of $accelerator"
+  fi
+}
 
-# So that a signal is answered meanwhile.
+# Prints a command as one would type it.
+quote() {
+  local word line=
+  for word in "$@"; do
+    [[ $word =~ ^[A-Za-z0-9_./:=@%+,-]+$ ]] || word=${word@Q}
+    line+=" $word"
+  done
+  echo "${line# }"
+}
+
+# Runs a command where bash answers signals at once; a trap ends `children`.
+background() {
+  "$@" </dev/null &
+  children=($!)
+  wait "$!"
+  local code=$?
+  children=()
+  return $code
+}
+
 nap() { background sleep "$1"; }
+
+# Shows a command, and runs it unless this is a dry run.
+run() {
+  if [[ $dry_run ]]; then
+    quote "$@"
+  else
+    echo "+ $(quote "$@")" >&2
+    background "$@"
+  fi
+}
+
+# Deletes a thing; it is no error if the thing does not exist. (It always returns
+# a status: in a trap, a bare return gives the status from before the trap.)
+run_delete() {
+  [[ $dry_run ]] && { quote "$@"; return 0; }
+  run "$@" 2>"$scratch/delete" && return 0
+  grep -qE 'NOT_FOUND|was not found' "$scratch/delete" && return 0
+  cat "$scratch/delete" >&2
+  return 1
+}
+
+# Asks the cloud: sets `answer`, to the error if the command fails.
+ask() {
+  answer=$("$@" 2>"$scratch/error" </dev/null) && return
+  answer=$(<"$scratch/error")
+  return 1
+}
+
+# Up to v6e, a slice is a queued resource of the Cloud TPU API. That API does not
+# serve tpu7x: there, a slice is a managed instance group of Compute Engine, with a
+# workload policy if it has several hosts.
+is_group() { [[ $family == tpu7x ]]; }
+
+# A command for queued resources: the verb, then its arguments.
+tpu() { run gcloud compute tpus queued-resources "$@" "${where[@]}"; }
+
+create_slice() {
+  local policy=() spot_flags=() region=${zone%-*}
+  if ! is_group; then
+    tpu create "$name" "--node-id=$name" "--accelerator-type=$family-$size" \
+      "--runtime-version=$runtime" "$scopes" ${spot:+--spot}
+    return
+  fi
+  # This script deletes what is stopped.
+  [[ $spot ]] && spot_flags=(
+    --provisioning-model=SPOT --instance-termination-action=STOP)
+  run gcloud compute instance-templates create "$name" \
+    --machine-type=tpu7x-standard-4t --maintenance-policy=TERMINATE \
+    --image-family=ubuntu-accel-2404-amd64-tpu-tpu7x \
+    --image-project=ubuntu-os-accelerator-images \
+    --boot-disk-size=100GB --boot-disk-type=hyperdisk-balanced "$scopes" \
+    ${spot_flags[@]+"${spot_flags[@]}"} "--project=$project" --quiet || return
+  if ((hosts > 1)); then
+    run gcloud compute resource-policies create workload-policy "$name" \
+      --type=HIGH_THROUGHPUT "--accelerator-topology=$topology" \
+      "--region=$region" "--project=$project" --quiet || return
+    # The group gets all hosts or none: a part of a slice is of no use.
+    policy=(--target-size-policy-mode=bulk
+      "--workload-policy=projects/$project/regions/$region/resourcePolicies/$name")
+  fi
+  # Only this script replaces a host that is gone.
+  run gcloud compute instance-groups managed create "$name" "--template=$name" \
+    "--size=$hosts" --default-action-on-vm-failure=do-nothing \
+    ${policy[@]+"${policy[@]}"} "${where[@]}"
+}
+
+delete_slice() {
+  local code=0
+  if ! is_group; then
+    run_delete gcloud compute tpus queued-resources delete "$name" --force "${where[@]}"
+    return $?
+  fi
+  run_delete gcloud compute instance-groups managed delete "$name" "${where[@]}" \
+    || code=1
+  run_delete gcloud compute instance-templates delete "$name" \
+    "--project=$project" --quiet || code=1
+  ((hosts == 1)) || run_delete gcloud compute resource-policies delete "$name" \
+    "--region=${zone%-*}" "--project=$project" --quiet || code=1
+  return $code
+}
+
+# Sets `detail` to the cloud's words, and `state` to absent, waiting, up, gone or,
+# if the cloud does not answer, unknown.
+slice_state() {
+  local answer
+  state=waiting
+  if ! ask "${query[@]}"; then
+    state=unknown detail=$answer
+    [[ $answer == *NOT_FOUND* || $answer == *'was not found'* ]] && state=absent
+    return
+  fi
+  detail=$(sort -u <<<"$answer" | paste -sd ' ')
+  case " $detail " in
+    *' FAILED '* | *' SUSPEND'* | *' TERMINATED '* | *' STOP'* | *' DELETING '* | \
+      *' PREEMPTED '* | *' REPAIRING '*)
+      state=gone ;;
+    ' RUNNING ') (($(wc -l <<<"$answer") == hosts)) && state=up ;;
+    ' ACTIVE ')
+      # The request stays active for a while after its node is gone.
+      ask gcloud compute tpus tpu-vm describe "$name" '--format=value(state)' \
+        "${where[@]}"
+      detail+=" $answer"
+      case $answer in
+        READY) state=up ;;
+        PREEMPTED | TERMINATED | STOPPED | STOPPING | DELETING) state=gone ;;
+      esac ;;
+  esac
+}
+
+# Sets `machines` to those of the group.
+list_machines() {
+  local answer
+  is_group || return 0
+  ask "${listing[@]}" || return
+  mapfile -t machines < <(sort <<<"$answer")
+}
+
+# Moves the host of process 0, whose output the script shows, to the first place.
+# If no host knows it, any machine stays there.
+put_zero_first() {
+  local zero
+  is_group && ((hosts > 1)) || return 0
+  zero=$(gcloud compute ssh "${machines[0]}" '--command=bash tpu_worker.sh first' \
+    "${where[@]}" </dev/null)
+  [[ $zero && " ${machines[*]} " == *" $zero "* ]] || return 0
+  mapfile -t machines < <(
+    echo "$zero"; printf '%s\n' "${machines[@]}" | grep -vxF "$zero")
+}
+
+# Prints a command, with $1 for the name of the machine, {}. The shell that reads
+# the dry run finds the names.
+show_for_machine() {
+  local line
+  line=$(quote "${@:2}")
+  line=${line//"'{}:'"/"$1:"}
+  echo "${line//"'{}'"/"$1"}"
+}
+
+# Runs gcloud's ssh or scp for all hosts at once; {} is the host.
+everywhere() {
+  local machine pid code=0 words
+  if ! is_group; then
+    tpu "${@/#'{}'/$name}" --worker=all --batch-size=all
+    return
+  fi
+  if [[ $dry_run ]]; then
+    # shellcheck disable=SC2016 # The shell that reads the dry run expands it.
+    printf 'for machine in $(%s); do\n  %s &\ndone; wait\n' "$(quote "${listing[@]}")" \
+      "$(show_for_machine '"$machine"' gcloud compute "$@" "${where[@]}")"
+    return
+  fi
+  children=()
+  for machine in "${machines[@]}"; do
+    words=(gcloud compute "${@/#'{}'/$machine}" "${where[@]}")
+    echo "+ $(quote "${words[@]}")" >&2
+    "${words[@]}" </dev/null &
+    children+=($!)
+  done
+  for pid in "${children[@]}"; do wait "$pid" || code=$?; done
+  children=()
+  return $code
+}
+
+copy_to_all() { everywhere scp "$archive" launch/tpu_worker.sh '{}:'; }
+
+# Runs a line of shell on all hosts.
+on_all() { everywhere ssh '{}' "--command=$1"; }
+
+# Runs a line of shell on the first host.
+on_first() {
+  if ! is_group; then
+    tpu ssh "$name" "--command=$1" --worker=0
+  elif [[ $dry_run ]]; then
+    show_for_machine "\"\$($(quote "${listing[@]}" --limit=1))\"" \
+      gcloud compute ssh '{}' "--command=$1" "${where[@]}"
+  else
+    run gcloud compute ssh "${machines[0]}" "--command=$1" "${where[@]}"
+  fi
+}
 
 wait_until_up() {
   local last=none
@@ -65,17 +291,17 @@ wait_until_up() {
 
 count_failure() {
   failures=$((failures + 1))
-  say "failure $failures of $create_attempts in a row to get a slice to work"
+  say "failure $failures of $create_attempts in a row to get a working slice"
   ((failures < create_attempts)) && return
   say 'gave up; try another --zone, or later'
   exit 1
 }
 
-# One that is there already, from --keep, is used.
+# Creates the slice, or uses one that --keep left.
 make_slice() {
   local pause=$backoff_seconds status
-  slice_state
   while :; do
+    slice_state
     exists=yes
     : >"$scratch/create"
     [[ $state == gone ]] && delete_slice
@@ -85,25 +311,24 @@ make_slice() {
     ((status == 0)) && wait_until_up && return 0
     if grep -qE 'PERMISSION_DENIED|INVALID_ARGUMENT|unrecognized arguments|Invalid choice' \
         "$scratch/create"; then
-      say 'the slice cannot be created like this; the message above says why'
+      say 'the cloud refuses to create this slice; the message above says why'
       exit 2
     fi
     delete_slice
     count_failure
-    say "again in $pause s"
+    say "trying again in $pause s"
     nap "$pause"
     pause=$((pause < 300 ? 2 * pause : 600))
-    slice_state
   done
 }
 
-# Installs and starts; a new machine takes a while until it answers.
+# Installs the project and starts the run. A new machine takes a while to answer.
 begin_run() {
   local attempt
   for attempt in 1 2 3 4 5; do
     started=yes
-    list_machines && copy "$archive" launch/tpu_worker.sh && put_zero_first \
-      && on_all "$setup_line" && on_all "$start_line" && return 0
+    list_machines && copy_to_all && put_zero_first && on_all "$setup_line" \
+      && on_all "$start_line" && return 0
     slice_state
     case $state in gone | absent) return 75 ;; esac
     say "attempt $attempt of 5 to set up the hosts failed"
@@ -112,14 +337,14 @@ begin_run() {
   return 1
 }
 
-# The first host's output, from line $1 on.
-# shellcheck disable=SC2329 # Called through `background`.
+# Shows the first host's output from line $1 on.
+# shellcheck disable=SC2329 # `background` calls it.
 follow_once() {
   on_first "bash tpu_worker.sh follow $1" 2>>"$scratch/ssh" \
     | tee -a "$scratch/seen" "runs/$name/worker_0.log"
 }
 
-# Into `code` the run's exit code; 75 where the slice has gone.
+# Sets `code` to the run's exit code, or to 75 if the slice is gone.
 follow_run() {
   local lines silent=0 polls=0
   code=''
@@ -133,7 +358,7 @@ follow_run() {
     fi
     slice_state
     case $state in gone | absent) code=75; return ;; esac
-    # The connection was lost, not the run.
+    # The connection is lost, but the run goes on.
     silent=$((silent + 1))
     (($(wc -l <"$scratch/seen") > lines)) && silent=0
     nap "$poll_seconds"
@@ -142,7 +367,7 @@ follow_run() {
     say "$name: $detail, and its first host does not answer: $(tail -n 1 "$scratch/ssh")"
     code=75
   fi
-  # A failure may be that of a host that is being taken away.
+  # A failure may come from a host that Google is taking away.
   while ((code != 0 && code != 2 && code != 75 && code != 130 && polls++ < 3)); do
     slice_state
     case $state in gone | absent) code=75; return ;; esac
@@ -157,7 +382,7 @@ fetch() {
     || say "the run's files could not be fetched; they are in gs://$bucket_name/$path"
 }
 
-# shellcheck disable=SC2329 # Called by traps, as the next one.
+# shellcheck disable=SC2329 # Traps call it and the next function.
 interrupted() {
   trap '' INT TERM HUP
   local child
@@ -173,39 +398,39 @@ interrupted() {
 # shellcheck disable=SC2329
 leave() {
   trap '' INT TERM HUP
+  local problem=''
   if [[ $exists && $keep ]]; then
-    say "$name is kept, and is paid for until you delete it:"
-    (dry_run=yes; delete_slice) >&2
+    problem='is kept'
   elif [[ $exists ]]; then
     say "deleting $name"
-    if ! delete_slice; then
-      say "$name could not be deleted, and is paid for until you delete it:"
-      (dry_run=yes; delete_slice) >&2
-    fi
+    delete_slice || problem='could not be deleted'
+  fi
+  if [[ $problem ]]; then
+    say "$name $problem, and costs money until you delete it:"
+    (dry_run=yes; delete_slice) >&2
   fi
   rm -rf "$scratch"
 }
 
-mount=/mnt/podrl # Of the bucket, on each host.
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+mount=/mnt/podrl # Where each host mounts the bucket.
+scopes=--scopes=https://www.googleapis.com/auth/cloud-platform
 accelerator='' name='' zone='' project='' bucket='' topology='' spot='' keep=''
 dry_run='' exclude_checkpoints=yes
 create_attempts=5 backoff_seconds=30 poll_seconds=20
 while (($#)); do
+  word=${1%%=*} word=${word#--}
   case $1 in
     --help | -h) usage; exit 0 ;;
     --accelerator=* | --name=* | --zone=* | --project=* | --bucket=* | --topology=*)
-      word=${1%%=*}
-      printf -v "${word#--}" %s "${1#*=}" ;;
+      printf -v "$word" %s "${1#*=}" ;;
     --create-attempts=* | --backoff-seconds=* | --poll-seconds=*)
       [[ ${1#*=} =~ ^[0-9]{1,5}$ ]] || mistake "$1 is not a number"
-      word=${1%%=*} word=${word#--}
       printf -v "${word//-/_}" %s "${1#*=}" ;;
-    --spot) spot=yes ;;
-    --keep) keep=yes ;;
-    --dry-run) dry_run=yes ;;
+    --spot | --keep | --dry-run) printf -v "${word//-/_}" yes ;;
     --fetch-checkpoints) exclude_checkpoints='' ;;
     --) break ;;
-    *) mistake "'$1' is unknown; --help lists the options, a command goes after --" ;;
+    *) mistake "'$1' is unknown; --help lists the options; a command goes after --" ;;
   esac
   shift
 done
@@ -216,25 +441,31 @@ shift
 if [[ $dry_run ]]; then
   project=${project:-PROJECT} bucket=${bucket:-gs://BUCKET}
 fi
-[[ $project ]] || mistake '--project is missing: the Google Cloud project that pays'
-[[ $bucket ]] || mistake '--bucket is missing: checkpoints outlive the slice there'
+[[ $project ]] || mistake '--project is missing: name the Google Cloud project that pays'
+[[ $bucket ]] || mistake '--bucket is missing: it keeps the checkpoints'
 [[ $bucket =~ ^gs://([^/]+)/?(.*)$ ]] || mistake "--bucket=$bucket is not gs://NAME"
 bucket_name=${BASH_REMATCH[1]} prefix=${BASH_REMATCH[2]%/}
 name=${name:-podrl-$(date +%Y%m%d-%H%M%S)}
 [[ $name =~ ^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$ ]] || mistake \
-  "--name=$name: try small letters, digits and -, at most 50, a letter first"
+  "--name=$name: try at most 50 small letters, digits and -, with a letter first"
 path=${prefix:+$prefix/}$name
 parse_accelerator
+where=("--project=$project" "--zone=$zone" --quiet)
+listing=(gcloud compute instance-groups managed list-instances "$name"
+  '--format=value(name)' "${where[@]}")
+query=(gcloud compute tpus queued-resources describe "$name"
+  '--format=value(state.state)' "${where[@]}")
+is_group && query=("${listing[@]/#--format=*/--format=value(instanceStatus)}")
 command -v gcloud >/dev/null || [[ $dry_run ]] \
   || mistake 'gcloud is missing; install the Google Cloud CLI'
 
 for word in "$@"; do
   case $word in
     --workdir* | --coordinator* | --num_processes* | --process_id*)
-      mistake "${word%%=*} is set by this script; leave it out" ;;
+      mistake "this script sets ${word%%=*}; leave it out" ;;
     *.py)
       git cat-file -e "HEAD:$word" 2>/dev/null \
-        || mistake "$word is not in the last commit, which is what the hosts get" ;;
+        || mistake "$word is not in the last commit, which the hosts get" ;;
   esac
 done
 if [[ $(git status --porcelain --untracked-files=no) ]]; then
@@ -244,7 +475,6 @@ if [[ $(git status --porcelain --untracked-files=no) ]]; then
 fi
 
 words=("$@")
-# A single host is a run like any other.
 ((hosts > 1)) && words+=(--coordinator=auto)
 words+=("--workdir=$mount/$path" --resume)
 setup_line="bash tpu_worker.sh setup $(quote "$bucket_name" "$mount")"
@@ -252,26 +482,25 @@ start_line="bash tpu_worker.sh start $(quote "${words[@]}")"
 
 if [[ $dry_run ]]; then
   archive=${TMPDIR:-/tmp}/podrl.tar.gz
-  say "$accelerator in $zone, $hosts host(s); this is commit $(git rev-parse --short HEAD)"
+  say "$accelerator in $zone, $hosts host(s), commit $(git rev-parse --short HEAD)"
   run git archive --format=tar.gz "--output=$archive" HEAD
   create_slice
-  say 'until it is up, and each time the connection is lost:'
-  set_query
+  say 'until the slice is up, and each time the connection is lost:'
   quote "${query[@]}"
   say 'then on the hosts:'
-  copy "$archive" launch/tpu_worker.sh
+  copy_to_all
   on_all "$setup_line"
   on_all "$start_line"
   on_first 'bash tpu_worker.sh follow 1'
-  say 'preempted: delete, create and start again, as above and below; at the end:'
+  say 'after a preemption: delete, create and start again; at the end:'
   fetch
-  if [[ $keep ]]; then say 'kept; to delete it:'; fi
+  [[ $keep ]] && say 'the slice is kept; to delete it:'
   delete_slice
   exit 0
 fi
 
-# Each child in a group of its own: Ctrl-C comes to this script alone, and ending
-# gcloud ends its ssh.
+# Each child gets a group of its own: Ctrl-C reaches this script alone, and the end
+# of gcloud ends its ssh.
 set -m
 scratch=$(mktemp -d) || exit 1
 archive=$scratch/podrl.tar.gz
@@ -287,10 +516,10 @@ while :; do
   code=$?
   ((code == 0)) && follow_run
   ((code == 75)) || break
-  say 'preempted; the run goes on on another slice'
+  say 'preempted; the run resumes on another slice'
   delete_slice
   started=''
-  # What never gets to a line of output is not preempted by chance for ever.
+  # A run that is never able to print a line is not preempted by chance.
   if (($(wc -l <"$scratch/seen") > 1)); then failures=0; else count_failure; fi
 done
 fetch

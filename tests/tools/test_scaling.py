@@ -188,7 +188,7 @@ def _small(module, *arguments, hidden_sizes=(16, 8)):
   'module,agent',
   [
     (anakin_cartpole, 'ppo'),
-    (anakin_cartpole, 'impala'),
+    pytest.param(anakin_cartpole, 'impala', marks=pytest.mark.slow),
     (sebulba_cartpole, 'ppo'),
   ],
 )
@@ -220,6 +220,7 @@ def test_the_program_as_compiled(module, agent):
   assert expected <= learn.flops <= 4 * expected
 
 
+@pytest.mark.slow  # Compiles four times.
 def test_flops_grow_with_what_is_done():
   config = _small(anakin_cartpole, 'ppo', hidden_sizes=(128, 128))
   _, once = scaling.read_work(config)
@@ -336,6 +337,7 @@ def test_a_measuring_process_ends_with_its_parent():
   parent.communicate()
 
 
+@pytest.mark.slow  # Three processes compile an experiment.
 def test_two_processes_here_are_measured():
   times = scaling.measure_updates(_small(sebulba_cartpole, 'ppo'), 1)
   assert min(len(times.alone), len(times.busy) // 2) >= 3
