@@ -11,21 +11,22 @@ from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
-  """The configuration for an agent; 'conv' is the default variant."""
+  """Returns the configuration for an agent; the default variant is conv."""
   check_choice('variant', variant, ('', 'conv', 'mlp'))
   config = base_config(agent)
   config.env.name = 'Breakout-MinAtar'  # 10 x 10 x 4 images, 3 actions.
-  config.network.name = variant or 'conv'  # MinAtar's own network, or an MLP.
-  config.total_env_steps = 5_000_000  # Still climbing there.
+  config.network.name = variant or 'conv'  # conv is MinAtar's own network.
+  config.total_env_steps = 5_000_000  # The return still rises at the end.
   if agent == 'ppo':
-    config.unroll_length = 128  # Bricks are rare: look further,
-    config.num_epochs = 4  # learn more from each unroll,
-    config.num_minibatches = 8  # in smaller batches,
-    config.optimizer.learning_rate = 5e-3  # and leave the first habit fast.
+    config.unroll_length = 128  # Rewards are rare, so unrolls are long.
+    config.num_epochs = 4  # Each unroll is used for more,
+    config.num_minibatches = 8  # and smaller, optimiser steps.
+    # A high rate leaves the first poor policy quickly.
+    config.optimizer.learning_rate = 5e-3
   if config.network.name == 'conv':
-    config.network.hidden_sizes = (128,)  # Of the layer after the convolution.
-    config.network.shared_torso = True  # Both heads can use what it sees.
-    config.total_env_steps = 2_000_000  # It learns from fewer steps.
+    config.network.hidden_sizes = (128,)  # The layer after the convolution.
+    config.network.shared_torso = True  # Both heads use the same features.
+    config.total_env_steps = 2_000_000  # It needs fewer steps than the MLP.
   return config
 
 

@@ -10,17 +10,19 @@ from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
-  """The configuration for an agent; there are no variants."""
+  """Returns the configuration for an agent. There are no variants."""
   check_choice('variant', variant, ('',))
   config = base_config(agent)
-  config.env.name = 'CartPole-v1'  # 4 numbers, 2 actions, 500 steps at most.
+  config.env.name = 'CartPole-v1'  # 4 numbers, 2 actions, at most 500 steps.
   if agent == 'ppo':
-    config.unroll_length = 32  # Short unrolls and
-    config.num_epochs = 4  # many steps: three of three seeds reach 500.
+    # Short unrolls and many optimiser steps: three of three seeds reach 500.
+    config.unroll_length = 32
+    config.num_epochs = 4
   else:
-    config.unroll_length = 8  # One pass over each unroll needs more of them,
-    config.total_env_steps = 2_000_000  # more steps
-    config.optimizer.learning_rate = 3e-3  # and larger ones.
+    # One pass over each unroll needs more updates, and larger steps.
+    config.unroll_length = 8
+    config.total_env_steps = 2_000_000
+    config.optimizer.learning_rate = 3e-3
   return config
 
 

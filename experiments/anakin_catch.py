@@ -1,4 +1,4 @@
-"""Anakin on bsuite's Catch: a falling ball, +1 if caught and -1 if missed.
+"""Anakin on bsuite's Catch: catch a falling ball; +1 or -1 per episode.
 
 python experiments/anakin_catch.py [--agent=ppo|impala|a2c]
 """
@@ -10,11 +10,11 @@ from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
-  """The configuration for an agent; there are no variants."""
+  """Returns the configuration for an agent. There are no variants."""
   check_choice('variant', variant, ('',))
   config = base_config(agent)
-  config.env.name = 'Catch-bsuite'  # 10 x 5 images, 9 steps.
-  config.total_env_steps = 500_000  # Some seconds.
+  config.env.name = 'Catch-bsuite'  # 10 x 5 images, 9 steps per episode.
+  config.total_env_steps = 500_000  # A few seconds.
   return config
 
 

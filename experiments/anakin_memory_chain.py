@@ -1,4 +1,4 @@
-"""Anakin on bsuite's MemoryChain: recall at the end what was shown at first.
+"""Anakin on bsuite's MemoryChain: recall the bit that the first step shows.
 
 python experiments/anakin_memory_chain.py [--agent=ppo|impala|a2c]
 """
@@ -10,12 +10,12 @@ from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
-  """The configuration for an agent; there are no variants."""
+  """Returns the configuration for an agent. There are no variants."""
   check_choice('variant', variant, ('',))
   config = base_config(agent)
-  # 3 numbers, 2 actions; 1 for the right one at the end, -1 for the other.
+  # 3 numbers, 2 actions. The last reward is 1 if the action is right, else -1.
   config.env.name = 'MemoryChain-bsuite'
-  config.network.recurrent = 'gru'  # Without it the return is 0.
+  config.network.recurrent = 'gru'  # Without a memory the return is about 0.
   config.unroll_length = 32
   return config
 

@@ -10,10 +10,10 @@ from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
-  """The configuration for an agent; there are no variants."""
+  """Returns the configuration for an agent. There are no variants."""
   check_choice('variant', variant, ('',))
   config = base_config(agent)
-  config.env.name = 'Pendulum-v1'  # 3 numbers, 1 torque, 200 steps.
+  config.env.name = 'Pendulum-v1'  # 3 numbers, 1 torque, 200 steps per episode.
   config.agent.normalize_observation = True
   config.agent.normalize_reward = True
   return config

@@ -1,4 +1,4 @@
-"""Anakin on gymnax's Pong-misc: one paddle, a ball, and 1 point per step.
+"""Anakin on gymnax's Pong-misc: keep a ball in play, 1 point per step.
 
 python experiments/anakin_pong.py [--agent=ppo|impala|a2c]
 """
@@ -10,11 +10,11 @@ from podrl.run.config import base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
-  """The configuration for an agent; there are no variants."""
+  """Returns the configuration for an agent. There are no variants."""
   check_choice('variant', variant, ('',))
   config = base_config(agent)
-  config.env.name = 'Pong-misc'  # 30 x 40 x 3 images, 1,000 steps at most.
-  config.network.name = 'mlp'  # Images this sparse need no convolution.
+  config.env.name = 'Pong-misc'  # 30 x 40 x 3 images, at most 1,000 steps.
+  config.network.name = 'mlp'  # These sparse images need no convolution.
   config.total_env_steps = 800_000  # About a minute on two CPU cores.
   return config
 

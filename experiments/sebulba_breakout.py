@@ -1,17 +1,17 @@
-"""Sebulba on Atari's Breakout-v5, from its screen.
+"""Sebulba on Atari's Breakout-v5, from images of the screen.
 
 python experiments/sebulba_breakout.py [--agent=ppo|impala|a2c]
     [--variant=cpu|cleanba|recurrent]
 """
 
 from ml_collections import ConfigDict
-import sebulba_pong  # The same settings: they are for all of Atari.
+import sebulba_pong  # The settings suit all Atari games.
 
 import podrl
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
-  """The configuration for an agent; the variants are those of Pong."""
+  """Returns the configuration for an agent, with the variants of Pong."""
   config = sebulba_pong.get_config(agent, variant)
   config.env.name = 'Breakout-v5'
   return config

@@ -1,4 +1,4 @@
-"""Sebulba on MuJoCo's HalfCheetah-v4: run.
+"""Sebulba on MuJoCo's HalfCheetah-v4: run forward.
 
 python experiments/sebulba_half_cheetah.py [--agent=ppo|impala|a2c]
 """
@@ -10,7 +10,7 @@ from podrl.run.config import check_choice, sebulba_config
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
-  """The configuration for an agent; there are no variants."""
+  """Returns the configuration for an agent. There are no variants."""
   check_choice('variant', variant, ('',))
   config = sebulba_config(agent)
   config.env.name = 'HalfCheetah-v4'  # 17 numbers, 6 torques, 1,000 steps.
@@ -20,7 +20,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config.agent.normalize_reward = True
   config.eval.num_episodes = 16
   config.eval.every_env_steps = 250_000
-  if agent == 'ppo':  # As CleanRL's ppo_continuous_action.py.
+  if agent == 'ppo':  # The settings of CleanRL's ppo_continuous_action.py.
     config.unroll_length = 128
     config.num_epochs = 10
     config.num_minibatches = 32

@@ -1,4 +1,4 @@
-"""Sebulba on Atari's Pong-v5, from its screen.
+"""Sebulba on Atari's Pong-v5, from images of the screen.
 
 python experiments/sebulba_pong.py [--agent=ppo|impala|a2c]
     [--variant=cpu|cleanba|recurrent]
@@ -12,14 +12,15 @@ from podrl.run.config import check_choice, sebulba_config
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
-  """The configuration for an agent.
+  """Returns the configuration for an agent.
 
   Args:
-    agent: as `sebulba_config`.
-    variant: 'cleanba' has the settings of Cleanba (Huang et al. 2023,
-      arXiv:2310.00036), for accelerators; 'cpu' small images, a small network
-      and small batches, for a machine without one; '' is what fits this one;
-      'recurrent' too, but it sees one frame at a time and remembers the others.
+    agent: 'ppo', 'impala' or 'a2c'.
+    variant: 'cleanba' for accelerators, with the settings of Cleanba (Huang et
+      al. 2023, arXiv:2310.00036); 'cpu' for a machine without one, with small
+      images, a small network and small batches; '' for the one of the two that
+      fits this machine; 'recurrent' for the same with one frame at a time and
+      a memory.
   """
   check_choice('variant', variant, ('', 'cleanba', 'cpu', 'recurrent'))
   is_recurrent = variant == 'recurrent'
@@ -29,7 +30,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   options = config.env.options
   config.env.name = 'Pong-v5'
   config.total_env_steps = 50_000_000  # 200 million frames.
-  config.env.num_envs = 128  # 64 for each of two threads.
+  config.env.num_envs = 128  # Two threads have 64 each.
   config.agent.reward_clip = 1.0
   config.network.name = 'impala_resnet'
   config.network.hidden_sizes = (256,)
@@ -47,7 +48,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
     config.optimizer.name = 'rmsprop'
     config.optimizer.learning_rate = 6e-4
     config.optimizer.max_grad_norm = 40.0
-  if variant != 'cpu':  # The environment of Machado et al., arXiv:1709.06009.
+  if variant != 'cpu':  # As Machado et al. 2018, arXiv:1709.06009.
     options.repeat_action_probability = 0.25
     options.full_action_space = True
   else:
@@ -61,7 +62,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
       config.num_minibatches = 8
       config.agent.clip = 0.2
       config.optimizer.learning_rate = 5e-4
-      config.optimizer.anneal = False  # Of so short a run it would stop half.
+      config.optimizer.anneal = False  # This run is too short to anneal.
   if is_recurrent:
     options.stack_num = 1
     config.network.recurrent = 'lstm'
