@@ -1,0 +1,105 @@
+"""The examples of README and site run and learn, and what they name exists."""
+
+import importlib
+import pathlib
+import re
+import runpy
+
+import numpy as np
+from test_train import _run
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_DOCS = _ROOT / 'docs'
+_PAGES = [_ROOT / 'README.md', *sorted(_DOCS.rglob('*.md'))]
+_TEXT = {page: page.read_text() for page in _PAGES}
+
+
+def _code(page):
+  """The Python examples of a page, as one program."""
+  return '\n'.join(re.findall(r'```python\n(.*?)```', _TEXT[page], re.S))
+
+
+def _execute(scope, *names):
+  """Runs the examples of pages of the site as one program."""
+  code = '\n'.join(_code(_DOCS / name) for name in names)
+  exec(compile(code, ' and '.join(names), 'exec'), scope)
+
+
+def test_the_tutorials_code_runs_and_learns():
+  scope = {}
+  _execute(scope, 'tutorials/environment.md', 'tutorials/agent.md')
+  # A random walk from the middle ends right half of the time.
+  assert scope['mean_return'] > 0.95
+  assert int(scope['state'].learner.num_updates) == 100
+  assert 'bonus' in scope['records'].metrics
+  assert scope['host_return'] > 0.95
+  assert scope['host_driver'].learner.num_updates == 100
+
+
+def test_the_tutorials_experiment_is_one(tmp_path):
+  script = tmp_path / 'mountain_car.py'
+  script.write_text(_code(_DOCS / 'tutorials/first-run.md'))
+  get_config = runpy.run_path(str(script))['get_config']
+  assert get_config('impala', 'long').total_env_steps == 5_000_000
+
+
+def test_a_trained_policy_is_used(tmp_path, monkeypatch):
+  run = tmp_path / 'runs' / 'mine'
+  arguments = ['--config.total_env_steps=2e5', '--config.eval.num_episodes=2']
+  assert _run(run, *arguments, name='anakin_cartpole', tiny=False) == 0
+  scope = {'RUN': run}
+  _execute(scope, 'how-to/policy.md')
+  assert scope['policy_return'] > 150  # At random 22.
+  monkeypatch.chdir(tmp_path)
+  scope = {'obs': np.zeros((3, 4)), 'next_obs': np.ones((3, 4))}
+  exec(compile(_code(_ROOT / 'README.md'), 'README.md', 'exec'), scope)
+  assert scope['action'].shape == (3,)
+
+
+def test_every_example_is_tested():
+  tested = {'README.md', 'first-run.md', 'environment.md', 'agent.md'}
+  assert {page.name for page in _PAGES if _code(page)} == tested | {'policy.md'}
+
+
+def test_ci_calls_the_readmes_test_command():
+  readme = _TEXT[_ROOT / 'README.md']
+  commands = re.findall(r'^python3 -m venv .*$', readme, re.M)
+  assert len(commands) == 2 and commands[1].endswith('pytest')
+  assert "grep -m1 'pytest$' README.md" in (_ROOT / '.ci/run').read_text()
+
+
+def test_the_readme_is_short():
+  readme = _TEXT[_ROOT / 'README.md']
+  assert len(readme.splitlines()) <= 200 and len(readme.split()) <= 1500
+
+
+def test_pictures_and_files_that_pages_name_exist():
+  num_pictures = 0
+  for page, text in _TEXT.items():
+    assert '@@' not in text, page  # A figure that is still to come.
+    for bang, path in re.findall(r'(!?)\[[^]]*\]\(([^)#]+)[^)]*\)', text):
+      if not path.startswith('http'):
+        assert (page.parent / path).is_file(), (page, path)
+        num_pictures += bool(bang)
+        assert not bang or (page.parent / path).stat().st_size > 5000
+    for path in re.findall(r'\b(?:experiments|launch)/\w+[/\w]*\.\w+', text):
+      assert (_ROOT / path).is_file() or 'NAME' in path, (page, path)
+  assert num_pictures >= 8
+
+
+def test_every_page_is_in_the_sites_navigation():
+  navigation = (_ROOT / 'mkdocs.yml').read_text()
+  pages = [str(x.relative_to(_DOCS)) for x in _PAGES[1:]]
+  assert len(pages) >= 12
+  assert all(f': {x}\n' in navigation for x in pages)
+
+
+def test_the_api_page_names_what_exists():
+  for name in re.findall(
+    r'^::: (\S+)', _TEXT[_DOCS / 'reference/api.md'], re.M
+  ):
+    try:
+      importlib.import_module(name)
+    except ModuleNotFoundError:
+      module, _, attribute = name.rpartition('.')
+      assert hasattr(importlib.import_module(module), attribute), name
