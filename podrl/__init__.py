@@ -4,7 +4,7 @@ from collections.abc import Callable
 import os
 from typing import TYPE_CHECKING
 
-# `import podrl` alone imports nothing else: the functions import on use.
+# `import podrl` imports nothing else: each function imports what it needs.
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
 
@@ -20,11 +20,11 @@ def load(
     path: the directory of the run, or of one of its agents (`RUN/seed_2`).
     which: the checkpoint: 'last', 'best' by evaluated return, or a number of
       updates.
-    seed: index of the agent, from 0, in a run of several.
+    seed: index of the agent, from 0, if the run has several.
 
   Raises:
-    ValueError: if there is no such run, checkpoint or agent, or if it cannot
-      be read.
+    ValueError: if the run, the checkpoint or the agent does not exist, or
+      cannot be read.
   """
   from podrl.run import policy
 

@@ -24,7 +24,6 @@ import sebulba_cartpole
 from podrl.records import workdir
 from podrl.records.recorder import Recorder
 from podrl.run import build
-from podrl.run import devices as layout
 
 _EXPERIMENTS = {'anakin': anakin_cartpole, 'sebulba': sebulba_cartpole}
 _ARCHITECTURE = flags.DEFINE_enum(
@@ -41,7 +40,7 @@ def measure(
   """The ratio of each pair."""
   config.total_env_steps = 10**9
   config.log.wandb = wandb
-  layout.set_up_jax(config)
+  build.set_up_jax(config)
   run = build.make_run(config)
   with tempfile.TemporaryDirectory() as path:
     workdir.make(path, config)

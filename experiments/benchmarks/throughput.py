@@ -37,8 +37,7 @@ from podrl.drivers.anakin import make_anakin, make_unroll
 from podrl.records.terminal import compact
 from podrl.run import build
 from podrl.run import devices as layout
-from podrl.run.check import check
-from podrl.run.config import base_config, is_sebulba, sebulba_config
+from podrl.run.config import base_config, check, is_sebulba, sebulba_config
 from podrl.types import DeviceEnv, Tree
 
 _ARCHITECTURE = flags.DEFINE_enum(
@@ -107,7 +106,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   """
   env = build.make_env(config)
   agent = build.make_agent(config, env.spec)
-  mesh = spmd.make_mesh(layout.devices(config))
+  mesh = spmd.make_mesh(layout.anakin_devices(config))
   learner = build.learner_for(config, agent, num_updates=1)
   driver = make_anakin(
     env,
@@ -389,11 +388,7 @@ def main(argv: Sequence[str]) -> None:
       for name in names
       for n in _NUM_ENVS.value or ['64', '1024', '4096']
     ]
-  if jax.config.jax_num_cpu_devices < 1:
-    spmd.set_num_cpu_devices(layout.num_cpu_devices(configs[0]))
-    jax.config.update(  # As a run has it.
-      'jax_cpu_enable_async_dispatch', not is_sebulba(configs[0])
-    )
+  build.set_up_jax(configs[0])
   for config in configs:
     check(config)
   for config in configs:
@@ -414,7 +409,7 @@ def main(argv: Sequence[str]) -> None:
   num_devices = (
     len(jax.devices())
     if is_sebulba(configs[0])
-    else (len(layout.devices(configs[0])))
+    else (len(layout.anakin_devices(configs[0])))
   )
   table = Table(
     box=box.SIMPLE,

@@ -1,7 +1,8 @@
-"""From a configuration to objects."""
+"""Builds the objects of a run from its configuration."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import os
+from typing import NamedTuple
 
 import chex
 import jax
@@ -17,25 +18,19 @@ from podrl.drivers.runner import Runner
 from podrl.drivers.stages import num_cores
 from podrl.drivers.tuner import Tuner
 from podrl.envs import SUITES
-from podrl.run.check import check
-from podrl.run.config import is_sebulba
-from podrl.run.devices import (
-  count_updates,
-  devices,
-  make_layout,
-  on_all_hosts,
-  periods,
-  warn,
+from podrl.run import devices, evaluation
+from podrl.run.config import check, check_choice
+from podrl.run.evaluation import Evaluation, Share
+from podrl.types import (
+  Agent,
+  DeviceEnv,
+  EnvSpec,
+  HostEnv,
+  Learner,
+  Tree,
 )
-from podrl.run.evaluation import (
-  Evaluation,
-  Share,
-  make_evaluate,
-  make_host_evaluate,
-)
-from podrl.types import Agent, DeviceEnv, EnvSpec, HostEnv, Learner, Tree
 
-# Where the environment itself never cuts an episode, evaluation does.
+# Evaluation cuts episodes here if the environment never does.
 _UNLIMITED_STEPS = 10_000
 
 _MAX_UPDATES = 1024  # In one call of Anakin's training.
@@ -45,20 +40,19 @@ class Run(NamedTuple):
   """What `train` runs.
 
   Attributes:
-    spec: of the environment.
-    suite: the library that the environment is from.
-    devices: that it uses.
-    driver: `runner.Runner` or `sebulba.Sebulba`.
-    evaluate: of `make_evaluate` or `make_host_evaluate`.
-    eval_keys: of each agent's evaluations; the number of updates is folded in.
-    num_updates: after which training ends.
-    eval_every_updates: between two evaluations; 0 is only at the end.
-    checkpoint_every_updates: between two checkpoints; 0 is by time alone.
-    params: the shapes of all agents' parameters.
+    spec: the spec of the environment.
+    suite: the library that provides the environment.
+    devices: the devices of all processes that the run uses.
+    driver: the driver of the architecture.
+    evaluate: see `make_evaluate`.
+    eval_keys: a key for each agent's evaluations; fold in the number of
+      updates.
+    num_updates: number of updates of the whole run.
+    eval_every_updates: updates between evaluations; 0 is only at the end.
+    checkpoint_every_updates: updates between checkpoints; 0 is by time alone.
+    params: shapes of the parameters of all agents.
     warnings: a line each, for the user.
-    tuner: says how many actors should act, where that is tuned.
-    resume_note: what a resumed run does not go on with, for the user.
-    system: what each process of a Sebulba run works with.
+    resume_note: what a resumed run cannot continue, for the user.
   """
 
   spec: EnvSpec
@@ -72,16 +66,79 @@ class Run(NamedTuple):
   checkpoint_every_updates: int
   params: Tree
   warnings: Sequence[str] = ()
-  tuner: Tuner | None = None
   resume_note: str = ''
+  tuner: Tuner | None = None
   system: System | None = None
 
 
-def make_env(config: ConfigDict) -> DeviceEnv:
-  """The environment of an Anakin run.
+def architecture(config: ConfigDict) -> str:
+  """The architecture of a configuration's suite: 'anakin' or 'sebulba'.
 
   Raises:
-    ValueError: if the name is unknown or an option does not fit.
+    ValueError: if the suite is unknown, or the configuration's fields are those
+      of the other architecture.
+  """
+  suite = config.env.suite
+  expected = 'sebulba' if 'sebulba' in config else 'anakin'
+  names = [k for k, x in SUITES.items() if x.architecture == expected]
+  if suite in SUITES and suite not in names:
+    raise ValueError(
+      f'config.env.suite={suite} runs from an experiment of '
+      f'{SUITES[suite].architecture}, and this is one of {expected}; use '
+      f'{" or ".join(names)}'
+    )
+  check_choice('config.env.suite', suite, names)
+  return SUITES[suite].architecture
+
+
+def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
+  """Configures JAX for a run; call it before the first use of a device.
+
+  Raises:
+    ValueError: if the suite does not fit the architecture.
+  """
+  is_anakin = architecture(config) == 'anakin'
+  # CPU devices that a test or XLA_FLAGS made stay as they are.
+  has_devices = jax.config.jax_num_cpu_devices > 0
+  has_devices |= 'device_count' in os.environ.get('XLA_FLAGS', '')
+  if not has_devices and not spmd.has_accelerator():
+    if is_anakin:
+      num_devices = devices.num_anakin_devices(config, num_processes)
+    else:
+      num_devices = devices.num_sebulba_devices(config)
+    spmd.set_num_cpu_devices(num_devices, num_processes)
+    # An actor's small programs are faster in the actor's own thread.
+    jax.config.update('jax_cpu_enable_async_dispatch', is_anakin)
+  cache = config.compilation_cache
+  jax.config.update('jax_enable_compilation_cache', cache != 'off')
+  if cache == 'off':
+    return
+  if cache == 'auto':
+    home = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    cache = os.path.join(home, 'podrl', 'xla')
+  jax.config.update('jax_compilation_cache_dir', cache)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+
+
+def make_spec(config: ConfigDict) -> EnvSpec:
+  """The spec of the environment.
+
+  Raises:
+    ValueError: if the environment is unknown or an option does not fit.
+  """
+  suite = SUITES[config.env.suite]
+  return suite.make_spec(config.env.name, **config.env.options)
+
+
+make_host_spec = make_spec  # Temporary; use `make_spec`.
+
+
+def make_env(config: ConfigDict) -> DeviceEnv:
+  """The environments of an Anakin run.
+
+  Raises:
+    ValueError: if the environment is unknown or an option does not fit.
   """
   return SUITES[config.env.suite].make(config.env.name, **config.env.options)
 
@@ -98,20 +155,16 @@ def make_host_env(
   """A pool of the environments of a Sebulba run.
 
   Args:
-    config: of the run.
-    num_envs: of the pool.
-    seed: of its first environment.
-    num_threads: that step it.
-    evaluation: leave out what only training uses: episodes that end with a
-      life, and clipped rewards.
-    render: make it able to draw, for `HostEnv.render`.
+    config: the configuration of the run.
+    num_envs: number of environments in the pool.
+    seed: seed of the first environment.
+    num_threads: threads that step the pool.
+    evaluation: whether to leave out the options that only training uses.
+    render: whether `HostEnv.render` will be called.
   """
   suite = SUITES[config.env.suite]
-  options = {
-    k: v
-    for k, v in config.env.options.items()
-    if not (evaluation and k in suite.training_options)
-  }
+  omitted = suite.training_options if evaluation else ()
+  options = {k: v for k, v in config.env.options.items() if k not in omitted}
   return suite.make(
     config.env.name,
     num_envs,
@@ -122,21 +175,11 @@ def make_host_env(
   )
 
 
-def make_host_spec(config: ConfigDict) -> EnvSpec:
-  """The `EnvSpec` of a Sebulba run.
-
-  Raises:
-    ValueError: as `make_env`.
-  """
-  suite = SUITES[config.env.suite]
-  return suite.make_spec(config.env.name, **config.env.options)
-
-
 def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
   """The agent, with its network, for an environment.
 
   Raises:
-    ValueError: if its distribution or torso does not fit the environment.
+    ValueError: if the network does not fit the environment.
   """
   fields = config.agent.to_dict()
   make = AGENTS[fields.pop('name')].make
@@ -148,8 +191,9 @@ def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
 
 def learner_for(config: ConfigDict, agent: Agent, num_updates: int) -> Learner:
   """The learner of an agent over a run of `num_updates` updates."""
+  num_epochs, num_minibatches = config.num_epochs, config.num_minibatches
+  num_steps = num_updates * num_epochs * num_minibatches
   fields = config.optimizer
-  num_steps = num_updates * config.num_epochs * config.num_minibatches
   optimizer = make_optimizer(
     fields.name,
     learning_rate=fields.learning_rate,
@@ -157,105 +201,152 @@ def learner_for(config: ConfigDict, agent: Agent, num_updates: int) -> Learner:
     max_grad_norm=fields.max_grad_norm,
   )
   return make_learner(
-    agent,
-    optimizer,
-    num_epochs=config.num_epochs,
-    num_minibatches=config.num_minibatches,
+    agent, optimizer, num_epochs=num_epochs, num_minibatches=num_minibatches
   )
 
 
-def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
-  """All that `train` needs.
-
-  Args:
-    config: of the run.
-    num_resumes: how often it was gone on with, each time with other seeds.
-
-  Raises:
-    ValueError: for a user's mistake, before anything compiles.
-  """
-  check(config)
-  return (
-    _make_sebulba_run(config, num_resumes)
-    if is_sebulba(config)
-    else (_make_anakin_run(config))
-  )
-
-
-def _make_anakin_run(config: ConfigDict) -> Run:
-  """`make_run` for Anakin."""
-  env = make_env(config)
-  agent = make_agent(config, env.spec)
-  steps_per_update = config.unroll_length * config.env.num_envs
-  num_updates = count_updates(config, steps_per_update)
-  # A call reports each of its updates, and ends with a record at the latest.
-  max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
-  used = devices(config)
-  num_seeds = config.num_seeds if config.num_seeds > 1 else None
-  driver = anakin.make_anakin(
-    env,
-    agent,
-    learner_for(config, agent, num_updates),
-    spmd.make_mesh(used),
-    num_envs=config.env.num_envs,
-    unroll_length=config.unroll_length,
-    max_updates=max_updates,
-    num_seeds=num_seeds,
-  )
-  evaluate = make_evaluate(env, agent, **evaluation(config, env.spec))
-  init_keys, eval_keys = zip(
-    *(
-      jax.random.split(jax.random.key(config.seed + i))
-      for i in range(config.num_seeds)
+def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
+  """Updates of a whole run; raises a ValueError if there are too many."""
+  num_updates = -(-config.total_env_steps // steps_per_update)
+  num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
+  if num_sgd_steps >= 2**31:  # An int32 counts them.
+    raise ValueError(
+      f'config.total_env_steps={config.total_env_steps} are {num_sgd_steps} '
+      'optimizer steps; choose fewer than 2**31 of those'
     )
-  )
-  key = jnp.stack(init_keys) if num_seeds else init_keys[0]
-  runner = Runner(
-    driver, key, max_updates, steps_per_update // jax.process_count()
-  )
-  return Run(
-    env.spec,
-    config.env.suite,
-    used,
-    runner,
-    evaluate,
-    eval_keys,
-    num_updates,
-    *periods(config, steps_per_update),
-    jax.eval_shape(jax.vmap(agent.init) if num_seeds else agent.init, key),
-  )
+  return num_updates
 
 
-def evaluation(config: ConfigDict, spec: EnvSpec) -> dict[str, Any]:
-  """The arguments of an evaluation."""
+def make_evaluate(
+  config: ConfigDict, spec: EnvSpec, agent: Agent
+) -> Callable[..., Evaluation | None]:
+  """The evaluation of an agent as the configuration asks for it.
+
+  Returns:
+    `(params, rng_key, should_stop) -> Evaluation | None`; see `evaluation`.
+  """
   limit = spec.max_episode_steps
-  if not 0 < limit < 2**31 - 1:  # It has none.
+  if not 0 < limit < 2**31 - 1:  # The environment has no limit.
     limit = _UNLIMITED_STEPS
-  return {
+  arguments = {
     'num_episodes': config.eval.num_episodes,
     'max_episode_steps': config.eval.max_episode_steps or limit,
     'greedy': config.eval.greedy,
     'share': Share(jax.process_index(), jax.process_count()),
   }
+  if architecture(config) == 'anakin':
+    return evaluation.make_evaluate(make_env(config), agent, **arguments)
+
+  def make_pool(num_envs: int, seed: int) -> HostEnv:
+    return make_host_env(config, num_envs, seed, num_cores(), evaluation=True)
+
+  return evaluation.make_host_evaluate(make_pool, agent, **arguments)
 
 
-def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
-  """`make_run` for Sebulba."""
-  spec = make_host_spec(config)
+class _System(NamedTuple):
+  """What an architecture contributes to a `Run`, whose fields it shares.
+
+  `steps_per_update` are the environment steps of one update, joints included.
+  """
+
+  driver: Runner | sebulba.Sebulba
+  devices: Sequence[jax.Device]
+  steps_per_update: int
+  warnings: Sequence[str] = ()
+  resume_note: str = ''
+  tuner: Tuner | None = None
+  system: System | None = None
+
+
+def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
+  """Builds all that `train` needs.
+
+  Args:
+    config: the configuration of the run.
+    num_resumes: how often the run has been resumed; it changes the seeds of
+      environments on the host.
+
+  Raises:
+    ValueError: for a user's mistake, before anything compiles.
+  """
+  check(config)
+  is_anakin = architecture(config) == 'anakin'
+  num_seeds = config.get('num_seeds', 1)
+  # Environment i on the host has the seed `seed` + i, an int32.
+  bound = 2**32 - num_seeds + 1 if is_anakin else 2**31 - config.env.num_envs
+  if config.seed >= bound:
+    raise ValueError(f'config.seed={config.seed} must be less than {bound}')
+  spec = make_spec(config)
   agent = make_agent(config, spec)
-  layout = make_layout(config, spec)
-  found, num_processes = jax.local_devices(), jax.process_count()
-  actor_devices = [found[i] for i in layout.actor_devices]
-  learner_devices = on_all_hosts(layout.learner_devices)
+  seeds = range(config.seed, config.seed + num_seeds)
+  keys = [jax.random.split(jax.random.key(seed)) for seed in seeds]
+  init_keys, eval_keys = zip(*keys)
+  init_key = init_keys[0] if num_seeds == 1 else jnp.stack(init_keys)
+  init = agent.init if num_seeds == 1 else jax.vmap(agent.init)
+  make_system = _make_anakin if is_anakin else _make_sebulba
+  system = make_system(config, spec, agent, init_key, num_resumes)
+  steps_per_update = system.steps_per_update
+  return Run(
+    spec,
+    config.env.suite,
+    system.devices,
+    system.driver,
+    make_evaluate(config, spec, agent),
+    eval_keys,
+    _count_updates(config, steps_per_update),
+    -(-config.eval.every_env_steps // steps_per_update),
+    -(-config.checkpoint.every_env_steps // steps_per_update),
+    jax.eval_shape(init, init_key),
+    system.warnings,
+    system.resume_note,
+    system.tuner,
+    system.system,
+  )
+
+
+def _make_anakin(
+  config: ConfigDict,
+  spec: EnvSpec,
+  agent: Agent,
+  init_key: chex.PRNGKey,
+  num_resumes: int,
+) -> _System:
+  """The system of an Anakin run; a resumed one continues its environments."""
+  del spec, num_resumes
+  run_devices = devices.anakin_devices(config)
+  steps_per_update = config.unroll_length * config.env.num_envs
+  num_updates = _count_updates(config, steps_per_update)
+  # A call reports each of its updates, and ends with a record at the latest.
+  max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
+  programs = anakin.make_anakin(
+    make_env(config),
+    agent,
+    learner_for(config, agent, num_updates),
+    spmd.make_mesh(run_devices),
+    num_envs=config.env.num_envs,
+    unroll_length=config.unroll_length,
+    max_updates=max_updates,
+    num_seeds=config.num_seeds if config.num_seeds > 1 else None,
+  )
+  steps_per_host = steps_per_update // jax.process_count()
+  driver = Runner(programs, init_key, max_updates, steps_per_host)
+  return _System(driver, run_devices, steps_per_update)
+
+
+def _make_sebulba(
+  config: ConfigDict,
+  spec: EnvSpec,
+  agent: Agent,
+  init_key: chex.PRNGKey,
+  num_resumes: int,
+) -> _System:
+  """The system of a Sebulba run; a resumed one has new environments."""
+  layout = devices.make_layout(config, spec)
+  local, num_processes = jax.local_devices(), jax.process_count()
   envs_per_host = config.env.num_envs // num_processes
   envs_per_actor = envs_per_host // layout.num_actors
-  steps_per_update = (
-    config.unroll_length
-    * envs_per_actor
-    * layout.unrolls_per_update
-    * num_processes
-  )
-  num_updates = count_updates(config, steps_per_update)
+  unrolls = layout.unrolls_per_update * num_processes
+  steps_per_update = config.unroll_length * envs_per_actor * unrolls
   settings = sebulba.Settings(
     num_envs=envs_per_actor,
     unroll_length=config.unroll_length,
@@ -266,67 +357,41 @@ def _make_sebulba_run(config: ConfigDict, num_resumes: int) -> Run:
     hang_seconds=config.sebulba.hang_seconds,
     first_env=jax.process_index() * envs_per_host,
   )
-  init_key, eval_key = jax.random.split(jax.random.key(config.seed))
   first_seed = config.seed
-  if num_resumes:  # The same ones would repeat what was learnt from.
-    first_seed = int(
-      jax.random.randint(
-        jax.random.fold_in(jax.random.key(config.seed), num_resumes),
-        (),
-        0,
-        2**31 - config.env.num_envs,
-      )
-    )
+  if num_resumes:  # The same seeds would repeat what the agent learned from.
+    key = jax.random.fold_in(jax.random.key(config.seed), num_resumes)
+    bound = 2**31 - config.env.num_envs
+    first_seed = int(jax.random.randint(key, (), 0, bound))
+
+  def make_pool(actor: int) -> HostEnv:
+    seed = first_seed + settings.first_env + actor * envs_per_actor
+    return make_host_env(config, envs_per_actor, seed, layout.env_threads)
+
   driver = sebulba.Sebulba(
-    lambda actor: make_host_env(
-      config,
-      envs_per_actor,
-      first_seed + settings.first_env + actor * envs_per_actor,
-      layout.env_threads,
-    ),
+    make_pool,
     agent,
-    learner_for(config, agent, num_updates),
-    spmd.make_mesh(learner_devices),
-    actor_devices,
+    learner_for(config, agent, _count_updates(config, steps_per_update)),
+    spmd.make_mesh(devices.on_all_hosts(layout.learner_devices)),
+    [local[i] for i in layout.actor_devices],
     settings,
     init_key,
   )
-  evaluate = make_host_evaluate(
-    lambda num_envs, seed: make_host_env(
-      config, num_envs, seed, num_cores(), evaluation=True
-    ),
-    agent,
-    **evaluation(config, spec),
-  )
-  # An actor more than there are permits could only wait.
-  tuner = (
-    Tuner(
-      min(
-        layout.num_actors,
-        layout.unrolls_per_update * (config.sebulba.max_lag + 1),
-      ),
-      steps_per_update,
-      layout.unrolls_per_update,
-    )
-    if config.sebulba.autotune
-    else None
-  )
+  tuner = None
+  if config.sebulba.autotune:
+    # An actor more than there are permits could only wait.
+    permits = layout.unrolls_per_update * (settings.max_lag + 1)
+    most = min(layout.num_actors, permits)
+    tuner = Tuner(most, steps_per_update, layout.unrolls_per_update)
   used = sorted({*layout.actor_devices, *layout.learner_devices})
-  return Run(
-    spec,
-    config.env.suite,
-    on_all_hosts(used),
+  return _System(
     driver,
-    evaluate,
-    [eval_key],
-    num_updates,
-    *periods(config, steps_per_update),
-    jax.eval_shape(agent.init, init_key),
-    warn(config, layout),
-    tuner,
+    devices.on_all_hosts(used),
+    steps_per_update,
+    devices.layout_warnings(config, layout),
     '; the environments begin new episodes',
+    tuner,
     System(
-      found[0].platform,
+      local[0].platform,
       num_cores(),
       layout.num_actors,
       layout.env_threads,

@@ -1,292 +1,581 @@
-"""The configuration that every experiment starts from, and overrides."""
+"""The configuration: its fields, their checks, overrides and the command line.
+
+One table names every field with its default, its allowed values and a comment.
+Configurations, checks, `--help` and the types of overrides come from it. What
+an agent adds or changes comes from `AGENTS`.
+"""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+import contextlib
+import datetime
 import difflib
+import importlib.util
 import json
-from typing import Any
+import math
+import os
+import sys
+from typing import Any, NamedTuple
 
+from absl import flags
+import jax
 from ml_collections import ConfigDict
 
+from podrl.agents import AGENTS
+from podrl.core.distributions import DISTRIBUTIONS
+from podrl.core.optimizers import OPTIMIZERS
+from podrl.networks.actor_critic import CORES
+from podrl.networks.torsos import TORSOS
+from podrl.records import checkpoint, workdir
 from podrl.records.workdir import flatten
-
-AGENTS = ('ppo', 'impala', 'a2c')
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-  """Raises a ValueError, with near names, if `value` is not a choice."""
-  if value not in choices:
-    near = difflib.get_close_matches(str(value), choices, 3, 0.4)
-    listed = (
-      f'did you mean {" or ".join(near)}'
-      if near
-      else (f'choose from {", ".join(filter(None, choices)) or "none"}')
-    )
-    raise ValueError(f'{name}={value} is unknown; {listed}')
+from podrl.run import cluster as clusters
+from podrl.run.cluster import Cluster
 
 
-def base_config(agent: str) -> ConfigDict:
-  """A whole configuration for one agent; locked, `env.options` excepted.
+class Range(NamedTuple):
+  """Allowed numbers, from `low` to `high`; infinity is never allowed.
 
-  Args:
-    agent: one of `AGENTS`; what goes with it (epochs, unroll length, learning
-      rate) follows from it.
-
-  Raises:
-    ValueError: if the agent is unknown.
+  A tuple is allowed if all its elements are.
   """
+
+  low: float
+  high: float = math.inf
+  excludes_low: bool = False
+
+  def allows(self, value: float | tuple[float, ...]) -> bool:
+    """Whether a number, or every element of a tuple, is in the range."""
+    if isinstance(value, tuple):
+      return all(map(self.allows, value))
+    is_above = value > self.low if self.excludes_low else value >= self.low
+    return is_above and value <= self.high and value < math.inf
+
+  def __str__(self) -> str:
+    low = f'{"more than" if self.excludes_low else "at least"} {self.low}'
+    return low if self.high == math.inf else f'{low} and at most {self.high}'
+
+
+class Field(NamedTuple):
+  """A field of the configuration.
+
+  Attributes:
+    default: its value unless the agent or the experiment sets another one.
+    comment: one line for `--help`.
+    allowed: a range, the allowed strings, or None where the type is enough.
+  """
+
+  default: Any
+  comment: str
+  allowed: Range | tuple[str, ...] | None = None
+
+
+_FROM_0 = Range(0)
+_ABOVE_0 = Range(0, excludes_low=True)
+_FRACTION = Range(0, 1)
+_COUNT = Range(1, 2**24)
+_SECONDS = Range(0, 10**6, excludes_low=True)
+_FEW = Range(0, 1024)
+_INDEX = Range(0, 255)
+_INT32 = 2**31 - 1
+_DTYPES = ('float32', 'bfloat16')
+_MODES = ('deterministic', 'asynchronous')
+
+_SHARED_FIELDS = {
+  'seed': Field(0, 'All random numbers derive from it.', _FROM_0),
+  'total_env_steps': Field(1_000_000, 'Rounded up to whole updates.', Range(1)),
+  'unroll_length': Field(32, 'Steps of each environment per update.', _COUNT),
+  'num_epochs': Field(1, 'Passes over each unroll.', _COUNT),
+  'num_minibatches': Field(1, 'Optimizer steps per pass.', _COUNT),
+  'compilation_cache': Field('auto', "A directory, 'auto' or 'off'."),
+  'price_per_hour': Field(0.0, 'Of all machines; 0 is unknown.', _FROM_0),
+  'env.suite': Field('gymnax', 'Library that provides the environment.'),
+  'env.name': Field('', 'Name of the environment in its library.'),
+  'env.num_envs': Field(64, 'Total over devices and processes.', _COUNT),
+  'env.options': Field({}, 'Options that are passed to the library.'),
+  'agent.gamma': Field(0.99, 'Discount per step.', _FRACTION),
+  'agent.lambda_': Field(1.0, '0 is one-step, 1 is full returns.', _FRACTION),
+  'agent.entropy_cost': Field(0.01, 'Weight of the entropy bonus.', _FROM_0),
+  'agent.value_cost': Field(0.5, 'Weight of the value loss.', _FROM_0),
+  'agent.reward_clip': Field(0.0, 'Bound of rewards; 0 is off.', _FROM_0),
+  'agent.normalize_observation': Field(False, 'Uses running statistics.'),
+  'agent.normalize_reward': Field(False, 'Happens before reward_clip.'),
+  'network.name': Field('auto', 'Torso; auto fits the observation.', TORSOS),
+  'network.hidden_sizes': Field(
+    (64, 64), "Layer widths; the last is any torso's output width.", Range(1)
+  ),
+  'network.shared_torso': Field(False, 'Policy and value share one torso.'),
+  'network.recurrent': Field('none', 'Memory after each torso.', CORES),
+  'network.distribution': Field(
+    'auto', 'Action distribution; auto fits the actions.', DISTRIBUTIONS
+  ),
+  'network.state_dependent_scale': Field(
+    False, "A Gaussian's scale depends on the observation."
+  ),
+  'network.initial_scale': Field(
+    1.0, 'Scale of a Gaussian over actions from -1 to 1.', Range(0.01, 10)
+  ),
+  'network.dtype': Field('float32', "Type of the torso's arithmetic.", _DTYPES),
+  'optimizer.name': Field('adam', 'Optimizer.', tuple(OPTIMIZERS)),
+  'optimizer.learning_rate': Field(1e-3, 'Initial value.', _ABOVE_0),
+  'optimizer.anneal': Field(True, 'The learning rate falls linearly to 0.'),
+  'optimizer.max_grad_norm': Field(0.5, 'Global norm; 0 is off.', _FROM_0),
+  'eval.num_episodes': Field(128, 'The first of each environment.', _COUNT),
+  'eval.every_env_steps': Field(0, '0 is only at the end.', _FROM_0),
+  'eval.greedy': Field(True, "Takes the policy's mode instead of a sample."),
+  'eval.max_episode_steps': Field(
+    0, "0 is the environment's limit, or 10,000 steps.", Range(0, _INT32)
+  ),
+  'log.every_updates': Field(10, 'Updates per record.', Range(1, _INT32)),
+  'log.tensorboard': Field(True, 'Writes TensorBoard events.'),
+  'log.wandb': Field(False, 'Sends records to Weights & Biases.'),
+  'log.profile': Field(0, 'Number of updates to trace.', Range(0, 10**6)),
+  'checkpoint.every_seconds': Field(300.0, '0 is off.', _FROM_0),
+  'checkpoint.every_env_steps': Field(0, '0 is off.', _FROM_0),
+  'checkpoint.keep': Field(2, 'The best is kept as well.', Range(1, 10**6)),
+  'checkpoint.grace_seconds': Field(
+    30.0, 'Time to save a checkpoint after SIGTERM.', _SECONDS
+  ),
+}
+
+_ANAKIN_FIELDS = {
+  'num_seeds': Field(1, 'Independent agents in one program.', Range(1, 2**16)),
+  'num_devices': Field(
+    0, 'Per process; 0 is all accelerators, or one per core.', Range(0, 256)
+  ),
+}
+
+_SEBULBA_FIELDS = {
+  'sebulba.actor_devices': Field((), 'Empty is the first quarter.', _INDEX),
+  'sebulba.learner_devices': Field((), 'Empty is all others.', _INDEX),
+  'sebulba.threads_per_actor_device': Field(
+    0, 'Actors per device (at most, with autotune); 0 fits the cores.', _FEW
+  ),
+  'sebulba.env_threads': Field(0, 'Per actor; 0 shares the cores.', _FEW),
+  'sebulba.unrolls_per_update': Field(0, '0 is one of each actor.', _FEW),
+  'sebulba.mode': Field(
+    'deterministic', 'Repeatable, or faster with uneven actors.', _MODES
+  ),
+  'sebulba.max_lag': Field(1, 'Bound of the policy lag, in updates.', _FEW),
+  'sebulba.autotune': Field(False, 'Starts and parks actors for speed.'),
+  'sebulba.hang_seconds': Field(
+    300.0, 'Time without progress after which an actor hangs.', _SECONDS
+  ),
+}
+
+FIELDS = _SHARED_FIELDS | _ANAKIN_FIELDS | _SEBULBA_FIELDS
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+  """Raises a ValueError, with near names, if `value` is not a choice."""
+  if value in choices:
+    return
+  if near := difflib.get_close_matches(str(value), choices, 3, 0.4):
+    remedy = f'did you mean {" or ".join(near)}'
+  else:
+    remedy = f'choose from {", ".join(filter(None, choices)) or "none"}'
+  raise ValueError(f'{name}={value} is unknown; {remedy}')
+
+
+def _make_config(agent: str, others: Collection[str]) -> ConfigDict:
+  """A configuration of all fields but `others`, locked except `env.options`."""
   check_choice('agent', agent, AGENTS)
-  is_ppo = agent == 'ppo'
-  config = ConfigDict()
-  config.seed = 0  # Everything random derives from it.
-  config.num_seeds = 1  # Independent agents in one program: seed, seed + 1 ...
-  config.total_env_steps = 1_000_000  # Over all environments; rounded up.
-  config.num_devices = 0  # 0 is all of an accelerator's; one per core on CPUs.
-  config.unroll_length = 64 if is_ppo else 32  # Steps per update.
-  config.num_epochs = 2 if is_ppo else 1  # Passes over each unroll.
-  config.num_minibatches = 4 if is_ppo else 1  # Optimiser steps in each pass.
-  # A directory for XLA's compiled programs; 'auto' is the user's cache
-  # directory, 'off' compiles afresh in every run.
-  config.compilation_cache = 'auto'
-  # Of all machines of the run, in any currency; 0 is unknown.
-  config.price_per_hour = 0.0
-
-  config.env = ConfigDict()
-  config.env.suite = 'gymnax'  # The library that the environment is from.
-  config.env.name = ''  # As the library names it.
-  config.env.num_envs = 64  # In total, over all devices.
-  config.env.options = ConfigDict()  # Passed to the library.
-
-  config.agent = ConfigDict()
-  config.agent.name = agent  # Set by --agent; overriding it is an error.
-  config.agent.gamma = 0.99  # Discount per step.
-  config.agent.lambda_ = 0.95 if is_ppo else 1.0  # 0 one step, 1 full returns.
-  config.agent.entropy_cost = 0.01  # Weight of the entropy bonus.
-  config.agent.value_cost = 0.5  # Weight of the value loss.
-  config.agent.reward_clip = 0.0  # Clip rewards to plus and minus; 0 is off.
-  # By running statistics, and clipped to 10 deviations; rewards by the
-  # deviation of discounted returns, before `reward_clip`.
-  config.agent.normalize_observation = False
-  config.agent.normalize_reward = False
-  if is_ppo:
-    config.agent.clip = 0.2  # How far the probability ratio may pay.
-    config.agent.normalize_advantage = True  # Over the global batch.
-
-  config.network = ConfigDict()
-  config.network.name = 'auto'  # Or mlp, conv, nature_cnn, impala_resnet.
-  # Of an MLP's layers; the last is the width of any torso's output and memory.
-  config.network.hidden_sizes = (64, 64)
-  config.network.shared_torso = False  # One torso for both heads, or one each.
-  config.network.recurrent = 'none'  # Or gru, lstm: a memory after each torso.
-  # Auto fits the actions; or categorical, gaussian (clipped to the bounds of a
-  # box), tanh_gaussian (squashed into them).
-  config.network.distribution = 'auto'
-  # A Gaussian's scale from the network, or one that is the same in all states.
-  config.network.state_dependent_scale = False
-  config.network.initial_scale = 1.0  # Of a Gaussian; the bounds are -1 and 1.
-  # Of a torso's arithmetic; bfloat16 suits accelerators. Parameters are float32.
-  config.network.dtype = 'float32'
-
-  config.optimizer = ConfigDict()
-  config.optimizer.name = 'adam'  # Or rmsprop, sgd.
-  config.optimizer.learning_rate = 1e-3  # At the start.
-  config.optimizer.anneal = True  # Linearly to 0 over the run.
-  config.optimizer.max_grad_norm = 0.5  # Of the global norm; 0 is off.
-
-  config.eval = ConfigDict()
-  config.eval.num_episodes = 128  # Each the first of its own environment.
-  config.eval.every_env_steps = 0  # 0 evaluates only at the end.
-  config.eval.greedy = True  # The policy's mode, or a sample.
-  # Cut there; 0 is the environment's limit, and 10,000 where it has none.
-  config.eval.max_episode_steps = 0
-
-  config.log = ConfigDict()
-  config.log.every_updates = 10  # Updates to a record.
-  config.log.tensorboard = True  # Write TensorBoard events as well.
-  config.log.wandb = False  # Send records to Weights & Biases.
-  config.log.profile = 0  # Trace so many updates with JAX's profiler.
-
-  config.checkpoint = ConfigDict()
-  # Between two checkpoints; 0 is off. The last one is always written.
-  config.checkpoint.every_seconds = 300.0
-  config.checkpoint.every_env_steps = 0
-  config.checkpoint.keep = 2  # Of the newest; the best evaluated stays as well.
-  config.checkpoint.grace_seconds = 30.0  # After SIGTERM, until it is saved.
-
+  values = {name: field.default for name, field in FIELDS.items()}
+  values |= {'agent.name': agent, **AGENTS[agent].defaults}
+  nested: dict[str, Any] = {}
+  for name in values.keys() - others:
+    section, _, field = name.rpartition('.')
+    node = nested.setdefault(section, {}) if section else nested
+    node[field] = values[name]
+  config = ConfigDict(nested)
   config.lock()
   config.env.options.unlock()
   return config
 
 
-def sebulba_config(agent: str) -> ConfigDict:
-  """`base_config` for Sebulba: environments on the host, actors and a learner.
-
-  Args:
-    agent: one of `AGENTS`.
+def base_config(agent: str) -> ConfigDict:
+  """The default configuration of an agent with Anakin.
 
   Raises:
     ValueError: if the agent is unknown.
   """
-  config = base_config(agent)
-  config.unlock()
-  del config.num_devices  # Devices are named one by one.
-  del config.num_seeds  # One program cannot hold the environments.
+  return _make_config(agent, _SEBULBA_FIELDS.keys())
+
+
+def sebulba_config(agent: str) -> ConfigDict:
+  """The default configuration of an agent with Sebulba.
+
+  Raises:
+    ValueError: if the agent is unknown.
+  """
+  config = _make_config(agent, _ANAKIN_FIELDS.keys())
   config.env.suite = 'envpool'
-  config.sebulba = ConfigDict()
-  # Indices among this process's devices, which may overlap; empty takes the
-  # first quarter to act and the others to learn, one device for both.
-  config.sebulba.actor_devices = ()
-  config.sebulba.learner_devices = ()
-  # Each with its own environments; 0 is two, or one where a CPU of fewer than
-  # four cores is the device. The most that there may be, where autotune is on;
-  # 0 is then one for each core, from two to eight.
-  config.sebulba.threads_per_actor_device = 0
-  config.sebulba.env_threads = (
-    0  # envpool's, of each actor; 0 shares the cores.
-  )
-  config.sebulba.unrolls_per_update = 0  # 0 is one of each actor.
-  # Or asynchronous: faster where actors are uneven, and no run repeats.
-  config.sebulba.mode = 'deterministic'
-  # Bound of the updates between the parameters that act and those that learn.
-  config.sebulba.max_lag = 0 if agent == 'a2c' else 1
-  # Start and park actors while training, for most samples learnt a second.
-  config.sebulba.autotune = False  # It needs the asynchronous mode.
-  config.sebulba.hang_seconds = 300.0  # So long without a sign is a hang.
-  config.lock()
-  config.env.options.unlock()
   return config
 
 
 def is_sebulba(config: ConfigDict) -> bool:
-  """Whether a configuration is Sebulba's, else it is Anakin's."""
+  """Temporary; use `build.architecture`."""
   return 'sebulba' in config
+
+
+def check(config: ConfigDict) -> None:
+  """Checks all that needs neither a device nor an environment.
+
+  Raises:
+    ValueError: naming the field, its value and the remedy.
+  """
+  fields = flatten(config.to_dict())
+  for name, value in fields.items():
+    allowed = FIELDS[name].allowed if name in FIELDS else None
+    if isinstance(allowed, Range):
+      if not allowed.allows(value):
+        each = 'each ' if isinstance(value, tuple) else ''
+        raise ValueError(f'config.{name}={value} must be {each}{allowed}')
+    elif allowed is not None:
+      check_choice(f'config.{name}', value, allowed)
+  if not fields['network.hidden_sizes']:
+    raise ValueError(
+      'config.network.hidden_sizes=() must be one or more widths'
+    )
+  check_choice('config.agent.name', fields['agent.name'], AGENTS)
+  AGENTS[fields['agent.name']].check(fields)
+  is_deterministic = fields.get('sebulba.mode') == 'deterministic'
+  if is_deterministic and fields['sebulba.autotune']:
+    raise ValueError(
+      'config.sebulba.autotune=True does not fit the deterministic mode, '
+      'in which every actor gives one unroll to each update; use '
+      'config.sebulba.mode=asynchronous'
+    )
+  if fields['log.wandb'] and not importlib.util.find_spec('wandb'):
+    raise ValueError(
+      "config.log.wandb=True needs wandb; install podrl's extra, "
+      "pip install -e '.[wandb]'"
+    )
+
+
+def _parse_literal(text: str) -> Any:
+  """Reads a Python literal, true or false; any other text is a string."""
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return {'true': True, 'false': False}.get(text.lower(), text)
 
 
 def _parse(name: str, text: str, default: Any) -> Any:
   """Reads an override's text as a value of its default's type."""
-  try:
-    value = ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    value = {'true': True, 'false': False}.get(text.lower(), text)
-  kind = type(default)
+  value = _parse_literal(text)
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
   if isinstance(default, str):
     return text
-  if isinstance(default, bool):
+  elif isinstance(default, bool):
     if value in (0, 1):
       return bool(value)
-  elif isinstance(value, bool):
-    pass
   elif isinstance(default, int):
-    if (
-      isinstance(value, int)
-      or isinstance(value, float)
-      and (value.is_integer())
-    ):
+    if is_number and (isinstance(value, int) or value.is_integer()):
       return int(value)
   elif isinstance(default, float):
-    if isinstance(value, int | float) and abs(value) < 1e300:
+    if is_number and abs(value) < 1e300:  # Neither infinite nor NaN.
       return float(value)
   elif isinstance(default, tuple):
     value = value if isinstance(value, tuple | list) else (value,)
-    kinds = {type(x) for x in default} or {int}  # Empty: indices of devices.
-    if {type(x) for x in value} <= kinds:
+    types = {type(x) for x in default} or {int}  # An empty one holds indices.
+    if {type(x) for x in value} <= types:
       return tuple(value)
   raise ValueError(
-    f'config.{name}={text} is not of type {kind.__name__}; '
+    f'config.{name}={text} is not of type {type(default).__name__}; '
     f'its default is {default!r}'
   )
+
+
+def _parse_option(text: str) -> Any:
+  """Reads an option for a library, which must fit into config.json."""
+  value = _parse_literal(text)
+  try:
+    json.dumps(value)
+  except TypeError:
+    return text
+  return value
+
+
+def _split_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
+  """Reads `--config.FIELD=VALUE` or `--config.FIELD VALUE` as (field, text)."""
+  overrides, remaining = [], iter(arguments)
+  for argument in remaining:
+    name, equals, text = argument.lstrip('-').partition('=')
+    if not argument.startswith('-') or not name.startswith('config.'):
+      near = difflib.get_close_matches(name, ['config', *_make_flags()], 1)
+      remedy = 'overrides have the form --config.FIELD=VALUE'
+      if near and near[0] != name:
+        remedy = f'did you mean --{near[0]}'
+      raise ValueError(f'{argument} is not understood; {remedy}')
+    if not equals:
+      text = next(remaining, None)
+      if text is None:
+        raise ValueError(f'{argument} has no value; write {argument}=VALUE')
+    overrides.append((name.removeprefix('config.'), text))
+  return overrides
 
 
 def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
   """Sets fields from `--config.FIELD=VALUE` arguments, in place.
 
-  `1e6` is an integer where one is meant. New fields may be made only under
-  `env.options`.
+  `1e6` is an integer where the field is one. Only `env.options` accepts new
+  fields.
 
   Returns:
-    The fields' names, 'env.options' for any under it.
+    The names of the fields, with 'env.options' for any option.
 
   Raises:
     ValueError: for an argument of another form, an unknown field (with near
       names) or a value of the wrong type.
   """
-  arguments, names = list(arguments), set()
-  while arguments:
-    argument = arguments.pop(0)
-    name, equals, text = argument.lstrip('-').partition('=')
-    if not argument.startswith('-') or not name.startswith('config.'):
-      near = difflib.get_close_matches(
-        name,
-        (
-          'config',
-          'agent',
-          'variant',
-          'workdir',
-          'resume',
-          'init_from',
-          'help',
-        ),
-        1,
-      )
-      raise ValueError(
-        f'{argument} is not understood; '
-        + (
-          f'did you mean --{near[0]}'
-          if near and near[0] != name
-          else 'overrides have the form --config.FIELD=VALUE'
-        )
-      )
-    if not equals:
-      if not arguments:
-        raise ValueError(f'{argument} has no value; write {argument}=VALUE')
-      text = arguments.pop(0)
-    name = name.removeprefix('config.')
-    *path, field = name.split('.')
-    node = config
-    for part in path:
-      node = node.get(part) if isinstance(node, ConfigDict) else None
-    if path == ['env', 'options'] and field:
-      default = node.get(field)
-      node[field] = (
-        _parse_option(text) if default is None else _parse(name, text, default)
+  names = set()
+  for name, text in _split_overrides(arguments):
+    section, _, field = name.rpartition('.')
+    if section == 'env.options' and field:
+      options, is_known = config.env.options, field in config.env.options
+      options[field] = (
+        _parse(name, text, options[field]) if is_known else _parse_option(text)
       )
       names.add('env.options')
       continue
     known = sorted(set(flatten(config.to_dict())) - {'env.options'})
     if name not in known:
-      near = difflib.get_close_matches(name, known, 3, 0.5) or [
-        x for x in known if field and x.endswith(field)
-      ]
-      raise ValueError(
-        f'config.{name} is not a field; '
-        + (
-          f'did you mean config.{" or config.".join(near)}'
-          if near
-          else f'the fields are {", ".join(known)}'
-        )
-      )
+      near = difflib.get_close_matches(name, known, 3, 0.5)
+      near = near or [x for x in known if field and x.endswith(field)]
+      remedy = f'the fields are {", ".join(known)}'
+      if near:
+        remedy = f'did you mean config.{" or config.".join(near)}'
+      raise ValueError(f'config.{name} is not a field; {remedy}')
     if name == 'agent.name':
       raise ValueError(
-        f'config.agent.name={text} cannot be overridden, because what goes '
-        f'with the agent would not follow; use --agent={text}'
+        f'config.agent.name={text} cannot be overridden, because the defaults '
+        f'that go with the agent would not follow; use --agent={text}'
       )
+    node = config[section] if section else config
     node[field] = _parse(name, text, node[field])
     names.add(name)
   return names
 
 
-def _parse_option(text: str) -> Any:
-  """Reads a library's option as a Python literal, else as a string."""
+class CommandLine(NamedTuple):
+  """A parsed command line.
+
+  Attributes:
+    script: the path of the experiment, as the user called it.
+    name: the name of the experiment.
+    flags: the values of the flags.
+    overrides: the arguments that override fields of the configuration.
+  """
+
+  script: str
+  name: str
+  flags: flags.FlagValues
+  overrides: Sequence[str]
+
+
+class Files(NamedTuple):
+  """What a run finds on disc.
+
+  Attributes:
+    workdir: the run's own directory.
+    init_from: the run whose parameters it starts from, or empty.
+    is_resumed: whether it continues the run in `workdir`.
+    num_resumes: how often the run has been resumed, this time included.
+  """
+
+  workdir: str
+  init_from: str = ''
+  is_resumed: bool = False
+  num_resumes: int = 0
+
+
+def _make_flags() -> flags.FlagValues:
+  """Defines the flags of an experiment."""
+  values = flags.FlagValues()
+  for name, default, comment in (
+    ('agent', 'ppo', f'the agent: {", ".join(AGENTS)}.'),
+    ('variant', '', "the experiment's variant; empty is its default."),
+    ('workdir', '', "the run's directory; empty is runs/NAME/TIME."),
+    ('init_from', '', 'a run whose parameters this run starts from.'),
+    (
+      'coordinator',
+      '',
+      'HOST:PORT of process 0 if there are several processes, or auto where '
+      'JAX knows them, as on TPUs.',
+    ),
+  ):
+    flags.DEFINE_string(name, default, comment, flag_values=values)
+  for name, short, comment in (
+    ('resume', None, 'continue the run in --workdir.'),
+    ('help', 'h', 'show this help.'),
+  ):
+    flags.DEFINE_bool(
+      name, False, comment, short_name=short, flag_values=values
+    )
+  for name, low, comment in (
+    ('num_processes', 1, 'number of processes of the run.'),
+    ('process_id', 0, 'index of this process, from 0.'),
+  ):
+    flags.DEFINE_integer(name, None, comment, low, flag_values=values)
+  for name, default, comment in (
+    ('start_seconds', 120.0, 'time that processes wait for one another.'),
+    ('heartbeat_seconds', 10.0, 'time after which a silent process is dead.'),
+    ('hang_seconds', 600.0, 'time without progress after which it hangs.'),
+  ):
+    flags.DEFINE_float(name, default, comment, 1.0, flag_values=values)
+  return values
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+  """Parses the flags.
+
+  Args:
+    argv: the script's path, then its arguments.
+
+  Raises:
+    ValueError: if a flag has no value, or one that does not fit.
+  """
+  values = _make_flags()
   try:
-    value = ast.literal_eval(text)
-    json.dumps(value)  # As config.json will hold it.
-    return value
-  except (ValueError, SyntaxError, TypeError):
-    return {'true': True, 'false': False}.get(text.lower(), text)
+    overrides = values(argv, known_only=True)[1:]
+  except flags.Error as error:
+    raise ValueError(str(error)) from error
+  name = os.path.splitext(os.path.basename(argv[0]))[0]
+  return CommandLine(argv[0], name, values, overrides)
 
 
-def describe(config: ConfigDict) -> str:
-  """The fields and their values, a line each, as overrides are written."""
-  fields = flatten(config.to_dict())
-  del fields['env.options']  # Written one by one.
-  return '\n'.join(f'  --config.{k}={v}' for k, v in fields.items())
+def print_help(
+  command_line: CommandLine, get_config: Callable[..., ConfigDict]
+) -> None:
+  """Prints the flags and the fields, with defaults, choices and comments."""
+  values = command_line.flags
+  config = get_config(values.agent, values.variant)
+  comments = {name: field.comment for name, field in FIELDS.items()}
+  comments |= AGENTS[config.agent.name].comments
+  print(f'usage: python {command_line.script} [flags]\n{values.get_help()}')
+  print('\nfields, with their defaults:')
+  for name, value in flatten(config.to_dict()).items():
+    comment = comments.get(name, '')
+    allowed = FIELDS[name].allowed if name in FIELDS else None
+    if allowed and not isinstance(allowed, Range):
+      comment += f' One of {", ".join(allowed)}.'
+    if name == 'env.options':
+      name, value = 'env.options.NAME', 'VALUE'
+    if name != 'agent.name':  # The flag --agent sets it.
+      print(f'  --config.{name}={value}\n      {comment}')
+
+
+def join_cluster(command_line: CommandLine) -> Cluster:
+  """Joins the processes of the run; a single process is a cluster of one.
+
+  Raises:
+    ValueError: if they cannot be joined.
+  """
+  values = command_line.flags
+  limits = ('start_seconds', 'heartbeat_seconds', 'hang_seconds')
+  return clusters.start(
+    values.coordinator,
+    values.num_processes,
+    values.process_id,
+    **{name: values[name].value for name in limits},
+  )
+
+
+def resolve_config(
+  command_line: CommandLine,
+  get_config: Callable[..., ConfigDict],
+  cluster: Cluster,
+  exit_stack: contextlib.ExitStack,
+) -> tuple[ConfigDict, Files]:
+  """Resolves the configuration and the files, the same in all processes.
+
+  Only process 0 reads the disc.
+
+  Args:
+    command_line: see `parse_command_line`.
+    get_config: `(agent, variant) -> ConfigDict`.
+    cluster: the processes of the run.
+    exit_stack: receives the lock of a run that is resumed.
+
+  Raises:
+    ValueError: in all processes, for a user's mistake in any process.
+  """
+  values = command_line.flags
+  if cluster.is_distributed:
+    names = ('workdir', 'resume', 'init_from', 'agent', 'variant')
+    versions = {
+      "podrl's code": clusters.version_of_code(),
+      'jax': jax.__version__,
+    }
+    cluster.compare({f'--{k}': values[k].value for k in names} | versions)
+
+  def find_run() -> tuple[str, bool, str]:
+    now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')
+    path = values.workdir or os.path.join('runs', command_line.name, now)
+    is_resumed = values.resume and workdir.is_run(path)
+    agent = values.agent
+    if is_resumed and not values['agent'].present:
+      agent = workdir.read_config(path).agent.name
+    return path, is_resumed, agent
+
+  path, is_resumed, agent = cluster.decide(find_run)
+
+  def make_config() -> tuple[ConfigDict, set[str]]:
+    config = get_config(agent, values.variant)
+    requested = apply_overrides(config, command_line.overrides)
+    if values.variant:
+      requested |= set(flatten(config.to_dict()))
+    if values.resume and (not values.workdir or values.init_from):
+      raise ValueError(
+        '--resume continues a run: it needs --workdir, and it does not fit '
+        '--init_from, which starts another run'
+      )
+    return config, requested
+
+  config, requested = cluster.attempt(make_config)
+  if cluster.is_distributed:
+    fields = flatten(config.to_dict())
+    cluster.compare({f'config.{k}': v for k, v in fields.items()})
+
+  def read_disc() -> tuple[dict, Files]:
+    files = _find_files(values, path, is_resumed, config, requested, exit_stack)
+    return config.to_dict(), files
+
+  fields, files = cluster.decide(read_disc)
+  if cluster.is_distributed:
+    config = workdir.as_config(fields)
+
+  cluster.attempt(lambda: check(config))
+  return config, Files(*files)
+
+
+def _find_files(
+  values: flags.FlagValues,
+  path: str,
+  is_resumed: bool,
+  config: ConfigDict,
+  requested: set[str],
+  exit_stack: contextlib.ExitStack,
+) -> Files:
+  """Checks the disc; gives `config` the values of a run that is resumed."""
+  if values.init_from:
+    checkpoint.find(values.init_from)
+  if not is_resumed:
+    workdir.check_new(path)
+    if values.resume:
+      print(f'{path} holds no run, so a new one starts', file=sys.stderr)
+    return Files(path, values.init_from)
+  if parent := workdir.run_of_agent(path):
+    raise ValueError(
+      f'--workdir={path} is one agent of {parent}; resume that run'
+    )
+  exit_stack.enter_context(workdir.lock(path))  # Before reading the run.
+  if workdir.is_finished(path):
+    raise ValueError(
+      f'--workdir={path} is finished; --init_from={path} starts another run '
+      'with its parameters'
+    )
+  for field in workdir.restore_config(config, path, requested):
+    print(
+      f'resuming with the value of the run: config.{field}', file=sys.stderr
+    )
+  return Files(path, '', True, checkpoint.count_resumes(path))

@@ -2,40 +2,33 @@
 
 from collections.abc import Sequence
 import importlib.metadata
-import os
 from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
 
-from podrl.drivers import spmd
+from podrl.agents import AGENTS
 from podrl.drivers.stages import num_cores
-from podrl.run.check import (
-  check_division,
-  check_minibatches,
-  multiples_near,
-  slots,
-)
-from podrl.run.config import is_sebulba
+from podrl.envs import SUITES
+from podrl.records.workdir import flatten
 from podrl.types import EnvSpec
 
-# Measured on two cores, the default experiment and CartPole are fastest with a
-# device for each core; past eight the shards of the usual batches get small.
+# On two cores, one device per core was fastest for the default experiment and
+# for CartPole. Above eight, the shards of the usual batches get small.
 _MAX_CPU_DEVICES = 8
-
-_MAX_TUNED_THREADS = 8  # More would make the pools of the usual batches small.
+_MAX_TUNED_THREADS = 8  # More threads would make the usual pools small.
 
 
 class Layout(NamedTuple):
   """How Sebulba uses a host.
 
   Attributes:
-    actor_devices: indices of devices.
-    learner_devices: the same.
-    threads: for each actor device.
-    num_actors: threads, over all actor devices.
-    unrolls_per_update: that one update learns from.
-    env_threads: of each actor.
+    actor_devices: local indices of the devices that choose actions.
+    learner_devices: local indices of the devices that learn.
+    threads: threads per actor device, each of which is an actor.
+    num_actors: actors of this process.
+    unrolls_per_update: unrolls of this process that one update learns from.
+    env_threads: threads that step the environments of one actor.
   """
 
   actor_devices: tuple[int, ...]
@@ -46,95 +39,124 @@ class Layout(NamedTuple):
   env_threads: int
 
 
-def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
-  """How many devices to make of a CPU, for each of several processes.
+def _multiples_near(value: int, divisor: int) -> str:
+  """The multiples of `divisor` around `value`, as a remedy."""
+  below = value // divisor * divisor
+  return f'{below} or {below + divisor}' if below else f'{divisor}'
 
-  For Anakin one per core, as far as they divide the batch; for Sebulba as many
-  as are named.
+
+def _batch_size(config: ConfigDict, num_envs: int) -> tuple[int, str]:
+  """The batch that minibatches divide, for `num_envs` on one device.
+
+  Returns:
+    The batch's size and its unit, 'steps' or 'environments'.
   """
-  if is_sebulba(config):
-    return 1 + max(
-      (*config.sebulba.actor_devices, *config.sebulba.learner_devices),
-      default=0,
+  agent = AGENTS[config.agent.name]
+  unit = agent.minibatch_unit(flatten(config.to_dict()))
+  return num_envs * (config.unroll_length if unit == 'steps' else 1), unit
+
+
+def _check_minibatches(
+  config: ConfigDict, num_envs: int, num_devices: int
+) -> None:
+  """Raises a ValueError if minibatches do not divide a device's batch."""
+  num_minibatches = config.num_minibatches
+  size, unit = _batch_size(config, num_envs)
+  if size % num_minibatches:
+    largest = min(size, 2 * num_minibatches)
+    divisors = [n for n in range(1, largest + 1) if size % n == 0]
+    near = sorted(divisors, key=lambda n: abs(n - num_minibatches))[:2]
+    raise ValueError(
+      f'config.num_minibatches={num_minibatches} does not divide the {size} '
+      f'{unit} per update of each of {num_devices} devices; '
+      f'try {" or ".join(map(str, sorted(near)))}'
     )
+
+
+def num_anakin_devices(config: ConfigDict, num_processes: int = 1) -> int:
+  """CPU devices of each Anakin process: one per core, if the batch divides."""
   if config.num_devices:
     return config.num_devices
+  fitting = [1]
+  for n in range(2, min(num_cores(), _MAX_CPU_DEVICES) + 1):
+    num_envs, rest = divmod(config.env.num_envs, n * num_processes)
+    size, _ = _batch_size(config, num_envs)
+    if rest == 0 and size % config.num_minibatches == 0:
+      fitting.append(n)
+  return fitting[-1]
 
-  def divides(n: int) -> bool:
-    n *= num_processes
-    size, _ = slots(config, config.env.num_envs // n)
-    return config.env.num_envs % n == 0 and size % config.num_minibatches == 0
 
-  return max(
-    n
-    for n in range(1, min(num_cores(), _MAX_CPU_DEVICES) + 1)
-    if n == 1 or divides(n)
-  )
+def num_sebulba_devices(config: ConfigDict) -> int:
+  """CPU devices of each Sebulba process: as many as its indices need."""
+  fields = config.sebulba
+  return 1 + max((*fields.actor_devices, *fields.learner_devices), default=0)
 
 
 def on_all_hosts(indices: Sequence[int]) -> list[jax.Device]:
-  """The devices that have these indices in their processes."""
+  """The devices that have these local indices, of all processes."""
   hosts = [jax.local_devices(i) for i in range(jax.process_count())]
-  return [found[i] for found in hosts for i in indices]
+  return [host[i] for host in hosts for i in indices]
 
 
-def devices(config: ConfigDict) -> Sequence[jax.Device]:
+def anakin_devices(config: ConfigDict) -> list[jax.Device]:
   """The devices that an Anakin run uses, of all processes.
 
   Raises:
-    ValueError: where there are fewer, or the batch does not divide over them.
+    ValueError: if there are fewer, or the batch does not divide over them.
   """
-  found = jax.local_devices()
-  num_devices = config.num_devices or (
-    min(num_cpu_devices(config, jax.process_count()), len(found))
-    if found[0].platform == 'cpu'
-    else len(found)
-  )
-  if num_devices > len(found):
+  local, num_processes = jax.local_devices(), jax.process_count()
+  num_devices = config.num_devices or len(local)
+  if local[0].platform == 'cpu' and not config.num_devices:
+    num_devices = min(num_anakin_devices(config, num_processes), len(local))
+  if num_devices > len(local):
     raise ValueError(
-      f'config.num_devices={num_devices}, and there are {len(found)} '
-      f'{found[0].platform} devices; use {len(found)} or fewer, or 0 for all'
+      f'config.num_devices={num_devices}, and there are {len(local)} '
+      f'{local[0].platform} devices; use {len(local)} or fewer, or 0 for all'
     )
-  check_division(config, num_devices * jax.process_count())
+  num_envs, total = config.env.num_envs, num_devices * num_processes
+  if num_envs % total:
+    raise ValueError(
+      f'config.env.num_envs={num_envs} does not divide over {total} devices; '
+      f'try {_multiples_near(num_envs, total)}'
+    )
+  _check_minibatches(config, num_envs // total, total)
   return on_all_hosts(range(num_devices))
 
 
-def _num_threads(config: ConfigDict, num_devices: int) -> int:
-  """Actor threads for each of so many actor devices."""
-  if config.sebulba.autotune and not config.sebulba.threads_per_actor_device:
+def _threads_per_device(config: ConfigDict, num_devices: int) -> int:
+  """Threads on each of `num_devices` actor devices of this process."""
+  if config.sebulba.threads_per_actor_device:
+    return config.sebulba.threads_per_actor_device
+  if config.sebulba.autotune:
     most = min(max(2, num_cores() // num_devices), _MAX_TUNED_THREADS)
     step = num_devices * jax.process_count()
     return max(
       (n for n in range(2, most + 1) if config.env.num_envs % (n * step) == 0),
       default=2,
     )
-  # Two hide the transfers to an accelerator. On two cores one is faster:
-  # CartPole by 1.6 times (medians of windows, in turn).
+  # Two threads hide the transfers to an accelerator. On two CPU cores one
+  # thread trains CartPole 1.6 times faster (medians of windows, in turn).
   is_small = jax.default_backend() == 'cpu' and num_cores() < 4
-  return config.sebulba.threads_per_actor_device or (1 if is_small else 2)
+  return 1 if is_small else 2
 
 
-def _choose_devices(
-  config: ConfigDict, num_found: int
-) -> tuple[tuple[int, ...], ...]:
-  """Indices of the actor and of the learner devices, as named or by default."""
-  fields, found = config.sebulba, range(num_found)
-  actors, learners = fields.actor_devices, fields.learner_devices
+def _default_devices(
+  config: ConfigDict, num_local: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Local indices of the actor and the learner devices, named or default."""
+  actors = config.sebulba.actor_devices
+  learners = config.sebulba.learner_devices
   if not actors:
-    free = [i for i in found if i not in learners] or list(learners)
-    actors = tuple(free[: max(1, num_found // 4)])
+    free = [i for i in range(num_local) if i not in learners] or learners
+    actors = tuple(free[: max(1, num_local // 4)])
   if not learners:
-    learners = tuple(i for i in found if i not in actors) or actors
-    # As many as divide the batch; where none do, the error names them all.
-    num_actors = (
-      jax.process_count() * len(actors) * _num_threads(config, len(actors))
-    )
-    divisors = [
-      n
-      for n in range(1, len(learners) + 1)
-      if config.env.num_envs % (num_actors * n) == 0
-    ]
-    learners = learners[: max(divisors, default=len(learners))]
+    learners = tuple(i for i in range(num_local) if i not in actors) or actors
+    # As many as divide the batch; if none do, the error names them all.
+    num_actors = len(actors) * _threads_per_device(config, len(actors))
+    unit = num_actors * jax.process_count()
+    counts = range(1, len(learners) + 1)
+    fitting = [n for n in counts if config.env.num_envs % (unit * n) == 0]
+    learners = learners[: max(fitting, default=len(learners))]
   return actors, learners
 
 
@@ -142,74 +164,72 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   """How a Sebulba run uses this host.
 
   Args:
-    config: of the run.
-    spec: of its environment.
+    config: the configuration of the run.
+    spec: the spec of its environment.
 
   Raises:
-    ValueError: where a device does not exist, or the batch does not divide.
+    ValueError: if a device does not exist, or the batch does not divide.
   """
-  fields, found = config.sebulba, jax.local_devices()
-  actor_devices, learner_devices = _choose_devices(config, len(found))
+  fields, local = config.sebulba, jax.local_devices()
+  actor_devices, learner_devices = _default_devices(config, len(local))
   for name, indices in (
     ('actor_devices', actor_devices),
     ('learner_devices', learner_devices),
   ):
-    if max(indices) >= len(found) or len(set(indices)) < len(indices):
+    if max(indices) >= len(local) or len(set(indices)) < len(indices):
       raise ValueError(
         f'config.sebulba.{name}={indices} must be different devices from 0 '
-        f'to {len(found) - 1}, the {found[0].platform} devices that there are'
+        f'to {len(local) - 1}, the {local[0].platform} devices of this process'
       )
-  threads = _num_threads(config, len(actor_devices))
+  threads = _threads_per_device(config, len(actor_devices))
   num_actors = len(actor_devices) * threads
   if fields.autotune and num_actors == 1:
     raise ValueError(
-      f'config.sebulba.autotune=True has nothing to choose from with config.'
-      f'sebulba.threads_per_actor_device={threads}; use 2 or more'
+      'config.sebulba.autotune=True has nothing to choose from with '
+      f'config.sebulba.threads_per_actor_device={threads}; use 2 or more'
     )
-  num_envs = config.env.num_envs
-  num_processes = jax.process_count()
-  step = num_actors * len(learner_devices) * num_processes
+  num_envs, num_processes = config.env.num_envs, jax.process_count()
+  num_learners = len(learner_devices)
+  step = num_actors * num_learners * num_processes
   if num_envs % step:
-    over = f'{num_processes} processes, ' if num_processes > 1 else ''
+    processes = f'{num_processes} processes, ' if num_processes > 1 else ''
     raise ValueError(
-      f'config.env.num_envs={num_envs} does not divide over {over}{num_actors} '
-      f'actors and then {len(learner_devices)} learner devices; '
-      f'try {multiples_near(num_envs, step)}'
+      f'config.env.num_envs={num_envs} does not divide over {processes}'
+      f'{num_actors} actors and then {num_learners} learner devices; '
+      f'try {_multiples_near(num_envs, step)}'
     )
-  # A CPU's learner needs a core too, unless a step of the environments costs
-  # much (they draw images, or simulate several frames): on two cores one thread
-  # trains CartPole 1.25 times faster than two, two train Pong 1.3 times faster
-  # than one (windows in turn; after one another).
-  is_cpu = found[0].platform == 'cpu'
-  costs_much = spec.frame_skip > 1 or any(
-    len(x.shape) == 3 for x in jax.tree.leaves(spec.obs)
-  )
-  free_cores = num_cores() - (is_cpu and not costs_much)
   unrolls_per_update = fields.unrolls_per_update or num_actors
   if fields.mode == 'deterministic' and unrolls_per_update != num_actors:
     raise ValueError(
       f'config.sebulba.unrolls_per_update={unrolls_per_update} does not fit '
-      f'the deterministic mode, which takes one of each of {num_actors} '
-      'actors; use 0, or config.sebulba.mode=asynchronous'
+      'the deterministic mode, in which each update takes one unroll of each '
+      f'of {num_actors} actors; use 0, or config.sebulba.mode=asynchronous'
     )
-  check_minibatches(
+  _check_minibatches(
     config,
     num_envs // step * unrolls_per_update,
-    len(learner_devices) * num_processes,
+    num_learners * num_processes,
   )
+  # A CPU's learner needs a core too, unless environment steps are expensive
+  # (they draw images or simulate several frames). On two cores one thread
+  # trains CartPole 1.25 times faster than two, and two train Pong 1.3 times
+  # faster than one (windows in turn; one after the other).
+  shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
+  is_expensive = spec.frame_skip > 1 or any(len(x) == 3 for x in shapes)
+  needs_core = local[0].platform == 'cpu' and not is_expensive
   return Layout(
     actor_devices,
     learner_devices,
     threads,
     num_actors,
     unrolls_per_update,
-    fields.env_threads or max(1, free_cores // num_actors),
+    fields.env_threads or max(1, (num_cores() - needs_core) // num_actors),
   )
 
 
-def warn(config: ConfigDict, layout: Layout) -> list[str]:
-  """What a user of this layout should know, a line each."""
-  fields, found = config.sebulba, jax.local_devices()
+def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
+  """What a user should know of this layout, a line each."""
+  fields, num_local = config.sebulba, len(jax.local_devices())
   num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
   warnings = []
   if (
@@ -219,82 +239,28 @@ def warn(config: ConfigDict, layout: Layout) -> list[str]:
   ):
     warnings.append(
       f'{layout.num_actors} actors x config.sebulba.env_threads='
-      f'{layout.env_threads} are {num_threads} threads for {cores}'
+      f'{layout.env_threads} are {num_threads} threads for {cores} cores'
     )
   num_used = len({*layout.actor_devices, *layout.learner_devices})
-  if num_used < len(found) and not (
-    fields.actor_devices or fields.learner_devices
-  ):
+  is_named = fields.actor_devices or fields.learner_devices
+  if num_used < num_local and not is_named:
     warnings.append(
-      f'{num_used} of {len(found)} devices are used: config.env.num_envs='
-      f'{config.env.num_envs} divides over {len(layout.actor_devices)} that '
-      f'act, with {layout.threads} actors each, and '
-      f'{len(layout.learner_devices)} that learn'
+      f'only {num_used} of {num_local} devices are used: config.env.num_envs='
+      f'{config.env.num_envs} divides over {len(layout.actor_devices)} actor '
+      f'devices, with {layout.threads} actors each, and '
+      f'{len(layout.learner_devices)} learner devices'
     )
   return warnings
-
-
-def count_updates(config: ConfigDict, steps_per_update: int) -> int:
-  """Calls of `update` in a whole run.
-
-  Raises:
-    ValueError: if there are too many.
-  """
-  num_updates = -(-config.total_env_steps // steps_per_update)
-  num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
-  if num_sgd_steps >= 2**31:  # They are counted in int32.
-    raise ValueError(
-      f'config.total_env_steps={config.total_env_steps} are {num_sgd_steps} '
-      'optimiser steps; choose fewer than 2**31 of those'
-    )
-  return num_updates
-
-
-def periods(config: ConfigDict, steps_per_update: int) -> tuple[int, int]:
-  """Updates between two evaluations, and between two checkpoints."""
-  return tuple(
-    -(-fields.every_env_steps // steps_per_update)
-    for fields in (config.eval, config.checkpoint)
-  )
-
-
-def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
-  """Sets what must be set before the first use of a device."""
-  # Devices made already (by a test, XLA_FLAGS) stay.
-  if (
-    jax.config.jax_num_cpu_devices < 1
-    and ('device_count' not in os.environ.get('XLA_FLAGS', ''))
-    and (not spmd.has_accelerator())
-  ):
-    spmd.set_num_cpu_devices(
-      num_cpu_devices(config, num_processes), num_processes
-    )
-    # An actor's small programs are faster in its own thread than in another.
-    jax.config.update('jax_cpu_enable_async_dispatch', not is_sebulba(config))
-  cache = config.compilation_cache
-  jax.config.update('jax_enable_compilation_cache', cache != 'off')
-  if cache == 'off':
-    return
-  if cache == 'auto':
-    cache = os.path.join(
-      os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'),
-      'podrl',
-      'xla',
-    )
-  jax.config.update('jax_compilation_cache_dir', cache)
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
-  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
 
 def describe_machine(
   devices: Sequence[jax.Device], suite: str
 ) -> dict[str, Any]:
-  """What a run ran on: its devices, and versions, of its library of tasks too."""
-  packages = ('jax', 'jaxlib', 'flax', 'optax', suite)
+  """The devices of a run, and the versions of the packages that it uses."""
+  packages = ('podrl', 'jax', 'jaxlib', 'flax', 'optax', SUITES[suite].package)
   return {
     'platform': devices[0].platform,
     'devices': len(devices),
     'processes': jax.process_count(),
-    'versions': {'podrl': importlib.metadata.version('podrl')}
-    | {p: importlib.metadata.version(p) for p in packages},
+    'versions': {x: importlib.metadata.version(x) for x in packages},
   }

@@ -10,19 +10,19 @@ import numpy as np
 
 from podrl.types import Agent, Array, DeviceEnv, HostEnv, TimeStep, Tree
 
-_CHUNK_STEPS = 128  # Between two looks at whether to stop.
+_CHUNK_STEPS = 128  # Steps between two calls of `should_stop`.
 _NUM_RESAMPLES = 2000  # Of a bootstrap interval.
 
-# Of keys `[N]` and one counter.
+# Folds one counter into each of the keys `[N]`.
 _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
 class Evaluation(NamedTuple):
-  """Finished evaluation.
+  """The episodes of an evaluation.
 
   Attributes:
     returns: float32 `[N]`, undiscounted sums of raw rewards.
-    lengths: int32 `[N]`, steps.
+    lengths: int32 `[N]`, in steps.
   """
 
   returns: np.ndarray
@@ -30,23 +30,20 @@ class Evaluation(NamedTuple):
 
 
 class Share(NamedTuple):
-  """One of several processes; each runs its part of the episodes."""
+  """Which of several processes this is; each runs its part of the episodes."""
 
   process: int = 0
   num_processes: int = 1
 
   def of(self, num_episodes: int) -> slice:
-    """This process's episodes."""
-    return slice(
-      *(
-        i * num_episodes // self.num_processes
-        for i in (self.process, self.process + 1)
-      )
-    )
+    """The episodes of this process."""
+    start = self.process * num_episodes // self.num_processes
+    end = (self.process + 1) * num_episodes // self.num_processes
+    return slice(start, end)
 
 
 class _State(NamedTuple):
-  """Evaluation under way; leaves `[N, ...]`."""
+  """The state of an unfinished evaluation; leaves `[N, ...]`."""
 
   env_state: Tree
   timestep: TimeStep
@@ -65,37 +62,35 @@ def make_evaluate(
   greedy: bool,
   share: Share = Share(),
 ) -> Callable[..., Evaluation | None]:
-  """Builds an evaluation on one device.
+  """Builds an evaluation of an agent on one device.
 
   Args:
-    env: the environments.
-    agent: whose `act` is evaluated.
-    num_episodes: how many, one per environment.
-    max_episode_steps: where an episode that does not end is cut; it counts
-      with the return that it has by then.
-    greedy: take the policy's mode rather than a sample.
-    share: what this process runs of them.
+    env: environments on the device.
+    agent: the agent to evaluate.
+    num_episodes: episodes of all processes, each in its own environment.
+    max_episode_steps: a longer episode is cut here, and its return so far
+      counts.
+    greedy: whether to take the policy's mode instead of a sample.
+    share: selects the episodes of this process.
 
   Returns:
-    `(params, rng_key, should_stop) -> Evaluation`, or None where
-    `should_stop()` became true before the end.
+    `(params, rng_key, should_stop) -> Evaluation`, or None if `should_stop()`
+    became true before the end.
   """
 
   @jax.jit
   def start(rng_key: chex.PRNGKey) -> tuple[_State, chex.PRNGKey]:
-    keys = jax.random.split(rng_key, (2, num_episodes))[
-      :, share.of(num_episodes)
-    ]
-    env_state, timestep = env.reset(keys[0])
-    size = keys.shape[1]
-    return _State(
-      env_state,
-      timestep,
+    keys = jax.random.split(rng_key, (2, num_episodes))
+    reset_keys, act_keys = keys[:, share.of(num_episodes)]
+    size = reset_keys.size
+    state = _State(
+      *env.reset(reset_keys),
       agent.initial_carry(size),
-      jnp.zeros(size, bool),
-      jnp.zeros(size),
-      jnp.zeros(size, jnp.int32),
-    ), keys[1]
+      is_over=jnp.zeros(size, bool),
+      returns=jnp.zeros(size),
+      lengths=jnp.zeros(size, jnp.int32),
+    )
+    return state, act_keys
 
   def step(params: Tree, keys: chex.PRNGKey, t: Array, state: _State) -> _State:
     action, _, carry = agent.act(
@@ -103,14 +98,9 @@ def make_evaluate(
     )
     env_state, timestep = env.step(state.env_state, action)
     is_over = jnp.logical_or(state.is_over, timestep.is_first)
-    return _State(
-      env_state,
-      timestep,
-      carry,
-      is_over,
-      state.returns + jnp.where(is_over, 0.0, timestep.reward),
-      state.lengths + jnp.where(is_over, 0, 1),
-    )
+    returns = state.returns + jnp.where(is_over, 0.0, timestep.reward)
+    lengths = state.lengths + jnp.where(is_over, 0, 1)
+    return _State(env_state, timestep, carry, is_over, returns, lengths)
 
   @jax.jit
   def run_chunk(
@@ -125,13 +115,13 @@ def make_evaluate(
   def evaluate(
     params: Tree, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
   ) -> Evaluation | None:
-    state, keys = start(rng_key)  # Without episodes all are over.
+    state, keys = start(rng_key)
     for t in range(0, max_episode_steps, _CHUNK_STEPS):
       if should_stop():
         return None
       end = min(t + _CHUNK_STEPS, max_episode_steps)
       _, state = run_chunk(params, keys, t, end, state)
-      if np.all(state.is_over):
+      if np.all(state.is_over):  # True as well if there are no episodes.
         break
     return Evaluation(np.asarray(state.returns), np.asarray(state.lengths))
 
@@ -147,56 +137,42 @@ def make_host_evaluate(
   greedy: bool,
   share: Share = Share(),
 ) -> Callable[..., Evaluation | None]:
-  """Builds an evaluation in a pool of its own, made afresh each time.
+  """Builds an evaluation of an agent that makes a new pool for each call.
 
   Args:
     make_env: `(num_envs, seed) -> HostEnv`.
-    agent: whose `act` is evaluated.
-    num_episodes: how many, one per environment.
-    max_episode_steps: where an episode that does not end is cut.
-    greedy: take the policy's mode rather than a sample.
-    share: what this process runs of them.
+    agent: the agent to evaluate.
+    num_episodes: this and the others are those of `make_evaluate`.
 
   Returns:
-    `(params, rng_key, should_stop) -> Evaluation`, or None where
-    `should_stop()` became true before the end.
+    As `make_evaluate`.
   """
+  observe = None
 
-  def make_act(observe: Callable[[Tree], Tree]) -> Callable:
-    @jax.jit
-    def act(params, keys, t, timestep, carry):
-      action, _, carry = agent.act(
-        params,
-        _fold_in(keys, t),
-        timestep._replace(obs=observe(timestep.obs)),
-        carry,
-        greedy=greedy,
-      )
-      return action, carry
-
-    return act
-
-  act = None
+  # `observe` is that of the first pool, so that this compiles only once.
+  @jax.jit
+  def act(params, keys, t, timestep, carry):
+    timestep = timestep._replace(obs=observe(timestep.obs))
+    keys = _fold_in(keys, t)
+    action, _, carry = agent.act(params, keys, timestep, carry, greedy=greedy)
+    return action, carry
 
   def evaluate(
     params: Tree, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
   ) -> Evaluation | None:
-    nonlocal act
+    nonlocal observe
     seed_key, act_key = jax.random.split(rng_key)
-    mine = share.of(num_episodes)
-    keys = jax.random.split(act_key, num_episodes)[mine]
-    size = keys.size
-    returns, lengths = np.zeros(size), np.zeros(size, np.int64)
-    if not size:
-      return Evaluation(returns.astype(np.float32), lengths.astype(np.int32))
-    env = make_env(
-      size,
-      mine.start
-      + int(jax.random.randint(seed_key, (), 0, 2**31 - 1 - num_episodes)),
-    )
-    act = act or make_act(env.observe)  # Compiled once for all evaluations.
-    carry = agent.initial_carry(size)
-    is_over = np.zeros(size, bool)
+    episodes = share.of(num_episodes)
+    keys = jax.random.split(act_key, num_episodes)[episodes]
+    returns = np.zeros(keys.size)
+    lengths = np.zeros(keys.size, np.int32)
+    if not keys.size:
+      return Evaluation(returns.astype(np.float32), lengths)
+    seed = jax.random.randint(seed_key, (), 0, 2**31 - 1 - num_episodes)
+    env = make_env(keys.size, episodes.start + int(seed))
+    observe = observe or env.observe
+    carry = agent.initial_carry(keys.size)
+    is_over = np.zeros(keys.size, bool)
     try:
       timestep = env.reset()
       for t in range(max_episode_steps):
@@ -211,7 +187,7 @@ def make_host_evaluate(
           break
     finally:
       env.close()
-    return Evaluation(returns.astype(np.float32), lengths.astype(np.int32))
+    return Evaluation(returns.astype(np.float32), lengths)
 
   return evaluate
 

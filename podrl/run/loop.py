@@ -19,7 +19,7 @@ from podrl.records.recorder import Recorder, local_part, merge_processes
 from podrl.records.workdir import Record
 from podrl.run import build
 from podrl.run.cluster import Cluster
-from podrl.run.command import Files
+from podrl.run.config import Files
 from podrl.run.signals import PREEMPTED, Signals
 from podrl.types import Tree
 

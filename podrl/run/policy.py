@@ -12,47 +12,46 @@ import numpy as np
 
 from podrl.records import checkpoint, workdir
 from podrl.run import build
-from podrl.run.config import is_sebulba
 from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree
 
 
 def observe(spec: Tree, obs: Tree) -> Tree:
-  """A library's own observations as those that agents see.
+  """Converts a library's own observations to those that agents see.
 
   Args:
     spec: `EnvSpec.obs`, leaves `[*obs_shape]`.
-    obs: leaves `[B, *obs_shape]`, or integers `[B]`, categories from 0 on, where
-      the specification is of their one-hot vector.
+    obs: leaves `[B, *obs_shape]`. Where the spec is a one-hot vector, integers
+      `[B]` are allowed: categories, from 0.
 
   Raises:
-    ValueError: if a shape is another.
+    ValueError: if an observation has another shape.
   """
 
-  def one(spec: jax.ShapeDtypeStruct, x: Array) -> Array:
+  def convert(spec: jax.ShapeDtypeStruct, x: Array) -> Array:
     x = jnp.asarray(x)
     if x.shape[1:] == spec.shape:
       return x.astype(spec.dtype)
     is_category = jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 1
     if is_category and spec.dtype == bool and len(spec.shape) == 1:
       return x[:, None] == jnp.arange(spec.shape[0], dtype=x.dtype)[None]
+    expected = ', '.join(['B', *map(str, spec.shape)])
     raise ValueError(
-      f'an observation has shape {x.shape}; the policy takes '
-      f'{("B",) + spec.shape}'.replace("'", '')
+      f'an observation has shape {x.shape}; the policy takes ({expected})'
     )
 
-  return jax.tree.map(one, spec, obs)
+  return jax.tree.map(convert, spec, obs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """A policy, its parameters on one device.
+  """A policy with its parameters on one device.
 
   Attributes:
-    config: of the run.
-    spec: of its environment.
-    agent: whose `act` it calls.
-    params: of the agent.
-    num_updates: that made them.
+    config: the configuration of its run.
+    spec: the spec of its environment.
+    agent: the agent that acts.
+    params: the agent's parameters.
+    num_updates: the number of updates that produced them.
   """
 
   config: ConfigDict
@@ -62,7 +61,7 @@ class Policy:
   num_updates: int
 
   def initial_carry(self, batch_size: int) -> Tree:
-    """What is carried into the first step of so many episodes."""
+    """The carry before the first step of `batch_size` episodes."""
     return self.agent.initial_carry(batch_size)
 
   def __call__(
@@ -77,10 +76,10 @@ class Policy:
 
     Args:
       obs: leaves `[B, *obs_shape]`, as the environment's library gives them.
-      carry: what the last call returned; None begins episodes.
-      is_first: bool `[B]`, where an episode begins; by default where `carry` is
-        None.
-      rng_key: draws a sample; without, it is the policy's mode.
+      carry: what the last call returned; None at the start of episodes.
+      is_first: bool `[B]`, whether an episode starts; by default whether
+        `carry` is None.
+      rng_key: samples actions; by default they are the policy's mode.
 
     Returns:
       Actions, int32 `[B]` or float32 `[B, *shape]` within their bounds, and the
@@ -94,28 +93,19 @@ class Policy:
       is_first = np.full(batch_size, carry is None)
     if carry is None:
       carry = self.initial_carry(batch_size)
-    keys = jax.random.split(
-      jax.random.key(0) if rng_key is None else rng_key, batch_size
-    )
-    return self._act(
-      self.params,
-      keys,
-      obs,
-      jnp.asarray(is_first),
-      carry,
-      greedy=rng_key is None,
-    )
+    greedy = rng_key is None
+    key = jax.random.key(0) if rng_key is None else rng_key
+    keys = jax.random.split(key, batch_size)
+    is_first = jnp.asarray(is_first)
+    return self._act(self.params, keys, obs, is_first, carry, greedy=greedy)
 
   @functools.cached_property
   def _act(self):
     @functools.partial(jax.jit, static_argnames='greedy')
     def act(params, keys, obs, is_first, carry, *, greedy):
-      timestep = TimeStep(
-        observe(self.spec.obs, obs),
-        jnp.zeros(is_first.shape),
-        jnp.ones(is_first.shape),
-        is_first,
-      )
+      obs = observe(self.spec.obs, obs)
+      reward, discount = jnp.zeros(is_first.shape), jnp.ones(is_first.shape)
+      timestep = TimeStep(obs, reward, discount, is_first)
       action, _, carry = self.agent.act(
         params, keys, timestep, carry, greedy=greedy
       )
@@ -139,19 +129,15 @@ def load(
   if not 0 <= seed < num_seeds:
     raise ValueError(f'{path} has no agent {seed}; it has {num_seeds}')
   step = checkpoint.find(path, which)
-  spec = (
-    build.make_host_spec(config)
-    if is_sebulba(config)
-    else (build.make_env(config).spec)
-  )
+  spec = build.make_spec(config)
   agent = build.make_agent(config, spec)
-  keys = jax.random.split(jax.random.key(0), num_seeds)
-  shapes = (
-    jax.eval_shape(jax.vmap(agent.init), keys)
-    if num_seeds > 1
-    else jax.eval_shape(agent.init, keys[0])
-  )
-  params = checkpoint.read_params(path, step, shapes)
-  if num_seeds > 1:
+  key = jax.random.key(0)
+  if num_seeds == 1:
+    shapes = jax.eval_shape(agent.init, key)
+    params = checkpoint.read_params(path, step, shapes)
+  else:
+    keys = jax.random.split(key, num_seeds)
+    shapes = jax.eval_shape(jax.vmap(agent.init), keys)
+    params = checkpoint.read_params(path, step, shapes)
     params = jax.tree.map(lambda x: x[seed], params)
   return Policy(config, spec, agent, params, step)

@@ -18,10 +18,11 @@ from podrl.drivers import machine
 from podrl.records import checkpoint, workdir
 from podrl.records.recorder import Recorder
 from podrl.records.workdir import WriteError
-from podrl.run import build, command, loop
+from podrl.run import build, loop
+from podrl.run import config as configs
 from podrl.run.cluster import Cluster
-from podrl.run.command import Files
-from podrl.run.devices import describe_machine, set_up_jax
+from podrl.run.config import Files
+from podrl.run.devices import describe_machine
 from podrl.run.signals import (
   DONE,
   FAILED,
@@ -57,14 +58,14 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
   held = contextlib.ExitStack()
   together = Cluster()
   try:
-    line = command.read(argv)
-    if line.values.help:
-      command.show_help(line, get_config)
+    line = configs.parse_command_line(argv)
+    if line.flags.help:
+      configs.print_help(line, get_config)
       return DONE
-    together = command.join(line)
+    together = configs.join_cluster(line)
     signals.is_distributed = together.is_distributed
-    config, files = command.settle(line, get_config, together, held)
-    together.attempt(lambda: set_up_jax(config, together.num_processes))
+    config, files = configs.resolve_config(line, get_config, together, held)
+    together.attempt(lambda: build.set_up_jax(config, together.num_processes))
     if together.is_distributed:
       together.compare(
         {

@@ -30,9 +30,8 @@ from podrl.drivers import limits, machine
 from podrl.records import workdir
 from podrl.records.workdir import Record
 from podrl.run import build
-from podrl.run.check import check
-from podrl.run.config import check_choice, is_sebulba
-from podrl.run.devices import set_up_jax
+from podrl.run.build import set_up_jax
+from podrl.run.config import check, check_choice, is_sebulba
 from podrl.run.loop import own_devices
 from podrl.tools import balance_history as history
 from podrl.tools import balance_picture as picture

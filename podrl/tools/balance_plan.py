@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from podrl.run.check import check
+from podrl.run.config import check
 from podrl.run.devices import make_layout, num_cores
 from podrl.types import EnvSpec
 

@@ -20,15 +20,13 @@ import numpy as np
 from podrl.records import workdir
 from podrl.run import build
 from podrl.run.config import base_config, is_sebulba
-from podrl.run.devices import num_cpu_devices, set_up_jax
+from podrl.run.devices import num_anakin_devices
 from podrl.tools import balance_model as model
 from podrl.tools import scaling as measure
 from podrl.tools.balance_plan import Plan, candidates
 from podrl.tools.balance_search import Found, find_for
 from podrl.tools.balance_simulation import Costs, times
-from podrl.tools.scaling import CHIPS, Chip
-from podrl.tools.scaling import scale, single
-from podrl.tools.scaling import Work, read_work
+from podrl.tools.scaling import CHIPS, Chip, Work, read_work, scale, single
 
 # Assumed, for want of a published figure: from calling a program on an
 # accelerator until its actions are on the host. Cores are at work meanwhile.
@@ -165,7 +163,7 @@ def _predicted_anakin(
   """Anakin on one accelerator, by its data sheet and what it reaches here."""
   new = anakin_config(config)
   steps = new.unroll_length * new.env.num_envs
-  one_core = np.asarray([steps * num_cpu_devices(new) / steps_per_second])
+  one_core = np.asarray([steps * num_anakin_devices(new) / steps_per_second])
   base = single(
     measure.Times(one_core, one_core, {}),
     *_work(new),
@@ -326,7 +324,7 @@ def compare(
 
 def _measure(config: Any, size_range: float) -> float:
   """Steps per second of an Anakin run, or of the best plan of Sebulba."""
-  set_up_jax(config)
+  build.set_up_jax(config)
   if is_sebulba(config):
     found = find_for(config, size_range)
     return found.rate(found.ranking[0])

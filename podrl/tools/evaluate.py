@@ -18,29 +18,12 @@ import numpy as np
 from podrl import tools
 from podrl.records import workdir
 from podrl.run import build, policy
-from podrl.run.config import is_sebulba
-from podrl.run.evaluation import (
-  Evaluation,
-  bootstrap,
-  make_evaluate,
-  make_host_evaluate,
-)
+from podrl.run.evaluation import Evaluation, bootstrap
 
 
 def _evaluate(loaded: policy.Policy, seed: int) -> Evaluation:
   """Runs the episodes that the policy's configuration asks for."""
-  config = loaded.config
-  arguments = build.evaluation(config, loaded.spec)
-  if is_sebulba(config):
-    evaluate = make_host_evaluate(
-      lambda num_envs, seed: build.make_host_env(
-        config, num_envs, seed, build.num_cores(), evaluation=True
-      ),
-      loaded.agent,
-      **arguments,
-    )
-  else:
-    evaluate = make_evaluate(build.make_env(config), loaded.agent, **arguments)
+  evaluate = build.make_evaluate(loaded.config, loaded.spec, loaded.agent)
   return evaluate(loaded.params, jax.random.key(seed), lambda: False)
 
 

@@ -53,9 +53,7 @@ from podrl.drivers.anakin import make_anakin, make_unroll
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build, cluster
-from podrl.run import devices as layout
-from podrl.run.check import check
-from podrl.run.config import check_choice, is_sebulba
+from podrl.run.config import check, check_choice, is_sebulba
 from podrl.types import Agent, EnvSpec, TimeStep, Trajectory, Tree
 
 
@@ -352,7 +350,7 @@ def _train(
   """Makes `count -> rows`, which runs updates and returns a row for each."""
   _join(coordinator, process)
   config = workdir.as_config(fields)
-  layout.set_up_jax(config, 2 if coordinator else 1)
+  build.set_up_jax(config, 2 if coordinator else 1)
   driver = build.make_run(config).driver
   driver.start()
 

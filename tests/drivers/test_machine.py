@@ -14,8 +14,7 @@ from podrl.drivers import exchange as channel
 from podrl.drivers import machine, stages
 from podrl.drivers.limits import System
 from podrl.records import recorder, terminal
-from podrl.run.check import check
-from podrl.run.config import base_config
+from podrl.run.config import base_config, check
 from podrl.types import Episodes, Report
 
 

@@ -604,7 +604,7 @@ def test_evaluation_leaves_out_what_only_training_uses():
       {'network.recurrent': 'gru', 'num_minibatches': 3},
       'does not divide the 8 environments per update of each of 2',
     ),
-    ({'network.initial_scale': 0.0}, 'from 0.01 to 10'),
+    ({'network.initial_scale': 0.0}, 'at least 0.01 and at most 10'),
     ({'env.name': 'Go9x9-v1'}, '2 players'),
     ({'env.suite': 'gymnax'}, 'from an experiment of anakin'),
     ({'env.num_envs': 15}, 'try 12 or 16'),
