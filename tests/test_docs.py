@@ -5,8 +5,12 @@ import pathlib
 import re
 import runpy
 
+import anakin_cartpole
 import numpy as np
-from test_train import _run
+import pytest
+
+from podrl.records import workdir
+from podrl.run import train
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _DOCS = _ROOT / 'docs'
@@ -25,7 +29,24 @@ def _execute(scope, *names):
   exec(compile(code, ' and '.join(names), 'exec'), scope)
 
 
-def test_the_tutorials_code_runs_and_learns():
+@pytest.fixture(scope='module')
+def home(tmp_path_factory):
+  """A directory with a trained run, `runs/mine`."""
+  path = tmp_path_factory.mktemp('home')
+  arguments = ['--config.total_env_steps=2e5', '--config.eval.num_episodes=2']
+  argv = ['anakin_cartpole.py', f'--workdir={path}/runs/mine', *arguments]
+  assert train.run(anakin_cartpole.get_config, argv) == 0
+  return path
+
+
+def _metrics_page():
+  """The names that the page of metrics documents."""
+  text = _TEXT[_DOCS / 'reference/metrics.md']
+  rows = re.findall(r'^\| (`.*?) \|', text, re.M)
+  return set(re.findall(r'`(\w+)`', ' '.join(rows)))
+
+
+def test_the_tutorials_code_runs_and_learns(home):
   scope = {}
   _execute(scope, 'tutorials/environment.md', 'tutorials/agent.md')
   # A random walk from the middle ends right half of the time.
@@ -34,6 +55,17 @@ def test_the_tutorials_code_runs_and_learns():
   assert 'bonus' in scope['records'].metrics
   assert scope['host_return'] > 0.95
   assert scope['host_driver'].learner.num_updates == 100
+  report = scope['reports'][-1]
+  measured = {*report.metrics, *report.own, *report.stages} - {'bonus'}
+  assert measured <= _metrics_page()
+  records = workdir.read_records(str(home / 'runs' / 'mine'))
+  recorded = set().union(*records)
+  assert recorded <= _metrics_page()
+  # The page names nothing else, apart from the limit, which records derive, and
+  # energy, which not every machine measures.
+  derived = {'limit', 'limit_sentence'}
+  energy = {'joules_per_second', 'frames_per_joule'}
+  assert _metrics_page() <= measured | recorded | derived | energy
 
 
 def test_the_tutorials_experiment_is_one(tmp_path):
@@ -43,14 +75,11 @@ def test_the_tutorials_experiment_is_one(tmp_path):
   assert get_config('impala', 'long').total_env_steps == 5_000_000
 
 
-def test_a_trained_policy_is_used(tmp_path, monkeypatch):
-  run = tmp_path / 'runs' / 'mine'
-  arguments = ['--config.total_env_steps=2e5', '--config.eval.num_episodes=2']
-  assert _run(run, *arguments, name='anakin_cartpole', tiny=False) == 0
-  scope = {'RUN': run}
+def test_a_trained_policy_is_used(home, monkeypatch):
+  scope = {'RUN': home / 'runs' / 'mine'}
   _execute(scope, 'how-to/policy.md')
   assert scope['policy_return'] > 150  # At random 22.
-  monkeypatch.chdir(tmp_path)
+  monkeypatch.chdir(home)
   scope = {'obs': np.zeros((3, 4)), 'next_obs': np.ones((3, 4))}
   exec(compile(_code(_ROOT / 'README.md'), 'README.md', 'exec'), scope)
   assert scope['action'].shape == (3,)
