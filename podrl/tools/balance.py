@@ -1,203 +1,644 @@
-"""Finds the balance between CPU and accelerator for an experiment of Sebulba.
+"""Finds the fastest settings of a Sebulba experiment on this machine.
 
-  podrl balance EXPERIMENT [--agent=ppo] [--variant=] [--out=DIR]
-      [--max_lag=N] [--size_range=2] [--apply] [--config.FIELD=VALUE ...]
+  podrl balance EXPERIMENT [--agent=ppo] [--variant=] [--out=DIR] [--apply]
+      [--max_lag=N] [--size_range=2] [--config.FIELD=VALUE ...]
   podrl balance RUN [--out=DIR]
 
-EXPERIMENT is a file such as experiments/sebulba_pong.py. For about a minute its
-environments, inference and updates are timed on this machine, and short runs of
-the driver; a model of the host then ranks plans: actor threads, environments of
-each (envs), steps of an unroll (T), the threads that step an actor's
-environments (thr.), the devices that act and that learn. It says what each
-would give, what it gave where it was run, how busy that keeps cores, actor
-devices and learner devices, the policy lag, and what limits it. The overrides
-of the best are to paste, or --apply runs the experiment with them. At last it
-says whether an accelerator is worth it.
+EXPERIMENT is a file such as experiments/sebulba_pong.py. Short runs measure at
+most 12 plans. A plan sets the number of actors, the environments of each actor
+(envs), the unroll length (T), the threads that step the environments of one
+actor (thr.), and the devices that act and learn. Paste the overrides of the
+best plan, or run the experiment with them by --apply.
 
-RUN is the directory of a run: what limited it, and a picture of what autotune did.
+RUN is the directory of a run. The command prints what limited the run, and
+draws what autotune did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import functools
+import json
 import os
+import subprocess
 import sys
+import time
+from typing import Any, NamedTuple
 
 from absl import flags
+import jax
+from ml_collections import ConfigDict
 import numpy as np
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from podrl import tools
 from podrl.drivers import limits, machine
+from podrl.drivers.stages import num_cores
 from podrl.records import workdir
+from podrl.records.recorder import Window
+from podrl.records.terminal import compact
 from podrl.records.workdir import Record
 from podrl.run import build
-from podrl.run.build import set_up_jax
-from podrl.run.config import check, check_choice, is_sebulba
-from podrl.run.loop import own_devices
-from podrl.tools import balance_history as history
-from podrl.tools import balance_picture as picture
-from podrl.tools import balance_search as search
-from podrl.tools import balance_worth as worth
-from podrl.tools.balance_plan import configured, overrides, to_flags
-from podrl.tools.scaling import CHIPS
+from podrl.run.config import base_config
+from podrl.run.devices import make_layout
 
-_BEST = 5  # So many plans are told.
-_MAX_RANGE = 64  # Of --size_range.
+MAX_PLANS, FINAL_ROUNDS = 12, 3
+RUNG_SECONDS = (1.0, 2.0, 2.0)  # The length of a run in each rung.
+_NUM_SHOWN, _MAX_RANGE = 5, 64
+_PAYS = 1.2  # An accelerator pays from this speed-up on.
+_BUSY = {
+  'cores': 'busy_cores',
+  'act': 'busy_actor_devices',
+  'learn': 'busy_learner_devices',
+}
+_COLORS = ('#1f5fa8', '#3d7a3a', '#c44e00')
+
+
+class Plan(NamedTuple):
+  """How Sebulba uses a host.
+
+  Attributes:
+    actor_devices, learner_devices: indices of devices.
+    threads: actors for each actor device.
+    num_envs: environments of all actors together.
+    env_threads: threads that step the environments of one actor.
+    unroll_length: T, steps.
+    unrolls_per_update: unrolls in one update; 0 means one of each actor.
+  """
+
+  actor_devices: tuple[int, ...]
+  learner_devices: tuple[int, ...]
+  threads: int
+  num_envs: int
+  env_threads: int
+  unroll_length: int
+  unrolls_per_update: int
+
+  @property
+  def num_actors(self) -> int:
+    """Actors on all devices."""
+    return len(self.actor_devices) * self.threads
+
+  @property
+  def batch(self) -> int:
+    """T x environments of one update."""
+    unrolls = self.unrolls_per_update or self.num_actors
+    return self.unroll_length * self.num_envs * unrolls // self.num_actors
+
+  @property
+  def sizes(self) -> tuple[int, int, int, int]:
+    """Actors, environments of each, T and environment threads."""
+    num_envs = self.num_envs // self.num_actors
+    return self.num_actors, num_envs, self.unroll_length, self.env_threads
+
+  def overrides(self, base: 'Plan') -> dict[str, Any]:
+    """Returns the fields that change the configuration of `base` to this."""
+    fields = {
+      'unroll_length': self.unroll_length,
+      'env.num_envs': self.num_envs,
+      'sebulba.threads_per_actor_device': self.threads,
+      'sebulba.env_threads': self.env_threads,
+    }
+    if self[:2] != base[:2]:
+      fields['sebulba.actor_devices'] = self.actor_devices
+      fields['sebulba.learner_devices'] = self.learner_devices
+    return fields
+
+
+def from_config(config: ConfigDict) -> Plan:
+  """Returns the plan of a configuration; ValueError if it does not fit."""
+  layout = make_layout(config, build.make_spec(config))
+  num_envs = config.env.num_envs
+  devices = layout.actor_devices, layout.learner_devices
+  unrolls = config.unroll_length, config.sebulba.unrolls_per_update
+  return Plan(*devices, layout.threads, num_envs, layout.env_threads, *unrolls)
+
+
+def to_flags(fields: dict[str, Any]) -> str:
+  """Returns fields as overrides to paste after a command."""
+  texts = [','.join(map(str, np.atleast_1d(x))) for x in fields.values()]
+  return ' '.join(f'--config.{k}={text}' for k, text in zip(fields, texts))
+
+
+def with_fields(config: ConfigDict, fields: dict[str, Any]) -> ConfigDict:
+  """Returns a copy of a configuration with other values of some fields."""
+  copy = config.copy_and_resolve_references()
+  copy.update_from_flattened_dict(fields)
+  return copy
+
+
+def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
+  """Returns the plans one step from `plan` along each axis, unchecked.
+
+  A step along the unroll length keeps the batch, and one along the threads
+  keeps the environments of all actors together.
+  """
+  every, plans = tuple(range(num_devices)), []
+  if num_devices > 1:
+    counts = [n for n in (1, 2, 4, 8, 16) if n < num_devices]
+    splits = [(every, every)] + [(every[:n], every[n:]) for n in counts]
+    plans = [Plan(*split, *plan[2:]) for split in splits]
+  num_envs, length = plan.num_envs, plan.unroll_length
+  steps = [
+    {'num_envs': 2 * num_envs},
+    {'num_envs': num_envs // 2},
+    {'num_envs': 2 * num_envs, 'unroll_length': length // 2},
+    {'num_envs': num_envs // 2, 'unroll_length': 2 * length},
+    {'threads': 2 * plan.threads},
+    {'threads': plan.threads // 2},
+    {'env_threads': 2 * plan.env_threads},
+    {'env_threads': plan.env_threads // 2},
+  ]
+  return plans + [plan._replace(**step) for step in steps]
+
+
+def is_candidate(
+  config: ConfigDict, plan: Plan, base: Plan, size_range: float
+) -> bool:
+  """Whether a plan is near enough to the configured one, and runs at all."""
+  if min(plan.threads, plan.env_threads, plan.unroll_length) < 1:
+    return False
+  num_devices, cores = len(plan.actor_devices), num_cores()
+  sizes = plan.unroll_length / base.unroll_length, plan.batch / base.batch
+  most_threads = max(base.env_threads, cores // plan.num_actors)
+  if config.env.suite != 'envpool':  # The other libraries ignore env_threads.
+    most_threads = base.env_threads
+  if (
+    plan.num_actors > max(2 * num_devices, 2 * cores, base.num_actors)
+    or plan.env_threads > most_threads
+    or not all(1 / size_range <= size <= size_range for size in sizes)
+  ):
+    return False
+  try:
+    build.make_run(with_fields(config, plan.overrides(base)))
+  except ValueError:
+    return False
+  return True
+
+
+def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
+  """Runs a driver for a while; compilation and the first updates do not count.
+
+  Args:
+    config: the configuration of the run.
+    batch: T x environments of one update.
+    seconds: how long it runs; it runs at least three updates.
+
+  Returns:
+    A record as in metrics.jsonl. Its steps are those that the learner used.
+
+  Raises:
+    ValueError: if the configuration does not fit, or the loss is not finite.
+  """
+  run = build.make_run(config)
+  window, meter = Window(run.spec.frame_skip, 1), machine.Meter(run.devices)
+  pace, start = 2, 0.0
+  try:
+    run.driver.start()
+    while window.num_updates < 3 or time.perf_counter() - start < seconds:
+      (report,) = meter.over(lambda: run.driver.advance(pace))
+      if not report.is_finite:
+        raise ValueError(
+          'the loss is NaN or infinite; try a smaller optimizer.learning_rate'
+        )
+      if start:
+        window.add(report)
+        pace = max(1, int(0.2 * report.num_updates / report.seconds))
+      else:
+        pace, start = 1, time.perf_counter()
+  finally:
+    run.driver.close()
+  record = window.record()
+  used = record['updates_per_second'] * batch / record['predictions_per_second']
+  for name in ('steps_per_second', 'frames_per_second', 'frames_per_joule'):
+    if name in record:
+      record[name] *= used
+  if run.system:
+    limit = limits.find_limit(record, run.system)
+    record |= {'limit': limit.name, 'limit_sentence': limit.sentence}
+  return record
+
+
+def search(
+  base: Plan,
+  neighbours_of: Callable[[Plan], Sequence[Plan]],
+  run: Callable[[Plan, float], Record],
+) -> tuple[list[Plan], dict[Plan, Record]]:
+  """Finds fast plans by successive halving.
+
+  Source: Jamieson and Talwalkar 2016, arXiv:1502.07943, figure 1. Here the
+  first rung chooses its plans as it goes: next comes a neighbour of the fastest
+  plan that still has one.
+
+  Args:
+    base: the configured plan, which every rung measures.
+    neighbours_of: `(plan) -> plans` that differ from a plan in one axis.
+    run: `(plan, seconds) -> record`, a run of about that length.
+
+  Returns:
+    The plans, the best first (the configured one is first or last), and the
+    record of each.
+  """
+  runs = {base: run(base, RUNG_SECONDS[0])}
+
+  def rate(plan: Plan) -> float:
+    return runs[plan]['steps_per_second']
+
+  def first_new() -> Plan | None:
+    for plan in sorted(runs, key=rate, reverse=True):
+      for neighbour in neighbours_of(plan):
+        if neighbour not in runs:
+          return neighbour
+    return None
+
+  while len(runs) < MAX_PLANS and (plan := first_new()):
+    runs[plan] = run(plan, RUNG_SECONDS[0])
+  others = sorted({*runs} - {base}, key=rate, reverse=True)
+  half = max(2, len(others) // 2)
+  for plan in (base, *others[:half]):
+    runs[plan] = run(plan, RUNG_SECONDS[1])
+  others[:half] = sorted(others[:half], key=rate, reverse=True)
+  finalists = (base, *others[:2])
+  rounds = [
+    [run(plan, RUNG_SECONDS[2]) for plan in finalists]
+    for _ in range(FINAL_ROUNDS)
+  ]
+  for plan, records in zip(finalists, zip(*rounds)):
+    rates = [record['steps_per_second'] for record in records]
+    runs[plan] = records[-1] | {'steps_per_second': float(np.median(rates))}
+  others[:2] = sorted(others[:2], key=rate, reverse=True)
+  is_base_best = not others or rate(base) >= rate(others[0])
+  return [base] + others if is_base_best else others + [base], runs
+
+
+def find(
+  config: ConfigDict,
+  size_range: float,
+  say: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Plan], dict[Plan, Record], Plan]:
+  """Searches around the configuration of a Sebulba run, on this machine.
+
+  Args:
+    config: the configuration.
+    size_range: how many times smaller or larger than configured T and the batch
+      may be; others would need another learning rate.
+    say: takes a line for each run.
+
+  Returns:
+    What `search` returns, and the configured plan.
+
+  Raises:
+    ValueError: if the configuration does not fit this machine, or a run fails.
+  """
+  build.make_run(config)  # Checks it.
+  base = from_config(config)
+  # More CPU devices would share the same cores.
+  is_cpu = jax.default_backend() == 'cpu'
+  num_devices = 1 if is_cpu else len(jax.local_devices())
+
+  @functools.cache
+  def candidates(plan: Plan) -> list[Plan]:
+    plans = neighbours(plan, num_devices)
+    return [x for x in plans if is_candidate(config, x, base, size_range)]
+
+  def run(plan: Plan, seconds: float) -> Record:
+    sizes = map(limits.count, plan.sizes, ('actor', 'environment', 'step'))
+    threads = limits.count(plan.env_threads, 'thread')
+    name = f'{" x ".join(sizes)}, {threads} each'
+    say(f'running {name}')
+    fields = plan.overrides(base)
+    try:
+      return measure(with_fields(config, fields), plan.batch, seconds)
+    except Exception as error:  # Of an environment or of XLA, for example.
+      lines = str(error).splitlines() or [type(error).__name__]
+      raise ValueError(f'{name}: {lines[0]}') from error
+
+  return *search(base, candidates, run), base
+
+
+def table(
+  ranking: Sequence[Plan], runs: dict[Plan, Record], base: Plan
+) -> Table:
+  """Returns the best plans, and the configured one, in 80 columns."""
+  rows = {str(i + 1): plan for i, plan in enumerate(ranking[:_NUM_SHOWN])}
+  if base not in rows.values():
+    rows['now'] = base
+  lines = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+  for name in ('', 'actors', 'envs', 'T', 'thr.', 'steps/s', *_BUSY, 'lag'):
+    lines.add_column(name, justify='right', no_wrap=True)
+  lines.add_column('limit', no_wrap=True)
+  for name, plan in rows.items():
+    record = runs[plan]
+    lines.add_row(
+      *map(str, (name, *plan.sizes)),
+      compact(record['steps_per_second']),
+      *(f'{record[field]:.0%}' for field in _BUSY.values()),
+      f'{record["policy_lag"]:.2g}',
+      record['limit'],
+    )
+  return lines
+
+
+def _anakin_config(config: ConfigDict, plan: Plan) -> ConfigDict:
+  """Returns Anakin's configuration with the same agent, network and sizes."""
+  fields = config.to_dict()
+  new = base_config(config.agent.name)
+  for name in ('agent', 'network', 'optimizer'):
+    new[name].update(fields[name])
+  for name in ('seed', 'num_epochs', 'num_minibatches', 'compilation_cache'):
+    new[name] = fields[name]
+  new.env.name, new.env.num_envs = config.env.name, plan.num_envs
+  new.unroll_length = plan.unroll_length
+  return new
+
+
+def answer() -> None:
+  """Measures the configuration on standard input, in a process of its own."""
+  fields, size_range = json.load(sys.stdin)
+  config = workdir.as_config(fields)
+  build.set_up_jax(config)
+  if build.architecture(config) == 'sebulba':
+    ranking, runs, _ = find(config, size_range)
+    record = runs[ranking[0]]
+  else:
+    batch = config.unroll_length * config.env.num_envs
+    record = measure(config, batch, RUNG_SECONDS[-1])
+  print(record['steps_per_second'])
+
+
+def _measure_apart(
+  config: ConfigDict, size_range: float, platform: str
+) -> tuple[float | None, str]:
+  """Returns the steps per second that `answer` prints, or why it failed."""
+  process = subprocess.run(
+    [sys.executable, '-c', 'from podrl.tools import balance; balance.answer()'],
+    text=True,
+    input=json.dumps([config.to_dict(), size_range]),
+    capture_output=True,
+    check=False,
+    env=os.environ
+    | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}  # This process has its share.
+    | ({'JAX_PLATFORMS': 'cpu'} if platform == 'cpu' else {}),
+  )
+  if process.returncode:
+    lines = process.stderr.strip().splitlines() or ['it printed nothing']
+    return None, f'not measured: {lines[-1]}'
+  rate = float(process.stdout.splitlines()[-1])
+  return rate, f'{rate:,.0f} steps/s'
+
+
+def compare(
+  config: ConfigDict, plan: Plan, rate: float, size_range: float
+) -> list[str]:
+  """Measures the other ways to run an experiment here; returns lines.
+
+  Args:
+    config: the configuration.
+    plan: the best plan of Sebulba.
+    rate: its steps per second.
+    size_range: as in `find`.
+  """
+  platform = jax.default_backend()
+  ways = {('Sebulba', platform): (rate, f'{rate:,.0f} steps/s, plan 1')}
+  platforms = [platform] if platform == 'cpu' else [platform, 'cpu']
+  for name in platforms[1:]:
+    ways['Sebulba', name] = _measure_apart(config, size_range, name)
+  anakin = _anakin_config(config, plan)
+  try:
+    build.make_env(anakin)
+    for name in platforms:
+      ways['Anakin', name] = _measure_apart(anakin, size_range, name)
+  except ValueError:
+    reason = f'not measured: gymnax has no {config.env.name} that fits'
+    ways['Anakin', platform] = None, reason
+  lines = [f'  {way} on {name}: {ways[way, name][1]}' for way, name in ways]
+  return [verdict({key: x for key, (x, _) in ways.items() if x}), *lines]
+
+
+def verdict(rates: dict[tuple[str, str], float]) -> str:
+  """Returns what measured rates say, in a sentence.
+
+  Args:
+    rates: steps per second of each (architecture, platform).
+  """
+  best = max(rates, key=rates.get)
+  others = [x for x in rates if (x[1] == 'cpu') != (best[1] == 'cpu')]
+  others = others or [x for x in rates if x != best]
+  if not others:
+    return 'No other way to run this experiment was measured.'
+  second = max(others, key=rates.get)
+  ratio = rates[best] / rates[second]
+  text = (
+    f'{best[0]} on {best[1]} learns {ratio:.2f} times as fast as {second[0]} '
+    f'on {second[1]}.'
+  )
+  if best[1] == second[1]:
+    return text
+  opinion = 'pays' if ratio >= _PAYS else 'hardly pays'
+  return f'An accelerator {"loses" if best[1] == "cpu" else opinion}: {text}'
+
+
+def _figure() -> Any:
+  """Returns pyplot, a figure and two axes, one above the other."""
+  import matplotlib  # The import takes a second.
+
+  matplotlib.use('Agg')
+  from matplotlib import pyplot
+  from matplotlib.ticker import EngFormatter
+
+  figure, axes = pyplot.subplots(2, sharex=True, figsize=(6.4, 5), dpi=110)
+  for x in axes:
+    x.spines[['top', 'right']].set_visible(False)
+  axes[0].yaxis.set_major_formatter(EngFormatter(sep=''))
+  return pyplot, figure, axes
+
+
+def draw(
+  ranking: Sequence[Plan],
+  runs: dict[Plan, Record],
+  base: Plan,
+  title: str,
+  path: str,
+) -> None:
+  """Draws the speed of each plan, and what was busy, as a PNG file."""
+  pyplot, figure, (rates, shares) = _figure()
+  plans = sorted(ranking, key=lambda x: runs[x]['steps_per_second'])
+  colors = [_COLORS[0]] * len(plans)
+  colors[plans.index(ranking[0])] = _COLORS[1]
+  colors[plans.index(base)] = _COLORS[2]
+  places = range(len(plans))
+  rates.bar(places, [runs[x]['steps_per_second'] for x in plans], color=colors)
+  rates.set_ylabel('steps learned per second')
+  rates.set_title(title, fontsize=10)
+  for (name, field), style, color in zip(_BUSY.items(), 'o^s', _COLORS):
+    values = [runs[x][field] for x in plans]
+    shares.plot(places, values, style, color=color, label=name)
+  shares.set_ylim(0, 1.05)
+  shares.set_ylabel('busy')
+  labels = ['{} x {}\nx {}\n{} thr.'.format(*x.sizes) for x in plans]
+  shares.set_xticks(places, labels, fontsize=7)
+  shares.set_xlabel('actors x environments x T, environment threads')
+  shares.legend(frameon=False, fontsize=8, ncols=3, loc='lower left')
+  figure.tight_layout()
+  figure.savefig(path)
+  pyplot.close(figure)
+
+
+def draw_decisions(run_directory: str, path: str) -> None:
+  """Draws what autotune did in a run: speed and active actors over time.
+
+  Args:
+    run_directory: the directory of the run, which may not have ended.
+    path: the picture's file.
+
+  Raises:
+    ValueError: if the run was not tuned, has no record yet, or is damaged.
+  """
+  if not os.path.exists(os.path.join(run_directory, 'decisions.jsonl')):
+    raise ValueError(
+      f'{run_directory} has no decisions.jsonl: the file is gone, or the run '
+      'did not use --config.sebulba.autotune=True'
+    )
+  decisions = workdir.read_records(run_directory, 'decisions.jsonl')
+  records = workdir.read_records(run_directory)
+  records = [record for record in records if 'num_actors' in record]
+  if not records:
+    raise ValueError(f'{run_directory} has no record yet')
+  pyplot, figure, (rates, actors) = _figure()
+  seconds = [x['wall_seconds'] for x in records]
+  rates.plot(seconds, [x['steps_per_second'] for x in records], c=_COLORS[0])
+  rates.set_ylabel('steps/s')
+  counts = [x['num_actors'] for x in records]
+  actors.step(seconds, counts, where='pre', color='0.35', label='active')
+  for is_kept, marker, label, color in (
+    (True, '^', 'tried and kept', _COLORS[1]),
+    (False, 'x', 'tried and undone', _COLORS[2]),
+  ):
+    tried = [x for x in decisions if x['is_kept'] == is_kept]
+    times, counts = ([x[k] for x in tried] for k in ('wall_seconds', 'tried'))
+    actors.plot(times, counts, marker, color=color, label=label)
+  for before, after in zip(decisions, decisions[1:]):
+    if after['num_drifts'] > before['num_drifts']:
+      rates.axvline(after['wall_seconds'], ls=':', color='0.5')
+      rates.annotate('new search', (after['wall_seconds'], 0), fontsize=8)
+  actors.set_ylabel('actors')
+  actors.set_xlabel('wall time (s)')
+  actors.legend(frameon=False, fontsize=8, ncol=3)
+  for axes in (rates, actors):
+    axes.set_ylim(0, None)
+  figure.tight_layout()
+  figure.savefig(path)
+  pyplot.close(figure)
+
+
+def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
+  """Prints what limited a run, and draws what autotune did."""
+  if options:
+    raise ValueError(f'{path} is a run, which {options[0]} cannot change')
+  config = workdir.read_config(path)
+  if build.architecture(config) == 'anakin':
+    raise ValueError(f'{path} is a run of Anakin, which has nothing to balance')
+  console = Console(highlight=False, markup=False)
+  summary = os.path.join(path, 'summary.json')
+  if os.path.exists(summary):
+    for name, text in machine.describe(workdir.read_json(summary)):
+      console.print(f'{name}: {text}')
+  else:
+    console.print(f'{path} has not ended; its summary will say what limits it')
+  if config.sebulba.autotune:
+    tools.make_directory(out)
+    picture = os.path.join(out, 'balance.png')
+    draw_decisions(path, picture)
+    console.print(f'drawn: {picture}', soft_wrap=True)
 
 
 def _act(
   settings: Sequence[str], paths: list[str], values: flags.FlagValues
 ) -> None:
-  """Reads, measures, searches, prints, draws, and perhaps runs."""
+  """Searches, prints, draws, and perhaps runs the experiment."""
   path = tools.single_path(
     paths, 'experiment', 'balance experiments/sebulba_pong.py'
   )
-  console = Console(highlight=False, markup=False)
   if os.path.isdir(path):
-    named = [f'--{x}' for x in values if values[x].present and x != 'out']
-    _tell_of_run(console, path, values.out or path, [*settings, *named])
+    used = [f'--{x}' for x in values if values[x].present and x != 'out']
+    _describe_run(path, values.out or path, [*settings, *used])
     return
-  check_choice('--chip', values.chip, tuple(CHIPS))
   config = tools.read_config(path, settings, values)
-  if not is_sebulba(config):
+  if build.architecture(config) == 'anakin':
     raise ValueError(
-      f'{path} is of Anakin, whose environments are on the device: there '
-      'is nothing to balance; try podrl scaling'
+      f'{path} uses Anakin, whose environments run on the device: there is '
+      'nothing to balance; try podrl scaling'
     )
   if not 1 <= values.size_range <= _MAX_RANGE:
     raise ValueError(
       f'--size_range={values.size_range:g} is not between 1 and {_MAX_RANGE}'
     )
   fixed = {} if values.max_lag is None else {'sebulba.max_lag': values.max_lag}
-  if config.sebulba.autotune:  # A plan has its number of actors.
+  if config.sebulba.autotune:  # A plan has a fixed number of actors.
     fixed['sebulba.autotune'] = False
-  config = configured(config, fixed)
-  check(config)
+  config = with_fields(config, fixed)
   directory = values.out or '.'
   tools.make_directory(directory)
-  set_up_jax(config)
-  found = search.find_for(
-    config, values.size_range, say=lambda line: console.print(line, style='dim')
+  build.set_up_jax(config)
+  console = Console(highlight=False, markup=False)
+  ranking, runs, base = find(
+    config, values.size_range, lambda line: console.print(line, style='dim')
   )
-  frame_skip = build.make_host_spec(config).frame_skip
-  console.print(picture.table(found, _BEST, frame_skip))
-  lines = [
-    to_flags(overrides(plan, found.base) | fixed)
-    for plan in found.ranking[:_BEST]
-  ]
+  console.print(table(ranking, runs, base))
+  shown = ranking[:_NUM_SHOWN]
+  lines = [to_flags(plan.overrides(base) | fixed) for plan in shown]
   for i, line in enumerate(lines):
     console.print(f'{i + 1}  {line}', soft_wrap=True)
-  rates = [found.rate(x) for x in (found.ranking[0], found.base)]
+  best, record, run = runs[ranking[0]], runs[base], build.make_run(config)
+  ratio = best['steps_per_second'] / record['steps_per_second']
+  frames = best['steps_per_second'] * run.spec.frame_skip
   console.print(
-    f'plan 1: {rates[0] * frame_skip:,.0f} frames/s, '
-    f'{rates[0] / rates[1]:.2f} times the configured one'
+    f'plan 1: {frames:,.0f} frames/s, {ratio:.2f} times the configured one'
   )
-  others = float(
-    np.median([limits.others(x.record) for x in found.runs.values()])
-  )
+  others = float(np.median([limits.others(x) for x in runs.values()]))
   if others > limits.TOLD:
     console.print(
-      f'Other programs took {others:.0%} of the cores meanwhile: measured '
-      'again on a quiet machine, plans may rank otherwise.'
+      f'Other programs used {others:.0%} of the cores meanwhile; on a quiet '
+      'machine, the order of the plans may differ.'
     )
-  run = build.make_run(config)
-  record = found.runs[found.base].record
-  for name in 'frames_per_second', 'frames_per_joule':
-    if name in record:
-      record = record | {name: record[name] * frame_skip}
-  _tell(
-    console,
-    'as configured, ',
-    record
-    | machine.summarise(
-      record, own_devices(run), run.system, config.price_per_hour
-    ),
+  record |= machine.summarise(
+    record, run.devices, run.system, config.price_per_hour
   )
-  out = os.path.join(directory, 'balance.png')
-  picture.draw(found, f'{config.env.name}, {config.agent.name}', out)
-  console.print(f'drawn: {out}', soft_wrap=True)
-  out = os.path.join(directory, 'balance.txt')
-  with open(out, 'w', encoding='utf-8') as file:
+  for name, text in machine.describe(record):
+    console.print(f'as configured, {name}: {text}')
+  picture = os.path.join(directory, 'balance.png')
+  title = f'{config.env.name}, {config.agent.name}'
+  draw(ranking, runs, base, title, picture)
+  console.print(f'drawn: {picture}', soft_wrap=True)
+  pasted = os.path.join(directory, 'balance.txt')
+  with open(pasted, 'w', encoding='utf-8') as file:
     file.write(lines[0] + '\n')
-  console.print(f'overrides of plan 1: {out}', soft_wrap=True)
-  for line in worth.compare(config, found, values.chip, values.size_range):
+  console.print(f'overrides of plan 1: {pasted}', soft_wrap=True)
+  rate = best['steps_per_second']
+  for line in compare(config, ranking[0], rate, values.size_range):
     console.print(line)
   if values.apply:
     console.file.flush()
-    # Afresh: this process has set up JAX, and holds what it measured.
-    os.execv(
-      sys.executable,
-      [
-        sys.executable,
-        path,
-        f'--agent={values.agent}',
-        f'--variant={values.variant}',
-        *settings,
-        *lines[0].split(),
-      ],
-    )
-
-
-def _tell(console: Console, prefix: str, summary: Record) -> None:
-  """Prints what a summary says of the balance."""
-  for name, text in machine.describe(summary):
-    console.print(f'{prefix}{name}: {text}')
-
-
-def _tell_of_run(
-  console: Console, path: str, out: str, settings: Sequence[str]
-) -> None:
-  """What limited a run, and its decisions."""
-  if settings:
-    raise ValueError(f'{path} is a run, which {settings[0]} cannot change')
-  config = workdir.read_config(path)
-  if not is_sebulba(config):
-    raise ValueError(f'{path} is a run of Anakin, which has nothing to balance')
-  summary = os.path.join(path, 'summary.json')
-  if os.path.exists(summary):
-    _tell(console, '', workdir.read_json(summary))
-  else:
-    console.print(f'{path} is under way: what limits it is told at its end')
-  if config.sebulba.autotune:
-    tools.make_directory(out)
-    picture_path = os.path.join(out, 'balance.png')
-    history.draw(path, picture_path)
-    console.print(f'drawn: {picture_path}', soft_wrap=True)
+    own = [f'--agent={values.agent}', f'--variant={values.variant}', *settings]
+    # A new process, because JAX is set up in this one.
+    arguments = [sys.executable, path, *own, *lines[0].split()]
+    os.execv(sys.executable, arguments)
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns its exit code, as `tools.run_command`."""
+  """Runs the command and returns its exit code, as `tools.run_command`."""
   values = flags.FlagValues()
   flags.DEFINE_string(
-    'out',
-    None,
-    'where balance.png and balance.txt go; the '
-    'working directory, or that of RUN, by default.',
-    flag_values=values,
+    'out', None, 'Directory of the picture and balance.txt.', flag_values=values
   )
   flags.DEFINE_integer(
-    'max_lag',
-    None,
-    'bound of the policy lag, in updates; the configured one by default.',
-    0,
-    flag_values=values,
+    'max_lag', None, 'The most updates of policy lag.', 0, flag_values=values
   )
   flags.DEFINE_float(
     'size_range',
     2.0,
-    'how many times smaller or larger than configured an '
-    "unroll's length and an update's batch may be.",
+    'How many times smaller or larger than configured T and the batch may be.',
     flag_values=values,
   )
-  flags.DEFINE_string(
-    'chip',
-    'h100',
-    'compared with where there is none: ' + ', '.join(CHIPS),
-    flag_values=values,
-  )
-  flags.DEFINE_bool(
-    'apply',
-    False,
-    'run the experiment with the best plan, in runs/NAME/TIME.',
-    flag_values=values,
-  )
+  flags.DEFINE_bool('apply', False, 'Run it with plan 1.', flag_values=values)
   return tools.run_experiment_command(argv, __doc__, values, _act)

@@ -21,7 +21,7 @@ from podrl.drivers.tuner import Tuner
 from podrl.records import workdir
 from podrl.run import train
 from podrl.run.config import sebulba_config
-from podrl.tools import balance_history as history
+from podrl.tools import balance
 
 _T, _ENVS, _U, _MAX, _LAG = 8, 8, 8, 8, 1
 _SAMPLES = _U * _T * _ENVS  # Of an update.
@@ -416,15 +416,17 @@ def test_a_run_records_what_was_decided_and_goes_on_from_there(
     patch.setattr(sebulba.Sebulba, 'advance', interrupted)
     assert _train(tmp_path, *arguments) == train.PREEMPTED
   path = str(tmp_path / 'run')
-  decision, *_ = decisions = history.read_decisions(path)
+  decision, *_ = decisions = workdir.read_records(path, 'decisions.jsonl')
   assert decision['num_actors'] == 1 and decision['tried'] == 2
   assert decision['is_kept']
   assert _train(tmp_path, *arguments, '--resume') == 0
   assert begun == [1, 1, 1, 2]  # Made, begun; made, and begun where it was.
-  assert history.read_decisions(path)[: len(decisions)] == decisions
+  assert (
+    workdir.read_records(path, 'decisions.jsonl')[: len(decisions)] == decisions
+  )
   records = workdir.read_records(path)
   assert max(r['policy_lag_max'] for r in records) <= 1
-  history.draw(path, str(tmp_path / 'history.png'))
+  balance.draw_decisions(path, str(tmp_path / 'history.png'))
   assert (tmp_path / 'history.png').read_bytes()[1:4] == b'PNG'
 
 
