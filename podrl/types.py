@@ -4,8 +4,8 @@ An unroll is fence-posts and rails: T + 1 time steps and the T actions between
 them. Shapes are written with T for time, B for the batch of environments.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import chex
 import numpy as np
@@ -209,13 +209,13 @@ class Learner(NamedTuple):
 
 
 class Episodes(NamedTuple):
-  """What ended during unrolls, summed over environments; any leading axes.
+  """Sums over the episodes that ended in unrolls; any leading axes.
 
   Attributes:
-    num_episodes: int, episodes that ended.
-    num_joints: int, joints, which are no environment steps.
-    return_sum: float, of the returns of the episodes that ended.
-    length_sum: int, of their lengths in steps.
+    num_episodes: int, number of episodes that ended.
+    num_joints: int, number of joints. A joint is not an environment step.
+    return_sum: float, sum of the ended episodes' returns.
+    length_sum: int, sum of the ended episodes' lengths in steps.
   """
 
   num_episodes: Array
@@ -225,17 +225,19 @@ class Episodes(NamedTuple):
 
 
 class Report(NamedTuple):
-  """What a driver did, a row for each update.
+  """The result of one call of `Driver.advance`, which ran N updates.
 
   Attributes:
-    metrics: float32 `[N]` each, of N updates; the same in all processes.
-    episodes: `[N, ...]` each.
-    num_predictions: int, actions chosen, joints included.
-    seconds: of wall time.
-    is_finite: false where a further update, not among the rows, had a loss
-      that was NaN or infinite.
-    stages: seconds of wall time in each stage, as a share-to-be of `seconds`.
-    own: `[N]` each, what other processes may measure otherwise.
+    metrics: float32 `[N]` each, the learner's metrics. They are the same in
+      all processes.
+    episodes: leaves `[N, ...]`.
+    num_predictions: number of actions that the agent chose, joints included.
+    seconds: wall time of the call.
+    is_finite: false if one more update ran and its loss was NaN or infinite.
+      That update is not among the N.
+    stages: seconds spent in each stage; divide by `seconds` for its share.
+    own: `[N]` each, metrics of this process only.
+    decisions: what the driver decided during the call, as JSON.
   """
 
   metrics: dict[str, np.ndarray]
@@ -245,8 +247,63 @@ class Report(NamedTuple):
   is_finite: bool
   stages: dict[str, float]
   own: dict[str, np.ndarray]
+  decisions: Sequence[dict[str, Any]] = ()
 
   @property
   def num_updates(self) -> int:
-    """N."""
+    """N, the number of updates."""
     return len(self.episodes.num_joints)
+
+
+# Takes the first state of a run. Returns the state to start from, and what
+# `Driver.progress` returned in each process of the run that is resumed; an empty
+# list if the run is new.
+Restore = Callable[[Tree], tuple[Tree, list[dict[str, Any]]]]
+
+
+class Driver(Protocol):
+  """An architecture, as far as the training loop knows it.
+
+  Attributes:
+    state: arrays of the whole run, which a checkpoint stores; None before
+      `start`. The next `advance` may delete their buffers.
+    learner: the learner's part of `state`.
+    error: the exception that ended one of the driver's threads, if any.
+  """
+
+  error: BaseException | None
+
+  @property
+  def state(self) -> Tree: ...
+
+  @property
+  def learner(self) -> LearnerState | None: ...
+
+  def start(self, restore: Restore) -> None:
+    """Makes the first state, restores it, and compiles."""
+
+  def plan(self) -> dict[str, Any]:
+    """Returns, as JSON, what the next `advance` needs in all processes.
+
+    Only process 0 calls it.
+    """
+
+  def advance(self, num_updates: int, plan: Mapping[str, Any]) -> list[Report]:
+    """Runs updates and returns a report for each agent.
+
+    Args:
+      num_updates: the most updates to run; a driver may run fewer.
+      plan: what `plan` returned in process 0.
+    """
+
+  def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the driver adds to a record of metrics."""
+
+  def progress(self) -> dict[str, Any]:
+    """Returns, as JSON, what a resumed run needs beside `state`."""
+
+  def stop(self) -> None:
+    """Makes `advance` return early; a signal handler may call it."""
+
+  def close(self) -> list[str]:
+    """Ends all threads and returns the names of those that hang."""

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from podrl.drivers import actor as actor_lib
 from podrl.drivers import spmd
-from podrl.drivers.anakin import make_anakin, make_unroll
+from podrl.drivers.anakin import make_programs, make_unroll
 from podrl.records.terminal import compact
 from podrl.run import build
 from podrl.run import devices as layout
@@ -108,7 +108,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   agent = build.make_agent(config, env.spec)
   mesh = spmd.make_mesh(layout.anakin_devices(config))
   learner = build.learner_for(config, agent, num_updates=1)
-  driver = make_anakin(
+  driver = make_programs(
     env,
     agent,
     learner,

@@ -5,8 +5,9 @@ updates, each an unroll of all environments and `Learner.update`, mapped over
 the devices. The environments are split over them, the learner is replicated.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+import time
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -22,6 +23,8 @@ from podrl.types import (
   Learner,
   LearnerState,
   Metrics,
+  Report,
+  Restore,
   TimeStep,
   Trajectory,
   Tree,
@@ -75,7 +78,7 @@ class AnakinState(NamedTuple):
 
 
 class Records(NamedTuple):
-  """What a call of `Anakin.train` reports, a row for each update.
+  """What a call of `Programs.train` reports, a row for each update.
 
   Rows past the number of updates that were run are zero.
 
@@ -92,8 +95,8 @@ class Records(NamedTuple):
   is_finite: Array
 
 
-class Anakin(NamedTuple):
-  """The driver, as functions.
+class Programs(NamedTuple):
+  """Anakin's compiled programs.
 
   Attributes:
     init: `(rng_key) -> AnakinState`, placed on the devices; keys `[S]` for
@@ -167,7 +170,7 @@ def make_unroll(
   return unroll
 
 
-def make_anakin(
+def make_programs(
   env: DeviceEnv,
   agent: Agent,
   learner: Learner,
@@ -177,8 +180,8 @@ def make_anakin(
   unroll_length: int,
   max_updates: int,
   num_seeds: int | None = None,
-) -> Anakin:
-  """Builds the driver.
+) -> Programs:
+  """Builds the programs.
 
   Args:
     env: the environments.
@@ -286,7 +289,7 @@ def make_anakin(
       spmd.place(update_key, mesh, spmd.REPLICATED),
     )
 
-  return Anakin(
+  return Programs(
     init,
     spmd.device_map(
       train,
@@ -296,3 +299,103 @@ def make_anakin(
       donate=(0,),
     ),
   )
+
+
+class Anakin:
+  """Anakin's `Driver`: runs the programs from the host, call by call.
+
+  Args:
+    programs: what `make_programs` returned.
+    rng_key: key of the whole run; `[S]` for several seeds.
+    max_updates: the most updates that one call may run.
+    predictions_per_update: actions that this process's environments take in
+      one update.
+  """
+
+  error = None  # Anakin has no threads: every exception is raised at once.
+
+  def __init__(
+    self,
+    programs: Programs,
+    rng_key: chex.PRNGKey,
+    max_updates: int,
+    predictions_per_update: int,
+  ):
+    self._programs = programs
+    self._rng_key = rng_key
+    self._max_updates = max_updates
+    self._predictions_per_update = predictions_per_update
+    self._state: AnakinState | None = None
+
+  @property
+  def state(self) -> AnakinState | None:
+    """The whole run, once started; the next `advance` deletes its buffers."""
+    return self._state
+
+  @property
+  def learner(self) -> LearnerState | None:
+    """The learner's part of the state."""
+    return self._state and self._state.learner
+
+  def start(self, restore: Restore = lambda state: (state, [])) -> None:
+    """Makes the state and compiles."""
+    state, _ = restore(self._programs.init(self._rng_key))
+    # Zero updates: the call compiles, so that the first window need not.
+    self._state, _ = jax.block_until_ready(
+      self._programs.train(state, np.int32(0))
+    )
+
+  def plan(self) -> dict[str, Any]:
+    """Returns nothing: all processes do the same anyway."""
+    return {}
+
+  def advance(
+    self, num_updates: int, plan: Mapping[str, Any] | None = None
+  ) -> list[Report]:
+    """Runs at most `max_updates` updates; returns a report for each seed."""
+    del plan
+    num_updates = min(num_updates, self._max_updates)
+    start = time.perf_counter()
+    self._state, records = self._programs.train(
+      self._state, np.int32(num_updates)
+    )
+    records = spmd.fetch(records)
+    seconds = time.perf_counter() - start
+    is_finite = np.isfinite(records.metrics['loss'])
+    is_finite = is_finite.reshape(self._max_updates, -1)
+    if not records.is_finite:
+      num_updates = int(np.argmin(is_finite.all(1)))
+
+    def report(seed: int) -> Report:
+      rows = jax.tree.map(
+        lambda x: (
+          x[:num_updates, ..., seed] if self._rng_key.ndim else x[:num_updates]
+        ),
+        (records.metrics, records.episodes),
+      )
+      return Report(
+        *rows,
+        num_predictions=num_updates * self._predictions_per_update,
+        seconds=seconds,
+        stages={},
+        own={},
+        is_finite=bool(records.is_finite or is_finite[num_updates, seed]),
+      )
+
+    return [report(seed) for seed in range(is_finite.shape[1])]
+
+  def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nothing: one program leaves no shares to tell apart."""
+    del record
+    return {}
+
+  def progress(self) -> dict[str, Any]:
+    """Returns nothing: the state holds the whole run."""
+    return {}
+
+  def stop(self) -> None:
+    """Does nothing: a call of `advance` ends by itself."""
+
+  def close(self) -> list[str]:
+    """Does nothing, and returns no names: there are no threads."""
+    return []

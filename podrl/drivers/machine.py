@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from podrl.drivers.limits import System, find_limit
+from podrl.drivers.limits import System
+from podrl.drivers.stages import num_cores
 from podrl.types import Report
 
 _FRAMES = 200_000_000  # As Atari papers train on.
@@ -149,37 +150,29 @@ class Meter:
 def summarise(
   record: Mapping[str, float],
   devices: Sequence[jax.Device],
-  system: System | None,
   price_per_hour: float,
 ) -> dict[str, Any]:
   """What a run's summary says of its balance; of each only what is known.
 
   Args:
     record: the run's last values.
-    devices: of this process, that the run uses.
-    system: of a Sebulba run.
-    price_per_hour: of all that the run uses; 0 is unknown.
+    devices: this process's devices that the run uses.
+    price_per_hour: price of the whole run's machines; 0 means unknown.
   """
   summary: dict[str, Any] = {'energy_of': Meter(devices).parts}
   if price_per_hour and record.get('frames_per_second'):
     summary['cost_of_200m_frames'] = (
       price_per_hour * _FRAMES / record['frames_per_second'] / 3600
     )
-  if system is None or 'busy_cores' not in record:
-    return summary
-  limit = find_limit(record, system)
-  summary |= {'limit': limit.name, 'limit_sentence': limit.sentence}
-  ratio = workload_ratio(record, system)
   num_units = count_compute_units(devices)
-  if ratio is not None:
-    summary['cpu_seconds_per_device_second'] = ratio
-  if num_units:
+  if num_units and 'busy_cores' in record:
     summary |= {
       'num_compute_units': num_units,
-      'threads_per_compute_unit': system.num_cores / num_units,
+      'threads_per_compute_unit': num_cores() / num_units,
     }
+    ratio = record.get('cpu_seconds_per_device_second')
     if ratio:
-      summary['cpu_balance'] = system.num_cores / len(devices) / ratio
+      summary['cpu_balance'] = num_cores() / len(devices) / ratio
   return summary
 
 

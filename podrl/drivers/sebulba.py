@@ -4,9 +4,11 @@ Hessel et al. 2021, arXiv:2104.06272, section 4. Each actor has a thread; the
 learner joins unrolls on the batch axis and calls `Learner.update`, as Anakin.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import threading
 import time
+from typing import Any
 
 import chex
 import jax
@@ -21,8 +23,10 @@ from podrl.drivers.actor import (
   make_actor_functions,
 )
 from podrl.drivers.exchange import Asynchronous, Closed, Deterministic, Gate
-from podrl.drivers.settings import Settings
+from podrl.drivers.limits import System, find_limit
+from podrl.drivers.machine import workload_ratio
 from podrl.drivers.stages import Stages, leave_out_parked, num_cores
+from podrl.drivers.tuner import Tuner
 from podrl.types import (
   Agent,
   Episodes,
@@ -31,9 +35,42 @@ from podrl.types import (
   LearnerState,
   Metrics,
   Report,
+  Restore,
 )
 
 _LEARNER_STREAM, _UPDATE_STREAM, _ACT_STREAM = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """How Sebulba uses a host.
+
+  Attributes:
+    num_envs: environments of each actor; the learner devices divide it.
+    unroll_length: T, steps of an unroll.
+    actors_per_device: threads for each actor device.
+    unrolls_per_update: unrolls that one update learns from.
+    deterministic: whether the mode is deterministic instead of asynchronous.
+    max_lag: the most calls of `update` between the parameters that acted and
+      those that learn.
+    hang_seconds: an actor hangs if one call of it takes longer than this.
+    first_env: global index of this host's first environment.
+    env_threads: threads that step each actor's environments; only used to say
+      what limits the run.
+    autotune: whether the driver tunes the number of actors that act; the mode
+      must be asynchronous.
+  """
+
+  num_envs: int
+  unroll_length: int
+  actors_per_device: int
+  unrolls_per_update: int
+  deterministic: bool
+  max_lag: int
+  hang_seconds: float
+  first_env: int = 0
+  env_threads: int = 1
+  autotune: bool = False
 
 
 class Sebulba:
@@ -76,6 +113,35 @@ class Sebulba:
       else Asynchronous(settings.unrolls_per_update, settings.max_lag)
     )
     self._gate = Gate(self._num_actors)
+    # Each process has a tuner; only that of process 0 makes the plan.
+    self._tuner = (
+      Tuner(
+        # One actor more than there are permits could only wait.
+        min(
+          self._num_actors,
+          settings.unrolls_per_update * (settings.max_lag + 1),
+        ),
+        settings.unroll_length
+        * settings.num_envs
+        * settings.unrolls_per_update
+        * jax.process_count(),
+        settings.unrolls_per_update,
+      )
+      if settings.autotune
+      else None
+    )
+    self._system = System(
+      platform=self._actor_devices[0].platform,
+      num_cores=num_cores(),
+      num_actors=self._num_actors,
+      env_threads=settings.env_threads,
+      actor_devices=tuple(x.id for x in self._actor_devices),
+      learner_devices=tuple(x.id for x in mesh.local_devices),
+      unrolls_per_update=settings.unrolls_per_update,
+      max_lag=settings.max_lag,
+      is_deterministic=settings.deterministic,
+      num_processes=jax.process_count(),
+    )
     self._actors: list[Actor] = []
     self._threads: list[threading.Thread] = []
     self.error: BaseException | None = None  # What ended an actor, or learning.
@@ -84,56 +150,47 @@ class Sebulba:
     self._num_updates = self._num_dropped = self._num_waits = 0
     self._num_unrolls = [0] * self._num_actors  # Learnt or dropped, of each.
     self._stages = Stages(self._actor_devices, mesh.local_devices, num_cores())
+    self._end_seconds = time.perf_counter()  # Of the last call of `advance`.
 
   @property
   def learner(self) -> LearnerState | None:
     """The learner's state, once started."""
     return self._state
 
-  @property
-  def num_active(self) -> int:
-    """Actors that act; the others are parked, with their environments."""
-    return self._gate.num_open
+  state = learner  # A checkpoint cannot store the environments.
 
-  def activate(self, num_actors: int) -> None:
-    """Parks all but so many actors, of each device in turn, or lets them on.
-
-    An unroll under way is ended and learnt from. Asynchronous mode alone.
-
-    Raises:
-      ValueError: if it is not from 1 to all, or the mode is deterministic.
-    """
-    least = self._num_actors if self._settings.deterministic else 1
-    if not least <= num_actors <= self._num_actors:
-      raise ValueError(
-        f'num_actors={num_actors}; from {least} to {self._num_actors} can act'
-      )
-    self._gate.open(num_actors)
-
-  state = learner  # All of a run that can be had; the environments cannot.
-
-  def progress(self) -> dict:
-    """What the state does not hold, as JSON."""
-    waits = sum(actor.num_waits for actor in self._actors)
+  def progress(self) -> dict[str, Any]:
+    """Returns what a resumed run needs beside the state."""
     return {
       'num_unrolls': [*self._num_unrolls],
       'num_dropped': self._num_dropped,
-      'num_waits': self._num_waits + waits,
+      'num_waits': self._count_waits(),
+      'num_actors': self._tuner.best if self._tuner else self._gate.num_open,
     }
 
-  def start(
-    self,
-    restore: Callable[[LearnerState], tuple[LearnerState, dict]] = lambda x: (
-      x,
-      {},
-    ),
-  ) -> None:
-    """Makes the environments, compiles, and starts the actors.
+  def _count_waits(self) -> int:
+    return self._num_waits + sum(actor.num_waits for actor in self._actors)
 
-    Args:
-      restore: from the first state to the one to begin with, and to what
-        `progress` returned then.
-    """
+  def plan(self) -> dict[str, Any]:
+    """Returns the number of actors of each process that should act."""
+    return {
+      'num_actors': self._tuner.num_actors
+      if self._tuner
+      else self._gate.num_open
+    }
+
+  def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what limits the run, and the CPU time that a device needs."""
+    if 'busy_cores' not in record:
+      return {}
+    limit = find_limit(record, self._system)
+    ratio = workload_ratio(record, self._system)
+    return {'limit': limit.name, 'limit_sentence': limit.sentence} | (
+      {} if ratio is None else {'cpu_seconds_per_device_second': ratio}
+    )
+
+  def start(self, restore: Restore = lambda state: (state, [])) -> None:
+    """Makes the environments, compiles, and starts the actors."""
     settings, devices = self._settings, list(self._mesh.local_devices)
     functions = None
     for index in range(self._num_actors):
@@ -163,11 +220,14 @@ class Sebulba:
     example = spmd.join_shards(shards, self._mesh, spmd.TRAJECTORY)
     shape = jax.eval_shape(lambda: example)
     state = jax.jit(lambda key: self._learner.init(key, shape))(self._init_key)
-    self._state, progress = restore(
+    self._state, saved = restore(
       spmd.place(state, self._mesh, spmd.LEARNER_STATE)
     )
-    if progress:
-      self._resume(progress)
+    if saved:
+      self._resume(saved)
+    if self._tuner:
+      self._tuner.begin(saved[0]['num_actors'] if saved else 1)
+      self._gate.open(self._tuner.num_actors)
     self._update_key = spmd.place(self._update_key, self._mesh, spmd.REPLICATED)
     self._update = (
       spmd.map_update(self._learner, self._mesh)
@@ -190,13 +250,17 @@ class Sebulba:
       self._threads.append(thread)
       thread.start()
 
-  def _resume(self, progress: dict) -> None:
+  def _resume(self, saved: list[dict[str, Any]]) -> None:
+    """Takes over what `progress` returned in each process of the run."""
     self._num_updates = int(self._state.num_updates)
-    self._num_dropped, self._num_waits = (
-      progress['num_dropped'],
-      progress['num_waits'],
-    )
-    unrolls = [*progress['num_unrolls']]
+    process = jax.process_index()
+    if len(saved) == jax.process_count():
+      saved = [saved[process]]
+      process = 0
+    if process == 0:  # If the number of processes changed, it keeps all counts.
+      self._num_dropped = sum(x['num_dropped'] for x in saved)
+      self._num_waits = sum(x['num_waits'] for x in saved)
+    unrolls = [number for x in saved for number in x['num_unrolls']]
     if len(unrolls) != self._num_actors:  # On other devices.
       unrolls = [max(unrolls)] * self._num_actors
     for actor, num_unrolls in zip(self._actors, unrolls):
@@ -257,13 +321,21 @@ class Sebulba:
         taken.append(unroll)
     return taken, dropped
 
-  def advance(self, num_updates: int) -> list[Report]:
-    """Runs so many updates, or fewer where it is stopped; one report.
+  def advance(
+    self, num_updates: int, plan: Mapping[str, Any] | None = None
+  ) -> list[Report]:
+    """Runs `num_updates` updates, or fewer if it is stopped; one report.
+
+    Args:
+      num_updates: number of updates.
+      plan: what `plan` returned in process 0; None changes nothing.
 
     Raises:
       ActorHangs: where an actor has not come back for `hang_seconds`.
       BaseException: what an actor raised, or the learner.
     """
+    if plan:
+      self._gate.open(plan['num_actors'])
     start, before = self._stages.begin(), self._stages.seconds(self._actors)
     rows, own, episodes, num_unrolls, is_finite = [], [], [], 0, True
     spend = self._stages.spend
@@ -308,7 +380,7 @@ class Sebulba:
               'queue_depth': queue_depth,
               'num_actors': self._gate.num_open,
               'num_unrolls_dropped': self._num_dropped,
-              'num_actor_waits': self.progress()['num_waits'],
+              'num_actor_waits': self._count_waits(),
             }
           )
           self._publish()
@@ -326,15 +398,27 @@ class Sebulba:
     def columns(rows: list[Metrics]) -> Metrics:
       return jax.tree.map(lambda *x: np.asarray(x), *rows) if rows else {}
 
+    end = time.perf_counter()
+    decisions = []
+    if self._tuner and rows:
+      self._tuner.observe(
+        end - start,
+        len(rows),
+        own[-1]['queue_depth'],
+        start - self._end_seconds,
+      )
+      decisions = [x._asdict() for x in self._tuner.take_decisions()]
+    self._end_seconds = end
     return [
       Report(
         columns(rows),
         Episodes(*np.reshape(episodes, (-1, len(Episodes._fields))).T),
         num_unrolls * self._settings.unroll_length * self._settings.num_envs,
-        time.perf_counter() - start,
+        end - start,
         is_finite,
         leave_out_parked({k: stages[k] - before[k] for k in stages}),
         columns(own),
+        decisions,
       )
     ]
 

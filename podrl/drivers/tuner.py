@@ -13,6 +13,7 @@ from typing import NamedTuple
 # A window is at least as long as both; watching takes longer ones.
 _WINDOW_SECONDS, _WINDOW_UPDATES, _WATCH_SCALE = 1.0, 4, 3.0
 _SETTLE_SECONDS = 0.2
+_PAUSE_SECONDS = 0.1  # A longer pause of the learner begins a new window.
 _WORTH = 0.02  # The logarithm of a gain for which more actors are worth it.
 _CLEAR = 2.5  # Standard errors beyond which no further pair is needed.
 _PRECISION, _MAX_PAIRS = 0.03, 4  # A pair more until the error is so small.
@@ -82,6 +83,7 @@ class Tuner:
     self._samples_per_update = samples_per_update
     self._unrolls_per_update = unrolls_per_update
     self._seconds = 0.0
+    self._last_pause = 0.0
     self._num_drifts = 0
     self._noise = _PRIOR_NUMBER * _PRIOR_NOISE**2, _PRIOR_NUMBER
     self._decisions: list[Decision] = []
@@ -101,14 +103,27 @@ class Tuner:
     """How many should act now."""
     return self._asked.num_actors
 
-  def observe(self, seconds: float, num_updates: int, queue_depth: int) -> None:
+  def observe(
+    self,
+    seconds: float,
+    num_updates: int,
+    queue_depth: int,
+    pause_seconds: float = 0.0,
+  ) -> None:
     """Takes note of training since the last call; may change `num_actors`.
 
     Args:
-      seconds: of training alone.
-      num_updates: in that time, one or more.
-      queue_depth: unrolls that waited for the learner before the last of them.
+      seconds: training time, without the pause.
+      num_updates: updates in that time, one or more.
+      queue_depth: unrolls that waited for the learner before the last update.
+      pause_seconds: time before it, in which the learner did not train. The
+        actors may have filled the queue, so a long pause begins a new window.
     """
+    # What comes back before every call is no pause, however long it is.
+    if pause_seconds > max(_PAUSE_SECONDS, 4 * self._last_pause):
+      self._before = self.num_actors
+      self._start_window(is_settled=False)
+    self._last_pause = pause_seconds
     self._seconds += seconds
     self._passed += seconds
     self._num_updates += num_updates
@@ -132,14 +147,6 @@ class Tuner:
         learnt * self._samples_per_update / self._passed
       )
       self._start_window(self.num_actors == self._before, queue_depth)
-
-  def interrupt(self) -> None:
-    """Training was interrupted: actors filled the queue meanwhile.
-
-    The window begins anew.
-    """
-    self._before = self.num_actors
-    self._start_window(is_settled=False)
 
   def _start_window(self, is_settled: bool, queue_depth: int = 0) -> None:
     self._is_settling = not is_settled

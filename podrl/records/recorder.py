@@ -13,7 +13,6 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.drivers.limits import System, find_limit
 from podrl.records import workdir
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
@@ -369,8 +368,8 @@ class Recorder:
     frame_skip: raw frames per environment step.
     num_updates: updates of the whole run.
     start_seconds: `time.perf_counter()` at the start of the process.
+    describe: the `describe` of the run's driver.
     is_writer: whether this process writes.
-    system: what a Sebulba run works with.
   """
 
   def __init__(
@@ -381,12 +380,12 @@ class Recorder:
     frame_skip: int,
     num_updates: int,
     start_seconds: float,
+    describe: Callable[[Record], Record] = lambda record: {},
     is_writer: bool = True,
-    system: System | None = None,
   ):
     self._config = config
     self._name = name
-    self._system = system
+    self._describe = describe
     directories = [x for _, x in workdir.seed_directories(path, config)]
     sgd_steps_per_update = config.num_epochs * config.num_minibatches
     self._windows = [
@@ -456,12 +455,17 @@ class Recorder:
         self.sinks.append(self._open_sinks(path, last))
       if self.sinks:
         self.sinks[0].append(self.terminal)
-      if self._paths and self._config.get('sebulba', {}).get('autotune'):
-        self._decisions = JsonLines(
-          self._paths[0], self._num_decisions, 'decisions.jsonl'
-        )
+      for path in self._paths[:1]:
+        if os.path.exists(os.path.join(path, 'decisions.jsonl')):
+          self._open_decisions()
     except OSError as error:
       raise WriteError(f'the records cannot be written: {error}') from error
+
+  def _open_decisions(self) -> None:
+    """Opens the file and keeps the lines that the checkpoint counts."""
+    self._decisions = JsonLines(
+      self._paths[0], self._num_decisions, 'decisions.jsonl'
+    )
 
   def _open_sinks(self, path: str, last: Record) -> list[Sink]:
     """Opens the sinks of one directory and reads its last values."""
@@ -477,9 +481,18 @@ class Recorder:
     return sinks
 
   def add(self, reports: Sequence[Report]) -> None:
-    """Adds a driver's reports, one per agent."""
+    """Adds a driver's reports, one per agent, and writes its decisions."""
     for window, report in zip(self._windows, reports):
       window.add(report)
+    now = self.times() | {
+      'num_updates': self.num_updates,
+      'env_steps': self._windows[0].env_steps,
+    }
+    for decision in reports[0].decisions if self._paths else ():
+      if self._decisions is None:
+        self._open_decisions()
+      self._num_decisions += 1
+      self._writer.write([self._decisions], now | decision)
 
   def times(self) -> Record:
     """Seconds of wall time and of compilation, summed over resumes."""
@@ -501,9 +514,7 @@ class Recorder:
       record |= outcome
     if len(records) > 1:
       records.insert(0, merge_seeds(records))
-    if self._system and 'busy_cores' in records[0]:
-      limit = find_limit(records[0], self._system)
-      records[0] |= {'limit': limit.name, 'limit_sentence': limit.sentence}
+    records[0] |= self._describe(records[0])
     self._num_records += 1
     times = self.times()
     for record, sinks, last in zip(records, self.sinks, self.last):
@@ -512,16 +523,6 @@ class Recorder:
     score = records[0].get('eval_return')
     if score is not None and (self.best is None or score > self.best[0]):
       self.best = score, self.num_updates
-
-  def add_decisions(self, decisions: Sequence[Record]) -> None:
-    """Writes decisions of autotune, with the time and the updates so far."""
-    now = self.times() | {
-      'num_updates': self.num_updates,
-      'env_steps': self._windows[0].env_steps,
-    }
-    for decision in decisions:
-      self._num_decisions += 1
-      self._writer.write([self._decisions], now | decision)
 
   def flush(self) -> None:
     """Waits until all records are written."""

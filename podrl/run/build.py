@@ -13,10 +13,7 @@ from podrl.agents import AGENTS
 from podrl.core.learner import make_learner
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
-from podrl.drivers.limits import System
-from podrl.drivers.runner import Runner
 from podrl.drivers.stages import num_cores
-from podrl.drivers.tuner import Tuner
 from podrl.envs import SUITES
 from podrl.run import devices, evaluation
 from podrl.run.config import check, check_choice
@@ -24,6 +21,7 @@ from podrl.run.evaluation import Evaluation, Share
 from podrl.types import (
   Agent,
   DeviceEnv,
+  Driver,
   EnvSpec,
   HostEnv,
   Learner,
@@ -58,7 +56,7 @@ class Run(NamedTuple):
   spec: EnvSpec
   suite: str
   devices: Sequence[jax.Device]
-  driver: Runner | sebulba.Sebulba
+  driver: Driver
   evaluate: Callable[..., Evaluation | None]
   eval_keys: Sequence[chex.PRNGKey]
   num_updates: int
@@ -67,8 +65,6 @@ class Run(NamedTuple):
   params: Tree
   warnings: Sequence[str] = ()
   resume_note: str = ''
-  tuner: Tuner | None = None
-  system: System | None = None
 
 
 def architecture(config: ConfigDict) -> str:
@@ -249,13 +245,11 @@ class _System(NamedTuple):
   `steps_per_update` are the environment steps of one update, joints included.
   """
 
-  driver: Runner | sebulba.Sebulba
+  driver: Driver
   devices: Sequence[jax.Device]
   steps_per_update: int
   warnings: Sequence[str] = ()
   resume_note: str = ''
-  tuner: Tuner | None = None
-  system: System | None = None
 
 
 def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
@@ -299,8 +293,6 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
     jax.eval_shape(init, init_key),
     system.warnings,
     system.resume_note,
-    system.tuner,
-    system.system,
   )
 
 
@@ -318,7 +310,7 @@ def _make_anakin(
   num_updates = _count_updates(config, steps_per_update)
   # A call reports each of its updates, and ends with a record at the latest.
   max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
-  programs = anakin.make_anakin(
+  programs = anakin.make_programs(
     make_env(config),
     agent,
     learner_for(config, agent, num_updates),
@@ -329,7 +321,7 @@ def _make_anakin(
     num_seeds=config.num_seeds if config.num_seeds > 1 else None,
   )
   steps_per_host = steps_per_update // jax.process_count()
-  driver = Runner(programs, init_key, max_updates, steps_per_host)
+  driver = anakin.Anakin(programs, init_key, max_updates, steps_per_host)
   return _System(driver, run_devices, steps_per_update)
 
 
@@ -356,6 +348,8 @@ def _make_sebulba(
     max_lag=config.sebulba.max_lag,
     hang_seconds=config.sebulba.hang_seconds,
     first_env=jax.process_index() * envs_per_host,
+    env_threads=layout.env_threads,
+    autotune=config.sebulba.autotune,
   )
   first_seed = config.seed
   if num_resumes:  # The same seeds would repeat what the agent learned from.
@@ -376,12 +370,6 @@ def _make_sebulba(
     settings,
     init_key,
   )
-  tuner = None
-  if config.sebulba.autotune:
-    # An actor more than there are permits could only wait.
-    permits = layout.unrolls_per_update * (settings.max_lag + 1)
-    most = min(layout.num_actors, permits)
-    tuner = Tuner(most, steps_per_update, layout.unrolls_per_update)
   used = sorted({*layout.actor_devices, *layout.learner_devices})
   return _System(
     driver,
@@ -389,17 +377,4 @@ def _make_sebulba(
     steps_per_update,
     devices.layout_warnings(config, layout),
     '; the environments begin new episodes',
-    tuner,
-    System(
-      local[0].platform,
-      num_cores(),
-      layout.num_actors,
-      layout.env_threads,
-      layout.actor_devices,
-      layout.learner_devices,
-      layout.unrolls_per_update,
-      settings.max_lag,
-      settings.deterministic,
-      num_processes,
-    ),
   )

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 import contextlib
 import functools
-import itertools
 import os
 import sys
 import time
@@ -42,8 +41,8 @@ def begin(
   recorder: Recorder,
   together: Cluster,
   state: Tree,
-) -> tuple[Tree, dict]:
-  """The first state and what the driver should know; opens a resumed run.
+) -> tuple[Tree, list[dict]]:
+  """The first state and what drivers saved; opens a resumed run.
 
   Args:
     run: that begins.
@@ -99,27 +98,11 @@ def begin(
       )
     else:
       progress = {}
-    if run.tuner:  # Before the actors start.
-      run.tuner.begin(progress.get('num_actors', 1))
-      run.driver.activate(run.tuner.num_actors)
     if files.is_resumed:
       recorder.open(progress)
   except ValueError as error:
     raise Mistake(str(error)) from error
-  return state, _of_process(progress.get('drivers', ()), together)
-
-
-def _of_process(drivers: list[dict], together: Cluster) -> dict:
-  """What this process's driver left, or what it takes over of others'."""
-  if len(drivers) == together.num_processes:
-    return drivers[together.process]
-  joined = {}
-  for k in drivers[0] if drivers else ():
-    if isinstance(drivers[0][k], list):
-      joined[k] = list(itertools.chain(*(x[k] for x in drivers)))
-    else:  # A count: process 0 goes on with all of it.
-      joined[k] = 0 if together.process else sum(x[k] for x in drivers)
-  return joined
+  return state, progress.get('drivers', [])
 
 
 def loop(
@@ -160,8 +143,8 @@ def loop(
   def is_due(period: int) -> bool:
     return bool(period) and recorder.num_updates % period == 0
 
-  def choose() -> tuple[int | None, bool, int, int]:
-    """How to end, if at all; whether to save; how many updates and actors."""
+  def choose() -> tuple[int | None, bool, int, dict]:
+    """How to end, if at all; whether to save; updates to run; the plan."""
     num_updates, every_seconds = (
       recorder.num_updates,
       config.checkpoint.every_seconds,
@@ -183,7 +166,7 @@ def loop(
       signals.exit_code,
       is_saved,
       min(pace, min(ends) - num_updates),
-      run.tuner.num_actors if run.tuner else 0,
+      run.driver.plan(),
     )
 
   with contextlib.ExitStack() as profile:
@@ -208,26 +191,22 @@ def loop(
           signals.note(together.decide(lambda: signals.exit_code))
           return False
         recorder.write(outcomes)
-        if run.tuner and is_eval:
-          run.tuner.interrupt()
       if is_last:
         return True
       if together.is_preempted():
         signals.note(PREEMPTED)
-      exit_code, is_saved, num_updates, num_actors = together.decide(choose)
+      exit_code, is_saved, num_updates, plan = together.decide(choose)
       if exit_code is not None:
         signals.note(exit_code)
         return False
       if is_saved:
         save()
         saved_seconds = time.perf_counter()
-        if run.tuner:
-          run.tuner.interrupt()
       if recorder.num_updates >= profile_end:
         profile.close()
-      if run.tuner:
-        run.driver.activate(num_actors)
-      reports = meter.over(functools.partial(run.driver.advance, num_updates))
+      reports = meter.over(
+        functools.partial(run.driver.advance, num_updates, plan)
+      )
       if together.is_distributed and run.driver.error:
         raise run.driver.error  # The others wait for what it would have learnt.
       pace = max(
@@ -248,15 +227,6 @@ def loop(
           for i, report in enumerate(reports)
         ]
       )
-      if run.tuner and not together.process and reports[0].num_updates:
-        run.tuner.observe(
-          reports[0].seconds,
-          reports[0].num_updates,
-          reports[0].own['queue_depth'][-1],
-        )
-        recorder.add_decisions(
-          [x._asdict() for x in run.tuner.take_decisions()]
-        )
       for i, report in enumerate(reports):
         if not report.is_finite:
           raise FloatingPointError(

@@ -83,8 +83,8 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
       run.spec.frame_skip,
       run.num_updates,
       start_seconds,
+      run.driver.describe,
       together.process == 0,
-      run.system,
     )
     signals.grace_seconds = config.checkpoint.grace_seconds
     exit_code = _train(
@@ -160,8 +160,7 @@ def _train(job: Job) -> int:
         'drivers': drivers,
         'num_resumes': files.num_resumes,
         'num_devices': len(run.devices),
-      }
-      | ({'num_actors': run.tuner.best} if run.tuner else {}),
+      },
       recorder.best and recorder.best[1],
     )
 
@@ -264,7 +263,6 @@ def _conclude(job: Job, exit_code: int, error: str | None) -> int:
     more |= machine.summarise(
       recorder.last[0],
       loop.own_devices(run),
-      run.system,
       job.config.price_per_hour,
     )
   if error:

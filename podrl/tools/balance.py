@@ -213,10 +213,7 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
   for name in ('steps_per_second', 'frames_per_second', 'frames_per_joule'):
     if name in record:
       record[name] *= used
-  if run.system:
-    limit = limits.find_limit(record, run.system)
-    record |= {'limit': limit.name, 'limit_sentence': limit.sentence}
-  return record
+  return record | run.driver.describe(record)
 
 
 def search(
@@ -601,9 +598,7 @@ def _act(
       f'Other programs used {others:.0%} of the cores meanwhile; on a quiet '
       'machine, the order of the plans may differ.'
     )
-  record |= machine.summarise(
-    record, run.devices, run.system, config.price_per_hour
-  )
+  record |= machine.summarise(record, run.devices, config.price_per_hour)
   for name, text in machine.describe(record):
     console.print(f'as configured, {name}: {text}')
   picture = os.path.join(directory, 'balance.png')

@@ -49,7 +49,7 @@ from rich.table import Table
 from podrl import tools
 from podrl.core.learner import make_learner
 from podrl.drivers import spmd
-from podrl.drivers.anakin import make_anakin, make_unroll
+from podrl.drivers.anakin import make_programs, make_unroll
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build, cluster
@@ -294,7 +294,7 @@ def read_work(config: Any) -> tuple[Work, Work]:
       jax.eval_shape(lambda: agent.initial_carry(num_envs)),
     )
   else:
-    driver = make_anakin(
+    driver = make_programs(
       env,
       agent,
       build.learner_for(config, agent, 1),

@@ -80,7 +80,7 @@ def _make(
     else learner_lib.make_learner(agent, optax.sgd(1.0))
   )
   kwargs = {'num_envs': 4, 'unroll_length': 5, 'max_updates': 8} | kwargs
-  return anakin.make_anakin(
+  return anakin.make_programs(
     _counting_env(num_steps),
     agent,
     learner,
@@ -121,7 +121,7 @@ def test_each_unroll_keeps_what_was_carried_into_it():
   counting = agent._replace(
     initial_carry=lambda n: jnp.zeros(n, jnp.int32), act=act
   )
-  driver = anakin.make_anakin(
+  driver = anakin.make_programs(
     _counting_env(3),
     counting,
     _spying_learner(counting),

@@ -261,7 +261,7 @@ _RECORD = {
 }
 
 
-def test_ratios():
+def test_ratios(monkeypatch):
   # Environments: .5 x 8 actors x 2 threads = 8 of 14.4 CPU-seconds used.
   # Devices: 0 acts alone for .6, and 3 that learn for .8 each.
   ratio = machine.workload_ratio(_RECORD, _SYSTEM)
@@ -271,32 +271,31 @@ def test_ratios():
     _RECORD | {'busy_cores': 0.1}, _SYSTEM
   ) == pytest.approx(1.6 / 3)
   gpus = [_device('gpu', core_count=132, local_hardware_id=i) for i in range(4)]
-  summary = machine.summarise(_RECORD, gpus, _SYSTEM, 0.0)
+  monkeypatch.setattr(machine, 'num_cores', lambda: 16)
+  record = _RECORD | {'cpu_seconds_per_device_second': ratio}
+  summary = machine.summarise(record, gpus, 0.0)
   assert summary['num_compute_units'] == 528
   assert summary['threads_per_compute_unit'] == 16 / 528
   # 4 threads a device, where 8/3 CPU-seconds go with a device-second.
   assert summary['cpu_balance'] == pytest.approx(4 / (8 / 3))
   assert machine.count_compute_units([_device('tpu', num_cores=2)] * 4) == 8
   assert machine.count_compute_units(jax.devices()) == 0
-  rows = dict(machine.describe(summary))
-  assert 'limit: lag' not in rows and '528 compute units' in rows['balance']
+  record |= {'limit': 'lag', 'limit_sentence': ''}
+  rows = dict(machine.describe(record | summary))
+  assert '528 compute units' in rows['balance'] and 'limit: lag' in rows
   rows = dict(
-    machine.describe(
-      machine.summarise(
-        _RECORD, jax.devices(), _SYSTEM._replace(platform='cpu'), 0.0
-      )
-    )
+    machine.describe(record | machine.summarise(record, jax.devices(), 0.0))
   )
   assert rows['balance'].startswith('no accelerator')
 
 
 def test_money():
   # 200 M frames at 1,000 a second are 55.6 hours.
-  summary = machine.summarise(_RECORD, jax.devices(), None, 2.5)
+  summary = machine.summarise(_RECORD, jax.devices(), 2.5)
   assert summary['cost_of_200m_frames'] == pytest.approx(138.889, rel=1e-4)
   assert 'limit' not in summary
   assert 'cost_of_200m_frames' not in machine.summarise(
-    _RECORD, jax.devices(), None, 0.0
+    _RECORD, jax.devices(), 0.0
   )
   config = base_config('ppo')
   config.env.name = 'CartPole-v1'

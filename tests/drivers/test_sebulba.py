@@ -322,7 +322,7 @@ def test_one_trajectory_through_both_drivers(
     return state, metrics | {'trajectory': whole}
 
   mesh = spmd.make_mesh(jax.devices()[:num_devices])
-  driver = anakin.make_anakin(
+  driver = anakin.make_programs(
     env,
     agent,
     learner._replace(update=update),

@@ -5,6 +5,7 @@ on cores, permits, a queue, and a learner; and its noise. It has a clock of its 
 """
 
 import heapq
+import itertools
 import json
 import multiprocessing
 import os
@@ -233,28 +234,19 @@ def test_a_window_is_compared_only_after_settling():
   assert tuner.take_decisions()[0].is_kept
 
 
-def test_a_window_begins_anew_after_an_interruption():
-  tuner = Tuner(8, 1, 1)
+def test_a_long_pause_begins_a_new_window():
+  def count(pauses):
+    """Calls until the second count was compared with the first."""
+    tuner, number = Tuner(8, 1, 1), 0
+    while not tuner.take_decisions():
+      tuner.observe(0.3, 2, 0, next(pauses, 0.0))
+      number += 1
+    return number
 
-  def observe():
-    tuner.observe(0.3, 2, 0)
-
-  for _ in range(4):
-    observe()
-  tried = tuner.num_actors
-  tuner.interrupt()  # What was learnt before it no longer counts.
-  number = 0
-  while tuner.num_actors == tried and number < 50:
-    observe()
-    number += 1
-  again = Tuner(8, 1, 1)
-  for _ in range(4):
-    again.observe(0.3, 2, 0)
-  without = 0
-  while again.num_actors == tried and without < 50:
-    again.observe(0.3, 2, 0)
-    without += 1
-  assert without < number < 50
+  usual = count(iter([]))
+  assert count(iter([0.0, 0.0, 0.0, 1.0])) > usual
+  assert count(iter([0.0, 0.0, 0.0, 0.05])) == usual  # Too short to matter.
+  assert count(itertools.repeat(1.0)) <= usual + 1  # Before every call.
 
 
 def test_where_it_begins_is_within_bounds():
@@ -322,16 +314,17 @@ def test_a_random_walk_learns_less(name):
 
 def _run(driver, seconds, choose, at=lambda now: None):
   """A real driver for so long: samples, changes, the greatest lag."""
+  num_actors = driver.plan()['num_actors']
   start, number, lag, changes = time.perf_counter(), 0, 0, []
   while (now := time.perf_counter() - start) < seconds:
     at(now)
-    (report,) = driver.advance(1)
+    (report,) = driver.advance(1, {'num_actors': num_actors})
     number += report.num_updates
     lag = max(lag, report.own['policy_lag_max'].max())
     chosen = choose(report.seconds, report.own['queue_depth'][-1])
-    if chosen != driver.num_active:
+    if chosen != num_actors:
       changes.append((now, chosen))
-      driver.activate(chosen)
+      num_actors = chosen
   return number * _SAMPLES / now, changes, lag
 
 
@@ -342,9 +335,10 @@ def _start(costs, num_cores=None, seed=0, num_active=1):
     unroll_length=_T,
     unrolls_per_update=_U,
     max_lag=_LAG,
+    autotune=True,  # It starts with one actor.
   )
-  driver.activate(num_active)
   driver.start()
+  driver.advance(1, {'num_actors': num_active})
   return driver
 
 
@@ -362,13 +356,10 @@ def test_a_parked_actor_waits_and_closing_wakes_it():
   assert report.own['num_actors'].tolist() == [1, 1]
   after = driver.progress()['num_unrolls']
   assert [y > x for x, y in zip(before, after)] == [True] + [False] * 7
-  driver.activate(3)
-  driver.advance(4)
+  driver.advance(4, {'num_actors': 3})
   assert [x > 0 for x in driver.progress()['num_unrolls']] == [True] * 3 + [
     False
   ] * 5
-  with pytest.raises(ValueError, match='num_actors=9'):
-    driver.activate(9)
   assert driver.close() == []
 
 
@@ -402,8 +393,8 @@ def test_a_run_records_what_was_decided_and_goes_on_from_there(
   )
   advance, reports = sebulba.Sebulba.advance, []
 
-  def interrupted(self, num_updates):
-    reports.append(advance(self, num_updates)[0])
+  def interrupted(self, *arguments):
+    reports.append(advance(self, *arguments)[0])
     if sum(r.num_updates for r in reports) == 40:
       os.kill(os.getpid(), signal.SIGTERM)
     return reports[-1:]

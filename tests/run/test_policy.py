@@ -9,7 +9,7 @@ from test_train import _read, _run
 
 import podrl
 from podrl.drivers import spmd
-from podrl.drivers.runner import Runner
+from podrl.drivers.anakin import Anakin
 from podrl.run import build, policy
 from podrl.tools import plot
 from podrl.types import TimeStep
@@ -113,9 +113,9 @@ def test_categories_are_observed_as_the_library_gives_them(runs):
 
 def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
   drivers = []
-  start = Runner.start
+  start = Anakin.start
   monkeypatch.setattr(
-    Runner,
+    Anakin,
     'start',
     lambda self, *args: (drivers.append(self), start(self, *args))[1],
   )

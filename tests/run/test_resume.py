@@ -18,7 +18,7 @@ from test_train import _TIMINGS, _TINY, _read, _run
 
 import podrl
 from podrl.drivers import sebulba
-from podrl.drivers.runner import Runner
+from podrl.drivers.anakin import Anakin
 from podrl.records import checkpoint
 from podrl.run import loop, train
 
@@ -109,8 +109,8 @@ def test_anakin_goes_on_bitwise(arguments, num_devices, tmp_path, monkeypatch):
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   assert _run(whole, *arguments) == 0
   stops = [  # 20 updates, evaluated at 7, 14 and 20, saved at 5, 10 ...
-    (Runner, 'start', 1),
-    (Runner, 'advance', 3),
+    (Anakin, 'start', 1),
+    (Anakin, 'advance', 3),
     (loop, '_evaluate', 1),
     (checkpoint.Checkpoints, 'save', 2),
     (loop, '_evaluate', 2),
@@ -143,7 +143,7 @@ def test_anakin_goes_on_on_other_devices(tmp_path, monkeypatch):
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   sgd = ['--agent=impala', '--config.optimizer.name=sgd']
   assert _run(whole, *sgd) == 0
-  _signal_at(monkeypatch, Runner, 'advance', 2)
+  _signal_at(monkeypatch, Anakin, 'advance', 2)
   assert _run(parts, *sgd) == train.PREEMPTED
   assert _run(parts, *sgd, '--resume', '--config.num_devices=4') == 0
   _assert_close(_state(parts), _state(whole), 1e-6)
@@ -413,7 +413,7 @@ def test_what_a_run_began_with_is_not_lost(tmp_path, monkeypatch):
   assert _run(tmp_path / 'a') == 0
   broken = lambda *_: (_ for _ in ()).throw(RuntimeError('no'))
   with monkeypatch.context() as patch:
-    patch.setattr(Runner, 'advance', broken)
+    patch.setattr(Anakin, 'advance', broken)
     assert (
       _run(tmp_path / 'b', '--config.seed=7', f'--init_from={tmp_path / "a"}')
       == train.FAILED
