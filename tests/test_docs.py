@@ -11,6 +11,7 @@ import pytest
 
 from podrl.records import workdir
 from podrl.run import train
+from podrl.run.config import FIELDS
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _DOCS = _ROOT / 'docs'
@@ -66,6 +67,13 @@ def test_the_tutorials_code_runs_and_learns(home):
   derived = {'limit', 'limit_sentence'}
   energy = {'joules_per_second', 'frames_per_joule'}
   assert _metrics_page() <= measured | recorded | derived | energy
+
+
+def test_the_tables_of_fields_are_those_of_the_configuration():
+  tables = runpy.run_path(str(_DOCS / 'tables.py'))
+  page = _TEXT[_DOCS / 'reference/configuration.md']
+  assert page.count('| `') >= len(FIELDS)
+  assert page == tables['render'](page), 'run python docs/tables.py'
 
 
 def test_the_tutorials_experiment_is_one(tmp_path):

@@ -25,8 +25,8 @@ DEFAULTS = {
 }
 
 COMMENTS = {
-  'agent.clip': 'The probability ratio pays up to this far from 1.',
-  'agent.normalize_advantage': 'Over the global batch, once per unroll.',
+  'agent.clip': 'Bound of the probability ratio around 1; more than 0.',
+  'agent.normalize_advantage': 'Standardises advantages over the global batch.',
 }
 
 

@@ -81,83 +81,121 @@ _MODES = ('deterministic', 'asynchronous')
 
 _SHARED_FIELDS = {
   'seed': Field(0, 'All random numbers derive from it.', _FROM_0),
-  'total_env_steps': Field(1_000_000, 'Rounded up to whole updates.', Range(1)),
+  'total_env_steps': Field(
+    1_000_000, 'Length of the run, rounded up to whole updates.', Range(1)
+  ),
   'unroll_length': Field(32, 'Steps of each environment per update.', _COUNT),
   'num_epochs': Field(1, 'Passes over each unroll.', _COUNT),
-  'num_minibatches': Field(1, 'Optimizer steps per pass.', _COUNT),
+  'num_minibatches': Field(1, 'Optimiser steps per pass.', _COUNT),
   'compilation_cache': Field('auto', "A directory, 'auto' or 'off'."),
-  'price_per_hour': Field(0.0, 'Of all machines; 0 is unknown.', _FROM_0),
+  'price_per_hour': Field(
+    0.0, 'Price of all machines, in any currency; 0 means unknown.', _FROM_0
+  ),
   'env.suite': Field('gymnax', 'Library that provides the environment.'),
   'env.name': Field('', 'Name of the environment in its library.'),
   'env.num_envs': Field(64, 'Total over devices and processes.', _COUNT),
   'env.options': Field({}, 'Options that are passed to the library.'),
   'agent.gamma': Field(0.99, 'Discount per step.', _FRACTION),
-  'agent.lambda_': Field(1.0, '0 is one-step, 1 is full returns.', _FRACTION),
+  'agent.lambda_': Field(1.0, 'One-step (0) to full returns (1).', _FRACTION),
   'agent.entropy_cost': Field(0.01, 'Weight of the entropy bonus.', _FROM_0),
   'agent.value_cost': Field(0.5, 'Weight of the value loss.', _FROM_0),
-  'agent.reward_clip': Field(0.0, 'Bound of rewards; 0 is off.', _FROM_0),
-  'agent.normalize_observation': Field(False, 'Uses running statistics.'),
-  'agent.normalize_reward': Field(False, 'Happens before reward_clip.'),
+  'agent.reward_clip': Field(
+    0.0, 'Clips rewards to plus and minus this; 0 means off.', _FROM_0
+  ),
+  'agent.normalize_observation': Field(
+    False, 'Standardises observations by running statistics.'
+  ),
+  'agent.normalize_reward': Field(False, 'Divides by a running deviation.'),
   'network.name': Field('auto', 'Torso; auto fits the observation.', TORSOS),
   'network.hidden_sizes': Field(
-    (64, 64), "Layer widths; the last is any torso's output width.", Range(1)
+    (64, 64),
+    "Widths of layers; the last is the width of any torso's output.",
+    Range(1),
   ),
   'network.shared_torso': Field(False, 'Policy and value share one torso.'),
   'network.recurrent': Field('none', 'Memory after each torso.', CORES),
   'network.distribution': Field(
-    'auto', 'Action distribution; auto fits the actions.', DISTRIBUTIONS
+    'auto',
+    'Distribution over actions; auto fits the action space.',
+    DISTRIBUTIONS,
   ),
   'network.state_dependent_scale': Field(
     False, "A Gaussian's scale depends on the observation."
   ),
   'network.initial_scale': Field(
-    1.0, 'Scale of a Gaussian over actions from -1 to 1.', Range(0.01, 10)
+    1.0,
+    'Initial scale of a Gaussian over actions from -1 to 1.',
+    Range(0.01, 10),
   ),
   'network.dtype': Field('float32', "Type of the torso's arithmetic.", _DTYPES),
-  'optimizer.name': Field('adam', 'Optimizer.', tuple(OPTIMIZERS)),
-  'optimizer.learning_rate': Field(1e-3, 'Initial value.', _ABOVE_0),
+  'optimizer.name': Field('adam', 'The optimiser.', tuple(OPTIMIZERS)),
+  'optimizer.learning_rate': Field(1e-3, 'Initial learning rate.', _ABOVE_0),
   'optimizer.anneal': Field(True, 'The learning rate falls linearly to 0.'),
-  'optimizer.max_grad_norm': Field(0.5, 'Global norm; 0 is off.', _FROM_0),
-  'eval.num_episodes': Field(128, 'The first of each environment.', _COUNT),
-  'eval.every_env_steps': Field(0, '0 is only at the end.', _FROM_0),
+  'optimizer.max_grad_norm': Field(
+    0.5, 'Clips the global norm of the gradient; 0 means off.', _FROM_0
+  ),
+  'eval.num_episodes': Field(128, 'One for each environment.', _COUNT),
+  'eval.every_env_steps': Field(
+    0, 'Steps between evaluations; 0 evaluates only at the end.', _FROM_0
+  ),
   'eval.greedy': Field(True, "Takes the policy's mode instead of a sample."),
   'eval.max_episode_steps': Field(
-    0, "0 is the environment's limit, or 10,000 steps.", Range(0, _INT32)
+    0,
+    "Cuts episodes; 0 means the environment's limit or 10,000.",
+    Range(0, _INT32),
   ),
   'log.every_updates': Field(10, 'Updates per record.', Range(1, _INT32)),
   'log.tensorboard': Field(True, 'Writes TensorBoard events.'),
   'log.wandb': Field(False, 'Sends records to Weights & Biases.'),
   'log.profile': Field(0, 'Number of updates to trace.', Range(0, 10**6)),
-  'checkpoint.every_seconds': Field(300.0, '0 is off.', _FROM_0),
-  'checkpoint.every_env_steps': Field(0, '0 is off.', _FROM_0),
-  'checkpoint.keep': Field(2, 'The best is kept as well.', Range(1, 10**6)),
+  'checkpoint.every_seconds': Field(
+    300.0, 'Seconds between checkpoints; 0 means off.', _FROM_0
+  ),
+  'checkpoint.every_env_steps': Field(
+    0, 'Steps between checkpoints; 0 means off.', _FROM_0
+  ),
+  'checkpoint.keep': Field(
+    2, 'Newest checkpoints to keep; the best is kept as well.', Range(1, 10**6)
+  ),
   'checkpoint.grace_seconds': Field(
-    30.0, 'Time to save a checkpoint after SIGTERM.', _SECONDS
+    30.0, 'Seconds to save a checkpoint after SIGTERM.', _SECONDS
   ),
 }
 
 _ANAKIN_FIELDS = {
   'num_seeds': Field(1, 'Independent agents in one program.', Range(1, 2**16)),
   'num_devices': Field(
-    0, 'Per process; 0 is all accelerators, or one per core.', Range(0, 256)
+    0,
+    'Devices per process; 0 means all, or one per core of a CPU.',
+    Range(0, 256),
   ),
 }
 
 _SEBULBA_FIELDS = {
-  'sebulba.actor_devices': Field((), 'Empty is the first quarter.', _INDEX),
-  'sebulba.learner_devices': Field((), 'Empty is all others.', _INDEX),
-  'sebulba.threads_per_actor_device': Field(
-    0, 'Actors per device (at most, with autotune); 0 fits the cores.', _FEW
+  'sebulba.actor_devices': Field(
+    (), 'Devices that act; empty means the first quarter.', _INDEX
   ),
-  'sebulba.env_threads': Field(0, 'Per actor; 0 shares the cores.', _FEW),
-  'sebulba.unrolls_per_update': Field(0, '0 is one of each actor.', _FEW),
+  'sebulba.learner_devices': Field(
+    (), 'Devices that learn; empty means all others.', _INDEX
+  ),
+  'sebulba.threads_per_actor_device': Field(
+    0, 'Actors per device, or the most with autotune; 0 fits the cores.', _FEW
+  ),
+  'sebulba.env_threads': Field(
+    0, "Threads of each actor's environments; 0 shares the cores.", _FEW
+  ),
+  'sebulba.unrolls_per_update': Field(
+    0, 'Unrolls that an update learns from; 0 means one per actor.', _FEW
+  ),
   'sebulba.mode': Field(
-    'deterministic', 'Repeatable, or faster with uneven actors.', _MODES
+    'deterministic',
+    'Deterministic runs repeat; asynchronous suits uneven actors.',
+    _MODES,
   ),
   'sebulba.max_lag': Field(1, 'Bound of the policy lag, in updates.', _FEW),
   'sebulba.autotune': Field(False, 'Starts and parks actors for speed.'),
   'sebulba.hang_seconds': Field(
-    300.0, 'Time without progress after which an actor hangs.', _SECONDS
+    300.0, 'An actor hangs after this time without progress.', _SECONDS
   ),
 }
 
