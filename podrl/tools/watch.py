@@ -1,48 +1,155 @@
-"""Shows what a run's agent does: an episode as a GIF or an MP4.
+"""Records an episode of a run's policy as a GIF or an MP4.
 
-  podrl watch RUN [--out=FILE.gif|FILE.mp4] [--checkpoint=last|best|N]
+  podrl watch RUN [--out=FILE.gif|FILE.mp4] [--checkpoint=last|best|UPDATES]
       [--episodes=1] [--nogreedy] [--seed=0] [--max_steps=1000] [--fps=0]
 
-FILE is episode.gif in the run's directory by default; MP4 needs ffmpeg. The
-pictures are the library's own where it draws any, else of what the agent
-observed, and played at about real speed; above each are the return so far and
-the number of steps.
+By default FILE is episode.gif in the directory RUN. The library of the
+environment draws the pictures where it can. Elsewhere they show the image that
+the agent observed, a drawing of a classic control task, or bars of the observed
+numbers. The return so far and the number of steps stand above each picture. The
+file plays at about the speed of the real task.
 """
 
 from collections.abc import Callable, Sequence
 import math
 import os
+from typing import NamedTuple
 
 from absl import flags
 import chex
+import imageio.v2 as imageio
 import jax
 from ml_collections import ConfigDict
 import numpy as np
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from podrl import tools
 from podrl.envs import envpool
-from podrl.run import build
+from podrl.run import build, policy
 from podrl.run.config import is_sebulba
-from podrl.tools import film, pictures
-from podrl.tools.film import Episode
-from podrl.types import Agent, HostEnv, TimeStep, Tree
+from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree
 
-_MAX_FRAMES = 600  # In a file, about.
-_MAX_FPS = 25  # That are worth their bytes.
+_MAX_PICTURES = 600  # In one file, about.
+_MAX_FPS = 25  # More frames per second make the file larger, not better.
+_MIN_SIDE, _MAX_SIDE = 240, 320  # Pictures are scaled to about this size.
+_SIZE = (300, 200)  # Size of a drawing, in pixels.
+_OVERSAMPLING = 3  # Drawings are made this much larger, for smooth edges.
+_MAX_BARS = 60
+_PAPER, _INK, _PALE = '#fafafa', '#33383d', '#b9bfc6'
+_BLUE, _ORANGE, _GREEN, _RED = '#1f5fa8', '#c44e00', '#2f8f4e', '#c0303c'
+# Colours of the background and of each channel of a 0/1 image.
+_CHANNEL_COLORS = (
+  '#16181d #f0f0f0 #ff9e2e #54a0eb #e24a4a #65be5c #ba76db #f7d552 #4bc8c8'
+).split()
+# Where gymnasium states no speed, or only in a module that may be missing.
+_STEPS_PER_SECOND = dict(
+  Pong=30, Pendulum=20, Hopper=125, Walker2d=125, LunarLander=50, CarRacing=50
+)
 
-# gymnax draws these itself, without packages that are not installed.
-_DRAWN_BY_GYMNAX = ('FourRooms-misc', 'MetaMaze-misc', 'PointRobot-misc')
+
+class Episode(NamedTuple):
+  """An episode of T steps with K pictures.
+
+  Attributes:
+    pictures: K arrays, uint8 `[H, W, 3]`.
+    steps: the number of steps before each picture; the first is 0.
+    returns: the return after each number of steps, `[T + 1]`.
+    is_over: whether the episode ended, rather than reached `max_steps`.
+    note: why the library drew no pictures, or ''.
+  """
+
+  pictures: list[np.ndarray]
+  steps: list[int]
+  returns: np.ndarray
+  is_over: bool
+  note: str
 
 
-def _make_gymnax(config: ConfigDict, rng_key: chex.PRNGKey) -> HostEnv:
-  """One gymnax environment, as if it were on the host."""
+def record(
+  loaded: policy.Policy,
+  rng_key: chex.PRNGKey,
+  *,
+  greedy: bool,
+  max_steps: int,
+  stride: int = 1,
+  max_pictures: int = _MAX_PICTURES,
+) -> Episode:
+  """Records the same episode as an evaluation of one episode would run.
+
+  Args:
+    rng_key: key for the environment and the actions.
+    greedy: whether to take the policy's mode rather than a sample.
+    max_steps: the number of steps after which an unfinished episode is cut.
+    stride: steps between two pictures; the last step always has one.
+    max_pictures: `stride` doubles each time that there are more pictures.
+  """
+  config, agent = loaded.config, loaded.agent
+  env, act_keys = _make_env(config, rng_key)
+
+  @jax.jit
+  def act(params: Tree, t: Array, timestep: TimeStep, carry: Tree):
+    timestep = timestep._replace(obs=env.observe(timestep.obs))
+    keys = jax.vmap(jax.random.fold_in, (0, None))(act_keys, t)
+    action, _, carry = agent.act(params, keys, timestep, carry, greedy=greedy)
+    return action, carry, jax.tree.map(lambda x: x[0], timestep.obs)
+
+  returns, is_over = [0.0], False
+  moments = []  # (step, picture or None, observation, action)
+  try:
+    timestep, carry = env.reset(), agent.initial_carry(1)
+    render, note = _find_renderer(env)
+    for t in range(max_steps + 1):
+      action, carry, obs = act(loaded.params, np.int32(t), timestep, carry)
+      action = np.asarray(action)
+      # Only the next step shows for certain that this one was the last, and
+      # then the library draws the next episode.
+      limits = (max_steps, env.spec.max_episode_steps)
+      may_be_last = not timestep.discount[0] or t in limits
+      if t % stride == 0 or may_be_last:
+        picture = fit(render()) if render else None
+        moments.append((t, picture, jax.tree.map(np.asarray, obs), action[0]))
+      if len(moments) > max_pictures and not may_be_last:
+        moments, stride = moments[::2], 2 * stride
+      timestep = env.step(action)
+      is_over = bool(timestep.is_first[0])
+      if is_over or t == max_steps:
+        break
+      returns.append(returns[-1] + float(timestep.reward[0]))
+  finally:
+    env.close()
+  steps, pictures, observations, actions = map(list, zip(*moments))
+  if not render:
+    if steps[-1] == len(returns) - 1:
+      actions[-1] = None  # The episode was over, so it was never taken.
+    pictures = paint(config.env.name, env.spec, observations, actions)
+  return Episode(pictures, steps, np.asarray(returns), is_over, note)
+
+
+def _make_env(
+  config: ConfigDict, rng_key: chex.PRNGKey
+) -> tuple[HostEnv, chex.PRNGKey]:
+  """Makes one environment, and the key `[1]` of its actions."""
+  if not is_sebulba(config):
+    reset_keys, act_keys = jax.random.split(rng_key, (2, 1))
+    return _on_host(config, reset_keys), act_keys
+  seed_key, act_key = jax.random.split(rng_key)
+  seed = int(jax.random.randint(seed_key, (), 0, 2**31 - 2))
+  try:
+    env = build.make_host_env(config, 1, seed, 1, evaluation=True, render=True)
+  except ValueError:  # Some environments of gymnasium take no render_mode.
+    env = build.make_host_env(config, 1, seed, 1, evaluation=True)
+  return env, jax.random.split(act_key, 1)
+
+
+def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
+  """Gives an environment written in JAX the interface of a host environment."""
   env = build.make_env(config)
-  reset_env, step_env = map(jax.jit, (env.reset, env.step))
+  reset_env, step_env = jax.jit(env.reset), jax.jit(env.step)
   state = None
 
   def reset() -> TimeStep:
     nonlocal state
-    state, timestep = reset_env(rng_key)
+    state, timestep = reset_env(reset_keys)
     return timestep
 
   def step(action: np.ndarray) -> TimeStep:
@@ -50,240 +157,295 @@ def _make_gymnax(config: ConfigDict, rng_key: chex.PRNGKey) -> HostEnv:
     state, timestep = step_env(state, action)
     return timestep
 
-  def render() -> np.ndarray:
-    import gymnax
-    import matplotlib
-
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
-
-    library_env, params = gymnax.make(config.env.name)
-    figure, axes = library_env.render(
-      jax.tree.map(lambda x: np.asarray(x[0]), state.env_state),
-      params.replace(**config.env.options),
-    )
-    figure.set_size_inches(4.8, 4.8)
-    axes.set_position((0, 0, 1, 1))
-    figure.canvas.draw()
-    picture = np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
-    pyplot.close(figure)
-    return picture
-
-  return HostEnv(
-    env.spec,
-    reset,
-    step,
-    lambda: None,
-    render=render if config.env.name in _DRAWN_BY_GYMNAX else None,
-  )
+  return HostEnv(env.spec, reset, step, close=lambda: None)
 
 
-def _make_host(config: ConfigDict, seed: int) -> HostEnv:
-  """One environment on the host, able to draw if it can be made so."""
+def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
+  """Returns the function that draws, or None and the reason for it."""
   try:
-    return build.make_host_env(config, 1, seed, 1, evaluation=True, render=True)
-  except ValueError:  # Some of gymnasium's know of no drawing.
-    return build.make_host_env(config, 1, seed, 1, evaluation=True)
-
-
-def record(
-  config: ConfigDict,
-  agent: Agent,
-  params: Tree,
-  rng_key: chex.PRNGKey,
-  *,
-  greedy: bool,
-  max_steps: int,
-  stride: int = 1,
-  max_pictures: int = _MAX_FRAMES,
-) -> Episode:
-  """Takes one episode; it is the one that an evaluation of one would take.
-
-  Args:
-    config: of the run, whose environment it is.
-    agent: whose `act` is watched.
-    params: its parameters.
-    rng_key: of the environment and the actions.
-    greedy: take the policy's mode rather than a sample.
-    max_steps: where an episode that does not end is cut.
-    stride: a picture of every so many steps, and of the last.
-    max_pictures: about so many; the stride is doubled where there were more.
-  """
-  if is_sebulba(config):
-    seed_key, act_key = jax.random.split(rng_key)
-    env = _make_host(
-      config, int(jax.random.randint(seed_key, (), 0, 2**31 - 2))
-    )
-    keys = jax.random.split(act_key, 1)
-  else:
-    reset_keys, keys = jax.random.split(rng_key, (2, 1))
-    env = _make_gymnax(config, reset_keys)
-
-  @jax.jit
-  def act(params: Tree, t: chex.Array, timestep: TimeStep, carry: Tree):
-    timestep = timestep._replace(obs=env.observe(timestep.obs))
-    action, _, carry = agent.act(
-      params,
-      jax.vmap(jax.random.fold_in, (0, None))(keys, t),
-      timestep,
-      carry,
-      greedy=greedy,
-    )
-    return action, carry, jax.tree.map(lambda x: x[0], timestep.obs)
-
-  rewards, looks, is_over = [], [], False  # A look: step, picture, obs, action.
-  try:
-    timestep, carry = env.reset(), agent.initial_carry(1)
-    render, note = _try_to_render(env.render)
-    for t in range(max_steps + 1):
-      action, carry, obs = act(params, np.int32(t), timestep, carry)
-      action = np.asarray(action)
-      # The step after an episode's last would tell, when its picture is gone.
-      may_be_last = not timestep.discount[0] or t in (
-        max_steps,
-        env.spec.max_episode_steps,
-      )
-      if t % stride == 0 or may_be_last:
-        looks.append(
-          (
-            t,
-            pictures.fit(render()) if render else None,
-            jax.tree.map(np.asarray, obs),
-            action[0],
-          )
-        )
-      if len(looks) > max_pictures and not may_be_last:
-        looks, stride = looks[::2], 2 * stride
-      timestep = env.step(action)
-      is_over = bool(timestep.is_first[0])
-      if is_over or t == max_steps:
-        break
-      rewards.append(timestep.reward[0])
-  finally:
-    env.close()
-  steps, drawn, observations, actions = map(list, zip(*looks))
-  if not render:
-    if steps[-1] == len(rewards):
-      actions[-1] = None  # Nothing came of it.
-    # Where the user gives a map, a drawing of the usual one would be wrong.
-    name = '' if 'desc' in config.env.options else config.env.name
-    drawn = pictures.paint(name, env.spec, observations, actions)
-  return Episode(drawn, steps, np.asarray(rewards, np.float32), is_over, note)
-
-
-def _try_to_render(render: Callable | None) -> tuple[Callable | None, str]:
-  """What draws, or None and the reason why nothing does."""
-  try:
-    if render and np.shape(render())[2:] != (3,):
-      raise ValueError('it gives no picture')
-    return render, ''
-  except Exception as error:  # Whatever a library's renderer raises.
+    if env.render and np.shape(env.render())[2:] != (3,):
+      raise ValueError('the library gives no picture')
+    return env.render, ''
+  except Exception as error:  # Libraries raise many kinds of errors.
     return None, ' '.join(str(error).split()) or type(error).__name__
 
 
-def _define_flags() -> flags.FlagValues:
-  values = flags.FlagValues()
-  for define, name, default, text, bounds in (
-    (flags.DEFINE_string, 'out', '', 'the file, .gif or .mp4.', {}),
-    (
-      flags.DEFINE_string,
-      'checkpoint',
-      'last',
-      'last, best or a number of updates.',
-      {},
-    ),
-    (
-      flags.DEFINE_integer,
-      'episodes',
-      1,
-      'how many, one after the other.',
-      {'lower_bound': 1, 'upper_bound': 100},
-    ),
-    (
-      flags.DEFINE_bool,
-      'greedy',
-      None,
-      "the policy's mode, or a sample; by default as the run evaluates.",
-      {},
-    ),
-    (
-      flags.DEFINE_integer,
-      'seed',
-      0,
-      'of environments and actions.',
-      {'lower_bound': 0, 'upper_bound': 2**31 - 1},
-    ),
-    (
-      flags.DEFINE_integer,
-      'max_steps',
-      1000,
-      'that an episode may have.',
-      {'lower_bound': 1, 'upper_bound': 10**9},
-    ),
-    (
-      flags.DEFINE_float,
-      'fps',
-      0.0,
-      'frames per second; 0 is real speed.',
-      {'lower_bound': 0.0, 'upper_bound': 50.0},
-    ),
-  ):
-    define(name, default, text, flag_values=values, **bounds)
-  return values
+def fit(picture: np.ndarray) -> np.ndarray:
+  """Scales a picture, uint8 `[H, W, 3]`, by a whole number to a good size."""
+  side = max(picture.shape[:2])
+  if side > _MAX_SIDE:
+    return np.asarray(Image.fromarray(picture).reduce(-(-side // _MAX_SIDE)))
+  factor = max(1, round(_MIN_SIDE / side))
+  return picture.repeat(factor, 0).repeat(factor, 1)
 
 
-def _check_out(out: str) -> Callable[..., None]:
-  """What writes the file; a mistake is found before the work."""
-  write = {'.gif': film.write_gif, '.mp4': film.write_mp4}.get(
-    os.path.splitext(out)[1]
+def paint(
+  name: str,
+  spec: EnvSpec,
+  observations: Sequence[Tree],
+  actions: Sequence[np.ndarray | None],
+) -> list[np.ndarray]:
+  """Makes a picture of each observation of an episode, all of one size.
+
+  Args:
+    observations: trees like `spec.obs`, in the order of time.
+    actions: the action chosen at each; None at the end of the episode.
+  """
+  rows = [[np.asarray(x) for x in jax.tree.leaves(o)] for o in observations]
+  shape = rows[0][0].shape if len(rows[0]) == 1 else ()
+  if len(shape) in (2, 3):
+    sides = shape[1:] if spec.channels_first else shape[:2]
+    if min(sides) > 3:
+      images = _to_images(np.concatenate(rows), spec.channels_first)
+      return [fit(x) for x in images]
+  drawing = _DRAWINGS.get((name.rpartition('/')[2].partition('-')[0], shape))
+  if drawing:
+    return [drawing(*map(float, row[0])) for row in rows]
+  flat = [np.concatenate([np.ravel(x) for x in row]) for row in rows]
+  return _draw_bars(np.stack(flat).astype(np.float64), actions)
+
+
+def _to_images(obs: np.ndarray, channels_first: bool) -> np.ndarray:
+  """Converts `[N, H, W]`, `[N, H, W, C]` or `[N, C, H, W]` to RGB images."""
+  obs = np.moveaxis(obs, 1, -1) if channels_first else obs
+  obs = obs if obs.ndim == 4 else obs[..., None]
+  num_channels = obs.shape[-1]
+  if obs.dtype != np.uint8 and np.isin(obs, (0, 1)).all():
+    # The last channel that is set decides the colour.
+    last = (obs.astype(bool) * np.arange(1, num_channels + 1)).max(-1)
+    palette = [ImageColor.getrgb(x) for x in _CHANNEL_COLORS]
+    index = np.where(last, (last - 1) % (len(palette) - 1) + 1, 0)
+    return np.asarray(palette, np.uint8)[index]
+  # The newest frame of a stack, which is the last, in colour or in gray.
+  is_color = num_channels % 3 == 0
+  newest = obs[..., -3:] if is_color else obs[..., -1:].repeat(3, -1)
+  if obs.dtype == np.uint8:
+    return newest
+  low, high = newest.min(), newest.max()  # Over the whole episode.
+  return (255.0 * (newest - low) / (high - low or 1)).astype(np.uint8)
+
+
+def _draw(left: float, right: float, bottom: float, *shapes) -> np.ndarray:
+  """Draws shapes in the part of the plane above `bottom`.
+
+  A shape is (kind, points, colour, size): the kind is 'line', 'dots' or 'area',
+  and the size is the thickness or the radius in pixels.
+  """
+  image = Image.new('RGB', [_OVERSAMPLING * x for x in _SIZE], _PAPER)
+  draw = ImageDraw.Draw(image)
+  unit = image.width / (right - left)
+  for kind, points, color, size in shapes:
+    size = round(size * _OVERSAMPLING)
+    points = [
+      ((x - left) * unit, image.height - (y - bottom) * unit) for x, y in points
+    ]
+    if kind == 'area':
+      draw.polygon(points, color)
+    elif kind == 'line':
+      draw.line(points, color, size, joint='curve')
+    else:
+      for point in points:
+        draw.circle(point, size, color)
+  return np.asarray(image.reduce(_OVERSAMPLING))
+
+
+def _cart_pole(x, _v, angle, _w) -> np.ndarray:
+  tip = (x + math.sin(angle), 0.2 + math.cos(angle))
+  corners = ((-0.4, -0.2), (0.4, -0.2), (0.4, 0.2), (-0.4, 0.2))
+  return _draw(
+    *(-2.7, 2.7, -1.1),
+    ('line', [(-9, 0), (9, 0)], _PALE, 2),
+    ('line', [(-2.4, -0.16), (-2.4, 0)], _RED, 3),
+    ('line', [(2.4, -0.16), (2.4, 0)], _RED, 3),
+    ('area', [(x + i, j) for i, j in corners], _INK, 0),
+    ('line', [(x, 0.2), tip], _ORANGE, 7),
+    ('dots', [(x, 0.2)], _BLUE, 4),
   )
-  if not write:
-    raise ValueError(f'--out={out} must end in .gif or .mp4')
-  if write is film.write_mp4:
-    film.find_ffmpeg()
-  return write
+
+
+def _pendulum(cos, sin, _w) -> np.ndarray:
+  return _draw(  # The angle is 0 where the pendulum is upright.
+    *(-1.95, 1.95, -1.3),
+    ('line', [(0, 0), (0, 1.15)], _PALE, 2),
+    ('line', [(0, 0), (-sin, cos)], _RED, 12),
+    ('dots', [(0, 0), (-sin, cos)], _RED, 6),
+    ('dots', [(0, 0)], _INK, 4),
+  )
+
+
+def _mountain_car(x, _v) -> np.ndarray:
+  hill = [(p, 0.45 * math.sin(3 * p) + 0.55) for p in np.linspace(-1.3, 0.7)]
+  return _draw(
+    *(-1.25, 0.65, -0.03),
+    ('line', hill, _PALE, 3),
+    ('line', [(0.5, 1.0), (0.5, 1.2)], _INK, 2),  # The flag.
+    ('area', [(0.5, 1.2), (0.5, 1.14), (0.59, 1.17)], _GREEN, 0),
+    ('dots', [(x, 0.45 * math.sin(3 * x) + 0.59)], _BLUE, 8),
+  )
+
+
+def _acrobot(cos_1, sin_1, cos_2, sin_2, *_w) -> np.ndarray:
+  elbow = (sin_1, -cos_1)  # Both angles are 0 where the links hang down.
+  hand_x = sin_1 + sin_1 * cos_2 + cos_1 * sin_2
+  hand_y = -cos_1 - cos_1 * cos_2 + sin_1 * sin_2
+  return _draw(
+    *(-3.3, 3.3, -2.2),
+    ('line', [(-9, 1), (9, 1)], _GREEN, 2),  # The hand must rise above it.
+    ('line', [(0, 0), elbow, (hand_x, hand_y)], _BLUE, 7),
+    ('dots', [(0, 0), elbow], _ORANGE, 5),
+  )
+
+
+# By the name without its version, and the shape of an observation.
+_DRAWINGS = {
+  ('CartPole', (4,)): _cart_pole,
+  ('Pendulum', (3,)): _pendulum,
+  ('MountainCar', (2,)): _mountain_car,
+  ('MountainCarContinuous', (2,)): _mountain_car,
+  ('Acrobot', (6,)): _acrobot,
+}
+
+
+def _draw_bars(
+  values: np.ndarray, actions: Sequence[np.ndarray | None]
+) -> list[np.ndarray]:
+  """Draws the numbers `[N, D]` as bars, and the actions as text below them."""
+  font = ImageFont.load_default(11)
+  num_bars = min(values.shape[1], _MAX_BARS)
+  top, bottom = 20, _SIZE[1] - 24
+  base = (top + bottom) // 2 if (values < 0).any() else bottom
+  largest = np.abs(values).max(0, initial=1e-9)  # Over the whole episode.
+  pitch = (_SIZE[0] - 12) / num_bars
+  pictures = []
+  for row, action in zip(values, actions):
+    image = Image.new('RGB', _SIZE, _PAPER)
+    draw = ImageDraw.Draw(image)
+    draw.text((6, 3), 'observation', _INK, font)
+    draw.line((6, base, _SIZE[0] - 6, base), _PALE)
+    for j in range(num_bars):
+      end = base - (base - top) * row[j] / largest[j]
+      left = 6 + j * pitch
+      box = (left, min(base, end), left + 0.7 * pitch, max(base, end))
+      draw.rectangle(box, _BLUE)
+    if action is not None:
+      numbers = ' '.join(f'{x:.3g}' for x in np.ravel(action)[:6])
+      draw.text((6, bottom + 6), f'action {numbers}', _ORANGE, font)
+    pictures.append(np.asarray(image))
+  return pictures
+
+
+def add_caption(picture: np.ndarray, left: str, right: str) -> np.ndarray:
+  """Puts a picture below a line with two texts; both sides become even."""
+  height, width = picture.shape[:2]
+  total = max(width + width % 2, 160)  # The texts need some width.
+  image = Image.new('RGB', (total, 18 + height + height % 2), '#20242a')
+  image.paste(Image.fromarray(picture), ((total - width) // 2, 18))
+  draw, font = ImageDraw.Draw(image), ImageFont.load_default(12)
+  draw.text((5, 2), left, '#ffffff', font)
+  draw.text((total - 5, 2), right, '#c8ccd2', font, anchor='ra')
+  return np.asarray(image)
+
+
+def to_frames(
+  episodes: Sequence[Episode], steps_per_second: float, fps: float
+) -> tuple[list[np.ndarray], list[float]]:
+  """Makes the frames of all episodes, and the seconds that each frame stays."""
+  frames, seconds = [], []
+  for i, episode in enumerate(episodes, 1):
+    number = f'{i}/{len(episodes)}  ' if len(episodes) > 1 else ''
+    digits = 2 if np.any(episode.returns % 1) else 0
+    for picture, t in zip(episode.pictures, episode.steps):
+      left = f'{number}return {episode.returns[t]:.{digits}f}'
+      frames.append(add_caption(picture, left, f'step {t}'))
+    strides = np.diff(episode.steps)
+    seconds += [1 / fps if fps else x / steps_per_second for x in strides]
+    seconds.append(1.0)  # The last frame stays longer.
+  return frames, seconds
+
+
+def write(
+  path: str, frames: Sequence[np.ndarray], seconds: Sequence[float]
+) -> None:
+  """Writes frames of one size, and the time of each, as a GIF or an MP4."""
+  if path.endswith('.gif'):
+    # Many viewers show a frame of less than 20 ms for 100 ms.
+    durations = [10 * max(2, round(100 * x)) for x in seconds]
+    imageio.mimwrite(path, frames, loop=0, duration=durations)
+    return
+  fps = 1 / float(np.median(seconds))
+  counts = [max(1, round(x * fps)) for x in seconds]
+  repeated = [x for x, count in zip(frames, counts) for _ in range(count)]
+  imageio.mimwrite(path, repeated, fps=fps, macro_block_size=2)
+
+
+def real_speed(config: ConfigDict, spec: EnvSpec) -> float:
+  """About how many steps the real task takes per second."""
+  import gymnasium
+  from gymnasium.envs.registration import load_env_creator
+
+  name = config.env.name
+  if spec.channels_first and spec.frame_skip > 1:  # Atari.
+    return 60 / spec.frame_skip
+  if (short_name := name.partition('-')[0]) in _STEPS_PER_SECOND:
+    return float(_STEPS_PER_SECOND[short_name])
+  try:
+    entry = gymnasium.spec(name).entry_point
+    entry = entry if callable(entry) else load_env_creator(entry)
+    return float(entry.metadata['render_fps'])
+  except Exception:  # An unknown name, or a module that cannot be imported.
+    return 25.0 if isinstance(spec.action, Box) else 10.0
 
 
 def _act(paths: list[str], values: flags.FlagValues) -> None:
-  """Loads, records, writes."""
-  path = tools.single_path(paths, 'runs', 'watch RUN')
+  """Loads the policy, records the episodes and writes the file."""
+  path = tools.single_path(paths, 'run', 'watch RUN')
   out = values.out or os.path.join(path, 'episode.gif')
-  write = _check_out(out)
-  envpool.load_opengl()  # Before the run's environment is known.
-  from podrl.run import policy
-
+  if not out.endswith(('.gif', '.mp4')):
+    raise ValueError(f'--out={out} must end in .gif or .mp4')
+  envpool.load_opengl()  # Must come before the first import of envpool.
   loaded = policy.load(path, values.checkpoint)
   if not os.access(os.path.dirname(out) or '.', os.W_OK):
     raise ValueError(f'--out={out} is not in a directory that can be written')
   config = loaded.config
-  speed = film.steps_per_second(config.env.suite, config.env.name, loaded.spec)
-  greedy = config.eval.greedy if values.greedy is None else values.greedy
+  speed = real_speed(config, loaded.spec)
   episodes = []
   for i in range(values.episodes):
     episode = record(
-      config,
-      loaded.agent,
-      loaded.params,
+      loaded,
       jax.random.fold_in(jax.random.key(values.seed), i),
-      greedy=greedy,
+      greedy=config.eval.greedy if values.greedy is None else values.greedy,
       max_steps=values.max_steps,
       stride=1 if values.fps else math.ceil(speed / _MAX_FPS),
-      max_pictures=_MAX_FRAMES // values.episodes,
+      max_pictures=_MAX_PICTURES // values.episodes,
     )
-    print(
-      f'return {film.totals(episode)[-1]}, {len(episode.rewards)} steps'
-      f'{"" if episode.is_over else ", cut by --max_steps"}'
-    )
+    end = '' if episode.is_over else ', cut by --max_steps'
+    total, steps = episode.returns[-1], len(episode.returns) - 1
+    print(f'return {total:.6g}, {steps} steps{end}')
     episodes.append(episode)
-  frames, seconds = film.join(episodes, values.fps, speed)
+  frames, seconds = to_frames(episodes, speed, values.fps)
   write(out, frames, seconds)
   if episodes[0].note:
     print(f'drawn from observations: {episodes[0].note}')
-  print(
-    f'written: {out}, {len(frames)} frames, {os.path.getsize(out) / 1e6:.2f} MB'
-  )
+  size = os.path.getsize(out) / 1e6
+  print(f'written: {out}, {len(frames)} frames, {size:.2f} MB')
 
 
 def run(argv: Sequence[str]) -> int:
-  """The command; returns its exit code, as `tools.run_command`."""
-  return tools.run_command(argv, __doc__, _define_flags(), _act)
+  """Runs the command and returns its exit code, as `tools.run_command`."""
+  values = flags.FlagValues()
+  for name, default, text in (
+    ('out', '', 'The file to write, .gif or .mp4.'),
+    ('checkpoint', 'last', 'Which one: last, best, or its number of updates.'),
+  ):
+    flags.DEFINE_string(name, default, text, flag_values=values)
+  for name, default, text, low, high in (
+    ('episodes', 1, 'The number of episodes, shown in turn.', 1, 100),
+    ('seed', 0, 'The seed of environments and actions.', 0, 2**31 - 1),
+    ('max_steps', 1000, 'The most steps of an episode.', 1, 10**9),
+  ):
+    flags.DEFINE_integer(name, default, text, low, high, flag_values=values)
+  text = "Take the policy's mode, not a sample; by default as in the run."
+  flags.DEFINE_bool('greedy', None, text, flag_values=values)
+  text = 'Frames per second; 0 means real speed.'
+  flags.DEFINE_float('fps', 0.0, text, 0.0, 50.0, flag_values=values)
+  return tools.run_command(argv, __doc__, values, _act)
