@@ -172,8 +172,8 @@ def test_seeds_in_one_program_are_the_single_runs(tmp_path):
     )
   assert summary['num_params'] == _read(tmp_path / '0')[1]['num_params']
   assert plot.run(['plot', str(tmp_path / 'many')]) == 0
-  runs = [plot.read(str(tmp_path / 'many' / f'seed_{i}')) for i in range(2)]
-  assert [len(g.runs) for g in plot.group(runs)] == [2]
+  runs = [plot.read_run(str(tmp_path / 'many' / f'seed_{i}')) for i in range(2)]
+  assert [len(g.runs) for g in plot.group_runs(runs)] == [2]
   assert (tmp_path / 'many' / 'curve.png').stat().st_size > 5000
 
 

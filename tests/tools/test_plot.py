@@ -38,14 +38,14 @@ def _write(path, *, seed=0, agent='ppo', shift=0.0, **fields):
 
 
 def test_a_run_is_read_up_to_its_last_whole_record(tmp_path):
-  run = plot.read(_write(tmp_path / 'a'))
+  run = plot.read_run(_write(tmp_path / 'a'))
   assert [r['env_steps'] for r in run.records] == [100, 200, 300]
   assert run.config['agent.gamma'] == 0.9 and run.config['seed'] == 0
 
 
 def test_groups_differ_in_more_than_seeds(tmp_path):
   runs = [
-    plot.read(_write(tmp_path / str(i), seed=i % 2, **kwargs))
+    plot.read_run(_write(tmp_path / str(i), seed=i % 2, **kwargs))
     for i, kwargs in enumerate(
       [
         {},
@@ -57,7 +57,7 @@ def test_groups_differ_in_more_than_seeds(tmp_path):
       ]
     )
   ]
-  groups = plot.group(runs)
+  groups = plot.group_runs(runs)
   assert [(g.task, len(g.runs)) for g in groups] == [
     ('Catch', 2),
     ('Catch', 1),
@@ -76,15 +76,15 @@ def test_groups_differ_in_more_than_seeds(tmp_path):
 
 def test_curves_are_joined_where_all_runs_have_been(tmp_path):
   runs = [
-    plot.read(_write(tmp_path / str(i), seed=i, shift=i)) for i in range(3)
+    plot.read_run(_write(tmp_path / str(i), seed=i, shift=i)) for i in range(3)
   ]
   short = runs[2]._replace(records=runs[2].records[:2])
-  points, returns = plot.curve([*runs[:2], short], 'env_steps')
+  points, returns = plot.training_curve([*runs[:2], short], 'env_steps')
   assert (points[0], points[-1]) == (100.0, 200.0)
   # Each gains 10 in 100 steps, from 10 on and 0, 1, 2 higher.
   for i, row in enumerate(returns):
     np.testing.assert_allclose(row, points / 10 + i)
-  points, _ = plot.curve(runs, 'wall_seconds')
+  points, _ = plot.training_curve(runs, 'wall_seconds')
   assert (points[0], points[-1]) == (2.0, 6.0)
 
 
@@ -141,6 +141,6 @@ def test_a_directory_of_runs_stands_for_them(tmp_path):
   for name in 'ab':
     _write(tmp_path / name, seed=ord(name))
   (tmp_path / 'a' / 'checkpoints').mkdir()
-  assert plot.find(str(tmp_path)) == [str(tmp_path / x) for x in 'ab']
-  assert plot.find(str(tmp_path / 'a')) == [str(tmp_path / 'a')]
-  assert plot.find(str(tmp_path / 'c')) == [str(tmp_path / 'c')]
+  assert plot.find_runs(str(tmp_path)) == [str(tmp_path / x) for x in 'ab']
+  assert plot.find_runs(str(tmp_path / 'a')) == [str(tmp_path / 'a')]
+  assert plot.find_runs(str(tmp_path / 'c')) == [str(tmp_path / 'c')]
