@@ -26,7 +26,6 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 from podrl import tools
 from podrl.envs import envpool
 from podrl.run import build, policy
-from podrl.run.config import is_sebulba
 from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree
 
 _MAX_PICTURES = 600  # In one file, about.
@@ -129,7 +128,7 @@ def _make_env(
   config: ConfigDict, rng_key: chex.PRNGKey
 ) -> tuple[HostEnv, chex.PRNGKey]:
   """Makes one environment, and the key `[1]` of its actions."""
-  if not is_sebulba(config):
+  if build.architecture(config) == 'anakin':
     reset_keys, act_keys = jax.random.split(rng_key, (2, 1))
     return _on_host(config, reset_keys), act_keys
   seed_key, act_key = jax.random.split(rng_key)
@@ -400,8 +399,8 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   """Loads the policy, records the episodes and writes the file."""
   path = tools.single_path(paths, 'run', 'watch RUN')
   out = values.out or os.path.join(path, 'episode.gif')
-  if not out.endswith(('.gif', '.mp4')):
-    raise ValueError(f'--out={out} must end in .gif or .mp4')
+  if not out.endswith(('.gif', '.mp4')) or os.path.isdir(out):
+    raise ValueError(f'--out={out} must be a file that ends in .gif or .mp4')
   envpool.load_opengl()  # Must come before the first import of envpool.
   loaded = policy.load(path, values.checkpoint)
   if not os.access(os.path.dirname(out) or '.', os.W_OK):

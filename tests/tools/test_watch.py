@@ -16,8 +16,7 @@ import pytest
 
 from podrl.envs import SUITES
 from podrl.run import build, policy
-from podrl.run.config import base_config, is_sebulba, sebulba_config
-from podrl.run.evaluation import make_evaluate, make_host_evaluate
+from podrl.run.config import base_config, sebulba_config
 from podrl.tools import watch
 from podrl.types import Agent, Box, Discrete, EnvSpec
 
@@ -35,18 +34,14 @@ def _config(name, suite='gymnax', recurrent='none', **options):
 
 def _untrained(config):
   """What `policy.load` returns, with fresh parameters."""
-  spec = SUITES[config.env.suite].make_spec(
-    config.env.name, **config.env.options
-  )
+  spec = build.make_spec(config)
   agent = build.make_agent(config, spec)
   return policy.Policy(config, spec, agent, agent.init(jax.random.key(3)), 0)
 
 
 def _random(config):
   """A policy of random actions, which compiles quickly."""
-  spec = SUITES[config.env.suite].make_spec(
-    config.env.name, **config.env.options
-  )
+  spec = build.make_spec(config)
 
   def sample(key):
     if isinstance(spec.action, Discrete):
@@ -119,18 +114,8 @@ def test_an_episode_is_that_of_an_evaluation_of_one(
   name, suite, recurrent, greedy
 ):
   loaded = _untrained(_config(name, suite, recurrent))
-  arguments = dict(num_episodes=1, max_episode_steps=500, greedy=greedy)
-
-  def make_env(num_envs, seed):
-    return build.make_host_env(
-      loaded.config, num_envs, seed, 1, evaluation=True
-    )
-
-  if is_sebulba(loaded.config):
-    evaluate = make_host_evaluate(make_env, loaded.agent, **arguments)
-  else:
-    env = build.make_env(loaded.config)
-    evaluate = make_evaluate(env, loaded.agent, **arguments)
+  loaded.config.eval.update(num_episodes=1, greedy=greedy)
+  evaluate = build.make_evaluate(loaded.config, loaded.spec, loaded.agent)
   key = jax.random.key(1)
   expected = evaluate(loaded.params, key, lambda: False)
   episode = watch.record(loaded, key, greedy=greedy, max_steps=500)
@@ -424,10 +409,9 @@ def test_files_play_at_real_speed(tmp_path):
     ([], 'expected one run, got 0'),
     (['r', 'r'], 'expected one run, got 2'),
     (['nowhere'], 'nowhere is not a run'),
-    (['r', '--out=x.png'], 'must end in .gif or .mp4'),
+    (['r', '--out=x.png'], 'must be a file that ends in .gif or .mp4'),
     (['r', '--out=no/x.gif'], 'not in a directory that can be written'),
-    (['r', '--out=d.gif'], 'Is a directory'),
-    (['r', '--out=d.mp4'], 'Is a directory'),
+    (['r', '--out=d.gif'], '--out=d.gif must be a file'),
     (['r', '--episodes=0'], 'episodes'),
     (['r', '--max_steps=0'], 'max_steps'),
     (['r', '--fps=60'], 'fps'),
@@ -436,7 +420,6 @@ def test_files_play_at_real_speed(tmp_path):
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message, capsys):
   os.mkdir('d.gif')
-  os.mkdir('d.mp4')
   assert run(*arguments) == 2
   stderr = capsys.readouterr().err
   assert message in stderr and stderr.count('\n') == 1
