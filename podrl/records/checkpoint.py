@@ -6,13 +6,14 @@ A checkpoint is a directory `checkpoints/NUM_UPDATES` with three items:
 digests of its files: orbax itself does not notice a flipped bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import glob
 import hashlib
 import os
 import re
 import shutil
+import sys
 
 from absl import logging
 import jax
@@ -31,12 +32,8 @@ _EXTRA_BYTES = 2**20  # What a checkpoint needs beside its arrays.
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
-class NewerFormatError(ValueError):
-  """A newer version of podrl wrote the checkpoint."""
-
-
-class OtherRunError(ValueError):
-  """The checkpoint is intact, but no checkpoint of the run fits this one."""
+class IncompatibleError(ValueError):
+  """The run's checkpoints do not fit this run or this version of podrl."""
 
 
 def learner_of(state: Tree) -> LearnerState:
@@ -46,18 +43,14 @@ def learner_of(state: Tree) -> LearnerState:
 
 def with_params(state: Tree, params: Tree) -> Tree:
   """A driver's state with other parameters."""
-  learner = learner_of(state)._replace(params=params)
-  is_learner = isinstance(state, LearnerState)
-  return learner if is_learner else state._replace(learner=learner)
+  if isinstance(state, LearnerState):
+    return state._replace(params=params)
+  return state._replace(learner=state.learner._replace(params=params))
 
 
 def _directory(path: str, step: int | None = None) -> str:
   parent = os.path.join(os.path.abspath(path), 'checkpoints')
   return parent if step is None else os.path.join(parent, str(step))
-
-
-def _one_line(error: BaseException) -> str:
-  return ' '.join(str(error).split())[:200] or type(error).__name__
 
 
 def _digests(directory: str) -> dict[str, str]:
@@ -73,10 +66,10 @@ def _digests(directory: str) -> dict[str, str]:
 
 
 def _verify(directory: str) -> None:
-  """Raises a ValueError where a checkpoint's files differ from its digests."""
+  """Raises a ValueError if a checkpoint's files differ from its digests."""
   contents = workdir.read_json(os.path.join(directory, 'digests.json'))
   if contents['format'] > _FORMAT:
-    raise NewerFormatError(
+    raise IncompatibleError(
       f'{directory} has format {contents["format"]}, of a newer version of '
       f'podrl; this version reads format {_FORMAT}'
     )
@@ -97,12 +90,7 @@ class _PreserveBest:
 
 
 class Checkpoints:
-  """Writes the checkpoints of a run.
-
-  Args:
-    path: directory of the run.
-    keep: number of newest checkpoints to keep.
-  """
+  """Writes the checkpoints of a run and keeps the `keep` newest ones."""
 
   def __init__(self, path: str, keep: int):
     logging.set_verbosity(logging.FATAL)  # Orbax logs every file.
@@ -110,12 +98,11 @@ class Checkpoints:
     self._best = _PreserveBest()
     self._num_updates = 0  # Of the checkpoint that is being written.
     policies = [checkpoint_managers.LatestN(keep), self._best]
+    # Orbax calls this before it gives the checkpoint its name.
+    callback = ocp.AsyncOptions(post_finalization_callback=self._write_digests)
     options = ocp.CheckpointManagerOptions(
       cleanup_tmp_directories=True,
-      # Orbax calls this before it gives the checkpoint its name.
-      async_options=ocp.AsyncOptions(
-        post_finalization_callback=self._write_digests
-      ),
+      async_options=callback,
       preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
     )
     with self._errors():
@@ -133,15 +120,13 @@ class Checkpoints:
   def save(
     self, num_updates: int, state: Tree, progress: Record, best: int | None
   ) -> None:
-    """Starts to write a checkpoint, after the previous one is written.
-
-    It does nothing if the newest checkpoint has the same number of updates.
+    """Writes a checkpoint in the background, unless it exists already.
 
     Args:
       num_updates: name of the checkpoint.
       state: state of the driver, which may continue at once.
-      progress: JSON.
-      best: number of updates of the checkpoint with the best evaluation.
+      progress: what a resumed run needs beside the state, as JSON.
+      best: number of updates at the best evaluation; its checkpoint is kept.
 
     Raises:
       WriteError: if this checkpoint or the previous one cannot be written.
@@ -170,11 +155,7 @@ class Checkpoints:
         raise ValueError('there is a newer one')
 
   def wait(self) -> None:
-    """Waits until all checkpoints are written.
-
-    Raises:
-      WriteError: if a checkpoint cannot be written.
-    """
+    """Waits until all are written; raises a `WriteError` if one cannot be."""
     with self._errors():
       self._manager.wait_until_finished()
 
@@ -183,15 +164,9 @@ class Checkpoints:
     with contextlib.suppress(WriteError), self._errors():
       self._manager.close()
 
-  @contextlib.contextmanager
-  def _errors(self) -> Iterator[None]:
-    try:
-      yield
-    except Exception as error:  # Orbax passes on any error of the file system.
-      raise WriteError(
-        f'checkpoint {self._num_updates} could not be written: '
-        f'{_one_line(error)}'
-      ) from error
+  def _errors(self) -> contextlib.AbstractContextManager[None]:
+    # Of any kind: orbax passes on all errors of the file system.
+    return workdir.write_errors(f'checkpoint {self._num_updates}')
 
 
 def steps(path: str) -> list[int]:
@@ -207,7 +182,7 @@ def steps(path: str) -> list[int]:
 
 
 def find(path: str, which: str = 'last') -> int:
-  """The number of updates of one checkpoint.
+  """Finds a checkpoint; returns its number of updates.
 
   Args:
     path: directory of the run.
@@ -253,9 +228,9 @@ def _read_progress(path: str, step: int) -> Record:
 
 
 def count_resumes(path: str) -> int:
-  """How often a run has been resumed, if it is resumed now.
+  """How often a run will have been resumed if it is resumed now.
 
-  This count only selects seeds, so that it does not verify digests.
+  It does not verify digests, because the count only selects seeds.
   """
   for step in steps(path):
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -264,15 +239,12 @@ def count_resumes(path: str) -> int:
 
 
 def read_params(path: str, step: int, like: Tree) -> Tree:
-  """Reads the parameters of one checkpoint.
+  """Reads the parameters of one checkpoint to this process's first device.
 
   Args:
     path: directory of the run.
     step: number of updates of the checkpoint.
     like: `jax.ShapeDtypeStruct` of each parameter.
-
-  Returns:
-    The parameters, on this process's first device.
 
   Raises:
     ValueError: if they cannot be read, or have other shapes.
@@ -284,35 +256,33 @@ def read_params(path: str, step: int, like: Tree) -> Tree:
   try:
     _verify(_directory(path, step))
     return _read(path, step, 'params', shapes)
-  except NewerFormatError:
+  except IncompatibleError:
     raise
   except Exception as error:  # Damaged files can make orbax raise anything.
     raise ValueError(
       f'the parameters of {_directory(path, step)} cannot be read, or are '
-      f'those of another network: {_one_line(error)}'
+      f'those of another network: {workdir.one_line(error)}'
     ) from error
 
 
 def newest_intact(
-  path: str, check: Callable[[Record], None], report: Callable[[str], None]
+  path: str, check: Callable[[Record], None]
 ) -> tuple[int, Record] | None:
   """Finds the newest intact checkpoint of a run.
 
-  Newer, damaged ones are renamed `checkpoints/NUM_UPDATES.set_aside`.
+  Damaged ones that are newer are reported and renamed
+  `checkpoints/NUM_UPDATES.set_aside`.
 
   Args:
     path: directory of the run.
-    check: raises a ValueError where `progress` does not fit the run's files,
-      and an `OtherRunError` where no checkpoint of the run can fit.
-    report: takes one line for each checkpoint that is skipped.
+    check: raises a ValueError if `progress` does not fit the run's files, or an
+      `IncompatibleError` if no checkpoint of the run can fit.
 
   Returns:
     Its number of updates and its `progress`; None if there is no checkpoint.
 
   Raises:
-    ValueError: if there are checkpoints, but none is intact.
-    NewerFormatError: if a newer version of podrl wrote a checkpoint.
-    OtherRunError: if `check` raises it.
+    ValueError: if there are checkpoints, but none can be used.
   """
   skipped = []
   for step in steps(path):
@@ -320,20 +290,18 @@ def newest_intact(
       _verify(_directory(path, step))
       progress = _read_progress(path, step)
       check(progress)
-    except (NewerFormatError, OtherRunError):
+    except IncompatibleError:
       raise
     except Exception as error:  # Damaged files can raise anything.
       skipped.append(step)
-      report(f'checkpoint {step} is skipped: {_one_line(error)}')
+      message = f'checkpoint {step} is skipped: {workdir.one_line(error)}'
+      print(message, file=sys.stderr)
       continue
     for damaged in skipped:  # A new checkpoint will need the name.
       workdir.set_aside(_directory(path, damaged))
     return step, progress
   if skipped:
-    raise ValueError(
-      f'no checkpoint of {path} can be used; restore a copy of it, if you have '
-      'one'
-    )
+    raise ValueError(f'no checkpoint of {path} can be used; restore a backup')
   return None
 
 

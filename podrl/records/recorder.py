@@ -1,7 +1,6 @@
 """What a run records: metrics of each window of updates, and where they go."""
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
+from collections.abc import Callable, Sequence
 import dataclasses
 import os
 import queue
@@ -24,20 +23,14 @@ def _last(values: Sequence[float]) -> float:
 
 
 class _Reduction(NamedTuple):
-  """How the values of one metric become one value.
+  """How the values of one metric become one value."""
 
-  Attributes:
-    updates: over the updates of a window.
-    processes: over the processes of a run.
-    seeds: over the agents of a run.
-  """
-
-  updates: Callable = np.mean
-  processes: Callable = np.mean
-  seeds: Callable = np.mean
+  updates: Callable = np.mean  # Over the updates of a window.
+  processes: Callable = np.mean  # Over the processes of a run.
+  seeds: Callable = np.mean  # Over the agents of a run.
 
 
-# All other metrics, for example the losses of the agents, are means.
+# All other metrics are means, for example the losses of the agents.
 _REDUCTIONS = {
   'num_actors': _Reduction(_last, np.sum),
   'num_unrolls_dropped': _Reduction(_last, np.sum),
@@ -78,31 +71,24 @@ def local_part(report: Report) -> Record:
 
 
 def merge_processes(report: Report, others: Sequence[Record]) -> Report:
-  """Makes one report of those of several processes.
-
-  Args:
-    report: report of this process.
-    others: `local_part` of the other processes' reports of the same updates.
-  """
+  """Merges a report with the `local_part` of the other processes' reports."""
   if not others or not report.num_updates:
     return report
   episodes = [x.astype(np.float64) for x in report.episodes]
   for other in others:
     for counts, total in zip(episodes, other['episodes']):
       counts.flat[0] += total  # The row does not matter: windows sum all rows.
-  stages = {}
-  for name, seconds in report.stages.items():
+  parts, stages, own = [local_part(report), *others], {}, {}
+  for name in report.stages:
     if all(name in x['stages'] for x in others):
-      values = [seconds] + [x['stages'][name] for x in others]
+      values = [x['stages'][name] for x in parts]
       stages[name] = _reduction(name).processes(values)
-  own = {}
-  for name, rows in report.own.items():
-    values = [rows] + [x['own'][name] for x in others]
+  for name in report.own:
+    values = [x['own'][name] for x in parts]
     own[name] = _reduction(name).processes(values, axis=0)
-  num_predictions = sum(x['num_predictions'] for x in others)
   return report._replace(
     episodes=Episodes(*episodes),
-    num_predictions=report.num_predictions + num_predictions,
+    num_predictions=sum(x['num_predictions'] for x in parts),
     stages=stages,
     own=own,
   )
@@ -121,19 +107,12 @@ class _Totals:
 
 
 class Window:
-  """Counts the updates of an agent and makes a record of each window of them.
-
-  Attributes:
-    env_steps: environment steps of the whole run so far.
-    num_updates: updates of the whole run so far.
-    totals: sums since the last record.
-  """
+  """Counts the updates of one agent and makes a record of each window."""
 
   def __init__(self, frame_skip: int, sgd_steps_per_update: int):
     self._frame_skip = frame_skip
     self._sgd_steps_per_update = sgd_steps_per_update
-    self.env_steps = 0
-    self.num_updates = 0
+    self.env_steps = self.num_updates = 0  # Of the whole run so far.
     self.totals = _Totals()
 
   def add(self, report: Report) -> None:
@@ -203,17 +182,12 @@ class Sink(Protocol):
 class JsonLines:
   """A file with one JSON object per line, flushed after each line.
 
-  Args:
-    path: directory of the file.
-    num_records: lines to keep of an existing file; the others were written
-      after the checkpoint from which a run resumes.
-    name: name of the file.
+  It keeps the first `num_records` lines of an existing file; a resumed run
+  writes the later ones again.
   """
 
-  def __init__(
-    self, path: str, num_records: int = 0, name: str = 'metrics.jsonl'
-  ):
-    self._file = open(os.path.join(path, name), 'a+', encoding='utf-8')
+  def __init__(self, file: str, num_records: int = 0):
+    self._file = open(file, 'a+', encoding='utf-8')
     self._file.seek(0)
     for _ in range(num_records):
       self._file.readline()
@@ -230,9 +204,7 @@ class JsonLines:
 class TensorBoard:
   """TensorBoard events over environment steps.
 
-  Args:
-    path: directory of the run.
-    purge_step: TensorBoard ignores events of earlier processes from this step.
+  TensorBoard ignores what earlier processes wrote from `purge_step` on.
   """
 
   def __init__(self, path: str, purge_step: int = 0):
@@ -266,25 +238,16 @@ class TensorBoard:
 class Wandb:
   """Weights & Biases, over environment steps; each seed is a run of its own.
 
-  Args:
-    path: directory of the run; it names the run, so that a resumed run
-      continues there.
-    project: name of the project.
-    config: fields of the run's configuration.
+  The directory names the run, so that a resumed run continues there.
   """
 
   def __init__(self, path: str, project: str, config: dict[str, Any]):
     import wandb  # An extra.
 
     name = os.path.abspath(path).strip(os.sep).replace(os.sep, '-')[-120:]
+    names = {'project': project, 'name': name, 'id': name, 'dir': path}
     self._run = wandb.init(
-      project=project,
-      name=name,
-      id=name,
-      dir=path,
-      config=config,
-      resume='allow',
-      reinit='create_new',
+      **names, config=config, resume='allow', reinit='create_new'
     )
 
   def write(self, record: Record) -> None:
@@ -309,21 +272,16 @@ class Writer:
   def _run(self) -> None:
     while (item := self._queue.get()) is not None:
       sink, record = item
-      if self._error is None:
-        with self._errors(sink):
+      try:
+        if record is None:
+          sink.close()
+        elif self._error is None:
           sink.write(record)
+      except Exception as error:  # The main thread raises it.
+        message = f'{type(sink).__name__} could not write: {error}'
+        self._error = self._error or WriteError(message)
+        self._error.__cause__ = error
       self._queue.task_done()
-
-  @contextlib.contextmanager
-  def _errors(self, sink: Sink) -> Iterator[None]:
-    try:
-      yield
-    except Exception as error:  # The main thread raises it.
-      name = type(sink).__name__
-      self._error = self._error or WriteError(
-        f'{name} could not write: {error}'
-      )
-      self._error.__cause__ = error
 
   def _check(self) -> None:
     if self._error:
@@ -341,20 +299,18 @@ class Writer:
     self._check()
 
   def close(self, sinks: Sequence[Sink]) -> None:
-    """Writes the queued records, ends the thread and closes the sinks."""
-    self._queue.put(None)
+    """Writes the queued records, closes the sinks and ends the thread."""
+    for item in (*((sink, None) for sink in sinks), None):
+      self._queue.put(item)
     self._thread.join()
-    for sink in sinks:
-      with self._errors(sink):
-        sink.close()
     self._check()
 
 
 class Recorder:
   """Records a run of one or several agents, each with its own seed.
 
-  A run of several agents has a directory for each, and the mean of all agents in
-  its own directory. Of several processes, only the first one writes.
+  A run of several agents has a directory for each, and its own directory has
+  the mean of all agents. Of several processes, only the first one writes.
 
   Attributes:
     sinks: sinks of each directory.
@@ -362,13 +318,10 @@ class Recorder:
     best: best evaluated return, and the number of updates at that time.
 
   Args:
-    config: configuration of the run.
     name: name of the experiment.
-    path: directory of the run.
-    frame_skip: raw frames per environment step.
     num_updates: updates of the whole run.
     start_seconds: `time.perf_counter()` at the start of the process.
-    describe: the `describe` of the run's driver.
+    describe: `Driver.describe`; what it returns is added to each record.
     is_writer: whether this process writes.
   """
 
@@ -396,11 +349,11 @@ class Recorder:
     self.last: list[Record] = [{} for _ in self._paths]
     self.best: tuple[float, int] | None = None
     self._start_seconds = start_seconds
-    self._earlier = {'wall_seconds': 0.0, 'compile_seconds': 0.0}
     self._compile_seconds = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     self._num_records = self._num_decisions = 0
     self._decisions: JsonLines | None = None
+    self._decisions_file = os.path.join(path, 'decisions.jsonl')
     self.terminal = Terminal(name, num_updates, not is_writer)
     self._writer = Writer()
 
@@ -433,8 +386,7 @@ class Recorder:
     """Opens the files.
 
     Args:
-      progress: what `progress()` returned, for a resumed run; empty for a run
-        that starts.
+      progress: what `progress()` returned; empty for a new run.
 
     Raises:
       WriteError: if the files cannot be written.
@@ -442,35 +394,29 @@ class Recorder:
     if progress:
       self._num_records = progress['num_records']
       self._num_decisions = progress.get('num_decisions', 0)
-      self._earlier = {name: progress[name] for name in self._earlier}
+      self._start_seconds -= progress['wall_seconds']
+      self._compile_seconds += progress['compile_seconds']
       self.best = progress['best'] and tuple(progress['best'])
       for window, window_progress in zip(self._windows, progress['windows']):
         window.resume(window_progress)
       self.terminal.resume(self.num_updates)
-    try:
+    with workdir.write_errors('the records', OSError):
       for path, last in zip(self._paths, self.last):
         file = os.path.join(path, 'metrics.jsonl')
         if not progress and os.path.exists(file) and os.path.getsize(file):
           workdir.set_aside(file)  # Of a start that reached no checkpoint.
-        self.sinks.append(self._open_sinks(path, last))
-      if self.sinks:
+        self._open_sinks(path, last)
+      if self._paths:
         self.sinks[0].append(self.terminal)
-      for path in self._paths[:1]:
-        if os.path.exists(os.path.join(path, 'decisions.jsonl')):
-          self._open_decisions()
-    except OSError as error:
-      raise WriteError(f'the records cannot be written: {error}') from error
+        if os.path.exists(self._decisions_file):
+          self._open_decisions()  # It removes what a resumed run repeats.
 
-  def _open_decisions(self) -> None:
-    """Opens the file and keeps the lines that the checkpoint counts."""
-    self._decisions = JsonLines(
-      self._paths[0], self._num_decisions, 'decisions.jsonl'
-    )
-
-  def _open_sinks(self, path: str, last: Record) -> list[Sink]:
+  def _open_sinks(self, path: str, last: Record) -> None:
     """Opens the sinks of one directory and reads its last values."""
-    log = self._config.log
-    sinks: list[Sink] = [JsonLines(path, self._num_records)]
+    log, sinks = self._config.log, []
+    self.sinks.append(sinks)
+    file = os.path.join(path, 'metrics.jsonl')
+    sinks.append(JsonLines(file, self._num_records))
     for record in workdir.read_records(path):
       last.update(record)
     if log.tensorboard:
@@ -478,37 +424,34 @@ class Recorder:
     if log.wandb:
       config = workdir.read_config(path).to_dict()
       sinks.append(Wandb(path, self._name, config))
-    return sinks
+
+  def _open_decisions(self) -> None:
+    self._decisions = JsonLines(self._decisions_file, self._num_decisions)
 
   def add(self, reports: Sequence[Report]) -> None:
     """Adds a driver's reports, one per agent, and writes its decisions."""
     for window, report in zip(self._windows, reports):
       window.add(report)
-    now = self.times() | {
-      'num_updates': self.num_updates,
-      'env_steps': self._windows[0].env_steps,
-    }
-    for decision in reports[0].decisions if self._paths else ():
-      if self._decisions is None:
+    if not self._paths or not reports[0].decisions:
+      return
+    if self._decisions is None:
+      with workdir.write_errors('the records', OSError):
         self._open_decisions()
+    now = self.times() | {'num_updates': self.num_updates}
+    now['env_steps'] = self._windows[0].env_steps
+    for decision in reports[0].decisions:
       self._num_decisions += 1
       self._writer.write([self._decisions], now | decision)
 
   def times(self) -> Record:
     """Seconds of wall time and of compilation, summed over resumes."""
-    seconds = time.perf_counter() - self._start_seconds
     return {
-      'wall_seconds': self._earlier['wall_seconds'] + seconds,
-      'compile_seconds': self._earlier['compile_seconds']
-      + self._compile_seconds,
+      'wall_seconds': time.perf_counter() - self._start_seconds,
+      'compile_seconds': self._compile_seconds,
     }
 
   def write(self, outcomes: Sequence[Record] = ()) -> None:
-    """Writes the records of the windows.
-
-    Args:
-      outcomes: metrics of an evaluation, for each agent.
-    """
+    """Writes the records of the windows, with each agent's evaluation."""
     records = [window.record() for window in self._windows]
     for record, outcome in zip(records, outcomes):
       record |= outcome
@@ -542,7 +485,7 @@ class Recorder:
     """Writes the queued records and closes the files.
 
     Raises:
-      WriteError: if a sink raised.
+      WriteError: if a record could not be written.
     """
     jax.monitoring.unregister_event_duration_listener(self._on_duration)
     sinks = [sink for sinks in self.sinks for sink in sinks]

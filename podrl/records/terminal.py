@@ -4,15 +4,9 @@ import os
 import sys
 import time
 
+from rich import progress
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-  BarColumn,
-  Progress,
-  TaskProgressColumn,
-  TextColumn,
-  TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -57,33 +51,27 @@ def describe_stages(record: Record) -> str:
 
 
 class Terminal:
-  """A live panel in a terminal, plain lines elsewhere, or nothing.
-
-  Args:
-    name: name of the experiment.
-    num_updates: updates of the whole run.
-    is_silent: whether nothing is shown.
-  """
+  """A live panel in a terminal, plain lines elsewhere, or nothing if silent."""
 
   def __init__(self, name: str, num_updates: int, is_silent: bool = False):
     self._console = Console(highlight=False, markup=False, quiet=is_silent)
     self._console.on_broken_pipe = self._go_silent
     self._name = name
     self._num_updates = num_updates
-    # The time, and the share of the run that was done at that time.
-    self._start = time.perf_counter(), 0.0
+    self._start = time.perf_counter(), 0.0  # And the share done by then.
     self._live = None
     if self._console.is_terminal and not is_silent:
-      self._progress = Progress(
-        TextColumn('{task.description}'),
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        TimeRemainingColumn(compact=True),
-        console=self._console,
-        expand=True,
+      columns = (
+        progress.TextColumn('{task.description}'),
+        progress.BarColumn(bar_width=None),
+        progress.TaskProgressColumn(),
+        progress.TimeRemainingColumn(compact=True),
       )
-      self._task = self._progress.add_task(name, total=num_updates)
-      self._live = Live(self._progress, console=self._console)
+      self._bar = progress.Progress(
+        *columns, console=self._console, expand=True
+      )
+      self._task = self._bar.add_task(name, total=num_updates)
+      self._live = Live(self._bar, console=self._console)
       self._live.start()
 
   def _go_silent(self) -> None:
@@ -95,19 +83,14 @@ class Terminal:
     """Starts with `num_updates` updates done."""
     self._start = time.perf_counter(), num_updates / self._num_updates
     if self._live:
-      self._progress.update(self._task, completed=num_updates)
+      self._bar.update(self._task, completed=num_updates)
 
   def say(self, status: str) -> None:
     """Shows what the run is doing."""
     if self._live:
-      self._show(status, '')
+      self._live.update(Group(self._bar, Text(status)))
     else:
       self._console.print(f'{self._name}: {status}', soft_wrap=True)
-
-  def _show(self, status: str, details: str) -> None:
-    """Shows the bar, the status and dim lines of details in the live panel."""
-    lines = [Text(x, style='dim') for x in details.split('\n') if x]
-    self._live.update(Group(self._progress, Text(status), *lines))
 
   def write(self, record: Record) -> None:
     """Shows a record."""
@@ -118,19 +101,20 @@ class Terminal:
       status += f'  return {compact(record["episode_return"])}'
     if 'eval_return' in record:
       status += f'  evaluated {compact(record["eval_return"])}'
-    stages = describe_stages(record)
+    details = describe_stages(record).splitlines()
     if self._live:
-      self._progress.update(self._task, completed=record['num_updates'])
-      self._show(status, f'{stages}\n{record.get("limit_sentence", "")}')
+      self._bar.update(self._task, completed=record['num_updates'])
+      details += filter(None, [record.get('limit_sentence')])
+      lines = [Text(status), *(Text(x, style='dim') for x in details)]
+      self._live.update(Group(self._bar, *lines))
       return
     share = record['num_updates'] / self._num_updates
     start, first_share = self._start
     seconds = time.perf_counter() - start
     seconds_left = seconds * (1 - share) / max(share - first_share, 1e-9)
-    details = ''.join(f'\n  {x}' for x in stages.split('\n') if x)
     self.say(
       f'{share:4.0%}  {compact(record["env_steps"])} steps  '
-      f'{seconds_left:.0f} s left  {status}{details}'
+      f'{seconds_left:.0f} s left  ' + '\n  '.join([status, *details])
     )
 
   def close(self) -> None:

@@ -40,6 +40,21 @@ class WriteError(RuntimeError):
   """A file of the run could not be written, for example on a full disk."""
 
 
+@contextlib.contextmanager
+def write_errors(what: str, kind: type = Exception) -> Iterator[None]:
+  """Turns errors of one kind into a `WriteError` that says what failed."""
+  try:
+    yield
+  except kind as error:
+    message = f'{what} could not be written: {one_line(error)}'
+    raise WriteError(message) from error
+
+
+def one_line(error: BaseException) -> str:
+  """The message of an exception in one line."""
+  return ' '.join(str(error).split())[:200] or type(error).__name__
+
+
 def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
   """Fields by dotted name; `env.options` stays one field, a dictionary."""
   fields = {}
@@ -51,26 +66,25 @@ def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
   return fields
 
 
+def _plain(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {k: _plain(v) for k, v in value.items()}
+  if isinstance(value, np.generic):
+    value = value.item()
+  is_finite = not isinstance(value, float) or math.isfinite(value)
+  return value if is_finite else None
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
   """Strict JSON; it has no NaN and no infinity, so both become null."""
-
-  def plain(value: Any) -> Any:
-    if isinstance(value, dict):
-      return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, np.generic):
-      value = value.item()
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    return value if is_finite else None
-
-  return json.dumps(plain(value), indent=indent, allow_nan=False)
+  return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
 
 def write_json(path: str, value: Any, *, overwrite: bool = True) -> None:
   """Writes a JSON file atomically.
 
   Raises:
-    FileExistsError: if the file exists and `overwrite` is false.
-    OSError: if the file cannot be written.
+    OSError: if the file cannot be written, or exists and must not be replaced.
   """
   directory, name = os.path.split(path)
   with tempfile.NamedTemporaryFile(
@@ -90,11 +104,7 @@ def write_json(path: str, value: Any, *, overwrite: bool = True) -> None:
 
 
 def read_json(path: str) -> dict[str, Any]:
-  """Reads a JSON file that holds an object.
-
-  Raises:
-    ValueError: if the file cannot be read or holds something else.
-  """
+  """Reads a JSON object; raises a ValueError if the file holds none."""
   try:
     with open(path, encoding='utf-8') as file:
       value = json.load(file)
@@ -158,11 +168,7 @@ def as_config(fields: dict[str, Any]) -> ConfigDict:
 
 
 def read_config(path: str) -> ConfigDict:
-  """Reads the configuration of the run in a directory.
-
-  Raises:
-    ValueError: if the directory holds no run, or its configuration is damaged.
-  """
+  """Reads the configuration of a run; raises a ValueError if there is none."""
   if not is_run(path):
     raise ValueError(f'{path} is not a run: it has no config.json')
   fields = read_json(os.path.join(path, 'config.json'))
@@ -175,10 +181,6 @@ def read_config(path: str) -> ConfigDict:
 
 def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
   """Reads the records of a run; an incomplete last line is ignored.
-
-  Args:
-    path: directory of the run.
-    name: file to read; each line has `num_updates` and `env_steps`.
 
   Raises:
     ValueError: if the file cannot be read, or a line is damaged.
@@ -202,11 +204,7 @@ def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
 
 
 def check_new(path: str) -> None:
-  """Checks that a new run can be written to a directory.
-
-  Raises:
-    ValueError: if the directory holds a run or cannot be written.
-  """
+  """Raises a ValueError if a directory cannot be written or holds a run."""
   names = ('config.json', 'metrics.jsonl', 'checkpoints')
   if any(os.path.exists(os.path.join(path, name)) for name in names):
     raise ValueError(
@@ -218,8 +216,8 @@ def check_new(path: str) -> None:
     parent = os.path.dirname(parent)
   if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
     raise ValueError(
-      f'--workdir={path} cannot be written, because {parent} is not a '
-      'directory with write permission; choose another directory'
+      f'--workdir={path} cannot be written: {parent} is not a directory with '
+      'write permission; choose another directory'
     )
 
 
@@ -227,7 +225,7 @@ def make(path: str, config: ConfigDict) -> None:
   """Creates the directories of a run and writes its configuration.
 
   Raises:
-    ValueError: if they cannot be written, or already hold a run.
+    ValueError: if a directory cannot be written, or holds a run.
   """
   try:
     os.makedirs(path, exist_ok=True)
@@ -247,11 +245,7 @@ def make(path: str, config: ConfigDict) -> None:
 
 @contextlib.contextmanager
 def lock(path: str) -> Iterator[None]:
-  """Keeps other processes from writing to a run.
-
-  Raises:
-    ValueError: if another process holds the lock.
-  """
+  """Locks a run; raises a ValueError if another process is writing to it."""
   with open(os.path.join(path, 'config.json'), encoding='utf-8') as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -265,9 +259,7 @@ def lock(path: str) -> Iterator[None]:
 def restore_config(
   config: ConfigDict, path: str, overridden: Set[str]
 ) -> list[str]:
-  """Copies the configuration of a run into `config`, to resume the run.
-
-  The fields in `MOVABLE` keep the values that `config` has.
+  """Copies the configuration of a run, except `MOVABLE` fields, into `config`.
 
   Args:
     config: configuration of the command line, changed in place.
@@ -278,8 +270,7 @@ def restore_config(
     The fields that changed, as `NAME=VALUE`.
 
   Raises:
-    ValueError: if the task or an overridden field differs from the run's, or
-      the run has fields that `config` lacks.
+    ValueError: if the run cannot be resumed with this configuration.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
   differing = [
