@@ -1,24 +1,31 @@
-"""The main of every experiment: `train.main(get_config)`."""
+"""The main of every experiment, `train.main(get_config)`, and its loop.
+
+All processes of a run execute the same loop. Process 0 decides whatever depends
+on a clock or a signal, and the others follow.
+"""
 
 from collections.abc import Callable, Sequence
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import os
 import sys
 import time
 import traceback
-from typing import NamedTuple
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
+import numpy as np
 
 from podrl.core.learner import trained
-from podrl.drivers import machine
+from podrl.drivers import machine, spmd
+from podrl.drivers.machine import Meter
 from podrl.records import checkpoint, workdir
-from podrl.records.recorder import Recorder
-from podrl.records.workdir import WriteError
-from podrl.run import build, loop
+from podrl.records.recorder import Recorder, local_part, merge_processes
+from podrl.records.workdir import Record, WriteError
+from podrl.run import build
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster
 from podrl.run.config import Files
@@ -31,7 +38,20 @@ from podrl.run.signals import (
   PREEMPTED,
   Signals,
 )
-from podrl.types import Tree
+from podrl.types import Report, Tree
+
+_ROUND_SECONDS = 0.5  # A signal waits at most about this long.
+
+_OUTCOMES = {
+  DONE: 'done',
+  FAILED: 'failed',
+  PREEMPTED: 'preempted',
+  INTERRUPTED: 'interrupted',
+}
+
+
+class _Mistake(ValueError):
+  """A mistake of the user that shows only after the devices were used."""
 
 
 def main(get_config: Callable[..., ConfigDict]) -> None:
@@ -48,243 +68,431 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
 
   Args:
     get_config: `(agent, variant) -> ConfigDict`.
-    argv: the script's name, then its arguments.
+    argv: name of the script, then its arguments.
 
   Returns:
-    0 done, 1 failed, 2 the user's mistake, 75 ended by SIGTERM, 130 by Ctrl-C.
+    The exit code: 0 done, 1 failed, 2 the user's mistake, 75 ended by SIGTERM,
+    130 ended by Ctrl-C.
   """
   start_seconds = time.perf_counter()
   signals = Signals()
-  held = contextlib.ExitStack()
-  together = Cluster()
+  exit_stack = contextlib.ExitStack()
+  cluster = Cluster()
   try:
-    line = configs.parse_command_line(argv)
-    if line.flags.help:
-      configs.print_help(line, get_config)
+    command_line = configs.parse_command_line(argv)
+    if command_line.flags.help:
+      configs.print_help(command_line, get_config)
       return DONE
-    together = configs.join_cluster(line)
-    signals.is_distributed = together.is_distributed
-    config, files = configs.resolve_config(line, get_config, together, held)
-    together.attempt(lambda: build.set_up_jax(config, together.num_processes))
-    if together.is_distributed:
-      together.compare(
-        {
-          'num_processes': together.num_processes,
-          'devices': [x.platform for x in jax.local_devices()],
-        }
-      )
-    run, params = together.attempt(
-      functools.partial(_prepare, config, files, together.process == 0, held)
+    cluster = configs.join_cluster(command_line)
+    signals.is_distributed = cluster.is_distributed
+    config, files = configs.resolve_config(
+      command_line, get_config, cluster, exit_stack
+    )
+    num_processes = cluster.num_processes
+    cluster.attempt(lambda: build.set_up_jax(config, num_processes))
+    if cluster.is_distributed:
+      platforms = [x.platform for x in jax.local_devices()]
+      cluster.compare({'num_processes': num_processes, 'devices': platforms})
+    built, params = cluster.attempt(
+      lambda: _build(config, files, cluster.process == 0, exit_stack)
     )
     recorder = Recorder(
       config,
-      line.name,
+      command_line.name,
       files.workdir,
-      run.spec.frame_skip,
-      run.num_updates,
+      built.spec.frame_skip,
+      built.num_updates,
       start_seconds,
-      run.driver.describe,
-      together.process == 0,
+      built.driver.describe,
+      cluster.process == 0,
     )
     signals.grace_seconds = config.checkpoint.grace_seconds
-    exit_code = _train(
-      Job(config, run, files, params, recorder, signals, together)
-    )
+    trainer = _Trainer(config, built, files, params, recorder, signals, cluster)
+    exit_code = trainer.train()
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     exit_code = MISTAKE
   except BaseException as error:
-    if together.is_distributed:  # The watchdog would live on, and all wait.
+    if cluster.is_distributed:  # Otherwise this process and the others hang.
       traceback.print_exc()
-      together.watchdog.fail(_describe(error), is_suspect=True)
-      sys.stdout.flush()
-      os._exit(FAILED)
+      cluster.watchdog.fail(_one_line(error), is_suspect=True)
+      _exit(FAILED)
     raise
   finally:
     signals.close()
-    held.close()
-  together.close()
+    exit_stack.close()
+  cluster.close()
   return exit_code
 
 
-def _describe(error: BaseException) -> str:
-  """An exception in one line."""
+def local_devices(run: build.Run) -> list[jax.Device]:
+  """The devices of a run that belong to this process."""
+  process = jax.process_index()
+  return [x for x in run.devices if x.process_index == process]
+
+
+def _one_line(error: BaseException) -> str:
   return f'{type(error).__name__}: {" ".join(str(error).split())}'
 
 
-class Job(NamedTuple):
-  """All that a run needs, once nothing of it can be a mistake of the user's."""
+def _exit(exit_code: int) -> None:
+  """Ends the process without waiting for its threads."""
+  sys.stdout.flush()
+  os._exit(exit_code)
+
+
+def _build(
+  config: ConfigDict,
+  files: Files,
+  is_first: bool,
+  exit_stack: contextlib.ExitStack,
+) -> tuple[build.Run, Tree | None]:
+  """Builds the run, creates its directory, and reads initial parameters."""
+  built = build.make_run(config, files.num_resumes)
+  for warning in built.warnings:
+    print(f'warning: {warning}', file=sys.stderr)
+  params = None
+  if files.init_from:
+    step = checkpoint.find(files.init_from)
+    params = checkpoint.read_params(files.init_from, step, built.params)
+  if is_first and not files.is_resumed:
+    workdir.make(files.workdir, config)
+    exit_stack.enter_context(workdir.lock(files.workdir))
+  return built, params
+
+
+@dataclasses.dataclass
+class _Trainer:
+  """Trains one run, alone or as one of several processes."""
 
   config: ConfigDict
   run: build.Run
   files: Files
-  params: Tree | None
+  params: Tree | None  # Initial parameters, from another run.
   recorder: Recorder
   signals: Signals
-  together: Cluster
-
-
-def _prepare(
-  config: ConfigDict, files: Files, is_first: bool, held: contextlib.ExitStack
-) -> tuple[build.Run, Tree | None]:
-  """Makes what is run, reads what it begins with, and makes its directory."""
-  run = build.make_run(config, files.num_resumes)
-  for warning in run.warnings:
-    print(f'warning: {warning}', file=sys.stderr)
-  params = (
-    checkpoint.read_params(
-      files.init_from, checkpoint.find(files.init_from), run.params
-    )
-    if files.init_from
-    else None
-  )
-  if is_first and not files.is_resumed:
-    workdir.make(files.workdir, config)
-    held.enter_context(workdir.lock(files.workdir))
-  return run, params
-
-
-def _train(job: Job) -> int:
-  """Trains, evaluates and writes the run's files; returns the exit code."""
-  config, run, files, params, recorder, signals, together = job
+  cluster: Cluster
   checkpoints: checkpoint.Checkpoints | None = None
+  saved_seconds: float = 0.0  # When the last periodic checkpoint was written.
+  updates_per_round: int = 1
+  profile_end: int = 0  # The number of updates at which profiling ends.
 
-  def save() -> None:
-    drivers = together.gather(run.driver.progress())
-    checkpoints.save(
-      recorder.num_updates,
-      run.driver.state,
-      recorder.progress()
-      | {
-        'total_updates': run.num_updates,
-        'drivers': drivers,
-        'num_resumes': files.num_resumes,
-        'num_devices': len(run.devices),
-      },
-      recorder.best and recorder.best[1],
-    )
+  def train(self) -> int:
+    """Trains, evaluates and writes the run's files; returns the exit code."""
+    exit_code, error = FAILED, None
+    try:
+      exit_code = self._train()
+    except _Mistake as mistake:
+      exit_code, error = MISTAKE, str(mistake)
+    except BaseException as exception:
+      error = self._fail(exception)
+    finally:
+      hanging = self._close_driver()
+      if self.checkpoints:
+        self.checkpoints.close()
+      if hanging:
+        exit_code = exit_code or FAILED
+        error = error or f'{", ".join(hanging)} did not return'
+      exit_code = self._conclude(exit_code, error)
+    if hanging:  # Python cannot join a thread that stays in C++.
+      _exit(exit_code)
+    return exit_code
 
-  def end_with_others(message: str) -> None:
-    """Of the watchdog: another process failed."""
-    _conclude(job, FAILED, message)
-
-  exit_code, error = FAILED, None
-  try:
-    if together.is_distributed:
-      together.watchdog.on_failure = end_with_others
+  def _train(self) -> int:
+    """Trains to the end or to a signal; returns the exit code."""
+    recorder, signals = self.recorder, self.signals
+    if watchdog := self.cluster.watchdog:  # Another process may fail.
+      watchdog.on_failure = lambda message: self._conclude(FAILED, message)
     else:
-      signals.on_signal = run.driver.stop
+      signals.on_signal = self.run.driver.stop
     recorder.terminal.say('compiling')
-    if not files.is_resumed:
+    if not self.files.is_resumed:
       recorder.open({})
-    is_finished = False
-    if together.is_distributed or not signals.is_set():
-      run.driver.start(
-        functools.partial(loop.begin, run, files, params, recorder, together)
-      )
-      checkpoints = checkpoint.Checkpoints(
-        files.workdir, config.checkpoint.keep
-      )
-      if params is not None:  # Nothing else on disc knows of them.
-        save()
-      is_finished = loop.loop(
-        config, run, files.workdir, recorder, save, signals, together
-      )
-      save()
-      if recorder.num_updates_since_record:
-        recorder.write()  # The checkpoint's window is whole all the same.
-      checkpoints.wait()
-      if not is_finished:
-        recorder.terminal.say(f'saved after update {recorder.num_updates}')
-    exit_code = DONE if is_finished else signals.exit_code
-  except loop.Mistake as mistake:
-    exit_code, error = MISTAKE, str(mistake)
-  except BaseException as exception:  # Told, and recorded in the summary.
-    error = _describe(exception)
-    if together.is_distributed:
-      together.watchdog.fail(
-        error, is_suspect=not isinstance(exception, FloatingPointError)
-      )
-    if not isinstance(exception, FloatingPointError | WriteError):
+    if signals.is_set() and not self.cluster.is_distributed:
+      return signals.exit_code
+    self.run.driver.start(self._restore)
+    keep = self.config.checkpoint.keep
+    self.checkpoints = checkpoint.Checkpoints(self.files.workdir, keep)
+    if self.params is not None:  # No other file of this run has them.
+      self._save()
+    is_finished = self._loop()
+    self._save()
+    if recorder.num_updates_since_record:
+      recorder.write()  # The checkpoint holds the window, so that it continues.
+    self.checkpoints.wait()
+    if is_finished:
+      return DONE
+    recorder.terminal.say(f'saved after update {recorder.num_updates}')
+    return signals.exit_code
+
+  def _fail(self, exception: BaseException) -> str:
+    """Saves what is valid after a failure; returns the error in one line."""
+    error = _one_line(exception)
+    is_nan = isinstance(exception, FloatingPointError)
+    is_expected = is_nan or isinstance(exception, WriteError)
+    if watchdog := self.cluster.watchdog:
+      watchdog.fail(error, is_suspect=not is_nan)
+    if not is_expected:
       traceback.print_exc()
     with contextlib.suppress(WriteError):
-      if (
-        checkpoints
-        and not together.is_distributed
-        and not isinstance(exception, FloatingPointError | WriteError)
-        and not any(x.is_deleted() for x in jax.tree.leaves(run.driver.state))
-      ):
-        save()  # What was learnt is sound: an environment broke.
-      if recorder.num_updates_since_record:
-        recorder.write()
-    if together.is_distributed:  # Nobody is left to end in order with.
-      exit_code = _conclude(job, FAILED, error)
-      sys.stdout.flush()
-      os._exit(exit_code)
-  finally:
-    hanging = _close(run)
-    if checkpoints:
-      checkpoints.close()
+      if self.checkpoints and not watchdog and not is_expected:
+        leaves = jax.tree.leaves(self.run.driver.state)
+        if not any(x.is_deleted() for x in leaves):
+          self._save()  # For example an environment failed: the state is valid.
+      if self.recorder.num_updates_since_record:
+        self.recorder.write()
+    if watchdog:  # The others end too: no collective can follow.
+      _exit(self._conclude(FAILED, error))
+    return error
+
+  def _close_driver(self) -> list[str]:
+    """Closes the driver; returns the names of threads that hang."""
+    hanging = self.run.driver.close()
     if hanging:
-      exit_code, error = (
-        exit_code or FAILED,
-        error or (f'{", ".join(hanging)} did not return'),
-      )
-    exit_code = _conclude(job, exit_code, error)
-  if hanging:  # A thread that stays in C++ cannot be joined.
-    sys.stdout.flush()
-    os._exit(exit_code)
-  return exit_code
+      message = f'{hanging} did not return; all stacks:'
+      print(message, file=sys.stderr, flush=True)
+      faulthandler.dump_traceback(all_threads=True)
+    return hanging
 
-
-def _conclude(job: Job, exit_code: int, error: str | None) -> int:
-  """Closes the records and writes the summaries; returns the exit code."""
-  run, recorder = job.run, job.recorder
-  try:
-    recorder.close()
-  except WriteError as exception:
-    exit_code, error = exit_code or FAILED, error or str(exception)
-  if error:
-    print(f'error: {error}', file=sys.stderr)
-  if exit_code == MISTAKE:
+  def _conclude(self, exit_code: int, error: str | None) -> int:
+    """Closes the records and writes the summaries; returns the exit code."""
+    recorder = self.recorder
+    try:
+      recorder.close()
+    except WriteError as exception:
+      exit_code, error = exit_code or FAILED, error or str(exception)
+    if error:
+      print(f'error: {error}', file=sys.stderr)
+    if exit_code == MISTAKE:
+      return exit_code
+    outcome = self._outcome(exit_code, error)
+    try:
+      recorder.write_summaries(outcome)
+    except OSError as exception:
+      message = f'error: no summary could be written: {exception}'
+      print(message, file=sys.stderr)
+      exit_code = exit_code or FAILED
+    if self.cluster.process == 0:
+      summary = recorder.last[0] | outcome
+      recorder.terminal.print_summary(summary, self.files.workdir)
     return exit_code
-  outcome = {
-    DONE: 'done',
-    FAILED: 'failed',
-    PREEMPTED: 'preempted',
-    INTERRUPTED: 'interrupted',
-  }[exit_code]
-  more = (
-    recorder.times()
-    | describe_machine(run.devices, run.suite)
-    | {'exit': outcome}
-  )
-  if job.together.process == 0:
-    more |= machine.summarise(
-      recorder.last[0],
-      loop.own_devices(run),
-      job.config.price_per_hour,
+
+  def _outcome(self, exit_code: int, error: str | None) -> Record:
+    """Makes what a summary holds beside the last values of the metrics."""
+    run, recorder = self.run, self.recorder
+    outcome = recorder.times() | describe_machine(run.devices, run.suite)
+    outcome['exit'] = _OUTCOMES[exit_code]
+    if self.cluster.process == 0:
+      outcome |= machine.summarise(
+        recorder.last[0], local_devices(self.run), self.config.price_per_hour
+      )
+    if error:
+      outcome['error'] = error
+    if self.run.driver.learner is not None:
+      leaves = jax.tree.leaves(trained(self.run.driver.learner.params))
+      outcome['num_params'] = sum(x.size for x in leaves) // len(run.eval_keys)
+    return outcome
+
+  def _restore(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
+    """Replaces a driver's first state; see `types.Restore`.
+
+    Raises:
+      _Mistake: if the files of the run do not fit.
+    """
+    files, found, progress = self.files, None, {}
+    try:
+      if files.is_resumed:
+        found = self.cluster.decide(self._find_checkpoint)
+      if self.params is not None:
+        params = checkpoint.learner_of(state).params
+        state = checkpoint.with_params(state, spmd.like(self.params, params))
+      if found:
+        step, progress = found
+        state = self.cluster.attempt(
+          lambda: checkpoint.read_state(files.workdir, step, state)
+        )
+      if files.is_resumed:
+        self.recorder.open(progress)
+    except ValueError as error:
+      raise _Mistake(str(error)) from error
+    return state, progress.get('drivers', [])
+
+  def _find_checkpoint(self) -> tuple[int, Record] | None:
+    """Finds the checkpoint to resume from and tells the user."""
+    path, num_devices = self.files.workdir, len(self.run.devices)
+    found = checkpoint.newest_intact(path, self._check_progress)
+    if found is None:
+      message = 'no checkpoint yet, the run starts again'
+    else:
+      message = f'resuming after update {found[0]}{self.run.resume_note}'
+    print(f'{path}: {message}', file=sys.stderr)
+    if found and found[1]['num_devices'] != num_devices:
+      print(
+        f'{found[1]["num_devices"]} devices before, {num_devices} now: rounding'
+        ' and minibatch order differ, so the run is not bit-for-bit the same',
+        file=sys.stderr,
+      )
+    return found
+
+  def _check_progress(self, progress: Record) -> None:
+    """Raises an error if a checkpoint does not fit the run or its records."""
+    if progress['total_updates'] != self.run.num_updates:
+      raise checkpoint.IncompatibleError(
+        f'the run has {progress["total_updates"]} updates, but '
+        f'{self.run.num_updates} on these devices'
+      )
+    self.recorder.check_files(progress)
+
+  def _save(self) -> None:
+    """Writes a checkpoint."""
+    recorder = self.recorder
+    progress = recorder.progress() | {
+      'total_updates': self.run.num_updates,
+      'drivers': self.cluster.gather(self.run.driver.progress()),
+      'num_resumes': self.files.num_resumes,
+      'num_devices': len(self.run.devices),
+    }
+    best = recorder.best and recorder.best[1]
+    self.checkpoints.save(
+      recorder.num_updates, self.run.driver.state, progress, best
     )
-  if error:
-    more['error'] = error
-  if run.driver.learner is not None:
-    more['num_params'] = sum(
-      x.size for x in jax.tree.leaves(trained(run.driver.learner.params))
-    ) // len(run.eval_keys)
-  try:
-    recorder.write_summaries(more)
-  except OSError as exception:
-    print(f'error: no summary could be written: {exception}', file=sys.stderr)
-    exit_code = exit_code or FAILED
-  if job.together.process == 0:
-    recorder.terminal.print_summary(recorder.last[0] | more, job.files.workdir)
-  return exit_code
 
+  def _loop(self) -> bool:
+    """Trains until the last update or a signal; whether it was the last."""
+    recorder, cluster, config = self.recorder, self.cluster, self.config
+    self.saved_seconds = time.perf_counter()
+    self.profile_end = recorder.num_updates + config.log.profile
+    meter = Meter(local_devices(self.run))
+    with contextlib.ExitStack() as profile:
+      if config.log.profile and cluster.process == 0:
+        path = os.path.join(self.files.workdir, 'profile')
+        trace = jax.profiler.trace(path, create_perfetto_trace=True)
+        profile.enter_context(trace)
+      while True:
+        if not self._write_record_if_due():
+          return False
+        if recorder.num_updates == self.run.num_updates:
+          return True
+        if cluster.is_preempted():
+          self.signals.note(PREEMPTED)
+        exit_code, is_save, num_updates, plan = cluster.decide(self._next_round)
+        if exit_code is not None:
+          self.signals.note(exit_code)
+          return False
+        if is_save:
+          self._save()
+          self.saved_seconds = time.perf_counter()
+        if recorder.num_updates >= self.profile_end:
+          profile.close()
+        reports = meter.over(
+          functools.partial(self.run.driver.advance, num_updates, plan)
+        )
+        if cluster.is_distributed and self.run.driver.error:
+          raise self.run.driver.error  # The others would wait for its updates.
+        rate = reports[0].num_updates / reports[0].seconds
+        self.updates_per_round = max(
+          1, min(2 * self.updates_per_round, int(_ROUND_SECONDS * rate))
+        )
+        self._add(reports)
 
-def _close(run: build.Run) -> list[str]:
-  """Ends the driver; names threads that hang, with all stacks."""
-  hanging = run.driver.close()
-  if hanging:
-    print(f'{hanging} did not return; all stacks:', file=sys.stderr, flush=True)
-    faulthandler.dump_traceback(all_threads=True)
-  return hanging
+  def _is_due(self, period: int) -> bool:
+    return bool(period) and self.recorder.num_updates % period == 0
+
+  def _next_round(self) -> tuple[int | None, bool, int, dict[str, Any]]:
+    """Decides in process 0 what all processes do next.
+
+    Returns:
+      An exit code if a signal ends the run, whether to write a checkpoint, how
+      many updates to run, and the driver's plan.
+    """
+    run, config, recorder = self.run, self.config, self.recorder
+    num_updates, save_period = (
+      recorder.num_updates,
+      run.checkpoint_every_updates,
+    )
+    every_seconds = config.checkpoint.every_seconds
+    seconds = time.perf_counter() - self.saved_seconds
+    is_save = bool(
+      (num_updates and self._is_due(save_period))
+      or (every_seconds and seconds >= every_seconds)
+      or (recorder.best and recorder.best[1] == num_updates)
+    )
+    periods = config.log.every_updates, run.eval_every_updates, save_period
+    ends = [num_updates - num_updates % x + x for x in periods if x]
+    ends += [x for x in (run.num_updates, self.profile_end) if x > num_updates]
+    num_updates = min(self.updates_per_round, *(x - num_updates for x in ends))
+    return self.signals.exit_code, is_save, num_updates, self.run.driver.plan()
+
+  def _add(self, reports: Sequence[Report]) -> None:
+    """Adds the reports of all processes to the records; checks the losses."""
+    parts = [local_part(report) for report in reports]
+    gathered = self.cluster.gather([self.signals.exit_code, parts]) or []
+    for exit_code, _ in gathered:
+      self.signals.note(exit_code)
+    others = [parts for _, parts in gathered[1:]]
+    merged = [
+      merge_processes(report, [parts[i] for parts in others])
+      for i, report in enumerate(reports)
+    ]
+    self.recorder.add(merged)
+    for i, report in enumerate(reports):
+      if not report.is_finite:
+        raise FloatingPointError(
+          f'the loss of seed {self.config.seed + i} is NaN or infinite at '
+          f'update {self.recorder.num_updates + 1}; try a smaller '
+          'optimizer.learning_rate'
+        )
+
+  def _write_record_if_due(self) -> bool:
+    """Evaluates and writes a record; false if a signal stopped that."""
+    run, recorder, signals = self.run, self.recorder, self.signals
+    is_evaluation = recorder.num_updates == run.num_updates or (
+      self._is_due(run.eval_every_updates)
+    )
+    is_due = is_evaluation or self._is_due(self.config.log.every_updates)
+    if not is_due or not recorder.num_updates_since_record:
+      return True
+    outcomes = self._evaluate() if is_evaluation else []
+    if self.run.driver.error:  # An actor failed during the evaluation.
+      raise self.run.driver.error
+    if outcomes is None:  # The window stays open; the resumed run evaluates.
+      signals.note(self.cluster.decide(lambda: signals.exit_code))
+      return False
+    recorder.write(outcomes)
+    return True
+
+  def _evaluate(self) -> list[Record] | None:
+    """Evaluates each agent; None if a signal stopped it in some process."""
+    run, signals, cluster = self.run, self.signals, self.cluster
+    self.recorder.terminal.say('evaluating')
+    params = spmd.copy_to_first_device(self.run.driver.learner.params)
+
+    def should_stop() -> bool:
+      cluster.beat()
+      return signals.is_set() or self.run.driver.error is not None
+
+    returns: list[list[float] | None] = []
+    for i, rng_key in enumerate(run.eval_keys):
+      is_single = len(run.eval_keys) == 1
+      own = params if is_single else jax.tree.map(lambda x: x[i], params)
+      rng_key = jax.random.fold_in(rng_key, self.recorder.num_updates)
+      evaluation = run.evaluate(own, rng_key, should_stop)
+      returns.append(evaluation and evaluation.returns.tolist())
+    gathered = cluster.gather([signals.exit_code, returns])
+
+    def merge() -> list[Record] | None:
+      for exit_code, _ in gathered:
+        signals.note(exit_code)
+      parts = [returns for _, returns in gathered]
+      if any(x is None for part in parts for x in part):
+        return None
+      return [
+        {
+          'eval_return': np.mean(returns).item(),
+          'eval_return_std': np.std(returns).item(),
+          'eval_episodes': len(returns),
+        }
+        for returns in map(np.concatenate, zip(*parts))
+      ]
+
+    return cluster.decide(merge)

@@ -544,7 +544,7 @@ def _run_alone_to(path, saved):
   process.send_signal(signal.SIGINT)
   output = process.communicate(timeout=60)[0]
   assert process.returncode == 130, output
-  assert f'going on after update {saved}' in output
+  assert f'resuming after update {saved}' in output
 
 
 def test_ctrl_c_ends_both(tmp_path):
