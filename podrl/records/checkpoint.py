@@ -127,9 +127,6 @@ class Checkpoints:
       state: state of the driver, which may continue at once.
       progress: what a resumed run needs beside the state, as JSON.
       best: number of updates at the best evaluation; its checkpoint is kept.
-
-    Raises:
-      WriteError: if this checkpoint or the previous one cannot be written.
     """
     self._best.step = best
     if num_updates == self._manager.latest_step():
@@ -228,12 +225,10 @@ def _read_progress(path: str, step: int) -> Record:
 
 
 def count_resumes(path: str) -> int:
-  """How often a run will have been resumed if it is resumed now.
-
-  It does not verify digests, because the count only selects seeds.
-  """
+  """How often a run will have been resumed if it is resumed now."""
   for step in steps(path):
     with contextlib.suppress(ValueError, KeyError, TypeError):
+      # Without digests: the number only selects seeds.
       return _read_progress(path, step)['num_resumes'] + 1
   return 0
 
@@ -245,9 +240,6 @@ def read_params(path: str, step: int, like: Tree) -> Tree:
     path: directory of the run.
     step: number of updates of the checkpoint.
     like: `jax.ShapeDtypeStruct` of each parameter.
-
-  Raises:
-    ValueError: if they cannot be read, or have other shapes.
   """
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shapes = jax.tree.map(
@@ -280,9 +272,6 @@ def newest_intact(
 
   Returns:
     Its number of updates and its `progress`; None if there is no checkpoint.
-
-  Raises:
-    ValueError: if there are checkpoints, but none can be used.
   """
   skipped = []
   for step in steps(path):

@@ -1,5 +1,6 @@
 """What a run records: metrics of each window of updates, and where they go."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 import dataclasses
 import os
@@ -31,7 +32,7 @@ class _Reduction(NamedTuple):
 
 
 # All other metrics are means, for example the losses of the agents.
-_REDUCTIONS = {
+_REDUCTIONS = defaultdict(_Reduction) | {
   'num_actors': _Reduction(_last, np.sum),
   'num_unrolls_dropped': _Reduction(_last, np.sum),
   'num_actor_waits': _Reduction(_last, np.sum),
@@ -44,17 +45,13 @@ _REDUCTIONS = {
 }
 
 
-def _reduction(name: str) -> _Reduction:
-  return _REDUCTIONS.get(name, _Reduction())
-
-
 def merge_seeds(records: Sequence[Record]) -> Record:
   """Merges the records of several agents; it keeps the keys that all have."""
   merged = {}
   for name in records[0]:
     values = [record[name] for record in records if name in record]
     if len(values) == len(records):
-      value = float(_reduction(name).seeds(values))
+      value = float(_REDUCTIONS[name].seeds(values))
       is_count = all(isinstance(x, int) for x in values)
       merged[name] = round(value) if is_count else value
   return merged
@@ -82,10 +79,10 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
   for name in report.stages:
     if all(name in x['stages'] for x in others):
       values = [x['stages'][name] for x in parts]
-      stages[name] = _reduction(name).processes(values)
+      stages[name] = _REDUCTIONS[name].processes(values)
   for name in report.own:
     values = [x['own'][name] for x in parts]
-    own[name] = _reduction(name).processes(values, axis=0)
+    own[name] = _REDUCTIONS[name].processes(values, axis=0)
   return report._replace(
     episodes=Episodes(*episodes),
     num_predictions=sum(x['num_predictions'] for x in parts),
@@ -164,7 +161,7 @@ class Window:
       record['episode_length'] = episodes.length_sum / episodes.num_episodes
     for name in totals.rows[0] if totals.rows else ():
       values = np.concatenate([row[name] for row in totals.rows])
-      record[name] = float(_reduction(name).updates(values))
+      record[name] = float(_REDUCTIONS[name].updates(values))
     record |= {k: seconds * rate for k, seconds in totals.stages.items()}
     if joules := record.get('joules_per_second'):
       record['frames_per_joule'] = record['frames_per_second'] / joules
@@ -318,8 +315,6 @@ class Recorder:
     best: best evaluated return, and the number of updates at that time.
 
   Args:
-    name: name of the experiment.
-    num_updates: updates of the whole run.
     start_seconds: `time.perf_counter()` at the start of the process.
     describe: `Driver.describe`; what it returns is added to each record.
     is_writer: whether this process writes.
@@ -383,14 +378,7 @@ class Recorder:
         )
 
   def open(self, progress: Record) -> None:
-    """Opens the files.
-
-    Args:
-      progress: what `progress()` returned; empty for a new run.
-
-    Raises:
-      WriteError: if the files cannot be written.
-    """
+    """Opens the files; `progress` is empty for a new run."""
     if progress:
       self._num_records = progress['num_records']
       self._num_decisions = progress.get('num_decisions', 0)
@@ -482,11 +470,7 @@ class Recorder:
     }
 
   def close(self) -> None:
-    """Writes the queued records and closes the files.
-
-    Raises:
-      WriteError: if a record could not be written.
-    """
+    """Writes the queued records and closes the files."""
     jax.monitoring.unregister_event_duration_listener(self._on_duration)
     sinks = [sink for sinks in self.sinks for sink in sinks]
     try:

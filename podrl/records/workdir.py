@@ -17,8 +17,8 @@ import json
 import math
 import os
 import re
-import tempfile
 from typing import Any
+import uuid
 
 from ml_collections import ConfigDict
 import numpy as np
@@ -87,20 +87,17 @@ def write_json(path: str, value: Any, *, overwrite: bool = True) -> None:
     OSError: if the file cannot be written, or exists and must not be replaced.
   """
   directory, name = os.path.split(path)
-  with tempfile.NamedTemporaryFile(
-    'w', dir=directory or '.', prefix=f'.{name}-', delete=False
-  ) as file:
-    try:
+  temporary = os.path.join(directory, f'.{name}-{uuid.uuid4().hex}')
+  try:
+    with open(temporary, 'w', encoding='utf-8') as file:
       file.write(to_json(value, indent=2) + '\n')
-      file.flush()
-      os.chmod(file.name, 0o644)
-      if overwrite:
-        os.replace(file.name, path)
-      else:
-        os.link(file.name, path)  # Of two processes, only one succeeds.
-    finally:
-      with contextlib.suppress(FileNotFoundError):
-        os.unlink(file.name)
+    if overwrite:
+      os.replace(temporary, path)
+    else:
+      os.link(temporary, path)  # Of two processes, only one succeeds.
+  finally:
+    with contextlib.suppress(FileNotFoundError):
+      os.unlink(temporary)
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -180,11 +177,7 @@ def read_config(path: str) -> ConfigDict:
 
 
 def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
-  """Reads the records of a run; an incomplete last line is ignored.
-
-  Raises:
-    ValueError: if the file cannot be read, or a line is damaged.
-  """
+  """Reads the records of a run; an incomplete last line is ignored."""
   path = os.path.join(path, name)
   try:
     with open(path, encoding='utf-8') as file:
@@ -222,11 +215,7 @@ def check_new(path: str) -> None:
 
 
 def make(path: str, config: ConfigDict) -> None:
-  """Creates the directories of a run and writes its configuration.
-
-  Raises:
-    ValueError: if a directory cannot be written, or holds a run.
-  """
+  """Creates the directories of a run and writes its configuration."""
   try:
     os.makedirs(path, exist_ok=True)
     for seed, directory in seed_directories(path, config):

@@ -318,7 +318,7 @@ class _Trainer:
     return state, progress.get('drivers', [])
 
   def _find_checkpoint(self) -> tuple[int, Record] | None:
-    """Finds the checkpoint to resume from and tells the user."""
+    """Finds the checkpoint to resume from and prints its number of updates."""
     path, num_devices = self.files.workdir, len(self.run.devices)
     found = checkpoint.newest_intact(path, self._check_progress)
     if found is None:
@@ -346,9 +346,10 @@ class _Trainer:
   def _save(self) -> None:
     """Writes a checkpoint."""
     recorder = self.recorder
+    drivers = self.cluster.gather(self.run.driver.progress())
     progress = recorder.progress() | {
       'total_updates': self.run.num_updates,
-      'drivers': self.cluster.gather(self.run.driver.progress()),
+      'drivers': drivers,
       'num_resumes': self.files.num_resumes,
       'num_devices': len(self.run.devices),
     }
@@ -358,7 +359,7 @@ class _Trainer:
     )
 
   def _loop(self) -> bool:
-    """Trains until the last update or a signal; whether it was the last."""
+    """Trains; false if a signal ended it before the last update."""
     recorder, cluster, config = self.recorder, self.cluster, self.config
     self.saved_seconds = time.perf_counter()
     self.profile_end = recorder.num_updates + config.log.profile
@@ -406,10 +407,8 @@ class _Trainer:
       many updates to run, and the driver's plan.
     """
     run, config, recorder = self.run, self.config, self.recorder
-    num_updates, save_period = (
-      recorder.num_updates,
-      run.checkpoint_every_updates,
-    )
+    num_updates = recorder.num_updates
+    save_period = run.checkpoint_every_updates
     every_seconds = config.checkpoint.every_seconds
     seconds = time.perf_counter() - self.saved_seconds
     is_save = bool(
@@ -444,7 +443,7 @@ class _Trainer:
         )
 
   def _write_record_if_due(self) -> bool:
-    """Evaluates and writes a record; false if a signal stopped that."""
+    """Evaluates and writes a record; false if a signal stopped it."""
     run, recorder, signals = self.run, self.recorder, self.signals
     is_evaluation = recorder.num_updates == run.num_updates or (
       self._is_due(run.eval_every_updates)
