@@ -184,9 +184,6 @@ def find(path: str, which: str = 'last') -> int:
   Args:
     path: directory of the run.
     which: 'last', 'best' (by evaluation), or a number of updates.
-
-  Raises:
-    ValueError: if the run or the checkpoint does not exist.
   """
   if not workdir.is_run(path):
     raise ValueError(f'{path} is not a run: it has no config.json')

@@ -71,7 +71,7 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
   """Merges a report with the `local_part` of the other processes' reports."""
   if not others or not report.num_updates:
     return report
-  episodes = [x.astype(np.float64) for x in report.episodes]
+  episodes = [np.array(x, np.float64) for x in report.episodes]
   for other in others:
     for counts, total in zip(episodes, other['episodes']):
       counts.flat[0] += total  # The row does not matter: windows sum all rows.
@@ -115,7 +115,7 @@ class Window:
   def add(self, report: Report) -> None:
     """Adds the updates of a driver's report."""
     totals = self.totals
-    episodes = Episodes(*(x.astype(np.float64).sum() for x in report.episodes))
+    episodes = [np.array(x, np.float64).sum() for x in report.episodes]
     totals.episodes = [x + y for x, y in zip(totals.episodes, episodes)]
     if report.num_updates:
       rows = report.metrics | report.own
@@ -126,7 +126,8 @@ class Window:
     totals.num_updates_since_record += report.num_updates
     totals.seconds += report.seconds
     self.num_updates += report.num_updates
-    self.env_steps += report.num_predictions - int(episodes.num_joints)
+    num_joints = np.sum(report.episodes.num_joints)
+    self.env_steps += report.num_predictions - int(num_joints)
 
   def progress(self) -> Record:
     """The state of the window as JSON; `resume` restores it bit for bit."""
@@ -143,8 +144,8 @@ class Window:
   def record(self) -> Record:
     """Makes the record of the window and begins the next one."""
     totals, self.totals = self.totals, _Totals()
-    episodes = Episodes(*totals.episodes)
-    steps = totals.num_predictions - episodes.num_joints
+    num_episodes, num_joints, return_sum, length_sum = totals.episodes
+    steps = totals.num_predictions - num_joints
     rate = 1.0 / max(totals.seconds, 1e-9)
     record = {
       'env_steps': self.env_steps,
@@ -156,9 +157,9 @@ class Window:
       'updates_per_second': totals.num_updates_since_record * rate,
       'predictions_per_second': totals.num_predictions * rate,
     }
-    if episodes.num_episodes:
-      record['episode_return'] = episodes.return_sum / episodes.num_episodes
-      record['episode_length'] = episodes.length_sum / episodes.num_episodes
+    if num_episodes:
+      record['episode_return'] = return_sum / num_episodes
+      record['episode_length'] = length_sum / num_episodes
     for name in totals.rows[0] if totals.rows else ():
       values = np.concatenate([row[name] for row in totals.rows])
       record[name] = float(_REDUCTIONS[name].updates(values))
@@ -347,15 +348,15 @@ class Recorder:
     self._compile_seconds = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     self._num_records = self._num_decisions = 0
-    self._decisions: JsonLines | None = None
+    self._decisions: list[Sink] = []  # Opened at the first decision.
     self._decisions_file = os.path.join(path, 'decisions.jsonl')
     self.terminal = Terminal(name, num_updates, not is_writer)
     self._writer = Writer()
 
-  def _on_duration(self, event: str, seconds: float, **_) -> None:
+  def _on_duration(self, event: str, duration_secs: float, **_) -> None:
     # Includes the time to read a program from XLA's cache.
     if event == '/jax/core/compile/backend_compile_duration':
-      self._compile_seconds += seconds
+      self._compile_seconds += duration_secs
 
   @property
   def num_updates(self) -> int:
@@ -401,7 +402,8 @@ class Recorder:
 
   def _open_sinks(self, path: str, last: Record) -> None:
     """Opens the sinks of one directory and reads its last values."""
-    log, sinks = self._config.log, []
+    log = self._config.log
+    sinks: list[Sink] = []
     self.sinks.append(sinks)
     file = os.path.join(path, 'metrics.jsonl')
     sinks.append(JsonLines(file, self._num_records))
@@ -414,7 +416,8 @@ class Recorder:
       sinks.append(Wandb(path, self._name, config))
 
   def _open_decisions(self) -> None:
-    self._decisions = JsonLines(self._decisions_file, self._num_decisions)
+    sink = JsonLines(self._decisions_file, self._num_decisions)
+    self._decisions.append(sink)
 
   def add(self, reports: Sequence[Report]) -> None:
     """Adds a driver's reports, one per agent, and writes its decisions."""
@@ -422,14 +425,14 @@ class Recorder:
       window.add(report)
     if not self._paths or not reports[0].decisions:
       return
-    if self._decisions is None:
+    if not self._decisions:
       with workdir.write_errors('the records', OSError):
         self._open_decisions()
     now = self.times() | {'num_updates': self.num_updates}
     now['env_steps'] = self._windows[0].env_steps
     for decision in reports[0].decisions:
       self._num_decisions += 1
-      self._writer.write([self._decisions], now | decision)
+      self._writer.write(self._decisions, now | decision)
 
   def times(self) -> Record:
     """Seconds of wall time and of compilation, summed over resumes."""
@@ -474,7 +477,7 @@ class Recorder:
     jax.monitoring.unregister_event_duration_listener(self._on_duration)
     sinks = [sink for sinks in self.sinks for sink in sinks]
     try:
-      self._writer.close(sinks + [self._decisions] * bool(self._decisions))
+      self._writer.close(sinks + self._decisions)
     finally:
       self.terminal.close()  # Without records it is in no list of sinks.
 

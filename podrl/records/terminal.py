@@ -55,7 +55,7 @@ class Terminal:
 
   def __init__(self, name: str, num_updates: int, is_silent: bool = False):
     self._console = Console(highlight=False, markup=False, quiet=is_silent)
-    self._console.on_broken_pipe = self._go_silent
+    self._console.on_broken_pipe = self._go_silent  # type: ignore[method-assign]
     self._name = name
     self._num_updates = num_updates
     self._start = time.perf_counter(), 0.0  # And the share done by then.

@@ -41,7 +41,9 @@ class WriteError(RuntimeError):
 
 
 @contextlib.contextmanager
-def write_errors(what: str, kind: type = Exception) -> Iterator[None]:
+def write_errors(
+  what: str, kind: type[Exception] = Exception
+) -> Iterator[None]:
   """Turns errors of one kind into a `WriteError` that says what failed."""
   try:
     yield
@@ -57,7 +59,7 @@ def one_line(error: BaseException) -> str:
 
 def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
   """Fields by dotted name; `env.options` stays one field, a dictionary."""
-  fields = {}
+  fields: dict[str, Any] = {}
   for key, value in config.items():
     if isinstance(value, dict) and prefix + key != 'env.options':
       fields |= flatten(value, f'{prefix}{key}.')
@@ -257,9 +259,6 @@ def restore_config(
 
   Returns:
     The fields that changed, as `NAME=VALUE`.
-
-  Raises:
-    ValueError: if the run cannot be resumed with this configuration.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
   differing = [

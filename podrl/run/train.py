@@ -55,11 +55,7 @@ class _Mistake(ValueError):
 
 
 def main(get_config: Callable[..., ConfigDict]) -> None:
-  """Runs an experiment from the command line and exits with its code.
-
-  Args:
-    get_config: `(agent, variant) -> ConfigDict`.
-  """
+  """Runs an experiment from the command line and exits; see `run`."""
   sys.exit(run(get_config, sys.argv))
 
 
@@ -113,7 +109,7 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     print(f'error: {error}', file=sys.stderr)
     exit_code = MISTAKE
   except BaseException as error:
-    if cluster.is_distributed:  # Otherwise this process and the others hang.
+    if cluster.watchdog:  # Otherwise this process and the others hang.
       traceback.print_exc()
       cluster.watchdog.fail(_one_line(error), is_suspect=True)
       _exit(FAILED)
@@ -142,10 +138,7 @@ def _exit(exit_code: int) -> None:
 
 
 def _build(
-  config: ConfigDict,
-  files: Files,
-  is_first: bool,
-  exit_stack: contextlib.ExitStack,
+  config: ConfigDict, files: Files, is_first: bool, stack: contextlib.ExitStack
 ) -> tuple[build.Run, Tree | None]:
   """Builds the run, creates its directory, and reads initial parameters."""
   built = build.make_run(config, files.num_resumes)
@@ -157,7 +150,7 @@ def _build(
     params = checkpoint.read_params(files.init_from, step, built.params)
   if is_first and not files.is_resumed:
     workdir.make(files.workdir, config)
-    exit_stack.enter_context(workdir.lock(files.workdir))
+    stack.enter_context(workdir.lock(files.workdir))
   return built, params
 
 
@@ -201,8 +194,12 @@ class _Trainer:
   def _train(self) -> int:
     """Trains to the end or to a signal; returns the exit code."""
     recorder, signals = self.recorder, self.signals
-    if watchdog := self.cluster.watchdog:  # Another process may fail.
-      watchdog.on_failure = lambda message: self._conclude(FAILED, message)
+
+    def on_failure(message: str) -> None:
+      self._conclude(FAILED, message)
+
+    if self.cluster.watchdog:  # Another process may fail.
+      self.cluster.watchdog.on_failure = on_failure
     else:
       signals.on_signal = self.run.driver.stop
     recorder.terminal.say('compiling')
@@ -346,6 +343,7 @@ class _Trainer:
   def _save(self) -> None:
     """Writes a checkpoint."""
     recorder = self.recorder
+    assert self.checkpoints is not None
     drivers = self.cluster.gather(self.run.driver.progress())
     progress = recorder.progress() | {
       'total_updates': self.run.num_updates,
@@ -464,7 +462,8 @@ class _Trainer:
     """Evaluates each agent; None if a signal stopped it in some process."""
     run, signals, cluster = self.run, self.signals, self.cluster
     self.recorder.terminal.say('evaluating')
-    params = spmd.copy_to_first_device(self.run.driver.learner.params)
+    assert run.driver.learner is not None
+    params = spmd.copy_to_first_device(run.driver.learner.params)
 
     def should_stop() -> bool:
       cluster.beat()
@@ -477,7 +476,7 @@ class _Trainer:
       rng_key = jax.random.fold_in(rng_key, self.recorder.num_updates)
       evaluation = run.evaluate(own, rng_key, should_stop)
       returns.append(evaluation and evaluation.returns.tolist())
-    gathered = cluster.gather([signals.exit_code, returns])
+    gathered = cluster.gather([signals.exit_code, returns]) or []
 
     def merge() -> list[Record] | None:
       for exit_code, _ in gathered:
