@@ -121,7 +121,7 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
   return exit_code
 
 
-def local_devices(run: build.Run) -> list[jax.Device]:
+def _local_devices(run: build.Run) -> list[jax.Device]:
   """The devices of a run that belong to this process."""
   process = jax.process_index()
   return [x for x in run.devices if x.process_index == process]
@@ -281,7 +281,7 @@ class _Trainer:
     outcome['exit'] = _OUTCOMES[exit_code]
     if self.cluster.process == 0:
       outcome |= machine.summarise(
-        recorder.last[0], local_devices(self.run), self.config.price_per_hour
+        recorder.last[0], _local_devices(self.run), self.config.price_per_hour
       )
     if error:
       outcome['error'] = error
@@ -361,7 +361,7 @@ class _Trainer:
     recorder, cluster, config = self.recorder, self.cluster, self.config
     self.saved_seconds = time.perf_counter()
     self.profile_end = recorder.num_updates + config.log.profile
-    meter = Meter(local_devices(self.run))
+    meter = Meter(_local_devices(self.run))
     with contextlib.ExitStack() as profile:
       if config.log.profile and cluster.process == 0:
         path = os.path.join(self.files.workdir, 'profile')
