@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -169,14 +169,6 @@ class Window:
     return record
 
 
-class Sink(Protocol):
-  """A place where records go."""
-
-  def write(self, record: Record) -> None: ...
-
-  def close(self) -> None: ...
-
-
 class JsonLines:
   """A file with one JSON object per line, flushed after each line.
 
@@ -253,6 +245,9 @@ class Wandb:
 
   def close(self) -> None:
     self._run.finish()
+
+
+Sink = JsonLines | TensorBoard | Wandb | Terminal
 
 
 class Writer:
