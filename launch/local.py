@@ -12,6 +12,7 @@ have grace_seconds to end before they get SIGTERM, and kill_seconds more before
 they get SIGKILL. The script passes each Ctrl-C and SIGTERM to every process.
 """
 
+import argparse
 from collections.abc import Iterator, Sequence
 import contextlib
 import os
@@ -25,58 +26,52 @@ import subprocess
 import sys
 import threading
 import time
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+  """Prints the text above as help, and a mistake as one line."""
+
+  def format_help(self) -> str:
+    return __doc__
+
+  def error(self, message: str) -> NoReturn:
+    fail(message)
 
 
 def say(message: str) -> None:
   print(f'local.sh: {message}', file=sys.stderr, flush=True)
 
 
-def fail(message: str, code: int = 2) -> None:
+def fail(message: str, code: int = 2) -> NoReturn:
   say(message)
   sys.exit(code)
 
 
-def parse(argv: Sequence[str]) -> tuple[int, dict[str, int], list[str]]:
-  """Returns the number of processes, the seconds by name, and the command."""
-  words, command = list(argv), None
-  if '--' in words:
-    split = words.index('--')
-    words, command = words[:split], words[split + 1 :]
-  if {'-h', '--help'} & set(words):
-    print(__doc__.strip())
-    sys.exit(0)
-  count, seconds = 0, {'grace_seconds': 30, 'kill_seconds': 30}
-  for word in words:
-    if match := re.fullmatch('--(grace_seconds|kill_seconds)=(.*)', word):
-      if not re.fullmatch('[0-9]+', match[2]):
-        fail(f'{word} is not a number of seconds')
-      seconds[match[1]] = int(match[2])
-    elif word.startswith('-'):
-      fail(f"{word} is unknown; put the command's flags after --")
-    elif count:
-      fail(f"'{word}' is one word too many before --")
-    elif not re.fullmatch('[1-9][0-9]{0,3}', word):
-      fail(f"'{word}' is not a number of processes; try 2")
-    else:
-      count = int(word)
-  if not count:
-    fail('how many processes? try: launch/local.sh 2 -- COMMAND')
-  if command is None:
+def parse(argv: list[str]) -> argparse.Namespace:
+  """Reads the command line; a mistake ends the script."""
+  parser = Parser(allow_abbrev=False)
+  parser.add_argument('N', type=int)
+  parser.add_argument('--grace_seconds', type=int, default=30)
+  parser.add_argument('--kill_seconds', type=int, default=30)
+  split = argv.index('--') if '--' in argv else len(argv)
+  args = parser.parse_args(argv[:split])
+  args.command = argv[split + 1 :]
+  if not 0 < args.N < 10_000:
+    fail(f"'{args.N}' is not a number of processes; try 2")
+  if not args.command:
     fail('-- and a command are missing; try: launch/local.sh 2 -- COMMAND')
-  if not command:
-    fail('a command is missing after --')
-  for word in command:
+  for word in args.command:
     if re.match('--(coordinator|num_processes|process_id)', word):
       fail(f'this script sets {word.partition("=")[0]}; leave it out')
-  return count, seconds, command
+  return args
 
 
 def find_gpus() -> list[str]:
   """Returns the GPUs to share; none if the user has chosen them already."""
   has_chosen = 'CUDA_VISIBLE_DEVICES' in os.environ
-  if has_chosen or os.environ.get('JAX_PLATFORMS') == 'cpu':
-    return []
-  if not shutil.which('nvidia-smi'):
+  has_chosen |= os.environ.get('JAX_PLATFORMS') == 'cpu'
+  if has_chosen or not shutil.which('nvidia-smi'):
     return []
   listing = subprocess.run(['nvidia-smi', '-L'], capture_output=True, text=True)
   return re.findall(r'^GPU (\d+):', listing.stdout, re.MULTILINE)
@@ -169,17 +164,17 @@ def start_thread(function, *arguments) -> threading.Thread:
 
 
 def main() -> int:
-  count, seconds, command = parse(sys.argv[1:])
+  args = parse(sys.argv[1:])
   gpus = find_gpus()
-  if gpus and count > len(gpus):
+  if gpus and args.N > len(gpus):
     fail(
-      f'{count} processes do not fit on {len(gpus)} GPUs; '
+      f'{args.N} processes do not fit on {len(gpus)} GPUs; '
       f'try {len(gpus)}, or JAX_PLATFORMS=cpu'
     )
   read_end, write_end = os.pipe()
   if not os.fork():
     os.close(write_end)
-    guard(read_end, seconds['kill_seconds'])
+    guard(read_end, args.kill_seconds)
   os.close(read_end)
   life = open(write_end, 'w', buffering=1)
 
@@ -193,26 +188,26 @@ def main() -> int:
 
   groups, readers = [], []
   try:
-    for index, process in enumerate(start(count, command, gpus)):
+    for index, process in enumerate(start(args.N, args.command, gpus)):
       groups.append(process.pid)
       print(process.pid, file=life)
       readers.append(start_thread(print_lines, index, process))
       start_thread(lambda i, p: events.put((i, p.wait())), index, process)
   except OSError as error:
-    fail(f'cannot run {command[0]}: {error.strerror}', 127)
+    fail(f'cannot run {args.command[0]}: {error.strerror}', 127)
 
-  running, code = set(range(count)), 0
-  deadline, next_signal = float('inf'), signal.SIGTERM
+  running, code = set(range(args.N)), 0
+  deadline, next_signal = None, signal.SIGTERM
   while running:
-    left = max(0.0, deadline - time.monotonic())
+    left = None if deadline is None else max(0, deadline - time.monotonic())
     try:
-      index, number = events.get(timeout=min(left, threading.TIMEOUT_MAX))
+      index, number = events.get(timeout=left)
     except queue.Empty:
       say(f'{next_signal.name} to {" ".join(map(str, sorted(running)))}')
       send(next_signal, groups)
       if next_signal == signal.SIGKILL:
         break
-      deadline = time.monotonic() + seconds['kill_seconds']
+      deadline = time.monotonic() + args.kill_seconds
       next_signal = signal.SIGKILL
       continue
     if index is None:
@@ -221,23 +216,24 @@ def main() -> int:
     running.remove(index)
     if number and not code:
       code = 128 - number if number < 0 else number
-      deadline = time.monotonic() + seconds['grace_seconds']
+      deadline = time.monotonic() + args.grace_seconds
       if running:
+        seconds, others = args.grace_seconds, len(running)
         say(
-          f'process {index} ended with {code}; waiting '
-          f'{seconds["grace_seconds"]} s for the other {len(running)}'
+          f'process {index} ended with {code}; waiting {seconds} s for the '
+          f'other {others}'
         )
 
   # A process that a command has left behind may keep its output open.
-  for number, patience in (
+  for number, seconds in (
     (signal.SIGTERM, 1),
-    (signal.SIGKILL, seconds['kill_seconds']),
+    (signal.SIGKILL, args.kill_seconds),
     (signal.SIGKILL, 1),
   ):
-    end = time.monotonic() + patience
+    end = time.monotonic() + seconds
     for reader in readers:
-      reader.join(max(0.0, end - time.monotonic()))
-    if any(x.is_alive() for x in readers):
+      reader.join(max(0, end - time.monotonic()))
+    if any(reader.is_alive() for reader in readers):
       send(number, groups)
   send(signal.SIGKILL, groups)
   print('done', file=life)

@@ -204,74 +204,51 @@ slice_state() {
   esac
 }
 
-# Sets `machines` to those of the group.
-list_machines() {
-  local answer
+# Sets `first` to the machine of process 0, whose output the script shows; if no
+# machine knows it, to any machine.
+find_first() {
+  local answer zero
   is_group || return 0
   ask "${listing[@]}" || return
-  mapfile -t machines < <(sort <<<"$answer")
-}
-
-# Moves the host of process 0, whose output the script shows, to the first place.
-# If no host knows it, any machine stays there.
-put_zero_first() {
-  local zero
-  is_group && ((hosts > 1)) || return 0
-  zero=$(gcloud compute ssh "${machines[0]}" '--command=bash tpu_worker.sh first' \
+  first=$(sort <<<"$answer" | head -n 1)
+  ((hosts > 1)) || return 0
+  zero=$(gcloud compute ssh "$first" '--command=bash tpu_worker.sh first' \
     "${where[@]}" </dev/null)
-  [[ $zero && " ${machines[*]} " == *" $zero "* ]] || return 0
-  mapfile -t machines < <(
-    echo "$zero"; printf '%s\n' "${machines[@]}" | grep -vxF "$zero")
+  [[ $zero ]] && grep -qxF -- "$zero" <<<"$answer" && first=$zero
+  return 0
 }
 
-# Prints a command, with $1 for the name of the machine, {}. The shell that reads
-# the dry run finds the names.
-show_for_machine() {
-  local line
-  line=$(quote "${@:2}")
-  line=${line//"'{}:'"/"$1:"}
-  echo "${line//"'{}'"/"$1"}"
-}
-
-# Runs gcloud's ssh or scp for all hosts at once; {} is the host.
+# Runs gcloud's ssh or scp for all hosts at once; @host is the host.
 everywhere() {
-  local machine pid code=0 words
+  local line
   if ! is_group; then
-    tpu "${@/#'{}'/$name}" --worker=all --batch-size=all
+    tpu "${@/#@host/$name}" --worker=all --batch-size=all
     return
   fi
+  line=$(quote "${listing[@]}")
+  line+=" | $(quote xargs -P 0 -I @host gcloud compute "$@" "${where[@]}")"
   if [[ $dry_run ]]; then
-    # shellcheck disable=SC2016 # The shell that reads the dry run expands it.
-    printf 'for machine in $(%s); do\n  %s &\ndone; wait\n' "$(quote "${listing[@]}")" \
-      "$(show_for_machine '"$machine"' gcloud compute "$@" "${where[@]}")"
-    return
+    echo "$line"
+  else
+    echo "+ $line" >&2
+    background bash -o pipefail -c "$line"
   fi
-  children=()
-  for machine in "${machines[@]}"; do
-    words=(gcloud compute "${@/#'{}'/$machine}" "${where[@]}")
-    echo "+ $(quote "${words[@]}")" >&2
-    "${words[@]}" </dev/null &
-    children+=($!)
-  done
-  for pid in "${children[@]}"; do wait "$pid" || code=$?; done
-  children=()
-  return $code
 }
 
-copy_to_all() { everywhere scp "$archive" launch/tpu_worker.sh '{}:'; }
+copy_to_all() { everywhere scp "$archive" launch/tpu_worker.sh @host:; }
 
 # Runs a line of shell on all hosts.
-on_all() { everywhere ssh '{}' "--command=$1"; }
+on_all() { everywhere ssh @host "--command=$1"; }
 
 # Runs a line of shell on the first host.
 on_first() {
   if ! is_group; then
     tpu ssh "$name" "--command=$1" --worker=0
   elif [[ $dry_run ]]; then
-    show_for_machine "\"\$($(quote "${listing[@]}" --limit=1))\"" \
-      gcloud compute ssh '{}' "--command=$1" "${where[@]}"
+    echo "gcloud compute ssh \"\$($(quote "${listing[@]}" --limit=1))\"" \
+      "$(quote "--command=$1" "${where[@]}")"
   else
-    run gcloud compute ssh "${machines[0]}" "--command=$1" "${where[@]}"
+    run gcloud compute ssh "$first" "--command=$1" "${where[@]}"
   fi
 }
 
@@ -327,7 +304,7 @@ begin_run() {
   local attempt
   for attempt in 1 2 3 4 5; do
     started=yes
-    list_machines && copy_to_all && put_zero_first && on_all "$setup_line" \
+    copy_to_all && find_first && on_all "$setup_line" \
       && on_all "$start_line" && return 0
     slice_state
     case $state in gone | absent) return 75 ;; esac
@@ -504,7 +481,7 @@ fi
 set -m
 scratch=$(mktemp -d) || exit 1
 archive=$scratch/podrl.tar.gz
-children=() machines=() exists='' started='' failures=0 code=1
+children=() exists='' started='' failures=0 code=1
 trap leave EXIT
 trap 'interrupted 130' INT
 trap 'interrupted 143' TERM HUP

@@ -1,6 +1,6 @@
-"""Four CPU devices, no silent broadcasting between ranks, one cache of programs.
+"""Sets up JAX for the tests: four CPU devices and no silent broadcasting.
 
-Runs that the tests make find what earlier ones compiled, in this session alone.
+All runs of one session share a cache of compiled programs.
 """
 
 import atexit
@@ -17,7 +17,13 @@ from podrl.drivers import spmd
 # Experiments import one another, as they do when run as scripts.
 _ROOT = pathlib.Path(__file__).parents[1]
 sys.path += [str(_ROOT / x) for x in ('experiments', 'experiments/benchmarks')]
-sys.path += [str(x) for x in sorted((_ROOT / 'tests').glob('**'))]
+sys.path += [
+  str(x) for x in sorted((_ROOT / 'tests').glob('**')) if x.name != 'stubs'
+]
+_STUBS = str(_ROOT / 'tests' / 'stubs')  # See the files there.
+sys.path.insert(0, _STUBS)
+_PYTHONPATH = [_STUBS, os.environ.get('PYTHONPATH')]
+os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, _PYTHONPATH))
 os.environ['XDG_CACHE_HOME'] = tempfile.mkdtemp(prefix='podrl-tests-')
 atexit.register(shutil.rmtree, os.environ['XDG_CACHE_HOME'], True)
 # The tests compile much and compute little: LLVM's optimisations do not pay.

@@ -1,43 +1,49 @@
-"""What logging costs: training with all sinks and with none, in turn.
+"""Measures what logging costs; a benchmark, not a test.
 
-  python experiments/logging_cost.py [--driver=anakin|sebulba] [--pairs=20]
-      [--seconds=2] [--wandb]
+  python experiments/benchmarks/logging_cost.py [--driver=anakin|sebulba]
+      [--pairs=20] [--seconds=2] [--wandb]
 
-Of CartPole with its experiment's settings, one driver trains for so many seconds
-with records written to metrics.jsonl, TensorBoard, the terminal and, if asked
-for, Weights & Biases (offline), then for as many without any of these; the order
-changes from pair to pair. It prints the median ratio of steps per second, with
-over without.
+One driver trains CartPole with the settings of its experiment, in pairs of
+turns. In one turn it writes records to metrics.jsonl, TensorBoard, the terminal
+and, with --wandb, Weights & Biases (offline); in the other turn it writes none.
+The order of the two changes from pair to pair. The program prints the median
+ratio of the rates in steps per second, with records over without.
 """
 
 from collections.abc import Sequence
 import os
+import pathlib
+import runpy
 import tempfile
 import time
 
 from absl import app, flags
-import anakin_cartpole
 from ml_collections import ConfigDict
 import numpy as np
-import sebulba_cartpole
 
 from podrl.records import workdir
 from podrl.records.recorder import Recorder
 from podrl.run import build
 
-_EXPERIMENTS = {'anakin': anakin_cartpole, 'sebulba': sebulba_cartpole}
 _ARCHITECTURE = flags.DEFINE_enum(
-  'driver', 'anakin', list(_EXPERIMENTS), 'whose driver.'
+  'driver', 'anakin', ['anakin', 'sebulba'], 'architecture to measure.'
 )
-_PAIRS = flags.DEFINE_integer('pairs', 20, 'of turns.', 1)
-_SECONDS = flags.DEFINE_float('seconds', 2.0, 'of a turn.', 0.0)
-_WANDB = flags.DEFINE_bool('wandb', False, 'with Weights & Biases, offline.')
+_PAIRS = flags.DEFINE_integer('pairs', 20, 'number of pairs of turns.', 1)
+_SECONDS = flags.DEFINE_float('seconds', 2.0, 'length of a turn.', 0.0)
+_WANDB = flags.DEFINE_bool('wandb', False, 'use Weights & Biases, offline.')
+
+
+def get_config(architecture: str) -> ConfigDict:
+  """Returns the configuration of the architecture's CartPole experiment."""
+  experiments = pathlib.Path(__file__).parents[1]
+  path = experiments / f'{architecture}_cartpole.py'
+  return runpy.run_path(str(path))['get_config']('ppo', '')
 
 
 def measure(
   config: ConfigDict, num_pairs: int, seconds: float, wandb: bool
 ) -> list[float]:
-  """The ratio of each pair."""
+  """Returns the ratio of each pair."""
   config.total_env_steps = 10**9
   config.log.wandb = wandb
   build.set_up_jax(config)
@@ -51,6 +57,7 @@ def measure(
       run.spec.frame_skip,
       run.num_updates,
       time.perf_counter(),
+      run.driver.describe,
     )
     recorder.open({})
     run.driver.start()
@@ -70,7 +77,7 @@ def measure(
       return steps / (time.perf_counter() - start)
 
     try:
-      turn(True), turn(False)  # Warm.
+      turn(True), turn(False)  # These two compile.
       ratios = []
       for i in range(num_pairs):
         rates = {
@@ -85,13 +92,13 @@ def measure(
 
 
 def main(argv: Sequence[str]) -> None:
-  """Prints a line for each architecture."""
+  """Measures and prints the ratio."""
   if len(argv) > 1:
-    raise app.UsageError(f'{argv[1]} is not understood')
+    raise app.UsageError(f'{argv[1]} is unknown')
   os.environ['WANDB_MODE'] = 'offline'
   os.environ['WANDB_SILENT'] = 'true'
   ratios = measure(
-    _EXPERIMENTS[_ARCHITECTURE.value].get_config('ppo', ''),
+    get_config(_ARCHITECTURE.value),
     _PAIRS.value,
     _SECONDS.value,
     _WANDB.value,

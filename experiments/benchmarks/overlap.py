@@ -1,13 +1,13 @@
-"""How well Sebulba overlaps acting with learning; a benchmark, not a test.
+"""Measures how Sebulba overlaps acting and learning; a benchmark, not a test.
 
-  python experiments/overlap.py [--repeats=3]
+  python experiments/benchmarks/overlap.py [--repeats=3]
 
-Environments that sleep, two actors with a pool each, and a learner whose update
-sleeps too, from a quarter to four times as long as an unroll. For each such
-cost and both modes: environments alone, acting alone (inference on an
-observation that stays), the update alone, and training, in updates per second;
-medians. Training cannot be faster than the least of its parts, and overlaps
-them as far as it comes near.
+The environments sleep in each step, and two actors have a pool each. The
+learner's update sleeps too, from a quarter to four times as long as an unroll.
+For each such cost and both modes, the table has medians of updates per second:
+of the environments alone; of acting alone, which is inference on an observation
+that does not change; of the update alone; and of training. Training cannot be
+faster than the slowest part; the nearer it is, the better the overlap.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from podrl.types import Discrete, EnvSpec, HostEnv, Learner, TimeStep
 
 _NUM_ACTORS, _NUM_ENVS, _LENGTH = 2, 8, 10
 _STEP_SECONDS = 0.05
-_COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # Of an update, in unrolls' times.
-_UPDATES = 5  # Of one measurement.
+_COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # Time of an update over that of an unroll.
+_UPDATES = 5  # In one measurement.
 
 
 def make_env(seconds: float) -> HostEnv:
-  """A pool that sleeps in each step; each tenth ends all episodes."""
+  """Makes a pool that sleeps in each step; episodes end at each tenth step."""
   spec = EnvSpec(
     jax.ShapeDtypeStruct((4,), np.float32), False, Discrete(2), 1, 9
   )
@@ -56,7 +56,7 @@ def make_env(seconds: float) -> HostEnv:
 
 
 def slow(learner: Learner, seconds: float) -> Learner:
-  """The same learner, its updates so much longer."""
+  """Returns the learner with updates that take `seconds` longer."""
 
   def sleep(loss: np.ndarray) -> np.ndarray:
     time.sleep(seconds)
@@ -75,7 +75,7 @@ def slow(learner: Learner, seconds: float) -> Learner:
 
 
 def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
-  """The parts and the whole, each `(num_updates) -> None`, and what ends them."""
+  """Makes the parts and training, each `(num_updates) -> None`, and `close`."""
   config = sebulba_config('impala')
   device = jax.local_devices()[0]
   mesh = spmd.make_mesh([device])
@@ -161,7 +161,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
     while num_updates > 0:
       num_updates -= driver.advance(num_updates)[0].num_updates
 
-  driver.start()  # The last: from here on `close` is needed.
+  driver.start()  # From here on the caller must call `close`.
   return {
     'environment': in_threads(step),
     'acting': in_threads(act),
@@ -171,7 +171,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
 
 
 def main() -> None:
-  """Prints the table."""
+  """Measures and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
     '--repeats',
@@ -179,10 +179,10 @@ def main() -> None:
     default=3,
     choices=range(1, 1000),
     metavar='N',
-    help='of each measurement',
+    help='number of repeats',
   )
   repeats = parser.parse_args().repeats
-  jax.config.update('jax_cpu_enable_async_dispatch', False)  # As a run has it.
+  jax.config.update('jax_cpu_enable_async_dispatch', False)  # As in a run.
   print(
     f'Updates per second, medians of {repeats}; an unroll sleeps '
     f'{_LENGTH * _STEP_SECONDS:g} s'
@@ -204,11 +204,12 @@ def main() -> None:
       try:
         for repeat in range(repeats + 1):
           for name, function in functions.items():
-            ahead = 2 if name == 'training' else 0  # What was made meanwhile.
+            # Learn from the unrolls that actors made during the other parts.
+            ahead = 2 if name == 'training' else 0
             function(ahead)
             start = time.perf_counter()
             function(_UPDATES)
-            if repeat:  # The first one compiles.
+            if repeat:  # The first repeat compiles.
               rates[name].append(_UPDATES / (time.perf_counter() - start))
       finally:
         close()

@@ -1,20 +1,21 @@
-"""How fast podrl's parts and its full training are; a benchmark, not a test.
+"""Measures the speed of podrl's parts and of training; a benchmark, not a test.
 
-  python experiments/throughput.py [--architecture=anakin|sebulba]
-      [--filter=CartPole] [--num_envs=64,1024] [--agent=ppo] [--repeats=5]
-      [--num_devices=0] [--out=throughput.json]
+  python experiments/benchmarks/throughput.py
+      [--architecture=anakin|sebulba] [--filter=CartPole] [--num_envs=64,1024]
+      [--agent=ppo] [--repeats=5] [--num_devices=0] [--out=throughput.json]
 
-Anakin, for each row: environments alone (random actions, the same scan), acting
-alone (environments and policy), the update alone, and full training, each a
-compiled program of the same length, run in turn, warm; medians of steps per
-second. Full training is also given as a share of the bound that its parts
-imply, 1 / (1 / acting + 1 / update).
+Each row has four rates in steps per second: the environments alone, with random
+actions; acting; the update alone; and training. All are compiled first and then
+run in turn, and each rate is the median of the repeats.
 
-Sebulba, the same with the pools and threads of a run: environments alone
-(random actions), acting alone (inference on an observation that stays), the
-update alone, and full training, as a share of the least of the three. Where
-they share the same cores, as on a machine without an accelerator, that bound
-cannot be reached.
+With Anakin, each part is a compiled program of the same length, and acting
+includes the environments. The last column is training's share of the bound that
+the parts imply, 1 / (1 / acting + 1 / update).
+
+With Sebulba, each part uses the pools and threads of a run, and acting is
+inference on an observation that does not change. The last column is training's
+share of the slowest part. Training cannot reach this bound if the parts share
+the same cores, as on a machine without an accelerator.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,39 +38,47 @@ from podrl.drivers.anakin import make_programs, make_unroll
 from podrl.records.terminal import compact
 from podrl.run import build
 from podrl.run import devices as layout
-from podrl.run.config import base_config, check, is_sebulba, sebulba_config
+from podrl.run.config import base_config, check, sebulba_config
 from podrl.types import DeviceEnv, Tree
 
 _ARCHITECTURE = flags.DEFINE_enum(
-  'architecture', 'anakin', ['anakin', 'sebulba'], 'what is measured'
+  'architecture', 'anakin', ['anakin', 'sebulba'], 'architecture to measure'
 )
 _AGENT = flags.DEFINE_enum(
-  'agent', 'ppo', ['ppo', 'impala'], 'of Sebulba; Anakin is timed with PPO'
+  'agent', 'ppo', ['ppo', 'impala'], 'agent of Sebulba; Anakin always uses PPO'
 )
-_FILTER = flags.DEFINE_string('filter', '', 'only environments named like it')
+_FILTER = flags.DEFINE_string(
+  'filter', '', 'measure only environments whose name contains this'
+)
 _NUM_ENVS = flags.DEFINE_list(
   'num_envs',
   [],
-  'the rows; by default 64,1024,4096, and for Sebulba 64 of '
-  'CartPole and 16 of Pong',
+  'numbers of environments, a row each; the default is 64,1024,4096, and for '
+  'Sebulba 64 of CartPole and 16 of Pong',
 )
-_REPEATS = flags.DEFINE_integer('repeats', 5, 'of each measurement', 1)
-_NUM_DEVICES = flags.DEFINE_integer('num_devices', 0, '0 is the default', 0)
+_REPEATS = flags.DEFINE_integer('repeats', 5, 'number of repeats', 1)
+_NUM_DEVICES = flags.DEFINE_integer(
+  'num_devices', 0, 'devices of Anakin; 0 is the default', 0
+)
 _THREADS = flags.DEFINE_integer(
-  'threads', 0, "Sebulba's, for each actor device; 0 is the default", 0
+  'threads', 0, 'threads per actor device of Sebulba; 0 is the default', 0
 )
-_OUT = flags.DEFINE_string('out', '', 'a JSON file to write')
+_OUT = flags.DEFINE_string('out', '', 'JSON file to write the rows to')
 
 _NAMES = {
   'anakin': ('CartPole-v1', 'Breakout-MinAtar', 'Pong-misc'),
   'sebulba': ('CartPole-v1', 'Pong-v5'),
 }
 _MAX_UPDATES = 64  # In one call of training.
-_SECONDS = 1.0  # About so long is one measurement.
+_SECONDS = 1.0  # One measurement takes about this long.
+
+
+def _is_sebulba(config: ConfigDict) -> bool:
+  return build.architecture(config) == 'sebulba'
 
 
 def get_sebulba_config(name: str, num_envs: int) -> ConfigDict:
-  """What is timed of Sebulba: settings that learn, those of facts and peers."""
+  """Returns the measured configuration of Sebulba, one that learns."""
   config = sebulba_config(_AGENT.value)
   config.env.name = name
   config.env.num_envs = num_envs
@@ -79,30 +88,33 @@ def get_sebulba_config(name: str, num_envs: int) -> ConfigDict:
   config.network.shared_torso = name == 'Pong-v5'  # Nature CNN, 512 wide.
   config.network.hidden_sizes = (512,) if name == 'Pong-v5' else (64, 64)
   config.optimizer.anneal = False
+  config.compilation_cache = 'off'
   config.sebulba.threads_per_actor_device = _THREADS.value
   return config
 
 
 def get_config(name: str, num_envs: int) -> ConfigDict:
-  """What is timed: settings that learn, with two separate torsos."""
+  """Returns the measured configuration of Anakin, one that learns."""
   config = base_config('ppo')
   config.env.name = name
   config.env.num_envs = num_envs
   config.unroll_length = 128
   config.num_epochs = 4
-  # Four minibatches of 64 environments; a batch of 4,096 steps beyond.
+  # Four minibatches of 64 environments; for more, minibatches of 4,096 steps.
   config.num_minibatches = max(4, num_envs // 32)
   config.network.name = 'mlp'
   config.num_devices = _NUM_DEVICES.value
   config.optimizer.anneal = False  # There is no end to anneal to.
+  config.compilation_cache = 'off'
   return config
 
 
 def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
-  """The parts and the whole, each `(num_updates) -> None`, warm.
+  """Makes the parts and training, each a function `(num_updates) -> None`.
 
   Returns:
-    Them by name, the number of parameters, and what frees all.
+    The functions by name, the number of parameters, and a function that frees
+    the resources.
   """
   env = build.make_env(config)
   agent = build.make_agent(config, env.spec)
@@ -117,7 +129,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
     unroll_length=config.unroll_length,
     max_updates=_MAX_UPDATES,
   )
-  # The same unroll; what it acts with is all that differs.
+  # Both unrolls are the same program but for the agent that acts.
   act = make_unroll(env, agent, config.unroll_length)
   step = make_unroll(
     env, agent._replace(act=_random_act(env)), config.unroll_length
@@ -129,7 +141,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
     )
 
   def used(actors: Tree, trajectory: Tree) -> Tree:
-    # All of the trajectory is needed, or the compiler would leave it out.
+    # Without this barrier the compiler would remove the unused trajectory.
     actors, _ = jax.lax.optimization_barrier((actors, trajectory))
     return actors
 
@@ -187,7 +199,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
 
 
 def _random_act(env: DeviceEnv) -> Callable:
-  """An `Agent.act` of uniformly random actions, without a network."""
+  """Makes an `Agent.act` of uniformly random actions, without a network."""
 
   def act(params, rng_key, timestep, carry, *, greedy=False):
     del params, timestep, greedy
@@ -202,12 +214,13 @@ def _random_act(env: DeviceEnv) -> Callable:
 def sebulba_programs(
   config: ConfigDict,
 ) -> tuple[dict[str, Callable], int, Callable]:
-  """The parts and the whole, each `(num_updates) -> None`, warm.
+  """Makes the parts and training, each a function `(num_updates) -> None`.
 
   Returns:
-    Them by name, the number of parameters, and what frees all.
+    The functions by name, the number of parameters, and a function that frees
+    the resources.
   """
-  spec = build.make_host_spec(config)
+  spec = build.make_spec(config)
   plan = layout.make_layout(config, spec)
   num_envs, length = (
     config.env.num_envs // plan.num_actors,
@@ -224,7 +237,7 @@ def sebulba_programs(
   ]
   params = jax.jit(agent.init)(jax.random.key(0))
 
-  def still(pool):
+  def make_still(pool):
     timestep = pool.reset()
     return pool._replace(reset=lambda: timestep, step=lambda _: timestep)
 
@@ -234,7 +247,7 @@ def sebulba_programs(
   actors = [
     actor_lib.Actor(
       i,
-      still(pool),
+      make_still(pool),
       functions,
       length,
       devices[plan.actor_devices[i // plan.threads]],
@@ -302,7 +315,7 @@ def sebulba_programs(
     for pool in pools:
       pool.close()
 
-  run.driver.start()  # The last: from here on `close` is needed.
+  run.driver.start()  # From here on the caller must call `close`.
   return (
     {
       'environment': environment,
@@ -316,8 +329,8 @@ def sebulba_programs(
 
 
 def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
-  """One row: median steps per second of each part, and the share."""
-  make = sebulba_programs if is_sebulba(config) else programs
+  """Measures a row: median steps per second of each part, and the share."""
+  make = sebulba_programs if _is_sebulba(config) else programs
   functions, num_params, close = make(config)
   try:
     row = _rates(config, functions, repeats)
@@ -326,7 +339,7 @@ def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
   parts = [row[x] for x in ('environment', 'acting', 'update')]
   bound = (
     min(parts)
-    if is_sebulba(config)
+    if _is_sebulba(config)
     else (1 / (1 / row['acting'] + 1 / row['update']))
   )
   return row | {
@@ -338,7 +351,7 @@ def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
 def _rates(
   config: ConfigDict, functions: dict[str, Callable], repeats: int
 ) -> dict[str, float]:
-  """Median steps per second of each function."""
+  """Measures the median steps per second of each function."""
   steps = config.env.num_envs * config.unroll_length
   counts = {}
   for name, function in functions.items():
@@ -349,32 +362,32 @@ def _rates(
   rates = {name: [] for name in functions}
   for _ in range(repeats):
     for name, function in functions.items():
-      ahead = 0  # Updates whose unrolls are ready before the clock starts.
-      if is_sebulba(config) and name == 'training':
+      ahead = 0  # Updates whose unrolls are ready before the measurement.
+      if _is_sebulba(config) and name == 'training':
         ahead = config.sebulba.max_lag + 1
         function(ahead)
       start = time.perf_counter()
       function(counts[name])
       seconds = time.perf_counter() - start
       rates[name].append(counts[name] * steps / seconds)
-      # Actors go on so far; until then they would disturb what comes next.
+      # The actors still work ahead: wait until they stop.
       time.sleep(1.5 * ahead * seconds / counts[name])
   return {name: float(np.median(x)) for name, x in rates.items()}
 
 
 def main(argv: Sequence[str]) -> None:
-  """Prints the table and writes it."""
-  logging.set_verbosity(logging.WARNING)  # JAX tells of each missing backend.
+  """Measures the rows, prints the table and writes the file."""
+  logging.set_verbosity(logging.WARNING)  # JAX logs each missing backend.
   if len(argv) > 1:
-    raise app.UsageError(f'{argv[1]} is not understood')
+    raise app.UsageError(f'{argv[1]} is unknown')
   all_names = _NAMES[_ARCHITECTURE.value]
   names = [n for n in all_names if _FILTER.value.lower() in n.lower()]
   if not names:
     raise app.UsageError(
-      f'--filter={_FILTER.value} leaves none of {", ".join(all_names)}'
+      f'--filter={_FILTER.value} matches none of {", ".join(all_names)}'
     )
   if not all(n.isdecimal() and int(n) for n in _NUM_ENVS.value):
-    raise app.UsageError('--num_envs takes counts, such as 64,1024')
+    raise app.UsageError('--num_envs takes numbers, such as 64,1024')
   rows, console = [], Console(highlight=False)
   if _ARCHITECTURE.value == 'sebulba':
     configs = [
@@ -408,7 +421,7 @@ def main(argv: Sequence[str]) -> None:
   device = jax.devices()[0]
   num_devices = (
     len(jax.devices())
-    if is_sebulba(configs[0])
+    if _is_sebulba(configs[0])
     else (len(layout.anakin_devices(configs[0])))
   )
   table = Table(

@@ -53,7 +53,7 @@ from podrl.drivers.anakin import make_programs, make_unroll
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build, cluster
-from podrl.run.config import check, check_choice, is_sebulba
+from podrl.run.config import check, check_choice
 from podrl.types import Agent, EnvSpec, TimeStep, Trajectory, Tree
 
 
@@ -277,15 +277,15 @@ def read_work(config: Any) -> tuple[Work, Work]:
   Raises:
     ValueError: if the environment is unknown.
   """
-  sebulba = is_sebulba(config)
-  env = None if sebulba else build.make_env(config)
-  spec = build.make_host_spec(config) if sebulba else env.spec
+  is_sebulba = build.architecture(config) == 'sebulba'
+  env = None if is_sebulba else build.make_env(config)
+  spec = build.make_spec(config) if is_sebulba else env.spec
   agent = build.make_agent(config, spec)
   key = jax.eval_shape(lambda: jax.random.key(0))
   params = jax.eval_shape(agent.init, key)
   length, num_envs = config.unroll_length, config.env.num_envs
 
-  if sebulba:
+  if is_sebulba:
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_envs))
     act = jax.jit(agent.act).lower(
       params,
@@ -543,7 +543,7 @@ def open_processes(
 def one_core(config: Any, **changes: Any) -> dict[str, Any]:
   """Returns the configuration for one device, as JSON."""
   fields = json.loads(json.dumps(config.to_dict()))
-  if is_sebulba(config):
+  if build.architecture(config) == 'sebulba':
     fields['sebulba'] |= {'actor_devices': [], 'learner_devices': []} | changes
   else:
     fields['num_devices'] = 1
@@ -568,7 +568,7 @@ def measure_updates(config: Any, repeats: int) -> Times:
       rows['alone'] += run_processes(pair[:1], count)
       rows['busy'] += run_processes(pair, count)
   stages: Row = {}
-  if is_sebulba(config):
+  if build.architecture(config) == 'sebulba':
     with contextlib.ExitStack() as exit_stack:
       single = open_processes(
         exit_stack, [('train', {'fields': one_core(config, max_lag=0)})]
@@ -1002,7 +1002,8 @@ def _act(
   local = measure_chip(values.repeats)
   times = measure_updates(config, values.repeats)
   chip = CHIPS.get(values.chip, local)
-  overlaps = is_sebulba(config) and config.sebulba.max_lag > 0
+  is_sebulba = build.architecture(config) == 'sebulba'
+  overlaps = is_sebulba and config.sebulba.max_lag > 0
   base = single(times, act, learn, local, chip, config.network.dtype, overlaps)
   rows = predict(base, learn, chip, config.unroll_length * config.env.num_envs)
   title = (

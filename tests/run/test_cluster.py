@@ -21,9 +21,11 @@ import podrl
 from podrl.records import checkpoint
 from podrl.records.recorder import local_part, merge_processes
 from podrl.run import cluster, train
+from podrl.run import config as configs
 from podrl.run.cluster import Cluster
 from podrl.types import Episodes, Report
 
+pytestmark = pytest.mark.timeout(400)
 _ROOT = pathlib.Path(__file__).parents[2]
 # One update is one optimiser step, whatever is spread over whom.
 _ONE_STEP = [
@@ -48,7 +50,7 @@ _HOST = [
 
 
 class _Store:
-  """What the tests need of JAX's coordination service, in one process."""
+  """Stands in for JAX's coordination service, in one process."""
 
   def __init__(self):
     self.values = {}
@@ -82,8 +84,8 @@ class _Store:
       del self.values[key]
 
 
-def _together(num_processes, function):
-  """`function(cluster)` in a thread for each process; what each gives."""
+def _run_cluster(num_processes, function):
+  """Calls `function(cluster)` in a thread for each process; its results."""
   store, outcomes = _Store(), [None] * num_processes
 
   def run(i):
@@ -104,14 +106,14 @@ def _together(num_processes, function):
 
 
 def test_process_0_decides_and_gathers():
-  def function(together):
+  def function(cluster):
     got = []
     for i in range(5):
-      got.append(together.decide(lambda: [together.process, i]))
-      got.append(together.gather((together.process, i)))
+      got.append(cluster.decide(lambda: [cluster.process, i]))
+      got.append(cluster.gather((cluster.process, i)))
     return got
 
-  outcomes, store = _together(3, function)
+  outcomes, store = _run_cluster(3, function)
   decided = [[0, i] for i in range(5)]
   assert [x[::2] for x in outcomes] == [decided] * 3
   assert outcomes[0][1::2] == [[[p, i] for p in range(3)] for i in range(5)]
@@ -120,44 +122,44 @@ def test_process_0_decides_and_gathers():
 
 
 def test_a_mistake_in_one_process_is_one_in_all():
-  def attempt(together):
+  def attempt(cluster):
     def function():
-      if together.process == 1:
+      if cluster.process == 1:
         raise ValueError('no such thing')
-      return together.process
+      return cluster.process
 
-    return together.attempt(function)
+    return cluster.attempt(function)
 
-  outcomes, _ = _together(3, attempt)
+  outcomes, _ = _run_cluster(3, attempt)
   assert [str(x) for x in outcomes] == ['process 1: no such thing'] * 3
 
-  def everywhere(together):
-    return together.attempt(lambda: int('x'))
+  def everywhere(cluster):
+    return cluster.attempt(lambda: int('x'))
 
-  outcomes, _ = _together(2, everywhere)
+  outcomes, _ = _run_cluster(2, everywhere)
   assert {str(x) for x in outcomes} == {
     "invalid literal for int() with base 10: 'x'"
   }
 
-  def decide(together):
-    return together.decide(lambda: int('x'))
+  def decide(cluster):
+    return cluster.decide(lambda: int('x'))
 
-  outcomes, _ = _together(2, decide)
+  outcomes, _ = _run_cluster(2, decide)
   assert all(isinstance(x, ValueError) for x in outcomes)
-  assert _together(2, lambda x: x.attempt(lambda: x.process))[0] == [0, 1]
+  assert _run_cluster(2, lambda x: x.attempt(lambda: x.process))[0] == [0, 1]
 
 
 def test_values_that_differ_are_named():
-  def compare(together):
-    return together.compare(
-      {'seed': 3 + (together.process == 2), 'sizes': (1, 2)}
+  def compare(cluster):
+    return cluster.compare(
+      {'seed': 3 + (cluster.process == 2), 'sizes': (1, 2)}
     )
 
-  outcomes, _ = _together(3, compare)
+  outcomes, _ = _run_cluster(3, compare)
   assert [str(x) for x in outcomes] == [
     'process 2 has seed=4 where process 0 has 3'
   ] * 3
-  assert _together(2, lambda x: x.compare({'a': (1,)}))[0] == [None, None]
+  assert _run_cluster(2, lambda x: x.compare({'a': (1,)}))[0] == [None, None]
 
 
 def test_alone_nothing_is_asked():
@@ -170,12 +172,12 @@ def test_alone_nothing_is_asked():
 
 
 class _Ended(BaseException):
-  """In place of the end of the process."""
+  """Is raised in place of the end of the process."""
 
 
 @pytest.fixture
 def watch(monkeypatch):
-  """`(what process 1 does, process) -> message` with which the other ends."""
+  """Runs two watchdogs; returns the messages with which each ended."""
   monkeypatch.setattr(cluster, '_PERIOD_SECONDS', 0.02)
   monkeypatch.setattr(cluster.Watchdog, 'catch_aborts', lambda *_: None)
   monkeypatch.setattr(
@@ -236,7 +238,7 @@ def test_all_that_hang_are_named(watch):
   )
 
 
-def test_who_waits_for_another_does_not_hang():
+def test_a_process_that_waits_for_another_does_not_hang():
   beats = []
 
   class Dog:
@@ -255,12 +257,12 @@ def test_who_waits_for_another_does_not_hang():
   assert not waiting.is_alive()
 
 
-def test_processes_that_get_on_are_left_alone(watch):
+def test_processes_that_make_progress_are_left_alone(watch):
   start, failed = time.monotonic(), []
 
   def behave(dogs):
     if time.monotonic() > start + 5 and not failed:
-      failed.append(True)  # It is called once, and holds a lock for good.
+      failed.append(True)  # `fail` never releases its lock.
       dogs[1].fail('it broke', is_suspect=False)
     for dog in dogs:
       dog.beat()
@@ -332,7 +334,7 @@ class _Pod:
     ]
 
   def wait(self, seconds=240):
-    """The exit codes, and what was printed."""
+    """Returns the exit codes and the outputs."""
     try:
       output = [p.communicate(timeout=seconds)[0] for p in self.processes]
     finally:
@@ -348,7 +350,7 @@ def _run_pod(num_processes, name, *arguments):
 
 
 def _until(path, num_records):
-  """Waits until a run has so many records."""
+  """Waits until a run has `num_records` records."""
   end = time.monotonic() + 120
   file = path / 'metrics.jsonl'
   while not file.exists() or len(file.read_text().splitlines()) < num_records:
@@ -369,49 +371,51 @@ def _run_alone(path, name, *arguments):
   )
 
 
+def _train_alone_and_in_processes(num_processes, tmp_path, *arguments):
+  """Runs as many devices of one process, and as many processes; their files."""
+  name, arguments = 'anakin_catch', [*_TINY, *arguments]
+  alone, pod = tmp_path / 'alone', tmp_path / 'pod'
+  _run_alone(alone, name, *arguments, f'--config.num_devices={num_processes}')
+  pod_arguments = f'--workdir={pod}', '--config.num_devices=1'
+  _run_pod(num_processes, name, *arguments, *pod_arguments)
+  assert _read(pod)[1]['processes'] == num_processes
+  assert _read(pod)[1]['devices'] == _read(alone)[1]['devices'] == num_processes
+  return alone, pod
+
+
 @pytest.mark.parametrize(
-  'num_processes', [2, pytest.param(4, marks=pytest.mark.slow)]
+  'num_processes,agent',
+  [(2, 'ppo')]
+  + [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in ((2, 'impala'), (4, 'ppo'), (4, 'impala'))
+  ],
 )
-@pytest.mark.parametrize(
-  'agent', ['ppo', pytest.param('impala', marks=pytest.mark.slow)]
-)
-def test_anakin_in_processes_is_that_on_as_many_devices(
+def test_an_update_of_processes_is_that_of_as_many_devices(
+  num_processes, agent, tmp_path
+):
+  arguments = *_ONE_STEP, f'--agent={agent}', '--config.total_env_steps=64'
+  paths = _train_alone_and_in_processes(num_processes, tmp_path, *arguments)
+  for a, b in zip(*map(_params, paths), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+  _assert_records_agree(*paths)
+
+
+@pytest.mark.slow  # As the test above, with more updates.
+@pytest.mark.parametrize('num_processes', [2, 4])
+@pytest.mark.parametrize('agent', ['ppo', 'impala'])
+def test_a_run_of_processes_is_that_of_as_many_devices(
   agent, num_processes, tmp_path
 ):
-  arguments = [*_TINY, f'--agent={agent}', '--config.total_env_steps=512']
-  one = [*_TINY, *_ONE_STEP, f'--agent={agent}', '--config.total_env_steps=64']
-  for case in one, arguments:
-    for path, run in (
-      (
-        tmp_path / f'alone{len(case)}',
-        lambda path, *x: _run_alone(
-          path, 'anakin_catch', *x, f'--config.num_devices={num_processes}'
-        ),
-      ),
-      (
-        tmp_path / f'pod{len(case)}',
-        lambda path, *x: _run_pod(
-          num_processes,
-          'anakin_catch',
-          *x,
-          '--config.num_devices=1',
-          f'--workdir={path}',
-        ),
-      ),
-    ):
-      run(path, *case)
-  for a, b in zip(
-    *(_params(tmp_path / f'{x}{len(one)}') for x in ('alone', 'pod')),
-    strict=True,
-  ):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
-  # A whole run: the same experience, as far as rounding lets it be.
-  alone, pod = (
-    _read(tmp_path / f'{x}{len(arguments)}') for x in ('alone', 'pod')
-  )
-  assert pod[1]['processes'] == num_processes
-  assert pod[1]['devices'] == alone[1]['devices'] == num_processes
-  for a, b in zip(_plain(alone[0]), _plain(pod[0]), strict=True):
+  # The same experience, as far as rounding lets it be.
+  arguments = f'--agent={agent}', '--config.total_env_steps=512'
+  paths = _train_alone_and_in_processes(num_processes, tmp_path, *arguments)
+  _assert_records_agree(*paths)
+
+
+def _assert_records_agree(alone, pod):
+  records = [_plain(_read(x)[0]) for x in (alone, pod)]
+  for a, b in zip(*records, strict=True):
     assert a.keys() == b.keys()
     for k in a:
       np.testing.assert_allclose(a[k], b[k], rtol=1e-3, atol=1e-4, err_msg=k)
@@ -465,42 +469,45 @@ _LONG = [
 ]
 
 
-def _end_of(num_updates):
-  """The flags with which a run of 64 steps an update ends there."""
-  return [f'--config.total_env_steps={64 * num_updates}']
-
-
 @pytest.mark.parametrize(
-  'name,more',
+  'name,arguments',
   [
-    ('anakin_catch', []),
-    pytest.param('sebulba_cartpole', ['sebulba'], marks=pytest.mark.slow),
+    ('anakin_catch', [*_TINY, '--config.num_devices=1']),
+    pytest.param('sebulba_cartpole', _HOST, marks=pytest.mark.slow),
   ],
 )
-def test_sigterm_to_one_saves_the_same_update_in_all(name, more, tmp_path):
+def test_signals_end_all_at_the_same_update(name, arguments, tmp_path):
   path = tmp_path / 'run'
-  long = (
-    [x for x in (_HOST if more else _TINY)]
-    + [
-      '--config.total_env_steps=64000',
-      '--config.log.every_updates=20',
-      f'--workdir={path}',
-    ]
-    + ([] if more else ['--config.num_devices=1'])
-  )
-  pod = _Pod(2, name, *long)
+  arguments = [
+    *arguments,
+    '--config.total_env_steps=64e6',
+    '--config.log.every_updates=20',
+    f'--workdir={path}',
+  ]
+  pod = _Pod(2, name, *arguments)
   _until(path, 1)
-  pod.processes[1].send_signal(signal.SIGTERM)
+  pod.processes[1].send_signal(signal.SIGTERM)  # As when one is preempted.
   codes, output = pod.wait()
   assert codes == [75, 75], output
+  summary = _read(path)[1]
+  preempted = checkpoint.find(str(path))
+  assert summary['exit'] == 'preempted'
+  assert summary['num_updates'] == preempted > 0
+  # The two resume, and a terminal's Ctrl-C ends them.
+  pod = _Pod(2, name, *arguments, '--resume')
+  _until(path, preempted // 20 + 3)
+  for process in pod.processes:
+    process.send_signal(signal.SIGINT)
+  codes, output = pod.wait()
+  assert codes == [130, 130], output
+  assert f'after update {preempted}' in output[0]
   records, summary = _read(path)
-  saved = checkpoint.find(str(path))
-  assert summary['exit'] == 'preempted' and 0 < saved < 1000
-  assert summary['num_updates'] == saved
-  # Under two again, and from the same checkpoint under one.
-  _run_pod(2, name, *long, '--resume')
-  assert _read(path)[1]['num_updates'] == 1000
-  assert [r['num_updates'] for r in _read(path)[0]] == list(range(20, 1001, 20))
+  assert summary['exit'] == 'interrupted'
+  assert summary['num_updates'] == checkpoint.find(str(path)) > preempted
+  updates = [r['num_updates'] for r in records]
+  whole = list(range(20, summary['num_updates'] + 1, 20))
+  # An interruption ends a window early.
+  assert [x for x in updates if x % 20 == 0] == whole
 
 
 @pytest.mark.parametrize('victim', [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -519,14 +526,14 @@ def test_kill_9_of_one_ends_the_other_which_names_it(victim, tmp_path):
   assert f'process {victim} is gone' in output[1 - victim], output[1 - victim]
   if victim:
     assert 'process 1 is gone' in _read(path)[1]['error']
-  # What is left is gone on with, here by one process.
   saved = checkpoint.find(str(path))
   assert saved >= 32
-  _run_alone_to(path, saved)
+  if victim == 0:  # One process can resume the run of two.
+    _resume_alone(path, saved)
 
 
-def _run_alone_to(path, saved):
-  """Goes on with a run of two processes in one, for some records."""
+def _resume_alone(path, saved):
+  """Resumes a run of two processes in one process, for some records."""
   process = subprocess.Popen(
     [
       sys.executable,
@@ -547,20 +554,9 @@ def _run_alone_to(path, saved):
   assert f'resuming after update {saved}' in output
 
 
-def test_ctrl_c_ends_both(tmp_path):
-  path = tmp_path / 'run'
-  pod = _Pod(2, 'anakin_catch', *_LONG, f'--workdir={path}')
-  _until(path, 2)
-  for process in pod.processes:
-    process.send_signal(signal.SIGINT)
-  codes, output = pod.wait()
-  assert codes == [130, 130], output
-  assert _read(path)[1]['exit'] == 'interrupted'
-  assert checkpoint.find(str(path)) == _read(path)[1]['num_updates']
-
-
+@pytest.mark.slow  # `Watchdog.fail` has a test above.
 def test_an_error_in_one_process_ends_all(tmp_path):
-  # NaN everywhere at once; each says so by itself.
+  # The loss is NaN in all processes at once, and each of them reports it.
   codes, output = _Pod(
     2,
     'anakin_pendulum',
@@ -576,6 +572,7 @@ def test_an_error_in_one_process_ends_all(tmp_path):
   assert all('NaN' in x for x in output)
 
 
+@pytest.mark.slow  # The tests of `Cluster` above cover these too.
 @pytest.mark.parametrize(
   'each,message',
   [
@@ -645,7 +642,7 @@ def test_a_mistake_in_the_flags(arguments, message, tmp_path, capsys):
   assert message in said and said.count('\n') == 1
 
 
-def test_an_unforeseen_error_before_training_is_told_to_all(monkeypatch):
+def test_an_unforeseen_error_before_training_reaches_all(monkeypatch):
   messages = []
 
   class Dog:
@@ -655,24 +652,23 @@ def test_an_unforeseen_error_before_training_is_told_to_all(monkeypatch):
     def fail(self, message, is_suspect):
       messages.append(message)
 
-  def settle(*_):
+  def resolve_config(*_):
     raise RuntimeError('it\nbroke')
 
   def exit_process(code):
     assert code == 1
     raise _Ended
 
-  monkeypatch.setattr(
-    train.command, 'join', lambda _: Cluster(1, 2, _Store(), Dog())
-  )
-  monkeypatch.setattr(train.command, 'settle', settle)
+  joined = Cluster(1, 2, _Store(), Dog())
+  monkeypatch.setattr(configs, 'join_cluster', lambda _: joined)
+  monkeypatch.setattr(configs, 'resolve_config', resolve_config)
   monkeypatch.setattr(train.os, '_exit', exit_process)
   with pytest.raises(_Ended):
     train.run(_get_config('anakin_catch'), ['x.py'])
   assert messages == ['RuntimeError: it broke']
 
 
-def test_others_that_never_come_are_told_in_a_line(tmp_path):
+def test_others_that_never_come_are_reported_in_a_line(tmp_path):
   outcome = subprocess.run(
     [
       sys.executable,

@@ -19,6 +19,7 @@ from podrl.run import build
 from podrl.tools import scaling
 from podrl.tools.scaling import Work
 
+pytestmark = pytest.mark.timeout(300)
 _ROOT = pathlib.Path(__file__).parents[2]
 _TURNS = 6  # Of the slow test's measurements.
 # 100 FLOP/s (50 in float32), 10 bytes/s, 0.5 s an operation; a ring of four.
