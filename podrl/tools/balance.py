@@ -14,7 +14,8 @@ RUN is the directory of a run. The command prints what limited the run, and
 draws what autotune did.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import functools
 import json
 import os
@@ -365,29 +366,29 @@ def answer() -> None:
 
 def _measure_apart(
   config: ConfigDict, size_range: float, platform: str
-) -> tuple[float | None, str]:
-  """Returns the steps per second that `answer` prints, or why it failed."""
+) -> float:
+  """Returns what `answer` prints; ValueError if its process fails."""
+  environment = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+  if platform == 'cpu':
+    environment['JAX_PLATFORMS'] = 'cpu'
   process = subprocess.run(
     [sys.executable, '-c', 'from podrl.tools import balance; balance.answer()'],
     text=True,
     input=json.dumps([config.to_dict(), size_range]),
     capture_output=True,
     check=False,
-    env=os.environ
-    | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}  # This process has its share.
-    | ({'JAX_PLATFORMS': 'cpu'} if platform == 'cpu' else {}),
+    env=os.environ | environment,
   )
   if process.returncode:
     lines = process.stderr.strip().splitlines() or ['it printed nothing']
-    return None, f'not measured: {lines[-1]}'
-  rate = float(process.stdout.splitlines()[-1])
-  return rate, f'{rate:,.0f} steps/s'
+    raise ValueError(lines[-1])
+  return float(process.stdout.splitlines()[-1])
 
 
 def compare(
   config: ConfigDict, plan: Plan, rate: float, size_range: float
 ) -> list[str]:
-  """Measures the other ways to run an experiment here; returns lines.
+  """Measures the other ways to run an experiment here; returns lines to print.
 
   Args:
     config: the configuration.
@@ -395,21 +396,22 @@ def compare(
     rate: its steps per second.
     size_range: as in `find`.
   """
-  platform = jax.default_backend()
-  ways = {('Sebulba', platform): (rate, f'{rate:,.0f} steps/s, plan 1')}
-  platforms = [platform] if platform == 'cpu' else [platform, 'cpu']
-  for name in platforms[1:]:
-    ways['Sebulba', name] = _measure_apart(config, size_range, name)
-  anakin = _anakin_config(config, plan)
-  try:
-    build.make_env(anakin)
-    for name in platforms:
-      ways['Anakin', name] = _measure_apart(anakin, size_range, name)
-  except ValueError:
-    reason = f'not measured: gymnax has no {config.env.name} that fits'
-    ways['Anakin', platform] = None, reason
-  lines = [f'  {way} on {name}: {ways[way, name][1]}' for way, name in ways]
-  return [verdict({key: x for key, (x, _) in ways.items() if x}), *lines]
+  platform, anakin = jax.default_backend(), _anakin_config(config, plan)
+  rates = {('Sebulba', platform): rate}
+  lines = [f'  Sebulba on {platform}: {rate:,.0f} steps/s, plan 1']
+  ways = [('Anakin', platform, anakin)]
+  if platform != 'cpu':
+    ways += [('Sebulba', 'cpu', config), ('Anakin', 'cpu', anakin)]
+  for name, platform, fields in ways:
+    try:
+      if name == 'Anakin':
+        build.make_env(fields)  # Raises if gymnax does not have it.
+      rate = _measure_apart(fields, size_range, platform)
+      rates[name, platform] = rate
+      lines.append(f'  {name} on {platform}: {rate:,.0f} steps/s')
+    except ValueError as error:
+      lines.append(f'  {name} on {platform}: not measured: {error}')
+  return [verdict(rates), *lines]
 
 
 def verdict(rates: dict[tuple[str, str], float]) -> str:
@@ -435,8 +437,9 @@ def verdict(rates: dict[tuple[str, str], float]) -> str:
   return f'An accelerator {"loses" if best[1] == "cpu" else opinion}: {text}'
 
 
-def _figure() -> Any:
-  """Returns pyplot, a figure and two axes, one above the other."""
+@contextlib.contextmanager
+def _figure(path: str) -> Iterator[Any]:
+  """Yields two axes, one above the other, and writes them to a file."""
   import matplotlib  # The import takes a second.
 
   matplotlib.use('Agg')
@@ -447,38 +450,34 @@ def _figure() -> Any:
   for x in axes:
     x.spines[['top', 'right']].set_visible(False)
   axes[0].yaxis.set_major_formatter(EngFormatter(sep=''))
-  return pyplot, figure, axes
-
-
-def draw(
-  ranking: Sequence[Plan],
-  runs: dict[Plan, Record],
-  base: Plan,
-  title: str,
-  path: str,
-) -> None:
-  """Draws the speed of each plan, and what was busy, as a PNG file."""
-  pyplot, figure, (rates, shares) = _figure()
-  plans = sorted(ranking, key=lambda x: runs[x]['steps_per_second'])
-  colors = [_COLORS[0]] * len(plans)
-  colors[plans.index(ranking[0])] = _COLORS[1]
-  colors[plans.index(base)] = _COLORS[2]
-  places = range(len(plans))
-  rates.bar(places, [runs[x]['steps_per_second'] for x in plans], color=colors)
-  rates.set_ylabel('steps learned per second')
-  rates.set_title(title, fontsize=10)
-  for (name, field), style, color in zip(_BUSY.items(), 'o^s', _COLORS):
-    values = [runs[x][field] for x in plans]
-    shares.plot(places, values, style, color=color, label=name)
-  shares.set_ylim(0, 1.05)
-  shares.set_ylabel('busy')
-  labels = ['{} x {}\nx {}\n{} thr.'.format(*x.sizes) for x in plans]
-  shares.set_xticks(places, labels, fontsize=7)
-  shares.set_xlabel('actors x environments x T, environment threads')
-  shares.legend(frameon=False, fontsize=8, ncols=3, loc='lower left')
+  yield axes
   figure.tight_layout()
   figure.savefig(path)
   pyplot.close(figure)
+
+
+def draw(
+  ranking: Sequence[Plan], runs: dict[Plan, Record], base: Plan, path: str
+) -> None:
+  """Draws the speed of each plan, and what was busy, as a PNG file."""
+  plans = sorted(ranking, key=lambda x: runs[x]['steps_per_second'])
+  places, labels = range(len(plans)), dict.fromkeys(plans, 'measured')
+  labels |= {ranking[0]: 'plan 1', base: 'as configured'}
+  with _figure(path) as (rates, shares):
+    for label, color in zip(('measured', 'plan 1', 'as configured'), _COLORS):
+      group = [i for i in places if labels[plans[i]] == label]
+      heights = [runs[plans[i]]['steps_per_second'] for i in group]
+      rates.bar(group, heights, color=color, label=label)
+    rates.set(ylabel='steps learned per second')
+    rates.legend(frameon=False, fontsize=8)
+    for (name, field), style, color in zip(_BUSY.items(), 'o^s', _COLORS):
+      values = [runs[x][field] for x in plans]
+      shares.plot(places, values, style, color=color, label=name)
+    shares.set(ylabel='busy', ylim=(0, 1.05))
+    ticks = ['{} x {}\nx {}\n{} thr.'.format(*x.sizes) for x in plans]
+    shares.set_xticks(places, ticks, fontsize=7)
+    shares.set_xlabel('actors x environments x T, environment threads')
+    shares.legend(frameon=False, fontsize=8, ncols=3, loc='lower left')
 
 
 def draw_decisions(run_directory: str, path: str) -> None:
@@ -501,31 +500,25 @@ def draw_decisions(run_directory: str, path: str) -> None:
   records = [record for record in records if 'num_actors' in record]
   if not records:
     raise ValueError(f'{run_directory} has no record yet')
-  pyplot, figure, (rates, actors) = _figure()
-  seconds = [x['wall_seconds'] for x in records]
-  rates.plot(seconds, [x['steps_per_second'] for x in records], c=_COLORS[0])
-  rates.set_ylabel('steps/s')
-  counts = [x['num_actors'] for x in records]
-  actors.step(seconds, counts, where='pre', color='0.35', label='active')
-  for is_kept, marker, label, color in (
-    (True, '^', 'tried and kept', _COLORS[1]),
-    (False, 'x', 'tried and undone', _COLORS[2]),
-  ):
-    tried = [x for x in decisions if x['is_kept'] == is_kept]
-    times, counts = ([x[k] for x in tried] for k in ('wall_seconds', 'tried'))
-    actors.plot(times, counts, marker, color=color, label=label)
-  for before, after in zip(decisions, decisions[1:]):
-    if after['num_drifts'] > before['num_drifts']:
-      rates.axvline(after['wall_seconds'], ls=':', color='0.5')
-      rates.annotate('new search', (after['wall_seconds'], 0), fontsize=8)
-  actors.set_ylabel('actors')
-  actors.set_xlabel('wall time (s)')
-  actors.legend(frameon=False, fontsize=8, ncol=3)
-  for axes in (rates, actors):
-    axes.set_ylim(0, None)
-  figure.tight_layout()
-  figure.savefig(path)
-  pyplot.close(figure)
+  times = [x['wall_seconds'] for x in records]
+  with _figure(path) as (rates, actors):
+    rates.plot(times, [x['steps_per_second'] for x in records], c=_COLORS[0])
+    counts = [x['num_actors'] for x in records]
+    actors.step(times, counts, where='pre', color='0.35', label='active')
+    for is_kept, marker, label, color in (
+      (True, '^', 'tried and kept', _COLORS[1]),
+      (False, 'x', 'tried and undone', _COLORS[2]),
+    ):
+      tried = [x for x in decisions if x['is_kept'] == is_kept]
+      times, counts = ([x[k] for x in tried] for k in ('wall_seconds', 'tried'))
+      actors.plot(times, counts, marker, color=color, label=label)
+    for before, after in zip(decisions, decisions[1:]):
+      if after['num_drifts'] > before['num_drifts']:
+        rates.axvline(after['wall_seconds'], ls=':', color='0.5')
+        rates.annotate('new search', (after['wall_seconds'], 0), fontsize=8)
+    rates.set(ylabel='steps/s', ylim=(0, None))
+    actors.set(ylabel='actors', xlabel='wall time (s)', ylim=(0, None))
+    actors.legend(frameon=False, fontsize=8, ncol=3)
 
 
 def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
@@ -602,8 +595,7 @@ def _act(
   for name, text in machine.describe(record):
     console.print(f'as configured, {name}: {text}')
   picture = os.path.join(directory, 'balance.png')
-  title = f'{config.env.name}, {config.agent.name}'
-  draw(ranking, runs, base, title, picture)
+  draw(ranking, runs, base, picture)
   console.print(f'drawn: {picture}', soft_wrap=True)
   pasted = os.path.join(directory, 'balance.txt')
   with open(pasted, 'w', encoding='utf-8') as file:

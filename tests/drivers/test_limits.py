@@ -50,7 +50,7 @@ _FREE = _GPU._replace(is_deterministic=False)
     # The issue's own example: 6 devices that are 45 % busy are 4 at 68 %.
     (
       'cores',
-      ('waits 43 %', 'add CPU cores', 'from 6 to 4 actor devices'),
+      ('waits 43 %', 'Add CPU cores', 'from 6 to 4 actor devices'),
       _record(0.8, 0.19, 0.55, cores=0.95, actor_devices=0.45),
       _SIX,
     ),
@@ -129,7 +129,7 @@ _FREE = _GPU._replace(is_deterministic=False)
       _record(0.05, 0.5, 0.45, actor_devices=0.97),
       _ONE._replace(max_lag=0),
     ),
-    ('hand-off', ('fewer',), _record(0.2, 0.1, 0.3, 0.65), _GPU),
+    ('hand-off', ('Make updates fewer',), _record(0.2, 0.1, 0.3, 0.65), _GPU),
     ('slowest actor', ('asynchronous',), _record(0.5, 0.1, 0.5), _GPU),
     (
       'lag',
@@ -137,7 +137,7 @@ _FREE = _GPU._replace(is_deterministic=False)
       _record(0.5, 0.1, 0.5),
       _GPU._replace(max_lag=0),
     ),
-    ('lag', ('16 unrolls', 'raise either'), _record(0.5, 0.1, 0.5), _FREE),
+    ('lag', ('16 unrolls', 'Raise either'), _record(0.5, 0.1, 0.5), _FREE),
     (
       'lag',
       ('4 unrolls', 'drop to 4 actors'),
@@ -153,19 +153,19 @@ _FREE = _GPU._replace(is_deterministic=False)
     ),
     (
       'environments',
-      ('1 actor ',),
+      ('1 actor spends',),
       _record(0.6, 0.39, 0.6, cores=0.7, actor_devices=0.95),
       _CPU,
     ),
     (
       'cores',
-      ('mostly for updates', 'smaller network'),
+      ('mostly with updates', 'smaller network'),
       _record(0.6, 0.39, 0.9, cores=0.95, actor_devices=0.99),
       _CPU,
     ),
     (
       'cores',
-      ('mostly for the environments', 'add CPU cores'),
+      ('mostly with environments', 'Add CPU cores'),
       _record(0.9, 0.09, 0.5, cores=0.95, actor_devices=0.6),
       _CPU,
     ),
@@ -198,7 +198,7 @@ def test_the_limit_of_shares(name, words, record, system):
 
 def test_parked_actors_are_not_counted():
   record = _record(0.8, 0.19, 0.55) | {'num_actors': 3.0}
-  assert 'of the time of 3 actors' in find_limit(record, _GPU).sentence
+  assert '3 actors spend 80 %' in find_limit(record, _GPU).sentence
 
 
 class _Case(NamedTuple):

@@ -178,7 +178,7 @@ def test_table_and_picture(tmp_path):
   assert [x.split()[0] for x in lines[2:]] == ['1', '2', '3', '4', '5', 'now']
   assert '100k' in lines[2] and 'learner devices' in lines[2]
   path = tmp_path / 'balance.png'
-  balance.draw(ranking, runs, base, 'CartPole-v1', str(path))
+  balance.draw(ranking, runs, base, str(path))
   assert path.read_bytes()[:4] == b'\x89PNG'
 
 
@@ -261,7 +261,7 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys, brief):
     ' times the configured one\n',
     '\nas configured, limit: ',
     '  Sebulba on cpu: ',
-    '  Anakin on cpu: not measured: gymnax has no Blackjack-v1',
+    '  Anakin on cpu: not measured: env.name=Blackjack-v1',
   ):
     assert text in printed, text
   assert (directory / 'balance.png').exists()

@@ -1,0 +1,107 @@
+"""The energy that a run takes, where the machine lets it be read."""
+
+from collections.abc import Callable, Sequence
+import glob
+import os
+from typing import Any
+
+import jax
+
+from podrl.types import Report
+
+
+def _open_gpus(devices: Sequence[jax.Device]) -> tuple[Any, list[Any]]:
+  """Returns NVML and its handles of NVIDIA GPUs; no handles if unavailable."""
+  if devices[0].platform not in ('gpu', 'cuda'):
+    return None, []
+  try:
+    import pynvml  # The extra `cuda` installs it.
+  except ImportError:
+    return None, []
+  # NVML counts all GPUs; JAX counts those that this variable leaves visible.
+  names = os.environ.get('CUDA_VISIBLE_DEVICES', '').replace(' ', '')
+  visible = names.split(',') if names else []
+  try:
+    pynvml.nvmlInit()
+    handles = []
+    for device in devices:
+      index = device.local_hardware_id
+      name = visible[index] if visible else str(index)
+      handles.append(
+        pynvml.nvmlDeviceGetHandleByIndex(int(name))
+        if name.isdigit()
+        else pynvml.nvmlDeviceGetHandleByUUID(name)
+      )
+      pynvml.nvmlDeviceGetTotalEnergyConsumption(handles[-1])
+    return pynvml, handles
+  except (pynvml.NVMLError, IndexError):  # Too old, virtual, or no driver.
+    return None, []
+
+
+class Meter:
+  """Measures the energy of GPUs (NVML) and of CPU packages (Linux's RAPL).
+
+  Args:
+    devices: devices of this process.
+    powercap: the directory of RAPL's counters.
+  """
+
+  def __init__(
+    self, devices: Sequence[jax.Device], powercap: str = '/sys/class/powercap'
+  ):
+    self._nvml, self._gpus = _open_gpus(devices)
+    self._last: dict[str, tuple[int, int]] = {}  # Microjoules, and the range.
+    self._cpu_microjoules = 0
+    # Only packages: cores and memory are parts of them, 'psys' contains them.
+    for path in glob.glob(os.path.join(powercap, 'intel-rapl:*')):
+      try:
+        if self._read(path, 'name').startswith('package'):
+          self._last[path] = (
+            int(self._read(path, 'energy_uj')),
+            int(self._read(path, 'max_energy_range_uj')),
+          )
+      except (OSError, ValueError):  # Since 2020 only root may read it.
+        continue
+
+  @property
+  def parts(self) -> list[str]:
+    """What is measured: 'gpu', 'cpu', both or nothing."""
+    return ['gpu'] * bool(self._gpus) + ['cpu'] * bool(self._last)
+
+  def _read(self, path: str, name: str) -> str:
+    with open(os.path.join(path, name), encoding='ascii') as file:
+      return file.read().strip()
+
+  def joules(self) -> float | None:
+    """Returns the energy since some moment; None if it cannot be read."""
+    if not self.parts:
+      return None
+    try:
+      for path, (last, size) in self._last.items():
+        now = int(self._read(path, 'energy_uj'))
+        self._cpu_microjoules += (now - last) % size  # The counter wraps.
+        self._last[path] = now, size
+    except (OSError, ValueError):  # Training continues without it.
+      self._last = {}
+    millijoules = 0
+    try:
+      for gpu in self._gpus:
+        millijoules += self._nvml.nvmlDeviceGetTotalEnergyConsumption(gpu)
+    except self._nvml.NVMLError:
+      self._gpus, millijoules = [], 0
+    return self._cpu_microjoules / 1e6 + millijoules / 1e3
+
+  def measure(self, advance: Callable[[], list[Report]]) -> list[Report]:
+    """Calls `advance` and adds its energy to the stages of its reports.
+
+    The reports of several agents share the energy equally.
+    """
+    before, parts = self.joules(), self.parts
+    reports = advance()
+    after = self.joules()
+    if before is None or parts != self.parts:
+      return reports
+    stages = {'joules_per_second': (after - before) / len(reports)}
+    return [
+      report._replace(stages=report.stages | stages) for report in reports
+    ]
