@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 
 # A part that works this share of the time leaves at most a quarter to gain
@@ -335,7 +336,7 @@ def summarise(
     devices: this process's devices that the run uses.
     price_per_hour: price of the whole run's machines; 0 means unknown.
   """
-  summary: dict[str, Any] = {}
+  summary: dict[str, Any] = {'energy_of': Meter(devices).parts}
   if price_per_hour and record.get('frames_per_second'):
     hours = _FRAMES / record['frames_per_second'] / 3600
     summary['cost_of_200m_frames'] = price_per_hour * hours
@@ -369,7 +370,7 @@ def describe(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         'would keep its devices busy'
       )
     rows.append(('balance', text))
-  if 'frames_per_joule' in summary and summary.get('energy_of'):
+  if 'frames_per_joule' in summary:
     parts = ' and '.join(x.upper() for x in summary['energy_of'])
     text = (
       f'{summary["frames_per_joule"]:.3g} frames per joule, '

@@ -23,8 +23,7 @@ from podrl.drivers.actor import (
   make_actor_functions,
 )
 from podrl.drivers.exchange import Asynchronous, Closed, Deterministic, Gate
-from podrl.drivers.limits import System, find_limit
-from podrl.drivers.machine import workload_ratio
+from podrl.drivers.limits import System, find_limit, workload_ratio
 from podrl.drivers.stages import Stages, leave_out_parked, num_cores
 from podrl.drivers.tuner import Tuner
 from podrl.types import (

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from podrl.drivers.machine import describe
+from podrl.drivers.limits import describe
 from podrl.records.workdir import Record
 
 

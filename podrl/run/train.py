@@ -20,8 +20,8 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.core.learner import trained
-from podrl.drivers import machine, spmd
-from podrl.drivers.machine import Meter
+from podrl.drivers import limits, spmd
+from podrl.drivers.energy import Meter
 from podrl.records import checkpoint, workdir
 from podrl.records.recorder import Recorder, local_part, merge_processes
 from podrl.records.workdir import Record, WriteError
@@ -280,7 +280,7 @@ class _Trainer:
     outcome = recorder.times() | describe_machine(run.devices, run.suite)
     outcome['exit'] = _OUTCOMES[exit_code]
     if self.cluster.process == 0:
-      outcome |= machine.summarise(
+      outcome |= limits.summarise(
         recorder.last[0], _local_devices(self.run), self.config.price_per_hour
       )
     if error:
@@ -383,7 +383,7 @@ class _Trainer:
           self.saved_seconds = time.perf_counter()
         if recorder.num_updates >= self.profile_end:
           profile.close()
-        reports = meter.over(
+        reports = meter.measure(
           functools.partial(self.run.driver.advance, num_updates, plan)
         )
         if cluster.is_distributed and self.run.driver.error:

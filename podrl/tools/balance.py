@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
-from podrl.drivers import limits, machine
+from podrl.drivers import limits
+from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 from podrl.records import workdir
 from podrl.records.recorder import Window
@@ -183,7 +184,7 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
   Args:
     config: the configuration of the run.
     batch: T x environments of one update.
-    seconds: how long it runs; it runs at least three updates.
+    seconds: how long it runs; it runs at least two updates.
 
   Returns:
     A record as in metrics.jsonl. Its steps are those that the learner used.
@@ -192,21 +193,21 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
     ValueError: if the configuration does not fit, or the loss is not finite.
   """
   run = build.make_run(config)
-  window, meter = Window(run.spec.frame_skip, 1), machine.Meter(run.devices)
-  pace, start = 2, 0.0
+  window, meter = Window(run.spec.frame_skip, 1), Meter(run.devices)
+  pace, start = 0, 0.0
   try:
     run.driver.start()
-    while window.num_updates < 3 or time.perf_counter() - start < seconds:
-      (report,) = meter.over(lambda: run.driver.advance(pace))
+    while window.num_updates < 2 or time.perf_counter() - start < seconds:
+      (report,) = meter.measure(lambda: run.driver.advance(max(1, pace)))
       if not report.is_finite:
         raise ValueError(
           'the loss is NaN or infinite; try a smaller optimizer.learning_rate'
         )
       if start:
         window.add(report)
-        pace = max(1, int(0.2 * report.num_updates / report.seconds))
-      else:
-        pace, start = 1, time.perf_counter()
+        pace = int(0.2 * report.num_updates / report.seconds)
+      else:  # The first update waits for the first unroll.
+        start = time.perf_counter()
   finally:
     run.driver.close()
   record = window.record()
@@ -531,7 +532,7 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
   console = Console(highlight=False, markup=False)
   summary = os.path.join(path, 'summary.json')
   if os.path.exists(summary):
-    for name, text in machine.describe(workdir.read_json(summary)):
+    for name, text in limits.describe(workdir.read_json(summary)):
       console.print(f'{name}: {text}')
   else:
     console.print(f'{path} has not ended; its summary will say what limits it')
@@ -585,14 +586,14 @@ def _act(
   console.print(
     f'plan 1: {frames:,.0f} frames/s, {ratio:.2f} times the configured one'
   )
-  others = float(np.median([limits.others(x) for x in runs.values()]))
-  if others > limits.TOLD:
+  others = max(limits.others(x) for x in runs.values())
+  if others > limits.OTHERS_WORTH_NAMING:
     console.print(
-      f'Other programs used {others:.0%} of the cores meanwhile; on a quiet '
+      f'Other programs used up to {others:.0%} of the cores; on a quiet '
       'machine, the order of the plans may differ.'
     )
-  record |= machine.summarise(record, run.devices, config.price_per_hour)
-  for name, text in machine.describe(record):
+  record |= limits.summarise(record, run.devices, config.price_per_hour)
+  for name, text in limits.describe(record):
     console.print(f'as configured, {name}: {text}')
   picture = os.path.join(directory, 'balance.png')
   draw(ranking, runs, base, picture)

@@ -1,13 +1,17 @@
-"""The sentence names the true limit: of made-up shares, and of real runs."""
+"""The sentence names the limit, for given shares and in real runs; costs."""
 
 import random
+import types
 from typing import NamedTuple
 
+import jax
 import pytest
 from synthetic import Costs, Host
 
+from podrl.drivers import limits
 from podrl.drivers.limits import System, find_limit
-from podrl.records import recorder
+from podrl.records import recorder, terminal
+from podrl.run.config import base_config, check
 
 _GPU = System('gpu', 16, 8, 2, (0, 1), (2, 3), 8, 1, True)
 _CPU = System('cpu', 2, 1, 1, (0,), (0,), 1, 1, True)
@@ -345,3 +349,93 @@ def test_real_runs_name_their_limit():
 @pytest.mark.slow
 def test_many_real_runs_name_their_limit():
   _check(_NAMES * 4, random.randrange(10**6))
+
+
+_BALANCED = System('gpu', 16, 8, 2, (0, 1), (1, 2, 3), 8, 1, True)
+
+
+_SHARES = {
+  'time_environment': 0.5,
+  'time_inference': 0.1,
+  'time_actor_waiting': 0.4,
+  'time_update': 0.5,
+  'time_hand_off': 0.1,
+  'time_learner_waiting': 0.4,
+  'busy_cores': 0.9,
+  'busy_actor_devices': 0.6,
+  'busy_learner_devices': 0.8,
+  'frames_per_second': 1000.0,
+}
+
+
+def test_ratios(monkeypatch):
+  # Environments: .5 x 8 actors x 2 threads = 8 of 14.4 CPU-seconds used.
+  # Devices: 0 acts alone for .6, and 3 that learn for .8 each.
+  ratio = limits.workload_ratio(_SHARES, _BALANCED)
+  assert ratio == pytest.approx(8 / (0.6 + 3 * 0.8))
+  # Of environments that sleep, the process's CPU-seconds are the bound.
+  assert limits.workload_ratio(
+    _SHARES | {'busy_cores': 0.1}, _BALANCED
+  ) == pytest.approx(1.6 / 3)
+  gpus = [
+    types.SimpleNamespace(platform='gpu', core_count=132, local_hardware_id=i)
+    for i in range(4)
+  ]
+  monkeypatch.setattr(limits, 'num_cores', lambda: 16)
+  record = _SHARES | {'cpu_seconds_per_device_second': ratio}
+  summary = limits.summarise(record, gpus, 0.0)
+  assert summary['num_compute_units'] == 528
+  assert summary['threads_per_compute_unit'] == 16 / 528
+  # 4 threads a device, where 8/3 CPU-seconds go with a device-second.
+  assert summary['cpu_balance'] == pytest.approx(4 / (8 / 3))
+  assert (
+    limits.count_compute_units(
+      [types.SimpleNamespace(platform='tpu', num_cores=2)] * 4
+    )
+    == 8
+  )
+  assert limits.count_compute_units(jax.devices()) == 0
+  record |= {'limit': 'lag', 'limit_sentence': ''}
+  rows = dict(limits.describe(record | summary))
+  assert '528 compute units' in rows['balance'] and 'limit: lag' in rows
+  rows = dict(
+    limits.describe(record | limits.summarise(record, jax.devices(), 0.0))
+  )
+  assert rows['balance'].startswith('no accelerator')
+
+
+def test_money():
+  # 200 M frames at 1,000 a second are 55.6 hours.
+  summary = limits.summarise(_SHARES, jax.devices(), 2.5)
+  assert summary['cost_of_200m_frames'] == pytest.approx(138.889, rel=1e-4)
+  assert 'limit' not in summary
+  assert 'cost_of_200m_frames' not in limits.summarise(
+    _SHARES, jax.devices(), 0.0
+  )
+  config = base_config('ppo')
+  config.env.name, config.price_per_hour = 'CartPole-v1', -1.0
+  with pytest.raises(ValueError, match='price_per_hour=-1.0 must be'):
+    check(config)
+
+
+def test_the_line_of_the_limit_fits_80_columns():
+  record = (
+    _SHARES
+    | {k: 1.0 for k in _SHARES if k.startswith('busy_')}
+    | {
+      'time_actor_waiting': 0.9,
+      'time_update': 0.9,
+      'policy_lag': 1.0,
+      'num_actors': 12.0,
+      'limit': 'learner devices',
+      'policy_lag_max': 1.0,
+      'queue_depth': 1.0,
+      'predictions_per_second': 1.0,
+      'updates_per_second': 1.0,
+    }
+  )
+  lines = terminal.describe_stages(record).split('\n')
+  assert lines[3].startswith('limit: learner devices   cores 100%  actor dev')
+  assert max(map(len, lines)) <= 78  # Plain lines are indented by 2.
+  del record['limit']
+  assert len(terminal.describe_stages(record).split('\n')) == 3

@@ -1,0 +1,96 @@
+"""Clocks of devices, cores and actors."""
+
+import os
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from podrl.drivers import exchange, stages
+
+
+def test_a_clock_takes_the_union(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(exchange.time, 'perf_counter', lambda: now[0])
+  busy = exchange.Busy()
+  # One from 1 to 4, another from 2 to 6, one from 8 on: 5 and 1 by 9.
+  for seconds, call in (
+    (1, busy.enter),
+    (2, busy.enter),
+    (4, busy.leave),
+    (6, busy.leave),
+    (8, busy.enter),
+  ):
+    now[0] = seconds
+    call()
+  now[0] = 9.0
+  assert busy.seconds() == 6.0
+
+
+def test_a_device_that_learns_and_acts_counts_once(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(exchange.time, 'perf_counter', lambda: now[0])
+  actor = types.SimpleNamespace(
+    seconds=lambda: dict.fromkeys(
+      ('environment', 'inference', 'actor_waiting'), 0.0
+    )
+  )
+  found = stages.Stages(['a', 'b'], ['b', 'c'], 2)
+  found.clocks['b'].enter()  # An actor's, from 0 to 3.
+  now[0] = 2.0
+  with found.updating():  # From 2 to 6.
+    now[0] = 3.0
+    found.clocks['b'].leave()
+    now[0] = 6.0
+  seconds = found.seconds([actor])
+  assert seconds['busy_actor_devices'] == (0 + 6) / 2
+  assert seconds['busy_learner_devices'] == (6 + 4) / 2
+
+
+def test_cores_count_threads_and_processes_that_live():
+  before, start = stages.cpu_seconds(), time.perf_counter()
+  child = subprocess.Popen(
+    [sys.executable, '-c', 'while True: pass'], stdout=subprocess.DEVNULL
+  )
+  try:
+    own = time.process_time()
+    while stages.cpu_seconds() - before - (time.process_time() - own) < 0.3:
+      assert time.perf_counter() - start < 60
+      time.sleep(0.05)
+  finally:
+    child.kill()
+    alive = stages.cpu_seconds()
+    child.wait()
+  # What it used stays when it is gone.
+  assert stages.cpu_seconds() >= alive - 0.02
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/stat'), reason='of Linux')
+def test_idle_cores_are_those_that_nobody_uses():
+  cores = os.sched_getaffinity(0)
+  before, start = stages.idle_core_seconds(cores), time.perf_counter()
+  time.sleep(0.2)
+  idle = stages.idle_core_seconds(cores) - before
+  assert 0 <= idle <= len(cores) * (time.perf_counter() - start) + 0.05
+  assert stages.idle_core_seconds({*cores, 10**6}) is None
+
+
+@pytest.mark.parametrize(
+  'text, expected',
+  [
+    ('max 100000', 8),
+    ('250000 100000', 3),
+    ('50000 100000', 1),
+    ('1600000 100000', 8),
+    ('', 8),
+    (None, 8),
+  ],
+)
+def test_a_quota_bounds_the_cores(text, expected, tmp_path, monkeypatch):
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(8))
+  monkeypatch.setattr(stages, '_QUOTA', str(tmp_path / 'cpu.max'))
+  if text is not None:
+    (tmp_path / 'cpu.max').write_text(text + '\n')
+  assert stages.num_cores() == expected
