@@ -54,6 +54,9 @@ _BUSY = {
   'learn': 'busy_learner_devices',
 }
 _COLORS = ('#1f5fa8', '#3d7a3a', '#c44e00')
+_ABOVE = dict(  # A legend above its axes.
+  loc='lower left', bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8
+)
 
 
 class Plan(NamedTuple):
@@ -470,7 +473,7 @@ def draw(
       heights = [runs[plans[i]]['steps_per_second'] for i in group]
       rates.bar(group, heights, color=color, label=label)
     rates.set(ylabel='steps learned per second')
-    rates.legend(frameon=False, fontsize=8)
+    rates.legend(**_ABOVE)
     for (name, field), style, color in zip(_BUSY.items(), 'o^s', _COLORS):
       values = [runs[x][field] for x in plans]
       shares.plot(places, values, style, color=color, label=name)
@@ -478,7 +481,7 @@ def draw(
     ticks = ['{} x {}\nx {}\n{} thr.'.format(*x.sizes) for x in plans]
     shares.set_xticks(places, ticks, fontsize=7)
     shares.set_xlabel('actors x environments x T, environment threads')
-    shares.legend(frameon=False, fontsize=8, ncols=3, loc='lower left')
+    shares.legend(**_ABOVE)
 
 
 def draw_decisions(run_directory: str, path: str) -> None:
@@ -519,7 +522,7 @@ def draw_decisions(run_directory: str, path: str) -> None:
         rates.annotate('new search', (after['wall_seconds'], 0), fontsize=8)
     rates.set(ylabel='steps/s', ylim=(0, None))
     actors.set(ylabel='actors', xlabel='wall time (s)', ylim=(0, None))
-    actors.legend(frameon=False, fontsize=8, ncol=3)
+    actors.legend(**_ABOVE)
 
 
 def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
