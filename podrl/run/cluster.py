@@ -49,7 +49,8 @@ class Watchdog:
   def __init__(self, heartbeat_seconds: float, hang_seconds: float):
     self._heartbeat_seconds = heartbeat_seconds
     self._hang_seconds = hang_seconds
-    self._process, self._client = 0, None
+    self._process, self._abort_message = 0, ''
+    self._client: Any = None
     self._num_beats = 0  # How often the main thread reported progress.
     self._num_contacts = 0  # How often process 0 answered.
     # The last sign and beat of each process, and for how many periods each of
@@ -59,12 +60,9 @@ class Watchdog:
     self._closed = threading.Event()
     self._ending = threading.Lock()
     # Called in any thread before another process's failure ends this process.
-    self.on_failure: Callable[[str], None] = lambda message: print(
-      f'error: {message}', file=sys.stderr, flush=True
-    )
+    self.on_failure = lambda x: print('error:', x, file=sys.stderr, flush=True)
     # C knows only the address of this handler: the attribute keeps it alive.
     self._on_abort = _AbortHandler(lambda _: self._end(self._abort_message))
-    self._abort_message = ''
 
   def catch_aborts(self, message: str) -> None:
     """Ends the process with exit code 1 and `message` where JAX aborts it.
@@ -79,11 +77,8 @@ class Watchdog:
     """Starts the threads; `client` is that of JAX's coordination service."""
     self._process, self._client = process, client
     self._late = {i: (0, 0, 0, 0) for i in range(num_processes)}
-    self.catch_aborts(
-      'process 0 is gone'
-      if process
-      else "JAX's runtime ended process 0; see its own lines above"
-    )
+    own_abort = "JAX's runtime ended process 0; see its own lines above"
+    self.catch_aborts('process 0 is gone' if process else own_abort)
     for target in self._report, self._watch_process_0:
       name = f'podrl-cluster-{target.__name__.strip("_")}'
       self._threads.append(threading.Thread(target=target, name=name))
@@ -129,17 +124,13 @@ class Watchdog:
       stuck = 0 if beats != old_beats else stuck + 1
       self._late[process] = sign, beats, silent, stuck
       if silent * _PERIOD_SECONDS > self._heartbeat_seconds:
-        self._end(
-          f'process {process} is gone: no sign of life for '
-          f'{self._heartbeat_seconds:g} s'
-        )
+        seconds = f'{self._heartbeat_seconds:g} s'
+        self._end(f'process {process} is gone: no sign of life for {seconds}')
       if stuck * _PERIOD_SECONDS > self._hang_seconds:
         hanging.append(str(process))
     if hanging:
-      self._end(
-        f'process {" and ".join(hanging)} hangs: no progress for '
-        f'{self._hang_seconds:g} s'
-      )
+      names, seconds = ' and '.join(hanging), f'{self._hang_seconds:g} s'
+      self._end(f'process {names} hangs: no progress for {seconds}')
 
   def _watch_process_0(self) -> None:
     """Notices when `_report` gets no answer (a thread's target)."""
@@ -148,10 +139,8 @@ class Watchdog:
       periods = 0 if self._num_contacts != num_contacts else periods + 1
       num_contacts = self._num_contacts
       if periods * _PERIOD_SECONDS > self._heartbeat_seconds:
-        self._end(
-          'process 0 is gone: no answer from it for '
-          f'{self._heartbeat_seconds:g} s'
-        )
+        seconds = f'{self._heartbeat_seconds:g} s'
+        self._end(f'process 0 is gone: no answer from it for {seconds}')
 
   def _write_verdict(self, message: str) -> None:
     """Tells the others why all processes end; only the first message counts."""
@@ -198,18 +187,11 @@ class Watchdog:
 
 @dataclasses.dataclass
 class Cluster:
-  """The processes of a run; without arguments, a process that runs alone.
+  """The processes of a run; without arguments, a process that runs alone."""
 
-  Attributes:
-    process: index of this process.
-    num_processes: number of processes in the run.
-    client: client of JAX's coordination service.
-    watchdog: a watchdog that has begun.
-  """
-
-  process: int = 0
+  process: int = 0  # Index of this process.
   num_processes: int = 1
-  client: Any = None
+  client: Any = None  # Of JAX's coordination service.
   watchdog: Watchdog | None = None
 
   def __post_init__(self):
@@ -271,10 +253,8 @@ class Cluster:
       return [value]
     self.beat()
     self._num_exchanges += 1
-    keys = [
-      store_key('gathered', self._num_exchanges, i)
-      for i in range(self.num_processes)
-    ]
+    name = store_key('gathered', self._num_exchanges)
+    keys = [f'{name}/{i}' for i in range(self.num_processes)]
     if self.process:
       self.client.key_value_set(keys[self.process], json.dumps(value))
       return None
@@ -300,14 +280,14 @@ class Cluster:
       value = function()
     except ValueError as error:
       mistake = str(error)
-    mistakes = self.gather(mistake)
+    mistakes = self.gather(mistake) or []
 
     def check() -> None:
       found = {i: x for i, x in enumerate(mistakes) if x}
       if len(found) == self.num_processes and len({*mistakes}) == 1:
         raise ValueError(mistakes[0])
       if found:
-        lines = [f'process {i}: {x}' for i, x in found.items()]
+        lines = (f'process {i}: {x}' for i, x in found.items())
         raise ValueError('; '.join(lines))
 
     self.decide(check)
@@ -319,7 +299,7 @@ class Cluster:
     Raises:
       ValueError: in all processes, if a value differs from that of process 0.
     """
-    values_of_all = self.gather(values)
+    values_of_all = self.gather(values) or []
 
     def check() -> None:
       expected = values_of_all[0]
@@ -340,16 +320,16 @@ class Cluster:
     All processes must ask at the same update, and get the same answer.
     """
     self._num_rounds += 1
-    return self.is_distributed and (
-      multihost_utils.reached_preemption_sync_point(self._num_rounds)
-    )
+    ask = multihost_utils.reached_preemption_sync_point
+    return self.is_distributed and ask(self._num_rounds)
 
   def close(self) -> None:
     """Waits for the other processes and leaves the run."""
     if self.is_distributed:
       self.gather(None)
       self.decide(lambda: None)
-      self.watchdog.close()
+      if self.watchdog:
+        self.watchdog.close()
       jax.distributed.shutdown()
       self.client = None
 
@@ -381,8 +361,7 @@ def _await_coordinator(address: str, process: int, seconds: float) -> None:
       if time.monotonic() > end:
         raise ValueError(
           f'process {process}: no coordinator answers at {address} within '
-          f"{seconds:g} s ({error}); give process 0's machine and a free port "
-          'on it'
+          f"{seconds:g} s ({error}); name process 0's machine and a free port"
         ) from error
       time.sleep(0.2)
 
@@ -407,18 +386,17 @@ def start(
     heartbeat_seconds, hang_seconds: see `Watchdog`.
 
   Raises:
-    ValueError: if the arguments do not fit or no coordinator answers.
+    ValueError: if the arguments do not fit, or the processes do not meet.
   """
   has_address = coordinator not in ('', 'auto')
   if {num_processes is not None, process is not None} != {has_address}:
     raise ValueError(
       'give --coordinator=HOST:PORT, --num_processes and --process_id together'
     )
-  if has_address:
+  if process is not None and num_processes is not None:
     if not 0 <= process < num_processes:
-      raise ValueError(
-        f'--process_id={process} is not between 0 and {num_processes - 1}'
-      )
+      last = num_processes - 1
+      raise ValueError(f'--process_id={process} is not between 0 and {last}')
     host, _, port = coordinator.rpartition(':')
     if not host or not port.isdigit():
       raise ValueError(f'--coordinator={coordinator} is not HOST:PORT')

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, noted and left to the training loop."""
+"""Notes Ctrl-C and SIGTERM for the training loop."""
 
 from collections.abc import Callable
 import faulthandler
@@ -9,17 +9,18 @@ DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
 
 class Signals:
-  """Notes Ctrl-C and SIGTERM; a second one ends the process at once.
+  """Notes Ctrl-C and SIGTERM; a second signal ends the process at once.
 
-  The handlers only set a flag: an exception in the middle of a call would
-  leave donated, deleted arrays behind. In one of several processes SIGTERM is
-  JAX's, which agrees with the others on when it is obeyed.
+  The handlers only set a flag: an exception in the middle of a call would leave
+  donated, deleted arrays behind. In a run of several processes JAX handles
+  SIGTERM, because all processes must end at the same update.
   """
 
-  def __init__(self):
-    self.exit_code = None
-    self.on_signal: Callable[[], None] = lambda: None  # Called by the first.
-    self.grace_seconds: float | None = None  # After SIGTERM; None is no bound.
+  def __init__(self) -> None:
+    self.exit_code: int | None = None
+    # The first signal calls this.
+    self.on_signal: Callable[[], None] = lambda: None
+    self.grace_seconds: float | None = None  # After SIGTERM; None: unlimited.
     self.is_distributed = False
     self._previous = {
       number: signal.signal(number, self._handle)
@@ -35,18 +36,18 @@ class Signals:
     self.on_signal()
 
   def note(self, exit_code: int | None) -> None:
-    """Sets the flag: the run is to end with this code; None changes nothing."""
+    """Makes the run end with this exit code; None changes nothing."""
     if self.exit_code is None and exit_code == PREEMPTED and self.grace_seconds:
-      # Whatever hangs: it prints all stacks and exits with 1.
+      # If the run hangs, this prints all stacks and exits with 1.
       faulthandler.dump_traceback_later(self.grace_seconds, exit=True)
     self.exit_code = self.exit_code or exit_code
 
   def is_set(self) -> bool:
-    """Whether one came."""
+    """Whether a signal has come."""
     return self.exit_code is not None
 
   def close(self) -> None:
-    """Puts the previous handlers back."""
+    """Restores the previous handlers."""
     faulthandler.cancel_dump_traceback_later()
     for number, handler in self._previous.items():
       signal.signal(number, handler)

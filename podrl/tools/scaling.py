@@ -278,8 +278,7 @@ def read_work(config: Any) -> tuple[Work, Work]:
     ValueError: if the environment is unknown.
   """
   is_sebulba = build.architecture(config) == 'sebulba'
-  env = None if is_sebulba else build.make_env(config)
-  spec = build.make_spec(config) if is_sebulba else env.spec
+  spec = build.make_spec(config)
   agent = build.make_agent(config, spec)
   key = jax.eval_shape(lambda: jax.random.key(0))
   params = jax.eval_shape(agent.init, key)
@@ -294,6 +293,7 @@ def read_work(config: Any) -> tuple[Work, Work]:
       jax.eval_shape(lambda: agent.initial_carry(num_envs)),
     )
   else:
+    env = build.make_env(config)
     driver = make_programs(
       env,
       agent,
@@ -313,14 +313,16 @@ def read_work(config: Any) -> tuple[Work, Work]:
   step = config.copy_and_resolve_references()
   step.num_epochs = step.num_minibatches = 1
   learner = build.learner_for(step, agent, 1)
-  state = jax.eval_shape(lambda key: learner.init(key, None), key)
-  update = spmd.map_update(learner, spmd.make_mesh(jax.devices()[:2])).lower(
+  example: Any = None
+  state = jax.eval_shape(lambda key: learner.init(key, example), key)
+  update: Any = spmd.map_update(learner, spmd.make_mesh(jax.devices()[:2]))
+  lowered = update.lower(
     state.params,
     state._replace(params=()),
     (_trajectory(agent, spec, params, length, 2 * envs),),
     key,
   )
-  learn = _read(update.compile(), num_steps * share)
+  learn = _read(lowered.compile(), num_steps * share)
   return _read(act.compile(), length), learn._replace(num_all_reduces=num_steps)
 
 
@@ -351,7 +353,7 @@ def _train(
   _join(coordinator, process)
   config = workdir.as_config(fields)
   build.set_up_jax(config, 2 if coordinator else 1)
-  driver = build.make_run(config).driver
+  driver: Any = build.make_run(config).driver
   driver.start()
 
   def run(count: int) -> list[Row]:
@@ -375,21 +377,23 @@ def _measure_all_reduces(
   mesh = spmd.make_mesh(jax.devices())
 
   def make(size: int) -> Callable[[], float]:
+    nothing: Any = None
+
+    def loss(params: Any, target_params, batch: Any, rng_key):
+      return jnp.sum(params * params) * jnp.mean(batch), {}
+
     agent = Agent(
       init=lambda key: jnp.ones(size),
       initial_carry=lambda n: (),
-      act=None,
+      act=nothing,
       prepare=lambda params, trajectory, mean: trajectory,
-      loss=lambda params, target, batch, key: (
-        jnp.sum(params * params) * jnp.mean(batch),
-        {},
-      ),
+      loss=loss,
     )
     learner = make_learner(agent, optax.sgd(1e-6), num_epochs=_NUM_STEPS)
     update = spmd.map_update(learner, mesh)
     key = spmd.place(jax.random.key(0), mesh, spmd.REPLICATED)
     state = spmd.place(
-      learner.init(jax.random.key(0), None), mesh, spmd.LEARNER_STATE
+      learner.init(jax.random.key(0), nothing), mesh, spmd.LEARNER_STATE
     )
     data = spmd.place(jnp.ones((1, 2)), mesh, spmd.TRAJECTORY)
 
@@ -436,7 +440,11 @@ def _peaks() -> Callable[[int], list[Row]]:
   return run
 
 
-_TASKS = {'train': _train, 'all_reduces': _measure_all_reduces, 'peaks': _peaks}
+_TASKS: dict[str, Callable] = {
+  'train': _train,
+  'all_reduces': _measure_all_reduces,
+  'peaks': _peaks,
+}
 
 
 def probe(task: str, core: str) -> None:
@@ -484,7 +492,7 @@ class _Process:
 
   def __init__(self, core: int, task: str, arguments: dict[str, Any]):
     self._errors = tempfile.TemporaryFile('w+')
-    self._process = subprocess.Popen(
+    self._process: Any = subprocess.Popen(
       [sys.executable, '-m', 'podrl.tools.scaling', task, str(core)],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
@@ -557,7 +565,7 @@ def measure_updates(config: Any, repeats: int) -> Times:
     config: the experiment; one core has all of its environments.
     repeats: how often one process and then two processes are measured.
   """
-  rows = {'alone': [], 'busy': []}
+  rows: dict[str, list[Row]] = {'alone': [], 'busy': []}
   with contextlib.ExitStack() as exit_stack:
     pair = open_processes(
       exit_stack, [('train', {'fields': one_core(config)})] * 2
@@ -578,9 +586,8 @@ def measure_updates(config: Any, repeats: int) -> Times:
         k.removeprefix('time_'): float(np.median([x[k] for x in found]))
         for k in found[0]
       }
-  return Times(
-    *(np.asarray([x['seconds'] for x in rows[k]]) for k in rows), stages
-  )
+  alone, busy = (np.asarray([x['seconds'] for x in rows[k]]) for k in rows)
+  return Times(alone, busy, stages)
 
 
 def fit(
