@@ -1001,7 +1001,7 @@ def _act(
   check(config)
   tools.make_directory(values.out)
   jax.config.update('jax_platforms', 'cpu')
-  if jax.config.jax_num_cpu_devices < 1:
+  if getattr(jax.config, 'jax_num_cpu_devices') < 1:
     spmd.set_num_cpu_devices(2)  # XLA may remove an all-reduce of one core.
   console = Console(highlight=False, markup=False)
   act, learn = read_work(config)
