@@ -98,7 +98,7 @@ _STOPS = (
 @pytest.mark.parametrize(
   'arguments,num_devices,stops',
   [
-    (['--agent=ppo'], 1, _STOPS[:3]),
+    (['--agent=ppo'], 1, _STOPS[1:3]),
     (_IMPALA, 2, _STOPS[1:2]),
     _slow(['--agent=ppo'], 1, _STOPS),
     _slow(['--agent=ppo'], 4, _STOPS),
