@@ -1,8 +1,17 @@
-"""Overrides: types, near names, and what is refused."""
+"""Tests of the table of fields and of overrides."""
 
 import pytest
 
-from podrl.run.config import apply_overrides, base_config
+from podrl.agents import AGENTS
+from podrl.run import build
+from podrl.run.config import (
+  FIELDS,
+  Range,
+  apply_overrides,
+  base_config,
+  check,
+  sebulba_config,
+)
 
 
 @pytest.mark.parametrize(
@@ -77,3 +86,41 @@ def test_an_agent_brings_what_goes_with_it():
   assert 'clip' not in base_config('impala').agent
   with pytest.raises(ValueError, match='did you mean impala'):
     base_config('impalla')
+
+
+@pytest.mark.parametrize('agent', AGENTS)
+@pytest.mark.parametrize('make_config', [base_config, sebulba_config])
+def test_defaults_are_allowed(make_config, agent):
+  config = make_config(agent)
+  check(config)
+  assert build.architecture(config) == (
+    'anakin' if make_config is base_config else 'sebulba'
+  )
+  assert ('sebulba' in config) == ('num_devices' not in config)
+  assert config.agent.name == agent and config.env.options.to_dict() == {}
+
+
+def test_every_field_has_a_comment():
+  for entry in AGENTS.values():
+    added = {k for k in entry.defaults if k not in FIELDS}
+    assert added <= entry.comments.keys()
+  assert all(field.comment.endswith('.') for field in FIELDS.values())
+
+
+@pytest.mark.parametrize(
+  'allowed,inside,outside,text',
+  [
+    (Range(0), (0, 1e9), (-1, float('inf')), 'at least 0'),
+    (Range(0, excludes_low=True), (1e-9,), (0, -1), 'more than 0'),
+    (
+      Range(1, 3),
+      (1, 3, (2, 3), ()),
+      (0, 4, (1, 4)),
+      'at least 1 and at most 3',
+    ),
+  ],
+)
+def test_ranges(allowed, inside, outside, text):
+  assert str(allowed) == text
+  assert all(map(allowed.allows, inside))
+  assert not any(map(allowed.allows, outside))

@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_train import _read, _run
+from test_train import _TINY, _get_config, _read, _run
 
 import podrl
 from podrl.drivers import spmd
 from podrl.drivers.anakin import Anakin
 from podrl.run import build, policy
+from podrl.run.config import apply_overrides
 from podrl.tools import plot
 from podrl.types import TimeStep
 
@@ -149,19 +150,15 @@ def test_seeds_in_one_program_are_the_single_runs(tmp_path):
     )
     == 0
   )
-  for i in range(2):
-    one, many = tmp_path / f'{i}', tmp_path / 'many' / f'seed_{i}'
-    assert (
-      _run(one, f'--config.seed={5 + i}', '--config.optimizer.name=sgd') == 0
-    )
-    for x, y in zip(_read(one)[0], _read(many)[0], strict=True):
-      for name in x:
-        if not name.endswith(('_second', '_seconds')):
-          np.testing.assert_allclose(x[name], y[name], atol=1e-5, err_msg=name)
-    for x, y in zip(
-      *map(jax.tree.leaves, (podrl.load(one).params, podrl.load(many).params))
-    ):
-      np.testing.assert_allclose(x, y, atol=1e-5)
+  single, member = tmp_path / 'single', tmp_path / 'many' / 'seed_1'
+  assert _run(single, '--config.seed=6', '--config.optimizer.name=sgd') == 0
+  for x, y in zip(_read(single)[0], _read(member)[0], strict=True):
+    for name in x:
+      if not name.endswith(('_second', '_seconds')):
+        np.testing.assert_allclose(x[name], y[name], atol=1e-5, err_msg=name)
+  params = podrl.load(single).params, podrl.load(member).params
+  for x, y in zip(*map(jax.tree.leaves, params)):
+    np.testing.assert_allclose(x, y, atol=1e-5)
   records, summary = _read(tmp_path / 'many')
   each = [_read(tmp_path / 'many' / f'seed_{i}')[0] for i in range(2)]
   assert each[0] != each[1]
@@ -170,11 +167,9 @@ def test_seeds_in_one_program_are_the_single_runs(tmp_path):
     assert mean['steps_per_second'] == pytest.approx(
       x['steps_per_second'] + y['steps_per_second']
     )
-  assert summary['num_params'] == _read(tmp_path / '0')[1]['num_params']
-  assert plot.run(['plot', str(tmp_path / 'many')]) == 0
+  assert summary['num_params'] == _read(single)[1]['num_params']
   runs = [plot.read_run(str(tmp_path / 'many' / f'seed_{i}')) for i in range(2)]
   assert [len(g.runs) for g in plot.group_runs(runs)] == [2]
-  assert (tmp_path / 'many' / 'curve.png').stat().st_size > 5000
 
 
 @pytest.mark.slow
@@ -196,10 +191,7 @@ def test_a_nan_names_its_seed(tmp_path, capsys, monkeypatch):
   config = ['--config.num_seeds=3', '--agent=impala']
   marked = [jnp.inf]
   monkeypatch.setattr(build, 'make_agent', make_agent)
-  from test_train import _TINY, _get_config  # The first parameters of seed 1.
-
-  from podrl.run.config import apply_overrides
-
+  # A first run gives the initial parameters of seed 1.
   fields = _get_config('anakin_catch')('impala')
   apply_overrides(fields, [*_TINY, config[0]])
   run = build.make_run(fields)
