@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -35,7 +35,7 @@ _MAX_UPDATES = 1024  # In one call of Anakin's training.
 
 
 class Run(NamedTuple):
-  """What `train` runs.
+  """Everything that `train` needs.
 
   Attributes:
     spec: the spec of the environment.
@@ -49,8 +49,8 @@ class Run(NamedTuple):
     eval_every_updates: updates between evaluations; 0 is only at the end.
     checkpoint_every_updates: updates between checkpoints; 0 is by time alone.
     params: shapes of the parameters of all agents.
-    warnings: a line each, for the user.
-    resume_note: what a resumed run cannot continue, for the user.
+    warnings: one line each, for the user.
+    resume_note: tells the user what a resumed run cannot continue.
   """
 
   spec: EnvSpec
@@ -68,7 +68,7 @@ class Run(NamedTuple):
 
 
 def architecture(config: ConfigDict) -> str:
-  """The architecture of a configuration's suite: 'anakin' or 'sebulba'.
+  """Returns the architecture of the suite: 'anakin' or 'sebulba'.
 
   Raises:
     ValueError: if the suite is unknown, or the configuration's fields are those
@@ -95,7 +95,7 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
   """
   is_anakin = architecture(config) == 'anakin'
   # CPU devices that a test or XLA_FLAGS made stay as they are.
-  has_devices = jax.config.jax_num_cpu_devices > 0
+  has_devices = jax.config.jax_num_cpu_devices > 0  # type: ignore
   has_devices |= 'device_count' in os.environ.get('XLA_FLAGS', '')
   if not has_devices and not spmd.has_accelerator():
     if is_anakin:
@@ -118,11 +118,7 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
 
 
 def make_spec(config: ConfigDict) -> EnvSpec:
-  """The spec of the environment.
-
-  Raises:
-    ValueError: if the environment is unknown or an option does not fit.
-  """
+  """Makes the environment's spec; raises a ValueError if that fails."""
   suite = SUITES[config.env.suite]
   return suite.make_spec(config.env.name, **config.env.options)
 
@@ -131,12 +127,9 @@ make_host_spec = make_spec  # Temporary; use `make_spec`.
 
 
 def make_env(config: ConfigDict) -> DeviceEnv:
-  """The environments of an Anakin run.
-
-  Raises:
-    ValueError: if the environment is unknown or an option does not fit.
-  """
-  return SUITES[config.env.suite].make(config.env.name, **config.env.options)
+  """Makes the environments of an Anakin run; raises as `make_spec` does."""
+  make: Callable[..., Any] = SUITES[config.env.suite].make
+  return make(config.env.name, **config.env.options)
 
 
 def make_host_env(
@@ -148,7 +141,7 @@ def make_host_env(
   evaluation: bool = False,
   render: bool = False,
 ) -> HostEnv:
-  """A pool of the environments of a Sebulba run.
+  """Makes a pool of environments for a Sebulba run.
 
   Args:
     config: the configuration of the run.
@@ -161,18 +154,13 @@ def make_host_env(
   suite = SUITES[config.env.suite]
   omitted = suite.training_options if evaluation else ()
   options = {k: v for k, v in config.env.options.items() if k not in omitted}
-  return suite.make(
-    config.env.name,
-    num_envs,
-    seed,
-    num_threads=num_threads,
-    render=render,
-    **options,
-  )
+  make: Callable[..., Any] = suite.make
+  options |= {'num_threads': num_threads, 'render': render}
+  return make(config.env.name, num_envs, seed, **options)
 
 
 def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
-  """The agent, with its network, for an environment.
+  """Makes the agent, with its network, for an environment.
 
   Raises:
     ValueError: if the network does not fit the environment.
@@ -186,7 +174,7 @@ def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
 
 
 def learner_for(config: ConfigDict, agent: Agent, num_updates: int) -> Learner:
-  """The learner of an agent over a run of `num_updates` updates."""
+  """Makes the learner of an agent for a run of `num_updates` updates."""
   num_epochs, num_minibatches = config.num_epochs, config.num_minibatches
   num_steps = num_updates * num_epochs * num_minibatches
   fields = config.optimizer
@@ -202,7 +190,7 @@ def learner_for(config: ConfigDict, agent: Agent, num_updates: int) -> Learner:
 
 
 def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
-  """Updates of a whole run; raises a ValueError if there are too many."""
+  """Counts the updates of a run; raises a ValueError for too many."""
   num_updates = -(-config.total_env_steps // steps_per_update)
   num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
   if num_sgd_steps >= 2**31:  # An int32 counts them.
@@ -216,7 +204,7 @@ def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
 def make_evaluate(
   config: ConfigDict, spec: EnvSpec, agent: Agent
 ) -> Callable[..., Evaluation | None]:
-  """The evaluation of an agent as the configuration asks for it.
+  """Builds the evaluation of an agent that the configuration asks for.
 
   Returns:
     `(params, rng_key, should_stop) -> Evaluation | None`; see `evaluation`.
@@ -253,7 +241,7 @@ class _System(NamedTuple):
 
 
 def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
-  """Builds all that `train` needs.
+  """Builds everything that `train` needs.
 
   Args:
     config: the configuration of the run.
@@ -277,8 +265,10 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
   init_keys, eval_keys = zip(*keys)
   init_key = init_keys[0] if num_seeds == 1 else jnp.stack(init_keys)
   init = agent.init if num_seeds == 1 else jax.vmap(agent.init)
-  make_system = _make_anakin if is_anakin else _make_sebulba
-  system = make_system(config, spec, agent, init_key, num_resumes)
+  if is_anakin:
+    system = _make_anakin(config, agent, init_key)
+  else:
+    system = _make_sebulba(config, spec, agent, init_key, num_resumes)
   steps_per_update = system.steps_per_update
   return Run(
     spec,
@@ -297,14 +287,9 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
 
 
 def _make_anakin(
-  config: ConfigDict,
-  spec: EnvSpec,
-  agent: Agent,
-  init_key: chex.PRNGKey,
-  num_resumes: int,
+  config: ConfigDict, agent: Agent, init_key: chex.PRNGKey
 ) -> _System:
-  """The system of an Anakin run; a resumed one continues its environments."""
-  del spec, num_resumes
+  """Builds an Anakin run; if resumed, it continues its environments."""
   run_devices = devices.anakin_devices(config)
   steps_per_update = config.unroll_length * config.env.num_envs
   num_updates = _count_updates(config, steps_per_update)
@@ -332,7 +317,7 @@ def _make_sebulba(
   init_key: chex.PRNGKey,
   num_resumes: int,
 ) -> _System:
-  """The system of a Sebulba run; a resumed one has new environments."""
+  """Builds a Sebulba run; if resumed, it starts new environments."""
   layout = devices.make_layout(config, spec)
   local, num_processes = jax.local_devices(), jax.process_count()
   envs_per_host = config.env.num_envs // num_processes

@@ -214,7 +214,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def _make_config(agent: str, others: Collection[str]) -> ConfigDict:
-  """A configuration of all fields but `others`, locked except `env.options`."""
+  """Makes a configuration without `others`; only `env.options` is unlocked."""
   check_choice('agent', agent, AGENTS)
   values = {name: field.default for name, field in FIELDS.items()}
   values |= {'agent.name': agent, **AGENTS[agent].defaults}
@@ -230,7 +230,7 @@ def _make_config(agent: str, others: Collection[str]) -> ConfigDict:
 
 
 def base_config(agent: str) -> ConfigDict:
-  """The default configuration of an agent with Anakin.
+  """Makes the default configuration of an agent for Anakin.
 
   Raises:
     ValueError: if the agent is unknown.
@@ -239,7 +239,7 @@ def base_config(agent: str) -> ConfigDict:
 
 
 def sebulba_config(agent: str) -> ConfigDict:
-  """The default configuration of an agent with Sebulba.
+  """Makes the default configuration of an agent for Sebulba.
 
   Raises:
     ValueError: if the agent is unknown.
@@ -255,10 +255,10 @@ def is_sebulba(config: ConfigDict) -> bool:
 
 
 def check(config: ConfigDict) -> None:
-  """Checks all that needs neither a device nor an environment.
+  """Checks every value that needs neither a device nor an environment.
 
   Raises:
-    ValueError: naming the field, its value and the remedy.
+    ValueError: if a value is wrong; it names the field, value and remedy.
   """
   fields = flatten(config.to_dict())
   for name, value in fields.items():
@@ -270,9 +270,7 @@ def check(config: ConfigDict) -> None:
     elif allowed is not None:
       check_choice(f'config.{name}', value, allowed)
   if not fields['network.hidden_sizes']:
-    raise ValueError(
-      'config.network.hidden_sizes=() must be one or more widths'
-    )
+    raise ValueError('config.network.hidden_sizes=() needs one or more widths')
   check_choice('config.agent.name', fields['agent.name'], AGENTS)
   AGENTS[fields['agent.name']].check(fields)
   is_deterministic = fields.get('sebulba.mode') == 'deterministic'
@@ -344,11 +342,10 @@ def _split_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
       if near and near[0] != name:
         remedy = f'did you mean --{near[0]}'
       raise ValueError(f'{argument} is not understood; {remedy}')
-    if not equals:
-      text = next(remaining, None)
-      if text is None:
-        raise ValueError(f'{argument} has no value; write {argument}=VALUE')
-    overrides.append((name.removeprefix('config.'), text))
+    value = text if equals else next(remaining, None)
+    if value is None:
+      raise ValueError(f'{argument} has no value; write {argument}=VALUE')
+    overrides.append((name.removeprefix('config.'), value))
   return overrides
 
 
@@ -398,10 +395,10 @@ class CommandLine(NamedTuple):
   """A parsed command line.
 
   Attributes:
-    script: the path of the experiment, as the user called it.
-    name: the name of the experiment.
-    flags: the values of the flags.
-    overrides: the arguments that override fields of the configuration.
+    script: path of the experiment, as the user called it.
+    name: name of the experiment.
+    flags: values of the flags.
+    overrides: arguments that override fields of the configuration.
   """
 
   script: str
@@ -411,7 +408,7 @@ class CommandLine(NamedTuple):
 
 
 class Files(NamedTuple):
-  """What a run finds on disc.
+  """The files that a run starts with.
 
   Attributes:
     workdir: the run's own directory.
@@ -434,32 +431,22 @@ def _make_flags() -> flags.FlagValues:
     ('variant', '', "the experiment's variant; empty is its default."),
     ('workdir', '', "the run's directory; empty is runs/NAME/TIME."),
     ('init_from', '', 'a run whose parameters this run starts from.'),
-    (
-      'coordinator',
-      '',
-      'HOST:PORT of process 0 if there are several processes, or auto where '
-      'JAX knows them, as on TPUs.',
-    ),
+    ('coordinator', '', 'HOST:PORT of process 0; auto if JAX knows it.'),
   ):
-    flags.DEFINE_string(name, default, comment, flag_values=values)
-  for name, short, comment in (
-    ('resume', None, 'continue the run in --workdir.'),
-    ('help', 'h', 'show this help.'),
-  ):
-    flags.DEFINE_bool(
-      name, False, comment, short_name=short, flag_values=values
-    )
+    flags.DEFINE_string(name, default, comment, values)
+  flags.DEFINE_bool('resume', False, 'continue the run in --workdir.', values)
+  flags.DEFINE_bool('help', False, 'show this help.', values, short_name='h')
   for name, low, comment in (
     ('num_processes', 1, 'number of processes of the run.'),
     ('process_id', 0, 'index of this process, from 0.'),
   ):
     flags.DEFINE_integer(name, None, comment, low, flag_values=values)
-  for name, default, comment in (
+  for name, seconds, comment in (
     ('start_seconds', 120.0, 'time that processes wait for one another.'),
     ('heartbeat_seconds', 10.0, 'time after which a silent process is dead.'),
     ('hang_seconds', 600.0, 'time without progress after which it hangs.'),
   ):
-    flags.DEFINE_float(name, default, comment, 1.0, flag_values=values)
+    flags.DEFINE_float(name, seconds, comment, 1.0, flag_values=values)
   return values
 
 
@@ -509,12 +496,13 @@ def join_cluster(command_line: CommandLine) -> Cluster:
     ValueError: if they cannot be joined.
   """
   values = command_line.flags
-  limits = ('start_seconds', 'heartbeat_seconds', 'hang_seconds')
   return clusters.start(
     values.coordinator,
     values.num_processes,
     values.process_id,
-    **{name: values[name].value for name in limits},
+    start_seconds=values.start_seconds,
+    heartbeat_seconds=values.heartbeat_seconds,
+    hang_seconds=values.hang_seconds,
   )
 
 
@@ -540,11 +528,9 @@ def resolve_config(
   values = command_line.flags
   if cluster.is_distributed:
     names = ('workdir', 'resume', 'init_from', 'agent', 'variant')
-    versions = {
-      "podrl's code": clusters.version_of_code(),
-      'jax': jax.__version__,
-    }
-    cluster.compare({f'--{k}': values[k].value for k in names} | versions)
+    shared = {f'--{name}': values[name].value for name in names}
+    shared["podrl's code"] = clusters.version_of_code()
+    cluster.compare(shared | {'jax': jax.__version__})
 
   def find_run() -> tuple[str, bool, str]:
     now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')

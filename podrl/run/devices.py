@@ -1,4 +1,4 @@
-"""Which devices and threads of this host a run uses."""
+"""Chooses the devices and threads of this host that a run uses."""
 
 from collections.abc import Sequence
 import importlib.metadata
@@ -40,13 +40,13 @@ class Layout(NamedTuple):
 
 
 def _multiples_near(value: int, divisor: int) -> str:
-  """The multiples of `divisor` around `value`, as a remedy."""
+  """Names the multiples of `divisor` next to `value`, as a remedy."""
   below = value // divisor * divisor
   return f'{below} or {below + divisor}' if below else f'{divisor}'
 
 
 def _batch_size(config: ConfigDict, num_envs: int) -> tuple[int, str]:
-  """The batch that minibatches divide, for `num_envs` on one device.
+  """Sizes the batch that minibatches divide on a device with `num_envs`.
 
   Returns:
     The batch's size and its unit, 'steps' or 'environments'.
@@ -74,7 +74,7 @@ def _check_minibatches(
 
 
 def num_anakin_devices(config: ConfigDict, num_processes: int = 1) -> int:
-  """CPU devices of each Anakin process: one per core, if the batch divides."""
+  """Counts each process's CPU devices: one per core that divides the batch."""
   if config.num_devices:
     return config.num_devices
   fitting = [1]
@@ -87,19 +87,19 @@ def num_anakin_devices(config: ConfigDict, num_processes: int = 1) -> int:
 
 
 def num_sebulba_devices(config: ConfigDict) -> int:
-  """CPU devices of each Sebulba process: as many as its indices need."""
+  """Counts each process's CPU devices: as many as the indices need."""
   fields = config.sebulba
   return 1 + max((*fields.actor_devices, *fields.learner_devices), default=0)
 
 
 def on_all_hosts(indices: Sequence[int]) -> list[jax.Device]:
-  """The devices that have these local indices, of all processes."""
+  """Returns the devices of all processes that have these local indices."""
   hosts = [jax.local_devices(i) for i in range(jax.process_count())]
   return [host[i] for host in hosts for i in indices]
 
 
 def anakin_devices(config: ConfigDict) -> list[jax.Device]:
-  """The devices that an Anakin run uses, of all processes.
+  """Returns the devices of all processes that an Anakin run uses.
 
   Raises:
     ValueError: if there are fewer, or the batch does not divide over them.
@@ -124,7 +124,7 @@ def anakin_devices(config: ConfigDict) -> list[jax.Device]:
 
 
 def _threads_per_device(config: ConfigDict, num_devices: int) -> int:
-  """Threads on each of `num_devices` actor devices of this process."""
+  """Counts the actor threads on each of `num_devices` actor devices."""
   if config.sebulba.threads_per_actor_device:
     return config.sebulba.threads_per_actor_device
   if config.sebulba.autotune:
@@ -143,7 +143,7 @@ def _threads_per_device(config: ConfigDict, num_devices: int) -> int:
 def _default_devices(
   config: ConfigDict, num_local: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Local indices of the actor and the learner devices, named or default."""
+  """Returns the indices of actor and learner devices, named or default."""
   actors = config.sebulba.actor_devices
   learners = config.sebulba.learner_devices
   if not actors:
@@ -161,7 +161,7 @@ def _default_devices(
 
 
 def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
-  """How a Sebulba run uses this host.
+  """Decides how a Sebulba run uses this host.
 
   Args:
     config: the configuration of the run.
@@ -228,7 +228,7 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
 
 
 def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
-  """What a user should know of this layout, a line each."""
+  """Returns one line for each fact that a user should know of the layout."""
   fields, num_local = config.sebulba, len(jax.local_devices())
   num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
   warnings = []
@@ -256,7 +256,7 @@ def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
 def describe_machine(
   devices: Sequence[jax.Device], suite: str
 ) -> dict[str, Any]:
-  """The devices of a run, and the versions of the packages that it uses."""
+  """Describes the devices of a run and the versions of its packages."""
   packages = ('podrl', 'jax', 'jaxlib', 'flax', 'optax', SUITES[suite].package)
   return {
     'platform': devices[0].platform,

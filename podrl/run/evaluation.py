@@ -1,4 +1,4 @@
-"""Evaluation: the first whole episode of each of N environments."""
+"""Evaluates an agent on the first whole episode of each of N environments."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from podrl.types import Agent, Array, DeviceEnv, HostEnv, TimeStep, Tree
 _CHUNK_STEPS = 128  # Steps between two calls of `should_stop`.
 _NUM_RESAMPLES = 2000  # Of a bootstrap interval.
 
-# Folds one counter into each of the keys `[N]`.
+# Folds one counter into each key; keys `[N]`.
 _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
@@ -36,7 +36,7 @@ class Share(NamedTuple):
   num_processes: int = 1
 
   def of(self, num_episodes: int) -> slice:
-    """The episodes of this process."""
+    """Returns the episodes of this process."""
     start = self.process * num_episodes // self.num_processes
     end = (self.process + 1) * num_episodes // self.num_processes
     return slice(start, end)

@@ -61,7 +61,7 @@ class Policy:
   num_updates: int
 
   def initial_carry(self, batch_size: int) -> Tree:
-    """The carry before the first step of `batch_size` episodes."""
+    """Returns the carry before the first step of `batch_size` episodes."""
     return self.agent.initial_carry(batch_size)
 
   def __call__(
