@@ -75,7 +75,8 @@ _COUNT = Range(1, 2**24)
 _SECONDS = Range(0, 10**6, excludes_low=True)
 _FEW = Range(0, 1024)
 _INDEX = Range(0, 255)
-_INT32 = 2**31 - 1
+_STEPS = Range(0, 2**31 - 1)
+_DEVICES = Range(0, 256)
 _DTYPES = ('float32', 'bfloat16')
 _MODES = ('deterministic', 'asynchronous')
 
@@ -140,11 +141,9 @@ _SHARED_FIELDS = {
   ),
   'eval.greedy': Field(True, "Takes the policy's mode instead of a sample."),
   'eval.max_episode_steps': Field(
-    0,
-    "Cuts episodes; 0 means the environment's limit or 10,000.",
-    Range(0, _INT32),
+    0, "Cuts episodes; 0 means the environment's limit or 10,000.", _STEPS
   ),
-  'log.every_updates': Field(10, 'Updates per record.', Range(1, _INT32)),
+  'log.every_updates': Field(10, 'Updates per record.', Range(1, 2**31 - 1)),
   'log.tensorboard': Field(True, 'Writes TensorBoard events.'),
   'log.wandb': Field(False, 'Sends records to Weights & Biases.'),
   'log.profile': Field(0, 'Number of updates to trace.', Range(0, 10**6)),
@@ -165,9 +164,7 @@ _SHARED_FIELDS = {
 _ANAKIN_FIELDS = {
   'num_seeds': Field(1, 'Independent agents in one program.', Range(1, 2**16)),
   'num_devices': Field(
-    0,
-    'Devices per process; 0 means all, or one per core of a CPU.',
-    Range(0, 256),
+    0, 'Devices per process; 0 means all, or one per core of a CPU.', _DEVICES
   ),
 }
 
