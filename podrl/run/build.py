@@ -123,9 +123,6 @@ def make_spec(config: ConfigDict) -> EnvSpec:
   return suite.make_spec(config.env.name, **config.env.options)
 
 
-make_host_spec = make_spec  # Temporary; use `make_spec`.
-
-
 def make_env(config: ConfigDict) -> DeviceEnv:
   """Makes the environments of an Anakin run; raises as `make_spec` does."""
   make: Callable[..., Any] = SUITES[config.env.suite].make

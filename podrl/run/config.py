@@ -246,11 +246,6 @@ def sebulba_config(agent: str) -> ConfigDict:
   return config
 
 
-def is_sebulba(config: ConfigDict) -> bool:
-  """Temporary; use `build.architecture`."""
-  return 'sebulba' in config
-
-
 def check(config: ConfigDict) -> None:
   """Checks every value that needs neither a device nor an environment.
 

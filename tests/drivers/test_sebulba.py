@@ -676,7 +676,7 @@ def test_a_learner_has_a_core_unless_images_are_drawn(
   monkeypatch.setattr(layout, 'num_cores', lambda: 2)
   config = sebulba_config('ppo')
   config.env.name = name
-  plan = layout.make_layout(config, build.make_host_spec(config))
+  plan = layout.make_layout(config, build.make_spec(config))
   assert (plan.num_actors, plan.env_threads) == (1, env_threads)
 
 

@@ -167,7 +167,7 @@ def test_three_updates(task, tmp_path, monkeypatch):
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 3 and summary['eval_episodes'] == 1
   spec = (
-    build.make_host_spec(configs[0])
+    build.make_spec(configs[0])
     if is_host
     else build.make_env(configs[0]).spec
   )
