@@ -43,7 +43,9 @@ def test_rapl_counts_packages_once_and_wraps(tmp_path):
 def test_energy_that_cannot_be_read_is_not_available(tmp_path):
   assert energy.Meter([_device()], str(tmp_path)).joules() is None
   _domain(tmp_path / 'intel-rapl:0', 'package-0', 1)
-  (tmp_path / 'intel-rapl:0' / 'energy_uj').unlink()  # As good as unreadable.
+  (
+    tmp_path / 'intel-rapl:0' / 'energy_uj'
+  ).unlink()  # As if it were unreadable.
   meter = energy.Meter([_device()], str(tmp_path))
   report = _report()
   assert meter.parts == [] and meter.measure(lambda: [report]) == [report]
@@ -54,7 +56,7 @@ class _Nvml(types.ModuleType):
   """NVML with three GPUs that have taken 1, 2 and 3 kJ."""
 
   class NVMLError(Exception):
-    """As NVML's."""
+    """NVML's error."""
 
   def __init__(self, is_supported=True):
     super().__init__('pynvml')
@@ -147,7 +149,7 @@ def test_processes_add_their_energy_and_average_their_shares():
     [recorder.local_part(_report(joules_per_second=10.0, busy_cores=1.0))],
   )
   assert merged.stages == {'joules_per_second': 40.0, 'busy_cores': 0.75}
-  # One whose energy cannot be read: then that of all is not known.
+  # If one process cannot read its energy, the sum is unknown.
   merged = recorder.merge_processes(
     _report(joules_per_second=30.0, busy_cores=0.5),
     [recorder.local_part(_report(busy_cores=1.0))],

@@ -15,7 +15,7 @@ from podrl.run.config import base_config, check
 
 _GPU = System('gpu', 16, 8, 2, (0, 1), (2, 3), 8, 1, True)
 _CPU = System('cpu', 2, 1, 1, (0,), (0,), 1, 1, True)
-_RECORD = {  # Nothing is full: whatever a case does not say.
+_RECORD = {  # No part is full; each case changes some.
   'time_environment': 0.5,
   'time_inference': 0.1,
   'time_actor_waiting': 0.4,
@@ -51,7 +51,7 @@ _FREE = _GPU._replace(is_deterministic=False)
 @pytest.mark.parametrize(
   'name, words, record, system',
   [
-    # The issue's own example: 6 devices that are 45 % busy are 4 at 68 %.
+    # 6 devices that are 45 % busy do the work of 4 at 68 %.
     (
       'cores',
       ('waits 43 %', 'Add CPU cores', 'from 6 to 4 actor devices'),
@@ -70,7 +70,7 @@ _FREE = _GPU._replace(is_deterministic=False)
       _record(0.8, 0.19, 0.55, cores=0.3),
       _GPU._replace(env_threads=1),
     ),
-    # Cores that others use are not free.
+    # Cores that other programs use are not free.
     (
       'cores',
       ('30 % with this run',),
@@ -89,7 +89,7 @@ _FREE = _GPU._replace(is_deterministic=False)
       _record(0.2, 0.79, 0.55, cores=0.4, actor_devices=0.97),
       _GPU,
     ),
-    # Both are full: the fuller one.
+    # Both are full; the sentence names the fuller one.
     (
       'cores',
       ('CPU cores are 99 %',),
@@ -114,7 +114,7 @@ _FREE = _GPU._replace(is_deterministic=False)
       _record(0.3, 0.6, 0.95, actor_devices=0.99),
       _ONE,
     ),
-    # One device does both, and neither side alone fills it.
+    # One device acts and learns; neither alone fills it.
     (
       'learner devices',
       ('device of their own',),
@@ -148,7 +148,7 @@ _FREE = _GPU._replace(is_deterministic=False)
       _record(0.5, 0.1, 0.5),
       _FREE._replace(unrolls_per_update=2),
     ),
-    # On the CPU a device is cores: that it is busy means little.
+    # A device of the CPU may be busy although cores are free.
     (
       'environments',
       ('1 CPU core is 30 %',),
@@ -209,8 +209,8 @@ class _Case(NamedTuple):
   """A synthetic system; times in seconds.
 
   Attributes:
-    num_actors, unrolls_per_update, max_lag, is_deterministic: of the driver.
-    step, inference, update: of a call.
+    num_actors, unrolls_per_update, max_lag, is_deterministic: the driver's.
+    step, inference, update: seconds of one call.
   """
 
   num_actors: int
@@ -222,19 +222,19 @@ class _Case(NamedTuple):
   update: float
 
 
-_T = 8  # Of an unroll.
-_NUM_ENVS = 4  # Of each actor; they cost nothing besides.
+_T = 8  # The unroll length.
+_NUM_ENVS = 4  # For each actor; their number costs nothing.
 _MARGIN = 1.5
-# What Python and XLA take around a sleep, on a busy machine.
+# Seconds that Python and XLA add to a sleep on a busy machine.
 _PER_STEP, _PER_UPDATE = 1e-3, 3e-3
 
 
 def _capacities(case):
-  """Unrolls a second that each part alone would let through."""
+  """Returns the unrolls per second that each part alone would allow."""
   inference, update = case.inference + _PER_STEP, case.update + _PER_UPDATE
-  unroll = _T * (case.step + inference)  # By an actor that never waits.
-  # So many are between their beginning and the end of their update; those
-  # that act share the device.
+  unroll = _T * (case.step + inference)  # If the actor never waits.
+  # This many unrolls exist at once, until their update ends; the actors share
+  # one device.
   permits = case.unrolls_per_update * (case.max_lag + 1)
   acting = max(unroll, min(case.num_actors, permits) * _T * inference)
   return {
@@ -246,7 +246,7 @@ def _capacities(case):
 
 
 def _draw(rng, name):
-  """A case whose limit is `name`: every other part could do 1.5 times more."""
+  """Draws a case limited by `name`; all other parts allow 1.5 times as much."""
   while True:
     num_actors = rng.choice([1, 2, 3, 4, 6])
     is_deterministic = rng.random() < 0.5
@@ -267,8 +267,8 @@ def _draw(rng, name):
     limit = rates.pop(name)
     if min(rates.values()) < _MARGIN * limit:
       continue
-    # Else an actor's latency is not that of its environments; and a second
-    # should hold several updates.
+    # Otherwise an actor's latency is not that of its environments, or a second
+    # holds too few updates.
     if (name != 'environments' or step > 2 * (inference + _PER_STEP)) and (
       limit / case.unrolls_per_update > 4
     ):
@@ -276,7 +276,7 @@ def _draw(rng, name):
 
 
 def _run(case, seed):
-  """The limit of a real run of about a second, and its record."""
+  """Returns the limit of a real run of about a second, and its record."""
   host = Host(
     Costs(step=case.step, inference=case.inference, update=case.update),
     seed=seed,
@@ -293,7 +293,7 @@ def _run(case, seed):
   window, seconds = recorder.Window(1, 1), 0.0
   driver.start()
   try:
-    driver.advance(2)  # The first actors' unrolls begin together.
+    driver.advance(2)  # The first unrolls of all actors start at once.
     while seconds < 1.0:
       (report,) = driver.advance(1)
       window.add(report)
@@ -301,8 +301,8 @@ def _run(case, seed):
   finally:
     driver.close()
   record = window.record()
-  record.pop('idle_cores', None)  # Sleeping takes none; other tests may.
-  system = System(  # Of accelerators, as far as costs go.
+  record.pop('idle_cores', None)  # Only other tests use the cores.
+  system = System(  # Its costs are those of accelerators.
     'gpu',
     2,
     case.num_actors,
@@ -324,7 +324,7 @@ def _check(names, seed):
   wrong = []
   for name in names:
     case = _draw(rng, name)
-    for _ in range(5):  # Again where a busy machine made it another case.
+    for _ in range(5):  # Repeated if a busy machine slowed the run.
       limit, record = _run(case, seed)
       if record['steps_per_second'] / (_T * _NUM_ENVS) > (
         0.75 * _capacities(case)[name]
@@ -373,7 +373,7 @@ def test_ratios(monkeypatch):
   # Devices: 0 acts alone for .6, and 3 that learn for .8 each.
   ratio = limits.workload_ratio(_SHARES, _BALANCED)
   assert ratio == pytest.approx(8 / (0.6 + 3 * 0.8))
-  # Of environments that sleep, the process's CPU-seconds are the bound.
+  # The process's CPU-seconds bound those of environments that sleep.
   assert limits.workload_ratio(
     _SHARES | {'busy_cores': 0.1}, _BALANCED
   ) == pytest.approx(1.6 / 3)
@@ -386,7 +386,7 @@ def test_ratios(monkeypatch):
   summary = limits.summarise(record, gpus, 0.0)
   assert summary['num_compute_units'] == 528
   assert summary['threads_per_compute_unit'] == 16 / 528
-  # 4 threads a device, where 8/3 CPU-seconds go with a device-second.
+  # 4 threads per device; a device-second needs 8/3 CPU-seconds.
   assert summary['cpu_balance'] == pytest.approx(4 / (8 / 3))
   assert (
     limits.count_compute_units(

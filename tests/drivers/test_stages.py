@@ -15,7 +15,7 @@ def test_a_clock_takes_the_union(monkeypatch):
   now = [0.0]
   monkeypatch.setattr(exchange.time, 'perf_counter', lambda: now[0])
   busy = exchange.Busy()
-  # One from 1 to 4, another from 2 to 6, one from 8 on: 5 and 1 by 9.
+  # Busy from 1 to 4, from 2 to 6, and from 8 on: 5 + 1 seconds by 9.
   for seconds, call in (
     (1, busy.enter),
     (2, busy.enter),
@@ -63,7 +63,7 @@ def test_cores_count_threads_and_processes_that_live():
     child.kill()
     alive = stages.cpu_seconds()
     child.wait()
-  # What it used stays when it is gone.
+  # The seconds of a process that ended still count.
   assert stages.cpu_seconds() >= alive - 0.02
 
 
