@@ -1,33 +1,34 @@
 """The types that every part of podrl shares.
 
-An unroll is fence-posts and rails: T + 1 time steps and the T actions between
-them. Shapes are written with T for time, B for the batch of environments.
+An unroll has T + 1 time steps and the T actions between them, like fence-posts
+and rails. In shapes, T is time and B is the batch of environments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import chex
+import jax
 import numpy as np
 
-Array = chex.Array
-Tree = chex.ArrayTree
+Array: TypeAlias = jax.Array | np.ndarray
+Tree: TypeAlias = Any  # A nested structure whose leaves are arrays.
 Metrics = dict[str, Array]
 
-# The name of the one mesh axis over which a batch is split.
+# The only mesh axis; batches are split over it.
 DEVICE_AXIS = 'devices'
 
 
 class TimeStep(NamedTuple):
-  """What an environment says on arrival.
+  """What an environment returns on arrival in a state.
 
   Attributes:
     obs: `[..., *obs_shape]`, in the smallest dtype that holds it exactly.
     reward: `[...]` float32, raw; 0 where `is_first`.
     discount: `[...]` float32, 0 if the episode terminated, else 1. It is 1 on
       truncation and does not include the agent's gamma.
-    is_first: `[...]` bool; the first step of an episode. The action sent
-      before it was ignored: the pair is the joint between two episodes.
+    is_first: `[...]` bool, the first step of an episode. The transition into it
+      is the joint between two episodes: the environment ignored its action.
   """
 
   obs: Tree
@@ -37,15 +38,14 @@ class TimeStep(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-  """An unroll of a batch of environments; every leaf has time, then batch.
+  """An unroll of a batch of environments; in every leaf, time is axis 0.
 
   Attributes:
     timestep: leaves `[T+1, B, ...]`.
-    action: `[T, B, ...]`; `action[t]` was chosen at `timestep[t]`. Where it is
-      the image of a sample, `extras` hold that.
-    extras: leaves `[T, B, ...]`, what `Agent.act` noted beside each action.
-    carry: leaves `[1, B, ...]`, what `Agent.act` carried into the first step;
-      `()` for an agent that carries nothing.
+    action: `[T, B, ...]`; `action[t]` was chosen at `timestep[t]`.
+    extras: leaves `[T, B, ...]`, what `Agent.act` stored beside each action.
+    carry: leaves `[1, B, ...]`, the agent's carry before the first step; `()`
+      for an agent without one.
   """
 
   timestep: TimeStep
@@ -55,11 +55,11 @@ class Trajectory(NamedTuple):
 
 
 class Tracked(NamedTuple):
-  """Parameters, and statistics beside them that no gradient changes.
+  """Parameters with statistics that are not trained.
 
   Attributes:
-    params: what the optimiser changes.
-    statistics: what `Agent.absorb` changes.
+    params: the optimiser changes them.
+    statistics: `Agent.absorb` changes them.
   """
 
   params: Tree
@@ -70,8 +70,8 @@ class LearnerState(NamedTuple):
   """Everything that learning changes; replicated over devices.
 
   Attributes:
-    params: the network's parameters, or `Tracked` ones.
-    target_params: a periodic copy of them, or `()`.
+    params: the agent's parameters, possibly `Tracked`.
+    target_params: a periodic copy of `params`, or `()`.
     opt_state: the optax state.
     num_updates: int32 `[]`, calls of `Learner.update`.
     num_sgd_steps: int32 `[]`, optimiser steps.
@@ -93,7 +93,7 @@ class Discrete(NamedTuple):
 
 
 class Box(NamedTuple):
-  """Actions float32 `[*shape]` between `low` and `high` (arrays of that shape)."""
+  """Float32 actions of a shape, between the arrays `low` and `high`."""
 
   shape: tuple[int, ...]
   low: np.ndarray
@@ -108,8 +108,8 @@ class EnvSpec(NamedTuple):
     channels_first: whether images are CHW (Atari) rather than HWC.
     action: the action space.
     frame_skip: raw frames per environment step.
-    max_episode_steps: after so many steps an episode is truncated; 0 or
-      2**31 - 1 is never.
+    max_episode_steps: the length at which an episode is truncated; 0 or
+      2**31 - 1 means never.
   """
 
   obs: Tree
@@ -125,9 +125,9 @@ class DeviceEnv(NamedTuple):
   `envs.joints.make_device_env` builds one from single-environment functions.
 
   Attributes:
-    spec: the `EnvSpec` of one environment.
-    reset: `(rng_key[B]) -> (env_state[B], TimeStep[B])`. In the time steps
-      `is_first` is true, the reward 0 and the discount 1.
+    spec: describes one environment.
+    reset: `(rng_key[B]) -> (env_state[B], TimeStep[B])`. In the time steps,
+      `is_first` is true, the reward is 0 and the discount is 1.
     step: `(env_state[B], action[B]) -> (env_state[B], TimeStep[B])`. The step
       after an episode's last ignores its action and returns the next episode's
       first time step, as in dm_env. Its random numbers come from `env_state`.
@@ -142,16 +142,16 @@ class HostEnv(NamedTuple):
   """A batch of B environments on the host's CPUs, in numpy.
 
   Attributes:
-    spec: the `EnvSpec` of one of them.
-    reset: `() -> TimeStep`, leaves `[B, ...]`, `is_first` set. Called once.
-    step: `(action) -> TimeStep`, actions `[B, ...]`; the arrays that it
-      returns are the caller's. The step after an episode's last ignores its
-      action and returns the next episode's first time step.
-    close: `() -> None`, frees what it holds.
-    observe: `(obs) -> obs`, traced, on the device: from what `reset` and
-      `step` return to what `spec.obs` says, for example a category to one-hot.
-    render: `() -> uint8 [H, W, 3]`, a picture of the first of them as it is
-      now, or None; raises what its library does where it cannot draw.
+    spec: describes one environment.
+    reset: `() -> TimeStep`, leaves `[B, ...]`, `is_first` true. Called once.
+    step: `(action) -> TimeStep`, actions `[B, ...]`. The caller owns the arrays
+      that it returns. The step after an episode's last ignores its action and
+      returns the next episode's first time step.
+    close: `() -> None`, frees the environments.
+    observe: `(obs) -> obs`, traced on the device. It converts the observations
+      of `reset` and `step` to those of `spec.obs`: a category becomes one-hot.
+    render: `() -> uint8 [H, W, 3]`, a picture of the first environment, or
+      None. It raises the library's error if the environment cannot be drawn.
   """
 
   spec: EnvSpec
@@ -170,18 +170,18 @@ class Agent(NamedTuple):
     initial_carry: `(batch_size) -> carry`, leaves `[B, ...]`.
     act: `(params, rng_key, timestep, carry, *, greedy=False) -> (action,
       extras, carry)`, all `[B, ...]`. `rng_key` holds one key for each
-      environment, `[B]`, so that an environment's actions do not depend on
-      which others share its batch.
-    prepare: `(params, trajectory, mean) -> batch`, once per unroll and without
-      gradients. `mean` averages a small tree over all devices. The leading
-      axis of every leaf of `batch` is the one that minibatches divide.
-    loss: `(params, target_params, batch, rng_key) -> (scalar, metrics)`; a
-      mean over the batch's slots.
-    measure: `(params, trajectory) -> tree` of float32, what the statistics of
-      `Tracked` parameters are to learn from this device's shard: means, which
-      the learner averages over devices.
-    absorb: `(params, measured) -> params`, the statistics with that taken in;
-      called once in an update, after the optimiser's steps.
+      environment, so that the actions of an environment do not depend on the
+      rest of the batch.
+    prepare: `(params, trajectory, mean) -> batch`, called once per unroll,
+      without gradients. `mean` averages a small tree over all devices.
+      Minibatches divide the leading axis of every leaf of `batch`.
+    loss: `(params, target_params, batch, rng_key) -> (scalar, metrics)`; the
+      scalar is a mean over the slots of the batch.
+    measure: `(params, trajectory) -> tree` of float32: the means over this
+      device's shard from which the statistics of `Tracked` parameters are
+      updated. The learner averages them over devices.
+    absorb: `(params, measured) -> params`, with updated statistics; called once
+      per update, after the optimiser's steps.
   """
 
   init: Callable[[chex.PRNGKey], Tree]
@@ -194,12 +194,12 @@ class Agent(NamedTuple):
 
 
 class Learner(NamedTuple):
-  """How an agent's parameters change, as pure functions.
+  """Changes an agent's parameters, as pure functions.
 
   Attributes:
     init: `(rng_key, example_trajectory) -> LearnerState`.
     update: `(state, trajectory, rng_key) -> (state, metrics)`. Call it under a
-      mapping over `DEVICE_AXIS`, the trajectory being this device's shard.
+      mapping over `DEVICE_AXIS`, with this device's shard of the trajectory.
   """
 
   init: Callable[[chex.PRNGKey, Trajectory], LearnerState]
@@ -256,8 +256,8 @@ class Report(NamedTuple):
 
 
 # Takes the first state of a run. Returns the state to start from, and what
-# `Driver.progress` returned in each process of the run that is resumed; an empty
-# list if the run is new.
+# `Driver.progress` returned in each process of the resumed run; the list is
+# empty if the run is new.
 Restore = Callable[[Tree], tuple[Tree, list[dict[str, Any]]]]
 
 

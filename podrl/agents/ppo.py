@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with generalised advantages."""
+"""PPO: proximal policy optimisation with generalised advantages."""
 
 from collections.abc import Callable, Mapping
 import functools
@@ -43,19 +43,19 @@ def minibatch_unit(fields: Mapping[str, Any]) -> str:
 
 
 class Batch(NamedTuple):
-  """Sequences, `[N, S, ...]`: one for each environment, or one for each slot.
+  """Sequences `[N, S, ...]` that minibatches divide on axis 0.
 
-  Without memory every slot is a sequence of one step, N = T B and S = 1, so
-  that minibatches mix them all; with memory N = B and S = T.
+  A recurrent network keeps the sequences of the environments: N = B and S = T.
+  Otherwise every slot is a sequence of one step: N = T B and S = 1.
 
   Attributes:
     obs: `[N, S, ...]`.
     is_first: `[N, S]` bool.
     carry: `[N, 1, ...]`, before the first step.
-    sample: `[N, S, ...]`, as `Extras.sample`.
-    log_prob: `[N, S]` float32, under the policy that acted.
+    sample: `[N, S, ...]`, see `acting.Extras`.
+    log_prob: `[N, S]` float32, under the behaviour policy.
     advantage: `[N, S]` float32.
-    target: `[N, S]` float32, of the value.
+    target: `[N, S]` float32, the value target.
     weight: `[N, S]` float32, 0 at joints.
   """
 
@@ -75,20 +75,17 @@ def normalize(
   """Scales advantages to mean 0 and deviation 1 over the global batch.
 
   Args:
-    advantage: float32, any shape.
-    weight: the same shape, 0 at joints, which do not count.
-    mean: averages over devices.
+    advantage: `[...]` float32.
+    weight: `[...]` float32, 0 at joints, which do not count.
+    mean: averages a tree over devices.
   """
-  share, first, second = mean(
-    jnp.stack(
-      [
-        jnp.mean(weight),
-        jnp.mean(weight * advantage),
-        jnp.mean(weight * jnp.square(advantage)),
-      ]
-    )
-  )
-  share = jnp.maximum(share, 1e-8)  # A batch may hold joints alone.
+  moments = [
+    jnp.mean(weight),
+    jnp.mean(weight * advantage),
+    jnp.mean(weight * jnp.square(advantage)),
+  ]
+  share, first, second = mean(jnp.stack(moments))
+  share = jnp.maximum(share, 1e-8)  # It is 0 if all slots are joints.
   first, second = first / share, second / share
   deviation = jnp.sqrt(jnp.maximum(second - jnp.square(first), 0.0))
   return (advantage - first) / (deviation + 1e-8)
@@ -106,18 +103,19 @@ def make_agent(
   normalize_advantage: bool = True,
   reward_clip: float = 0.0,
 ) -> Agent:
-  """A PPO agent.
+  """Builds a PPO agent.
 
   Args:
     network: the policy and the value.
-    distribution: what the policy head means.
+    distribution: gives the policy head its meaning.
     gamma: discount per step.
-    lambda_: of the generalised advantages.
-    clip: how far the probability ratio may move from 1 and still pay.
+    lambda_: mixes one-step (0) and full (1) advantages.
+    clip: the distance from 1 beyond which the probability ratio gains nothing.
     entropy_cost: weight of the entropy bonus.
     value_cost: weight of the value loss.
-    normalize_advantage: over the global batch, once per unroll.
-    reward_clip: clip rewards to plus and minus this; 0 is off.
+    normalize_advantage: whether to normalise advantages over the global batch,
+      once per unroll.
+    reward_clip: rewards are clipped to plus and minus this; 0 disables it.
 
   Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
   """
@@ -126,19 +124,14 @@ def make_agent(
     params: Tree, trajectory: Trajectory, mean: Callable[[Tree], Tree]
   ) -> Batch:
     timestep = trajectory.timestep
-    # The last step's value: without memory, of that step alone.
-    seen = (
-      timestep
-      if network.is_recurrent
-      else jax.tree.map(lambda x: x[-1:], timestep)
-    )
-    _, seen_values, _ = network.unroll(
-      params,
-      seen.obs,
-      seen.is_first,
-      jax.tree.map(lambda x: x[0], trajectory.carry),
-    )
-    values = jnp.concatenate([trajectory.extras.value, seen_values[-1:]])
+    # Acting stored all values but that of the last step. Only a recurrent
+    # network needs the other steps to compute it.
+    obs, is_first = timestep.obs, timestep.is_first
+    if not network.is_recurrent:
+      obs, is_first = jax.tree.map(lambda x: x[-1:], (obs, is_first))
+    carry = jax.tree.map(lambda x: x[0], trajectory.carry)
+    _, last_values, _ = network.unroll(params, obs, is_first, carry)
+    values = jnp.concatenate([trajectory.extras.value, last_values[-1:]])
     weight = returns.weights(timestep)
     advantage = returns.vtrace(
       values,
@@ -180,7 +173,7 @@ def make_agent(
     value_loss = losses.value(value, batch.target, batch.weight)
     entropy = losses.entropy(distribution.entropy(head), batch.weight)
     total = policy_loss + value_cost * value_loss - entropy_cost * entropy
-    # An estimate of KL(old, new) that is never negative: Schulman 2020.
+    # An estimate of KL(old, new) that is never negative (Schulman 2020).
     approx_kl = jnp.mean(batch.weight * (jnp.expm1(log_ratios) - log_ratios))
     return total, {
       'policy_loss': policy_loss,

@@ -1,9 +1,10 @@
-"""The learner core: how parameters change, whatever the agent or the driver.
+"""The learner core: how parameters change, for every agent and every driver.
 
-It is the only place that calls a collective. The compiled update has one
-all-reduce per optimiser step: the gradients, the loss's metrics and what running
-statistics measure, in one vector as large as the parameters and statistics and
-at most 1 KB. It has one small one per unroll where `prepare` uses `mean`.
+This is the only module that calls a collective. The compiled update has one
+all-reduce per optimiser step, of one vector: the gradients, the loss's metrics
+and the measured statistics. It has the size of the parameters and statistics
+plus at most 1 KB. If `prepare` uses `mean`, there is one more small all-reduce
+per unroll.
 """
 
 import chex
@@ -31,28 +32,25 @@ def _all_mean(tree: Tree) -> Tree:
   return unravel(jax.lax.pmean(vector, DEVICE_AXIS))
 
 
+def _mean_rows(tree: Tree) -> Tree:
+  return jax.tree.map(lambda x: jnp.mean(x, axis=0), tree)
+
+
 def trained(params: Tree) -> Tree:
   """The part of an agent's parameters that the optimiser changes."""
   return params.params if isinstance(params, Tracked) else params
 
 
 def _with_trained(params: Tree, part: Tree) -> Tree:
-  """An agent's parameters with that part replaced."""
+  """Replaces the part of the parameters that the optimiser changes."""
   return params._replace(params=part) if isinstance(params, Tracked) else part
 
 
 def shuffle(rng_key: chex.PRNGKey, size: int) -> Array:
-  """A random permutation of 0 ... size - 1, cheap where size is a power of two.
+  """A random permutation of 0 ... size - 1, as int32 or uint32 `[size]`.
 
-  There it is i -> (a i + b) mod size with a odd, both drawn afresh: a
-  bijection without the sort that a uniform permutation costs.
-
-  Args:
-    rng_key: of this permutation.
-    size: how many to permute.
-
-  Returns:
-    Int32 or uint32 `[size]`.
+  If size is a power of two, the permutation is i -> (a i + b) mod size with a
+  random odd a and a random b. It avoids the sort of a uniform permutation.
   """
   if size & (size - 1):
     return jax.random.permutation(rng_key, size)
@@ -69,33 +67,33 @@ def make_learner(
   num_minibatches: int = 1,
   target_period: int | None = None,
 ) -> Learner:
-  """The learner of an agent.
+  """Builds the learner of an agent.
 
   Args:
-    agent: whose loss is minimised.
+    agent: the agent whose loss is minimised.
     optimizer: an optax transformation.
     num_epochs: passes over each unroll.
-    num_minibatches: optimiser steps in each pass; it divides the leading axis
-      of the agent's batch on each device.
-    target_period: copy the parameters to `target_params` after every so many
-      calls of `update`; None keeps no target parameters.
+    num_minibatches: optimiser steps in each pass. It must divide the leading
+      axis of the agent's batch on each device.
+    target_period: number of calls of `update` after which the parameters are
+      copied to `target_params`; None keeps no target parameters.
 
   Returns:
-    A `Learner`. Its metrics are means over devices and optimiser steps: those
-    of the agent's loss, `loss` itself, and `grad_norm`.
+    A `Learner`. Its metrics are the metrics of the agent's loss, `loss` and
+    `grad_norm`, averaged over devices and optimiser steps.
   """
 
   def init(
     rng_key: chex.PRNGKey, example_trajectory: Trajectory
   ) -> LearnerState:
-    del example_trajectory  # For learners that remember.
-    params = agent.init(rng_key)
+    del example_trajectory  # Learners with a memory use it.
+    params, target_params = agent.init(rng_key), ()
+    if target_period is not None:
+      # Copied: donating one buffer under two names crashes.
+      target_params = jax.tree.map(jnp.copy, params)
     return LearnerState(
       params=params,
-      # Copied: donating one buffer under two names crashes.
-      target_params=()
-      if target_period is None
-      else jax.tree.map(jnp.copy, params),
+      target_params=target_params,
       opt_state=optimizer.init(trained(params)),
       num_updates=jnp.zeros((), jnp.int32),
       num_sgd_steps=jnp.zeros((), jnp.int32),
@@ -106,9 +104,8 @@ def make_learner(
     state: LearnerState, batch: Tree, measured: Tree, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
     def loss(part: Tree) -> tuple[Array, Metrics]:
-      return agent.loss(
-        _with_trained(state.params, part), state.target_params, batch, rng_key
-      )
+      params = _with_trained(state.params, part)
+      return agent.loss(params, state.target_params, batch, rng_key)
 
     params = trained(state.params)
     (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -117,8 +114,9 @@ def make_learner(
     )
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
     metrics['grad_norm'] = optax.tree.norm(grads)
+    params = optax.apply_updates(params, updates)
     return state._replace(
-      params=_with_trained(state.params, optax.apply_updates(params, updates)),
+      params=_with_trained(state.params, params),
       opt_state=opt_state,
       num_sgd_steps=state.num_sgd_steps + 1,
     ), (metrics, measured)
@@ -134,28 +132,24 @@ def make_learner(
     if size % num_minibatches:
       raise ValueError(
         f'num_minibatches={num_minibatches} does not divide the {size} slots '
-        'that one device learns from'
+        'that each device learns from'
       )
     order = shuffle(shuffle_key, size).reshape(num_minibatches, -1)
 
     def minibatch_step(state, order_and_key):
       rows, loss_key = order_and_key
-      return sgd_step(
-        state, jax.tree.map(lambda x: x[rows], batch), measured, loss_key
-      )
+      minibatch = jax.tree.map(lambda x: x[rows], batch)
+      return sgd_step(state, minibatch, measured, loss_key)
 
     state, rows = jax.lax.scan(minibatch_step, state, (order, loss_keys))
-    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), rows)
+    return state, _mean_rows(rows)
 
   def update(
     state: LearnerState, trajectory: Trajectory, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, Metrics]:
-    batch, measured = jax.lax.stop_gradient(
-      (
-        agent.prepare(state.params, trajectory, _all_mean),
-        agent.measure(state.params, trajectory),
-      )
-    )
+    batch = agent.prepare(state.params, trajectory, _all_mean)
+    measured = agent.measure(state.params, trajectory)
+    batch, measured = jax.lax.stop_gradient((batch, measured))
     if num_epochs == 1:
       state, (metrics, measured) = epoch(state, batch, measured, rng_key)
     else:
@@ -164,19 +158,18 @@ def make_learner(
         state,
         jax.random.split(rng_key, num_epochs),
       )
-      metrics, measured = jax.tree.map(lambda x: jnp.mean(x, axis=0), rows)
-    # Last: all of the update's steps see the same statistics.
+      metrics, measured = _mean_rows(rows)
+    # Absorbed last, so that all steps of the update see the same statistics.
     state = state._replace(params=agent.absorb(state.params, measured))
     num_updates = state.num_updates + 1
     if target_period is not None:
       is_due = num_updates % target_period == 0
-      state = state._replace(
-        target_params=jax.tree.map(
-          lambda new, old: jnp.where(is_due, new, old),
-          state.params,
-          state.target_params,
-        )
+      target_params = jax.tree.map(
+        lambda new, old: jnp.where(is_due, new, old),
+        state.params,
+        state.target_params,
       )
+      state = state._replace(target_params=target_params)
     return state._replace(num_updates=num_updates), metrics
 
   return Learner(init, update)

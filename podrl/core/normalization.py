@@ -1,10 +1,10 @@
-"""Running normalisation of observations and rewards, around any agent.
+"""Running normalisation of observations and rewards, as a wrapper of an agent.
 
-The statistics are part of the agent's parameters, so that they go wherever
-these go, and are the same on all devices. They count every step that is learnt
-from once, but for the first unroll's, which give the first mean alone: measured
-about 0, its variance would be inexact. An update uses those that it finds, which
-without policy lag are the ones that acting used, and changes them at its end.
+The statistics are part of the agent's parameters, so they are saved, copied and
+replicated together. Every step that is learned from counts once. The first
+unroll is an exception: it gives only the first mean, because a variance around
+a mean of 0 would be inexact. An update uses the statistics from before it and
+changes them at its end. Without policy lag, they are those that acting used.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from podrl.types import (
   Tree,
 )
 
-_LARGEST = 10.0  # In standard deviations, of an observation or a reward.
+_LARGEST = 10.0  # Observations and rewards are clipped to so many deviations.
 _EPSILON = 1e-8
 
 
@@ -33,22 +33,22 @@ class Moments(NamedTuple):
 
   Attributes:
     mean: float32 leaves.
-    variance: the same shapes; 1 until the second unroll.
+    variance: float32 leaves; 1 until the second unroll.
     count: float32 `[]`, in unrolls; the first counts next to nothing.
   """
 
   mean: Tree
   variance: Tree
-  count: Array
+  count: Array  # type: ignore[assignment]  # It shadows tuple.count.
 
 
 class Measured(NamedTuple):
-  """Means over the slots of an unroll; the weight is 1 where a slot counts.
+  """Means over the slots of an unroll, around the running mean m.
 
   Attributes:
-    share: float32 `[]`, of the weight.
-    first: float32 leaves, of weight (x - m), m being the running mean.
-    second: the same, of weight (x - m)^2.
+    share: float32 `[]`, mean weight of the slots.
+    first: float32 leaves, mean of weight (x - m).
+    second: float32 leaves, mean of weight (x - m)^2.
   """
 
   share: Array
@@ -57,19 +57,19 @@ class Measured(NamedTuple):
 
 
 class Statistics(NamedTuple):
-  """What is normalised; `()` is what is not.
+  """`Moments` or `Measured`; `()` for what is not normalised.
 
   Attributes:
-    obs: of observations.
+    obs: of the observations.
     discounted_return: of the discounted sum of an episode's rewards so far.
   """
 
-  obs: Moments | tuple[()]
-  discounted_return: Moments | tuple[()]
+  obs: Tree
+  discounted_return: Tree
 
 
 class Carry(NamedTuple):
-  """What an agent with normalisation carries from step to step.
+  """The carry of a wrapped agent.
 
   Attributes:
     agent: the carry of the agent itself.
@@ -77,11 +77,11 @@ class Carry(NamedTuple):
   """
 
   agent: Tree
-  discounted_return: Array | tuple[()]
+  discounted_return: Tree
 
 
 def init(obs: Tree) -> Moments:
-  """Moments before the first unroll, of a tree of shapes: 0 and 1."""
+  """Initial moments for a tree of shapes: mean 0 and variance 1."""
   return Moments(
     jax.tree.map(lambda x: jnp.zeros(x.shape), obs),
     jax.tree.map(lambda x: jnp.ones(x.shape), obs),
@@ -90,43 +90,42 @@ def init(obs: Tree) -> Moments:
 
 
 def measure(moments: Moments, x: Tree, weight: Array) -> Measured:
-  """What `absorb` needs of an unroll's slots.
+  """Measures the slots of an unroll, for `absorb`.
 
   Args:
-    moments: those so far.
+    moments: the moments so far.
     x: leaves `[T, B, ...]`.
     weight: `[T, B]` float32.
   """
 
-  def mean(power: int) -> Tree:
-    def one(x: Array, center: Array) -> Array:
+  def mean_power(power: int) -> Tree:
+    def leaf(x: Array, center: Array) -> Array:
       chex.assert_equal_shape([x[0, 0], center])
-      # About the running mean: of raw squares little would be left.
+      # Around the running mean: raw squares would lose their precision.
       x = (x.astype(jnp.float32) - center[None, None]) ** power
-      return jnp.mean(
-        x * weight.reshape(*weight.shape, *[1] * center.ndim), (0, 1)
-      )
+      slot_weight = weight.reshape(*weight.shape, *[1] * center.ndim)
+      return jnp.mean(x * slot_weight, (0, 1))
 
-    return jax.tree.map(one, x, moments.mean)
+    return jax.tree.map(leaf, x, moments.mean)
 
-  return Measured(jnp.mean(weight), mean(1), mean(2))
+  return Measured(jnp.mean(weight), mean_power(1), mean_power(2))
 
 
 def absorb(moments: Moments, measured: Measured) -> Moments:
-  """The moments of what was counted before and of what was measured.
+  """Joins what was measured to the moments.
 
   Source: Chan et al. 1979, Updating Formulae and a Pairwise Algorithm for
   Computing Sample Variances, eq. 2.1.
   """
   share = measured.share
-  safe = jnp.maximum(share, _EPSILON)  # Joints alone have a share of 0.
-  shift = jax.tree.map(lambda x: x / safe, measured.first)
+  safe_share = jnp.maximum(share, _EPSILON)  # It is 0 if all slots are joints.
+  shift = jax.tree.map(lambda x: x / safe_share, measured.first)
   is_first = moments.count == 0.0
   count = moments.count + jnp.where(is_first, _EPSILON, 1.0) * share
   gain = jnp.where(is_first, 1.0, share / jnp.maximum(count, _EPSILON))
 
   def variance(old: Array, second: Array, shift: Array) -> Array:
-    new = jnp.maximum(second / safe - jnp.square(shift), 0.0)
+    new = jnp.maximum(second / safe_share - jnp.square(shift), 0.0)
     merged = old + gain * (new - old) + gain * (1.0 - gain) * jnp.square(shift)
     return jnp.where(is_first, old, merged)
 
@@ -138,84 +137,80 @@ def absorb(moments: Moments, measured: Measured) -> Moments:
 
 
 def _scale(mean: Array, variance: Array) -> Array:
-  """One over the deviation; 1 for what has hardly varied.
+  """One over the deviation, or 1 for a quantity that has hardly varied.
 
-  Divided by their deviation, the rounding errors of a constant would be large,
-  and would differ with the number of devices.
+  The deviation of a constant is rounding error. Division by it would enlarge
+  other rounding errors, which differ with the number of devices.
   """
   has_varied = variance > _EPSILON + jnp.square(1e-5 * mean)
-  return jnp.where(
-    has_varied, jax.lax.rsqrt(jnp.maximum(variance, _EPSILON)), 1.0
-  )
+  scale = jax.lax.rsqrt(jnp.maximum(variance, _EPSILON))
+  return jnp.where(has_varied, scale, 1.0)
+
+
+def _clip(x: Array) -> Array:
+  return jnp.clip(x, -_LARGEST, _LARGEST)
 
 
 def _standardize(moments: Moments, obs: Tree) -> Tree:
-  """Observations `[..., *obs_shape]` in standard deviations, and clipped."""
+  """Converts observations `[..., *obs_shape]` to deviations, and clips them."""
 
-  def one(x: Array, mean: Array, variance: Array) -> Array:
-    mean, scale = (
-      y.reshape((1,) * (x.ndim - y.ndim) + y.shape)
-      for y in (mean, _scale(mean, variance))
-    )
-    return jnp.clip((x.astype(jnp.float32) - mean) * scale, -_LARGEST, _LARGEST)
+  def leaf(x: Array, mean: Array, variance: Array) -> Array:
+    shape = (1,) * (x.ndim - mean.ndim) + mean.shape
+    scale = _scale(mean, variance).reshape(shape)
+    return _clip((x.astype(jnp.float32) - mean.reshape(shape)) * scale)
 
-  return jax.tree.map(one, obs, moments.mean, moments.variance)
+  return jax.tree.map(leaf, obs, moments.mean, moments.variance)
 
 
 def as_float(obs: Tree) -> Tree:
-  """The specification of observations once they are normalised."""
+  """The specification of the observations after normalisation."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), obs)
 
 
 def normalize(
   agent: Agent, obs: Tree, *, observations: bool, rewards: bool, gamma: float
 ) -> Agent:
-  """An agent that sees normalised observations or rewards.
+  """Wraps an agent so that it sees normalised observations or rewards.
 
-  Observations have their running mean subtracted, rewards do not. Then both are
-  divided by a running deviation, rewards by that of the discounted return so
-  far, for all environments alike; and clipped to plus and minus 10.
+  Observations have their running mean subtracted and are divided by their
+  running deviation. Rewards are divided by the running deviation of the
+  discounted return so far, over all environments. Both are clipped to plus and
+  minus 10.
 
   Args:
-    agent: made for `as_float(obs)` where observations are normalised.
+    agent: made for `as_float(obs)` if observations are normalised.
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
-    observations: whether to normalise them.
-    rewards: whether to normalise them.
+    observations: whether to normalise observations.
+    rewards: whether to normalise rewards.
     gamma: discount per step of the discounted return.
 
   Returns:
-    The agent, its parameters being `Tracked` ones, or the same agent where
-    nothing is normalised.
+    An agent with `Tracked` parameters, or `agent` if nothing is normalised.
 
   Source: Engstrom et al. 2020, arXiv:2005.12729, section 3 and algorithm 1.
   """
   if not (observations or rewards):
     return agent
 
-  def seen(statistics: Statistics, timestep: TimeStep) -> TimeStep:
-    return (
-      timestep
-      if not observations
-      else timestep._replace(obs=_standardize(statistics.obs, timestep.obs))
-    )
+  def normalize_obs(statistics: Statistics, timestep: TimeStep) -> TimeStep:
+    if not observations:
+      return timestep
+    return timestep._replace(obs=_standardize(statistics.obs, timestep.obs))
 
   def accumulate(before: Array, timestep: TimeStep) -> Array:
     """The discounted return on arrival; `[B]`."""
     return jnp.where(timestep.is_first, 0.0, gamma * before + timestep.reward)
 
   def init_params(rng_key: chex.PRNGKey) -> Tracked:
-    return Tracked(
-      agent.init(rng_key),
-      Statistics(
-        init(obs) if observations else (),
-        init(jax.ShapeDtypeStruct((), jnp.float32)) if rewards else (),
-      ),
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    statistics = Statistics(
+      init(obs) if observations else (), init(scalar) if rewards else ()
     )
+    return Tracked(agent.init(rng_key), statistics)
 
   def initial_carry(batch_size: int) -> Carry:
-    return Carry(
-      agent.initial_carry(batch_size), jnp.zeros(batch_size) if rewards else ()
-    )
+    discounted_return = jnp.zeros(batch_size) if rewards else ()
+    return Carry(agent.initial_carry(batch_size), discounted_return)
 
   def act(
     params: Tracked,
@@ -225,35 +220,27 @@ def normalize(
     *,
     greedy: bool = False,
   ) -> tuple[Array, Tree, Carry]:
+    normalized = normalize_obs(params.statistics, timestep)
     action, extras, agent_carry = agent.act(
-      params.params,
-      rng_key,
-      seen(params.statistics, timestep),
-      carry.agent,
-      greedy=greedy,
+      params.params, rng_key, normalized, carry.agent, greedy=greedy
     )
-    return (
-      action,
-      extras,
-      Carry(
-        agent_carry,
-        accumulate(carry.discounted_return, timestep) if rewards else (),
-      ),
-    )
+    discounted_return = carry.discounted_return
+    if rewards:
+      discounted_return = accumulate(discounted_return, timestep)
+    return action, extras, Carry(agent_carry, discounted_return)
 
   def prepare(
     params: Tracked, trajectory: Trajectory, mean: Callable[[Tree], Tree]
   ) -> Tree:
-    timestep = seen(params.statistics, trajectory.timestep)
+    timestep = normalize_obs(params.statistics, trajectory.timestep)
     if rewards:
       moments = params.statistics.discounted_return
-      reward = timestep.reward * _scale(moments.mean, moments.variance)
-      timestep = timestep._replace(reward=jnp.clip(reward, -_LARGEST, _LARGEST))
-    return agent.prepare(
-      params.params,
-      trajectory._replace(timestep=timestep, carry=trajectory.carry.agent),
-      mean,
+      scale = _scale(moments.mean, moments.variance)
+      timestep = timestep._replace(reward=_clip(timestep.reward * scale))
+    trajectory = trajectory._replace(
+      timestep=timestep, carry=trajectory.carry.agent
     )
+    return agent.prepare(params.params, trajectory, mean)
 
   def loss(
     params: Tracked, target_params: Tree, batch: Tree, rng_key: chex.PRNGKey
@@ -263,36 +250,32 @@ def normalize(
     return agent.loss(params.params, target_params, batch, rng_key)
 
   def measure_all(params: Tracked, trajectory: Trajectory) -> Statistics:
-    # The last post is the first of the next unroll.
+    # The last time step is the first one of the next unroll.
     timestep = jax.tree.map(lambda x: x[:-1], trajectory.timestep)
-    statistics, returns = params.statistics, ()
+    statistics = params.statistics
+    measured_obs: Tree = ()
+    measured_return: Tree = ()
+    if observations:
+      weight = jnp.ones(timestep.is_first.shape)
+      measured_obs = measure(statistics.obs, timestep.obs, weight)
     if rewards:
 
       def step(before, timestep):
         after = accumulate(before, timestep)
         return after, after
 
-      _, so_far = jax.lax.scan(
-        step, trajectory.carry.discounted_return[0], timestep._replace(obs=())
-      )
+      first = trajectory.carry.discounted_return[0]
+      _, discounted = jax.lax.scan(step, first, timestep._replace(obs=()))
       weight = 1.0 - timestep.is_first.astype(jnp.float32)
-      returns = measure(statistics.discounted_return, so_far, weight)
-    return Statistics(
-      measure(statistics.obs, timestep.obs, jnp.ones(timestep.is_first.shape))
-      if observations
-      else (),
-      returns,
-    )
+      measured_return = measure(
+        statistics.discounted_return, discounted, weight
+      )
+    return Statistics(measured_obs, measured_return)
 
   def absorb_all(params: Tracked, measured: Statistics) -> Tracked:
-    return params._replace(
-      statistics=Statistics(
-        *(
-          new and absorb(old, new)
-          for old, new in zip(params.statistics, measured)
-        )
-      )
-    )
+    pairs = zip(params.statistics, measured, strict=True)
+    statistics = [absorb(old, new) if new else () for old, new in pairs]
+    return params._replace(statistics=Statistics(*statistics))
 
   return Agent(
     init_params, initial_carry, act, prepare, loss, measure_all, absorb_all

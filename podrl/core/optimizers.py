@@ -15,16 +15,14 @@ def make_optimizer(
   """Makes an optimiser.
 
   Args:
-    name: of `OPTIMIZERS`.
-    learning_rate: at the start.
-    anneal: steps over which it falls linearly to 0; 0 keeps it.
-    max_grad_norm: of the gradient's global norm; 0 is no bound.
+    name: a key of `OPTIMIZERS`.
+    learning_rate: the initial learning rate.
+    anneal: steps over which the rate falls linearly to 0; 0 keeps it constant.
+    max_grad_norm: bound of the gradient's global norm; 0 disables it.
   """
-  rate = (
-    optax.linear_schedule(learning_rate, 0.0, anneal)
-    if anneal
-    else learning_rate
-  )
+  rate = learning_rate
+  if anneal:
+    rate = optax.linear_schedule(learning_rate, 0.0, anneal)
   optimizer = OPTIMIZERS[name](rate)
   if not max_grad_norm:
     return optimizer

@@ -1,4 +1,4 @@
-"""Returns: one recursion for V-trace, for GAE, and across episodes' ends."""
+"""Returns: one recursion for V-trace and for GAE, across episode ends."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,12 @@ from podrl.types import Array, TimeStep
 
 
 class VTrace(NamedTuple):
-  """The outcome of `vtrace`.
+  """The result of `vtrace`.
 
   Attributes:
     errors: `[T, ...]` float32; `values[:-1] + errors` are the value targets.
-      With importance ratios of 0 and 1 they are the GAE advantages.
-    advantages: `[T, ...]` float32, for the policy gradient; they carry the
+      If every importance ratio is 0 or 1, they are the GAE advantages.
+    advantages: `[T, ...]` float32, for the policy gradient; they include the
       clipped importance ratio.
   """
 
@@ -24,13 +24,10 @@ class VTrace(NamedTuple):
 
 
 def weights(timestep: TimeStep) -> Array:
-  """1 for a real transition, 0 for the joint between two episodes.
+  """Returns `[T, ...]` float32: 1 for a real transition, 0 for a joint.
 
   Args:
-    timestep: of an unroll, `is_first` being `[T+1, ...]`.
-
-  Returns:
-    `[T, ...]` float32.
+    timestep: the steps of an unroll, `is_first` is `[T+1, ...]`.
   """
   return 1.0 - timestep.is_first[1:].astype(jnp.float32)
 
@@ -50,18 +47,18 @@ def vtrace(
     delta_t = min(clip_ratio, ratio_t) (r_t + discount_t v_{t+1} - v_t)
     error_t = delta_t + discount_t lambda min(1, ratio_t) error_{t+1}
 
-  A ratio of 0 marks a joint: its error is 0 and nothing passes back over it.
-  Where every other ratio is 1 the errors are those of GAE(lambda).
+  A ratio of 0 marks a joint: its error is 0, and no later error passes it. If
+  every other ratio is 1, the errors are those of GAE(lambda).
 
   Args:
     values: `[T+1, ...]` float32, the values of all time steps.
     rewards: `[T, ...]` float32, received on arrival at step t + 1.
     discounts: `[T, ...]` float32, gamma included; 0 where terminated.
     ratios: `[T, ...]` float32, target over behaviour probability of the
-      action taken at step t, times its weight.
+      action at step t, times its weight.
     lambda_: mixes one-step (0) and full (1) returns.
     clip_ratio: bound of the ratio in the temporal difference (rho bar).
-    clip_policy_gradient_ratio: the same for the advantages.
+    clip_policy_gradient_ratio: bound of the ratio in the advantages.
 
   Returns:
     A `VTrace`; no gradient flows through it.
@@ -82,7 +79,7 @@ def vtrace(
   _, errors = jax.lax.scan(
     backward, jnp.zeros_like(deltas[0]), (deltas, decays), reverse=True
   )
-  # What follows step t: the corrected return from t + 1, mixed by lambda.
+  # The return that follows step t: corrected from t + 1 on, mixed by lambda.
   following = values[1:] + lambda_ * jnp.concatenate(
     [errors[1:], jnp.zeros_like(errors[:1])]
   )

@@ -1,7 +1,7 @@
 """The suites: a table of environment libraries, each in a file of its own."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from podrl.envs import envpool, gymnasium, gymnax
 from podrl.types import DeviceEnv, EnvSpec, HostEnv
@@ -33,26 +33,15 @@ class Suite(NamedTuple):
   training_options: tuple[str, ...] = ()
 
 
-_SHAPED = ('episodic_life', 'reward_clip')
+def _suite(module: Any, architecture: str, *training_options: str) -> Suite:
+  """The row of an adapter that is called like its library's distribution."""
+  package = module.__name__.rpartition('.')[2]
+  makers = module.make, module.make_spec, module.names
+  return Suite(architecture, *makers, package, training_options)
+
 
 SUITES = {
-  'gymnax': Suite(
-    'anakin', gymnax.make, gymnax.make_spec, gymnax.names, 'gymnax'
-  ),
-  'envpool': Suite(
-    'sebulba',
-    envpool.make,
-    envpool.make_spec,
-    envpool.names,
-    'envpool',
-    _SHAPED,
-  ),
-  'gymnasium': Suite(
-    'sebulba',
-    gymnasium.make,
-    gymnasium.make_spec,
-    gymnasium.names,
-    'gymnasium',
-    _SHAPED,
-  ),
+  'gymnax': _suite(gymnax, 'anakin'),
+  'envpool': _suite(envpool, 'sebulba', 'episodic_life', 'reward_clip'),
+  'gymnasium': _suite(gymnasium, 'sebulba', 'episodic_life', 'reward_clip'),
 }

@@ -1,8 +1,4 @@
-"""envpool environments as a `HostEnv`.
-
-envpool steps a batch on threads of its own. After an episode's last step the
-next one resets, ignoring its action: dm_env's joints, as they are.
-"""
+"""envpool environments as a `HostEnv`; envpool steps a batch on its threads."""
 
 import ctypes
 import sys
@@ -15,42 +11,30 @@ from podrl.envs import spaces
 from podrl.envs.joints import HostJoints
 from podrl.types import EnvSpec, HostEnv, TimeStep
 
-# Set by podrl, or of no use to it.
-_OWN_OPTIONS = frozenset(
-  [
-    'num_envs',
-    'batch_size',
-    'num_threads',
-    'seed',
-    'env_seed',
-    'base_path',
-    'gym_reset_return_info',
-    'max_num_players',
-    'task',
-    'zero_discount_on_life_loss',
-  ]
+# podrl sets these options, or has no use for them.
+_RESERVED_OPTIONS = frozenset(
+  'num_envs batch_size num_threads seed env_seed base_path '
+  'gym_reset_return_info max_num_players task '
+  'zero_discount_on_life_loss'.split()
 )
-
-# Counts: of 0 of them C++ crashes, hangs or makes nonsense.
+# With a value of 0, the C++ code crashes, hangs or computes nonsense.
 _COUNTS = frozenset(
-  [
-    'frame_skip',
-    'img_height',
-    'img_width',
-    'max_episode_steps',
-    'stack_num',
-    'height',
-    'width',
-    'size',
-    'noop_max',
-  ]
+  'frame_skip img_height img_width max_episode_steps stack_num height width '
+  'size noop_max'.split()
 )
 
 _can_mujoco_draw = sys.platform != 'linux'
 
 
-def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-  """envpool's own record of a task, and its options, of the right types."""
+def names() -> list[str]:
+  """The tasks that envpool lists."""
+  import envpool
+
+  return sorted(envpool.list_all_envs())
+
+
+def _check(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+  """Returns envpool's specification of a task, and the options after casts."""
   import envpool
 
   known = envpool.list_all_envs()
@@ -58,55 +42,54 @@ def _checked(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     raise spaces.unknown_name(name, 'an envpool task', known)
   try:
     defaults = envpool.make_spec(name).config._asdict()
-  except Exception as error:  # For example a system library that is missing.
+  except Exception as error:  # For example, a system library is missing.
     raise ValueError(
-      f'env.name={name} cannot be made here: {" ".join(str(error).split())}'
+      f'env.name={name} cannot be made here: {spaces.one_line(error)}'
     ) from error
-  spaces.check_options(name, options, set(defaults) - _OWN_OPTIONS)
-  options = {k: _typed(k, v, defaults[k]) for k, v in options.items()}
+  spaces.check_options(name, options, set(defaults) - _RESERVED_OPTIONS)
+  options = {k: _cast(k, v, defaults[k]) for k, v in options.items()}
   if name.startswith('FrozenLake') and options.get('size', 4) not in (4, 8):
-    raise ValueError(  # It reads past its map's end.
+    # With another size, envpool reads past the end of its map.
+    raise ValueError(
       f'env.options.size={options["size"]} must be 4 or 8 for {name}'
     )
   try:
     return envpool.make_spec(name, **options), options
-  except Exception as error:  # Whatever the task's C++ raises.
+  except Exception as error:  # The task's C++ code can raise anything.
     raise ValueError(
-      f'env.options={options} are refused by {name}: '
-      f'{" ".join(str(error).split())}'
+      f'{name} refuses env.options={options}: {spaces.one_line(error)}'
     ) from error
 
 
-def _typed(key: str, value: Any, default: Any) -> Any:
-  """An option's value in the type of its default, which C++ insists on."""
+def _cast(key: str, value: Any, default: Any) -> Any:
+  """Casts an option to the type of its default, which the C++ code requires."""
   if type(default) is int and type(value) is float and value.is_integer():
     value = int(value)
   if type(default) is float and type(value) is int:
     value = float(value)
-  if type(value) is type(default):
-    if key in _COUNTS and not 1 <= value < 2**31:
-      raise ValueError(
-        f'env.options.{key}={value} must be from 1 to {2**31 - 1}'
-      )
-    if key == 'repeat_action_probability' and not 0 <= value <= 1:
-      raise ValueError(f'env.options.{key}={value} must be from 0 to 1')
-    return value
-  raise ValueError(
-    f'env.options.{key}={value!r} is not of type {type(default).__name__}; '
-    f'its default is {default!r}'
-  )
+  if type(value) is not type(default):
+    raise ValueError(
+      f'env.options.{key}={value!r} is not of type {type(default).__name__}; '
+      f'its default is {default!r}'
+    )
+  if key in _COUNTS and not 1 <= value < 2**31:
+    raise ValueError(f'env.options.{key}={value} must be from 1 to {2**31 - 1}')
+  if key == 'repeat_action_probability' and not 0 <= value <= 1:
+    raise ValueError(f'env.options.{key}={value} must be from 0 to 1')
+  return value
 
 
 def _to_spec(name: str, spec: Any) -> EnvSpec:
-  """An `EnvSpec` of envpool's own record."""
+  """Converts envpool's specification of a task."""
   config = spec.config._asdict()
-  if config.get('max_num_players', 1) > 1:
+  num_players = config.get('max_num_players', 1)
+  if num_players > 1:
     raise ValueError(
-      f'env.name={name} has {config["max_num_players"]} players, and podrl '
-      'trains one; choose a single-player task'
+      f'env.name={name} has {num_players} players, and podrl trains one; '
+      'choose a single-player task'
     )
   try:
-    with warnings.catch_warnings():  # Of bounds rounded to float32.
+    with warnings.catch_warnings():  # gymnasium warns of rounded bounds.
       warnings.simplefilter('ignore')
       obs = spaces.obs_spec(spec.gymnasium_observation_space)
       action = spaces.action_space(spec.gymnasium_action_space)
@@ -122,39 +105,32 @@ def _to_spec(name: str, spec: Any) -> EnvSpec:
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
-  """What agents and drivers need to know of a task.
+  """The `EnvSpec` of a task.
 
   Args:
-    name: as envpool lists it, for example 'Pong-v5'.
-    **options: of the task, for example `img_height=42`.
+    name: a task that envpool lists, for example 'Pong-v5'.
+    **options: options of the task, for example `img_height=42`.
 
   Raises:
-    ValueError: if the name or an option is unknown, a value of a wrong type,
+    ValueError: if the name or an option is unknown, a value has a wrong type,
       the task has several players, or a space is not supported.
   """
-  return _to_spec(name, _checked(name, options)[0])
-
-
-def names() -> list[str]:
-  """The tasks that envpool lists."""
-  import envpool
-
-  return sorted(envpool.list_all_envs())
+  return _to_spec(name, _check(name, options)[0])
 
 
 def load_opengl() -> None:
-  """Lets MuJoCo's tasks draw on Linux; call it before anything imports envpool.
+  """Lets MuJoCo's tasks draw on Linux; call it before envpool is imported.
 
-  MuJoCo looks for a library called libEGL among those that are loaded. The one
-  that envpool brings has another name, and a libEGL that is loaded after it is
-  not the one that envpool set up: in both cases MuJoCo ends the process.
+  MuJoCo looks for a library called libEGL among the loaded ones. The library
+  that envpool loads has another name, and a libEGL that is loaded later is not
+  the one that envpool set up. In both cases MuJoCo ends the process.
   """
   global _can_mujoco_draw
   if sys.platform == 'linux' and 'envpool' not in sys.modules:
     try:
       ctypes.CDLL('libEGL.so.1', ctypes.RTLD_GLOBAL)
       _can_mujoco_draw = True
-    except OSError:  # There is none.
+    except OSError:  # The library is not installed.
       pass
 
 
@@ -170,22 +146,22 @@ def make(
   """Makes a pool of envpool environments.
 
   Args:
-    name: as envpool lists it, for example 'Pong-v5'.
-    num_envs: of the pool; environment i has the seed `seed` + i.
-    seed: of the first.
-    num_threads: that step it.
+    name: a task that envpool lists, for example 'Pong-v5'.
+    num_envs: number of environments in the pool.
+    seed: seed of the first environment; environment i has `seed` + i.
+    num_threads: number of threads that step the pool.
     render: whether `HostEnv.render` will be called, which raises a
       RuntimeError if the task cannot draw on this machine.
-    **options: of the task.
+    **options: options of the task.
 
   Raises:
-    ValueError: as `make_spec`.
+    ValueError: see `make_spec`.
   """
   import envpool
 
-  record, options = _checked(name, options)
-  spec = _to_spec(name, record)
-  pool = envpool.make_gymnasium(
+  library_spec, options = _check(name, options)
+  spec = _to_spec(name, library_spec)
+  pool: Any = envpool.make_gymnasium(
     name,
     num_envs=num_envs,
     seed=seed,
@@ -193,16 +169,13 @@ def make(
     render_mode='rgb_array' if render else None,
     **options,
   )
-  with warnings.catch_warnings():
+  with warnings.catch_warnings():  # gymnasium warns of rounded bounds.
     warnings.simplefilter('ignore')
     space = pool.single_observation_space
     to_action = spaces.to_library_action(pool.single_action_space)
   joints = HostJoints(num_envs)
 
-  def reset() -> TimeStep:
-    return joints.reset(pool.reset()[0])
-
-  def step(action: Any) -> TimeStep:
+  def step(action: np.ndarray) -> TimeStep:
     obs, reward, terminated, truncated, _ = pool.step(to_action(action))
     return joints.step(obs, reward, terminated, truncated)
 
@@ -214,9 +187,9 @@ def make(
 
   return HostEnv(
     spec,
-    reset,
-    step,
-    pool.close,
-    lambda obs: spaces.observe(space, obs),
-    draw,
+    reset=lambda: joints.reset(pool.reset()[0]),
+    step=step,
+    close=pool.close,
+    observe=lambda obs: spaces.observe(space, obs),
+    render=draw,
   )

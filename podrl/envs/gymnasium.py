@@ -15,8 +15,15 @@ from podrl.types import EnvSpec, HostEnv, TimeStep
 _MODES = ('sync', 'async')
 
 
+def names() -> list[str]:
+  """The environments that gymnasium has registered so far."""
+  import gymnasium
+
+  return sorted(gymnasium.registry)
+
+
 def _registered_spec(name: str) -> Any:
-  """gymnasium's record of an environment, its module imported where named."""
+  """gymnasium's own specification of an environment."""
   import gymnasium
 
   module, _, identifier = name.rpartition(':')
@@ -32,19 +39,39 @@ def _registered_spec(name: str) -> Any:
     ) from error
 
 
-def make_spec(name: str, **options: Any) -> EnvSpec:
-  """What agents and drivers need to know, from one environment made briefly.
-
-  Args:
-    name: as `make`.
-    **options: the same.
-
-  Raises:
-    ValueError: if the name or an option is unknown or refused, or a space is
-      not supported.
-  """
+def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
+  """Makes one environment after checking its options."""
   import gymnasium
 
+  try:
+    if isinstance(entry_point, str):
+      load = gymnasium.envs.registration.load_env_creator
+      entry_point = load(entry_point)
+    parameters = inspect.signature(entry_point).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+      known = {*parameters, 'max_episode_steps', 'vectorization_mode'}
+      spaces.check_options(name, options, known - {'self'})
+    return gymnasium.make(name, **options)
+  except spaces.UnknownOption:
+    raise
+  except Exception as error:  # The environment's code can raise anything.
+    raise ValueError(
+      f'env.name={name} with {options or "no options"} cannot be made: '
+      f'{type(error).__name__}: {spaces.one_line(error)}'
+    ) from error
+
+
+def make_spec(name: str, **options: Any) -> EnvSpec:
+  """The `EnvSpec` of an environment, which is made for a moment.
+
+  Args:
+    name: see `make`.
+    **options: see `make`.
+
+  Raises:
+    ValueError: if the name or an option is unknown, the environment refuses an
+      option, or a space is not supported.
+  """
   spec = _registered_spec(name)
   mode = options.pop('vectorization_mode', _MODES[0])
   if mode not in _MODES:
@@ -52,31 +79,7 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
       f'env.options.vectorization_mode={mode} is unknown; '
       f'choose from {", ".join(_MODES)}'
     )
-  max_episode_steps = options.get('max_episode_steps', spec.max_episode_steps)
-
-  def refused(error: Exception) -> ValueError:
-    return ValueError(
-      f'env.name={name} with {options or "no options"} cannot be made: '
-      f'{type(error).__name__}: {" ".join(str(error).split())}'
-    )
-
-  entry = spec.entry_point
-  try:
-    if isinstance(entry, str):
-      entry = gymnasium.envs.registration.load_env_creator(entry)
-    parameters = inspect.signature(entry).parameters
-  except Exception as error:  # Whatever its module raises.
-    raise refused(error) from error
-  if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-    spaces.check_options(
-      name,
-      options,
-      {*parameters, 'max_episode_steps', 'vectorization_mode'} - {'self'},
-    )
-  try:
-    env = gymnasium.make(name, **options)
-  except Exception as error:  # Whatever an environment's constructor raises.
-    raise refused(error) from error
+  env = _make_single(name, spec.entry_point, options)
   try:
     obs = spaces.obs_spec(env.observation_space)
     action = spaces.action_space(env.action_space)
@@ -84,16 +87,8 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
     raise ValueError(f'env.name={name}: {error}') from error
   finally:
     env.close()
-  return EnvSpec(
-    obs, spaces.is_channels_first(obs), action, 1, max_episode_steps or 0
-  )
-
-
-def names() -> list[str]:
-  """The environments that gymnasium has registered by now."""
-  import gymnasium
-
-  return sorted(gymnasium.registry)
+  max_steps = options.get('max_episode_steps', spec.max_episode_steps) or 0
+  return EnvSpec(obs, spaces.is_channels_first(obs), action, 1, max_steps)
 
 
 def make(
@@ -108,17 +103,17 @@ def make(
   """Makes a batch of gymnasium environments through its vector API.
 
   Args:
-    name: as registered, for example 'CartPole-v1'; 'module:Id' imports the
-      module that registers it.
-    num_envs: of the batch; environment i has the seed `seed` + i.
-    seed: of the first.
-    num_threads: unused; `vectorization_mode` decides.
+    name: the registered name, for example 'CartPole-v1'; 'module:Id' imports
+      the module that registers it.
+    num_envs: number of environments in the batch.
+    seed: seed of the first environment; environment i has `seed` + i.
+    num_threads: not used, because `vectorization_mode` decides.
     render: whether `HostEnv.render` will be called.
-    **options: of the environment, and `vectorization_mode`: 'sync' steps them
-      one after the other, 'async' each in a process of its own.
+    **options: options of the environment and `vectorization_mode`: 'sync' steps
+      the environments one after the other, 'async' each in its own process.
 
   Raises:
-    ValueError: as `make_spec`.
+    ValueError: see `make_spec`.
   """
   import gymnasium
 
@@ -126,20 +121,20 @@ def make(
   if render:
     options['render_mode'] = 'rgb_array'
   spec = make_spec(name, **options)
-  mode = options.pop('vectorization_mode', 'sync')
-  vector_kwargs = {'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP}
+  mode = options.pop('vectorization_mode', _MODES[0])
+  vector_kwargs: dict[str, Any] = {
+    'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP
+  }
   if mode == 'async':
-    vector_kwargs['context'] = (
-      'spawn'  # A fork would copy JAX's threads' locks.
-    )
-    # The tracker that the first process would start lifts the mask below.
+    # A fork would copy the locks of JAX's threads.
+    vector_kwargs['context'] = 'spawn'
+    # Otherwise the first process starts the tracker, and that lifts the mask.
     resource_tracker.ensure_running()
-  # Inherited by the processes: who ends them is this one.
-  mask = signal.pthread_sigmask(
-    signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM)
-  )
+  # The processes inherit the mask: only this process may end them.
+  signals = (signal.SIGINT, signal.SIGTERM)
+  mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
   try:
-    envs = gymnasium.make_vec(
+    envs: Any = gymnasium.make_vec(
       name, num_envs, mode, vector_kwargs=vector_kwargs, **options
     )
   finally:
@@ -148,10 +143,6 @@ def make(
   to_action = spaces.to_library_action(envs.single_action_space)
   joints = HostJoints(num_envs)
 
-  def reset() -> TimeStep:
-    # A copy: see `copy` of VectorEnv.
-    return joints.reset(envs.reset(seed=seed)[0])
-
   def step(action: np.ndarray) -> TimeStep:
     obs, reward, terminated, truncated, _ = envs.step(to_action(action))
     return joints.step(obs, reward, terminated, truncated)
@@ -159,16 +150,17 @@ def make(
   def close() -> None:
     try:
       envs.close()
-    except BaseException:  # One of its processes died.
+    except BaseException:  # One of the processes died.
       for process in getattr(envs.unwrapped, 'processes', ()):
-        process.kill()  # SIGTERM is blocked there.
+        process.kill()  # They block SIGTERM.
       raise
 
   return HostEnv(
     spec,
-    reset,
-    step,
-    close,
-    lambda obs: spaces.observe(space, obs),
-    lambda: envs.render()[0],
+    # VectorEnv returns copies of its observations by default.
+    reset=lambda: joints.reset(envs.reset(seed=seed)[0]),
+    step=step,
+    close=close,
+    observe=lambda obs: spaces.observe(space, obs),
+    render=lambda: envs.render()[0],
   )

@@ -1,4 +1,4 @@
-"""gymnax environments as `DeviceEnv`, with the joints of dm_env."""
+"""gymnax environments as a `DeviceEnv`."""
 
 from typing import Any
 
@@ -9,21 +9,11 @@ import numpy as np
 from podrl.envs import joints, spaces
 from podrl.types import Array, Box, DeviceEnv, Discrete, EnvSpec, Tree
 
-# Observations that are images of zeros and ones, which gymnax keeps as float32.
+# gymnax keeps these observations, images of zeros and ones, as float32.
 _BINARY_OBS = frozenset(
-  [
-    'Asterix-MinAtar',
-    'Breakout-MinAtar',
-    'Freeway-MinAtar',
-    'Seaquest-MinAtar',
-    'SpaceInvaders-MinAtar',
-    'Catch-bsuite',
-    'DeepSea-bsuite',
-    'Pong-misc',
-  ]
+  'Asterix-MinAtar Breakout-MinAtar Freeway-MinAtar Seaquest-MinAtar '
+  'SpaceInvaders-MinAtar Catch-bsuite DeepSea-bsuite Pong-misc'.split()
 )
-
-
 _DOWNLOADS = 'MNISTBandit-bsuite'
 
 
@@ -45,57 +35,59 @@ def names() -> list[str]:
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
-  """What agents and drivers need to know of an environment; raises as `make`."""
+  """The `EnvSpec` of an environment; it raises what `make` raises."""
   return make(name, **options).spec
 
 
+def _check_option(key: str, value: Any, default: Any) -> None:
+  """Raises a ValueError unless the option and its default are numbers."""
+  is_number = isinstance(value, int | float) and not np.ndim(default)
+  if not is_number:
+    raise ValueError(
+      f'env.options.{key}={value!r} is not a number like its default, {default}'
+    )
+  if not abs(value) < 2**31:
+    raise ValueError(
+      f'env.options.{key}={value} must be between -2**31 and 2**31'
+    )
+
+
 def make(name: str, **options: Any) -> DeviceEnv:
-  """Makes a gymnax environment.
+  """Makes a batch of gymnax environments.
 
   Args:
-    name: as registered, for example 'CartPole-v1'.
+    name: the registered name, for example 'CartPole-v1'.
     **options: fields of the environment's parameters, for example
       `max_steps_in_episode=100`.
 
   Returns:
-    A `DeviceEnv`. Images of zeros and ones are bool, a `Discrete` observation
-    is a bool one-hot vector, rewards are float32.
+    A `DeviceEnv`. Images of zeros and ones are bool, `Discrete` observations
+    are bool one-hot vectors, and rewards are float32.
 
   Raises:
-    ValueError: if the name or an option is unknown, or a value of a wrong type.
+    ValueError: if the name or an option is unknown, or a value has a wrong
+      type.
   """
-  import gymnax  # Takes seconds: it imports matplotlib and seaborn.
+  import gymnax  # It takes seconds, because it imports matplotlib and seaborn.
 
-  if name not in gymnax.registered_envs:
-    raise spaces.unknown_name(
-      name, 'a gymnax environment', gymnax.registered_envs
-    )
+  known = gymnax.registered_envs
+  if name not in known:
+    raise spaces.unknown_name(name, 'a gymnax environment', known)
   if name == _DOWNLOADS:
     raise ValueError(
-      f'env.name={name} downloads a data set when made; choose another'
+      f'env.name={name} downloads a data set when it is made; choose another'
     )
   env, params = gymnax.make(name)
   spaces.check_options(name, options, vars(params))
   for key, value in options.items():
-    default = getattr(params, key)
-    if np.ndim(default) or not np.isscalar(value) or isinstance(value, str):
-      raise ValueError(
-        f'env.options.{key}={value!r} is not a number like '
-        f'its default, {default}'
-      )
-    if not abs(value) < 2**31:
-      raise ValueError(
-        f'env.options.{key}={value} must be between -2**31 and 2**31'
-      )
+    _check_option(key, value, getattr(params, key))
   params = params.replace(**options)
-  if params.max_steps_in_episode < 1:
+  max_steps = int(params.max_steps_in_episode)
+  if max_steps < 1:
     raise ValueError(
-      'env.options.max_steps_in_episode='
-      f'{params.max_steps_in_episode} must be at least 1'
+      f'env.options.max_steps_in_episode={max_steps} must be at least 1'
     )
-
-  obs_space = env.observation_space(params)
-  num_categories = getattr(obs_space, 'n', None)
+  num_categories = getattr(env.observation_space(params), 'n', None)
 
   def observe(obs: Tree) -> Tree:
     if num_categories is not None:
@@ -117,13 +109,12 @@ def make(name: str, **options: Any) -> DeviceEnv:
     truncated = env.is_truncated(env_state, params)
     return observe(obs), env_state, reward, terminated, truncated
 
-  # The spaces declare dtypes that differ from those of some observations.
-  obs, _ = jax.eval_shape(reset, jax.random.key(0))
   spec = EnvSpec(
-    obs=obs,
+    # The spaces of some environments declare other dtypes than they return.
+    obs=jax.eval_shape(reset, jax.random.key(0))[0],
     channels_first=False,
     action=_action_space(env.action_space(params)),
     frame_skip=1,
-    max_episode_steps=int(params.max_steps_in_episode),
+    max_episode_steps=max_steps,
   )
   return joints.make_device_env(spec, reset, step)

@@ -97,7 +97,7 @@ class HostJoints:
 
   def __init__(self, num_envs: int):
     self._num_envs = num_envs
-    self._is_last = np.zeros(num_envs, bool)
+    self._is_last: Array = np.zeros(num_envs, bool)
 
   def reset(self, obs: Tree) -> TimeStep:
     """The time step after a reset of all environments."""

@@ -126,14 +126,23 @@ def unknown_name(name: str, kind: str, known: Collection[str]) -> ValueError:
   return ValueError(f'env.name={name} is not {kind}; {remedy}')
 
 
+class UnknownOption(ValueError):
+  """An option that the environment does not have."""
+
+
+def one_line(error: Exception) -> str:
+  """The message of an error on a single line."""
+  return ' '.join(str(error).split())
+
+
 def check_options(
   name: str, options: Iterable[str], known: Collection[str]
 ) -> None:
-  """Raises a ValueError, with near names, for an unknown option."""
+  """Raises an `UnknownOption`, with near names, for an unknown option."""
   for key in options:
     if key not in known:
       near = difflib.get_close_matches(key, known, 3, 0.4) or sorted(known)
-      raise ValueError(
+      raise UnknownOption(
         f'env.options.{key} is not an option of {name}; '
         f'its options: {", ".join(near)}'
       )

@@ -1,18 +1,17 @@
-"""Networks: a policy and a value over time, of torsos, a memory and heads."""
+"""Networks with a policy head and a value head, over sequences of steps."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from podrl.networks import cores
 from podrl.networks.torsos import MLP, TwinMLP, as_vector
 from podrl.types import Array, Tree
 
-CORES = ('none', 'gru', 'lstm')
-
-# Wider observations are worth joining two first layers (measured on a CPU).
+# For wider observations, two joined first layers are faster (on a CPU).
 _JOIN_WIDTH = 256
 
 
@@ -21,13 +20,13 @@ class Network(NamedTuple):
 
   Attributes:
     init: `(rng_key) -> params`.
-    initial_carry: `(batch_size) -> carry`, leaves `[B, ...]`; `()` where
-      nothing is remembered.
-    unroll: `(params, obs, is_first, carry) -> (head, value, carry)`: of
-      observations `[T, B, ...]` and `is_first` `[T, B]`, heads
-      `[T, B, num_params]` and values `[T, B]`, both float32. `carry` is the
-      one before the first step, then the one after the last.
-    is_recurrent: whether a step's outputs depend on earlier ones.
+    initial_carry: `(batch_size) -> carry`, leaves `[B, ...]`; `()` if the
+      network is not recurrent.
+    unroll: `(params, obs, is_first, carry) -> (head, value, carry)`, from
+      observations `[T, B, ...]` and `is_first` `[T, B]` to heads
+      `[T, B, num_params]` and values `[T, B]`, both float32. The carry is the
+      one before the first step, and then the one after the last.
+    is_recurrent: whether the outputs of a step depend on earlier steps.
   """
 
   init: Callable[[jax.Array], Tree]
@@ -36,27 +35,30 @@ class Network(NamedTuple):
   is_recurrent: bool
 
 
+def _merge_time(obs: Tree) -> Tree:
+  """Reshapes leaves `[T, B, ...]` to `[T * B, ...]`."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)
+
+
 def feed_forward(module: nn.Module, obs: Tree) -> Network:
-  """A network without memory.
+  """Makes a network that is not recurrent.
 
   Args:
-    module: from observations `[N, ...]` to a policy head `[N, num_params]` and
+    module: maps observations `[N, ...]` to a policy head `[N, num_params]` and
       values `[N]`.
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
   """
+  apply: Callable[..., Any] = module.apply
 
   def init(rng_key: jax.Array) -> Tree:
-    return module.init(
-      rng_key, jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), obs)
-    )
+    example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), obs)
+    return module.init(rng_key, example)
 
   def unroll(
     params: Tree, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Array, Tree]:
+    head, value = apply(params, _merge_time(obs))
     shape = is_first.shape
-    head, value = module.apply(
-      params, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)
-    )
     return head.reshape(*shape, -1), value.reshape(shape), carry
 
   return Network(init, lambda batch_size: (), unroll, is_recurrent=False)
@@ -65,55 +67,21 @@ def feed_forward(module: nn.Module, obs: Tree) -> Network:
 def recurrent(
   module: nn.Module, obs: Tree, initial_carry: Callable[[int], Tree]
 ) -> Network:
-  """A network with a memory.
+  """Makes a recurrent network.
 
   Args:
-    module: does what `Network.unroll` does; it forgets where `is_first`.
+    module: computes `Network.unroll`; it resets its carry where `is_first`.
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
     initial_carry: `(batch_size) -> carry`.
   """
+  apply: Callable[..., Any] = module.apply
 
   def init(rng_key: jax.Array) -> Tree:
     example = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), obs)
-    return module.init(
-      rng_key, example, jnp.ones((1, 1), bool), initial_carry(1)
-    )
+    is_first = jnp.ones((1, 1), bool)
+    return module.init(rng_key, example, is_first, initial_carry(1))
 
-  return Network(init, initial_carry, module.apply, is_recurrent=True)
-
-
-class Core(nn.Module):
-  """A recurrent layer whose carry starts from zero where an episode does.
-
-  GRU: Cho et al. 2014, arXiv:1406.1078; LSTM: Hochreiter and Schmidhuber 1997.
-
-  Attributes:
-    kind: 'gru' or 'lstm'.
-    size: width of its outputs and of its carry.
-  """
-
-  kind: str
-  size: int
-
-  @nn.compact
-  def __call__(
-    self, x: Array, is_first: Array, carry: Tree
-  ) -> tuple[Array, Tree]:
-    """From `[T, B, features]` to outputs `[T, B, size]` and the last carry."""
-    cell = {'gru': nn.GRUCell, 'lstm': nn.OptimizedLSTMCell}[self.kind]
-
-    def step(cell, carry, inputs):
-      x, is_first = inputs
-      carry = jax.tree.map(
-        lambda c: jnp.where(is_first[:, None], 0.0, c), carry
-      )
-      return cell(carry, x)
-
-    scan = nn.scan(
-      step, variable_broadcast='params', split_rngs={'params': False}
-    )
-    carry, outputs = scan(cell(self.size), carry, (x, is_first))
-    return outputs, carry
+  return Network(init, initial_carry, apply, is_recurrent=True)
 
 
 class ActorCritic(nn.Module):
@@ -123,10 +91,10 @@ class ActorCritic(nn.Module):
     make_torso: builds a torso, an `nn.Module`.
     num_policy_params: width of the policy head.
     shared_torso: whether the two heads share one torso.
-    num_constant_params: how many of the policy's numbers, the last, are
-      parameters, the same in all states.
-    core: of each torso, a memory between it and its head; one of `CORES`.
-    core_size: width of that memory.
+    num_constant_params: how many numbers of the policy head, the last ones, are
+      parameters with the same value in all states.
+    core: one of `cores.CORES`, placed between each torso and its head.
+    core_size: width of the core.
   """
 
   make_torso: Callable[[], nn.Module]
@@ -140,59 +108,48 @@ class ActorCritic(nn.Module):
   def __call__(
     self, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Array, Tree]:
-    """As `Network.unroll`, with a carry for each torso that has a memory."""
-    features = self._features(
-      jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)
-    )
+    """Computes `Network.unroll`; the carry is a list with one for each core."""
+    features = self._features(_merge_time(obs))
+    shape = is_first.shape
     if self.core != 'none':
-      outputs = [
-        Core(self.core, self.core_size)(
-          x.astype(jnp.float32).reshape(*is_first.shape, -1), is_first, c
-        )
-        for x, c in zip(features, carry, strict=True)
-      ]
+      outputs = []
+      for x, core_carry in zip(features, carry, strict=True):
+        x = x.astype(jnp.float32).reshape(*shape, -1)
+        core = cores.Core(self.core, self.core_size)
+        outputs.append(core(x, is_first, core_carry))
       features, carry = map(list, zip(*outputs))
     head, value = self._heads(features[0], features[-1])
-    return (
-      head.reshape(*is_first.shape, -1),
-      value.reshape(is_first.shape),
-      carry,
-    )
+    return head.reshape(*shape, -1), value.reshape(shape), carry
 
   def _features(self, obs: Tree) -> list[Array]:
-    """Of observations `[N, ...]`, `[N, F]`: for both heads, or for each."""
-    torso = self.make_torso()
+    """The features `[N, F]`: one for both heads, or one for each."""
+    torso: Any = self.make_torso()
     if self.shared_torso:
       return [torso(obs)]
     if isinstance(torso, MLP) and as_vector(obs).shape[1] > _JOIN_WIDTH:
-      return list(
-        TwinMLP(torso.hidden_sizes, torso.activation, torso.dtype)(obs)
-      )
-    return [torso(obs), self.make_torso()(obs)]
+      twins = TwinMLP(torso.hidden_sizes, torso.activation, torso.dtype)
+      return list(twins(obs))
+    value_torso: Any = self.make_torso()
+    return [torso(obs), value_torso(obs)]
 
   def _heads(
     self, policy_features: Array, value_features: Array
   ) -> tuple[Array, Array]:
-    """Of features `[..., F]`, the policy's numbers `[..., P]` and values."""
+    """Maps features `[..., F]` to the policy head `[..., P]` and values."""
+    orthogonal = nn.initializers.orthogonal
     num_outputs = self.num_policy_params - self.num_constant_params
     # A small policy head starts the policy close to uniform.
-    policy = nn.Dense(
-      num_outputs, kernel_init=nn.initializers.orthogonal(0.01)
-    )(policy_features)
-    if self.num_constant_params:
-      constant = self.param(
-        'constant', nn.initializers.zeros_init(), (self.num_constant_params,)
-      )
-      policy = jnp.concatenate(
-        [
-          policy,
-          jnp.broadcast_to(constant, (*policy.shape[:-1], constant.size)),
-        ],
-        axis=-1,
-      )
-    value = nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(
-      value_features
+    policy = nn.Dense(num_outputs, kernel_init=orthogonal(0.01))(
+      policy_features
     )
+    if self.num_constant_params:
+      zeros = nn.initializers.zeros_init()
+      constant = self.param('constant', zeros, (self.num_constant_params,))
+      constant = jnp.broadcast_to(
+        constant, (*policy.shape[:-1], self.num_constant_params)
+      )
+      policy = jnp.concatenate([policy, constant], axis=-1)
+    value = nn.Dense(1, kernel_init=orthogonal(1.0))(value_features)
     return policy, value
 
 
@@ -206,24 +163,23 @@ def make_network(
   core: str = 'none',
   core_size: int = 64,
 ) -> Network:
-  """The actor-critic network of an agent.
+  """Makes an actor-critic network.
 
   Args:
     make_torso: builds a torso, an `nn.Module`.
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
     num_policy_params: width of the policy head.
-    shared_torso: as in `ActorCritic`, and so are the others.
-    num_constant_params: the same.
-    core: the same.
-    core_size: the same.
+    shared_torso: see `ActorCritic`.
+    num_constant_params: see `ActorCritic`.
+    core: see `ActorCritic`.
+    core_size: see `ActorCritic`.
   """
 
   def initial_carry(batch_size: int) -> Tree:
     if core == 'none':
       return ()
-    zeros = jnp.zeros((batch_size, core_size))
-    carry = zeros if core == 'gru' else (zeros, zeros)  # The cell, the state.
-    return [carry] * (1 if shared_torso else 2)
+    num_cores = 1 if shared_torso else 2
+    return [cores.initial_carry(core, core_size, batch_size)] * num_cores
 
   module = ActorCritic(
     make_torso,
@@ -233,6 +189,5 @@ def make_network(
     core,
     core_size,
   )
-  return recurrent(module, obs, initial_carry)._replace(
-    is_recurrent=core != 'none'
-  )
+  network = recurrent(module, obs, initial_carry)
+  return network._replace(is_recurrent=core != 'none')

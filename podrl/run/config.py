@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from podrl.agents import AGENTS
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
-from podrl.networks.actor_critic import CORES
+from podrl.networks.cores import CORES
 from podrl.networks.torsos import TORSOS
 from podrl.records import checkpoint, workdir
 from podrl.records.workdir import flatten

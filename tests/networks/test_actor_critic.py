@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from podrl.networks import actor_critic as networks
-from podrl.networks import torsos
+from podrl.networks import cores, torsos
 from podrl.types import Discrete, EnvSpec
 
 _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
@@ -102,7 +102,10 @@ def _sigmoid(x):
 
 def _gru(p, x, h):
   """Cho et al. 2014, with the reset gate after the product (its v3)."""
-  dense = lambda name, y: y @ p[name]['kernel'] + p[name].get('bias', 0)
+
+  def dense(name, y):
+    return y @ p[name]['kernel'] + p[name].get('bias', 0)
+
   r = _sigmoid(dense('ir', x) + dense('hr', h))
   z = _sigmoid(dense('iz', x) + dense('hz', h))
   n = np.tanh(dense('in', x) + r * dense('hn', h))
@@ -113,9 +116,11 @@ def _gru(p, x, h):
 def _lstm(p, x, carry):
   """Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al."""
   c, h = carry
-  gate = lambda g: (
-    x @ p[f'i{g}']['kernel'] + h @ p[f'h{g}']['kernel'] + (p[f'h{g}']['bias'])
-  )
+
+  def gate(g):
+    hidden = h @ p[f'h{g}']['kernel'] + p[f'h{g}']['bias']
+    return x @ p[f'i{g}']['kernel'] + hidden
+
   c = _sigmoid(gate('f')) * c + _sigmoid(gate('i')) * np.tanh(gate('g'))
   h = _sigmoid(gate('o')) * np.tanh(c)
   return h, (c, h)
@@ -123,7 +128,7 @@ def _lstm(p, x, carry):
 
 @pytest.mark.parametrize('kind,cell', [('gru', _gru), ('lstm', _lstm)])
 def test_a_core_is_a_plain_loop_that_forgets_at_first_steps(kind, cell):
-  core = networks.Core(kind, 6)
+  core = cores.Core(kind, 6)
   x, is_first = _sequence()
   zeros = np.zeros((4, 6), np.float32)
   carry = zeros if kind == 'gru' else (zeros, zeros)
