@@ -1,7 +1,7 @@
-"""A host whose costs are set: environments, inference and updates that sleep.
+"""A synthetic host: environments, inference and updates that only sleep.
 
-Sleeping needs neither the GIL nor a core, so that what a driver reaches follows
-from the costs alone, on any machine.
+Sleeping needs neither the GIL nor a core, so the rate of a driver follows from
+these costs alone, on any machine.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from podrl.types import Agent, Discrete, EnvSpec, HostEnv, TimeStep
 
 @dataclasses.dataclass
 class Costs:
-  """Seconds of each call; they may be changed while a driver runs.
+  """Seconds of each call; a test may change them while a driver runs.
 
   Attributes:
-    step: of a pool's step.
-    step_per_env: of each of its environments besides.
-    inference: of a batch's.
-    inference_per_env: of each environment of it besides.
-    update: of an update.
-    update_per_slot: of each of its slots (T x B) besides.
-    noise: deviation of a call's logarithm; the mean stays.
+    step: seconds of a pool's step.
+    step_per_env: seconds added for each environment of the pool.
+    inference: seconds of the inference of a batch.
+    inference_per_env: seconds added for each environment of the batch.
+    update: seconds of an update.
+    update_per_slot: seconds added for each slot (T x B) of the update.
+    noise: standard deviation of the logarithm of a call's seconds.
   """
 
   step: float = 0.0
@@ -43,12 +43,12 @@ class Costs:
 
 
 class Host:
-  """A host with its costs, cores and devices.
+  """A host with costs, cores and devices.
 
   Args:
-    costs: of its calls.
-    num_cores: environments step on so many at a time; None is no bound.
-    seed: of the noise.
+    costs: the costs of its calls.
+    num_cores: how many pools can step at the same time; None is no bound.
+    seed: seed of the noise.
   """
 
   def __init__(self, costs: Costs, num_cores: int | None = None, seed: int = 0):
@@ -56,7 +56,7 @@ class Host:
     self._cores = (
       threading.Semaphore(num_cores) if num_cores else contextlib.nullcontext()
     )
-    # A device does one thing at a time; actors and the learner have one each.
+    # A device runs one call at a time. The learner has its own device.
     self._actor_device = threading.Lock()
     self._learner_device = threading.Lock()
     self._rng = np.random.default_rng(seed)
@@ -72,7 +72,7 @@ class Host:
   def make_env(
     self, num_envs: int, seed: int = 0, num_threads: int = 1
   ) -> HostEnv:
-    """A pool whose episodes never end; its reward is 1."""
+    """Makes a pool whose episodes never end, with reward 1."""
     del seed, num_threads
     timestep = TimeStep(
       np.zeros((num_envs, 1), np.float32),
@@ -105,7 +105,7 @@ class Host:
     per_one: str,
     x: jax.Array,
   ) -> jax.Array:
-    """A 0 that is ready when the sleep is over; it waits for `x`."""
+    """Returns a 0 that is ready after the sleep, which begins after `x`."""
 
     def sleep(x):
       with device:
@@ -117,7 +117,7 @@ class Host:
     return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
   def make_agent(self) -> Agent:
-    """An agent of one parameter that it never changes."""
+    """Makes an agent with one parameter, which never changes."""
 
     def act(params, rng_key, timestep, carry, *, greedy=False):
       del rng_key, greedy
@@ -144,7 +144,7 @@ class Host:
     )
 
   def make_learner(self, agent: Agent):
-    """A learner whose update sleeps."""
+    """Makes a learner whose update sleeps."""
     learner = make_learner(agent, optax.sgd(0.0))
 
     def update(state, trajectory, rng_key):
@@ -173,7 +173,7 @@ class Host:
     learner_device: int = 0,
     **settings,
   ) -> sebulba.Sebulba:
-    """Sebulba on this host; `num_envs` are each actor's."""
+    """Makes Sebulba on this host; each actor has `num_envs` environments."""
     agent = self.make_agent()
     device = jax.devices()[0]
     return sebulba.Sebulba(
@@ -197,7 +197,7 @@ class Host:
 
 
 def rate(driver: sebulba.Sebulba, seconds: float) -> float:
-  """Steps learnt a second by a driver that runs, over so long a window."""
+  """The steps per second of a running driver, over a window of `seconds`."""
   start, steps = time.perf_counter(), 0
   while time.perf_counter() - start < seconds:
     steps += sum(r.num_predictions for r in driver.advance(1))

@@ -1,15 +1,20 @@
-"""Agents with a memory and continuous actions: acting, learning, joints."""
+"""Agents: acting, learning, joints, and the table of agents."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.agents import a2c, impala, ppo
+from podrl.agents import AGENTS, a2c, impala, ppo
 from podrl.core import distributions
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
 from podrl.types import Box, Discrete, TimeStep, Trajectory
+
+
+def _slow(*values):
+  return pytest.param(*values, marks=pytest.mark.slow)
+
 
 _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
 _SPACES = {
@@ -61,7 +66,7 @@ def _prepare(agent):
 
 
 def _act_through(agent, params, steps):
-  """Fed one step at a time, from a carry that is not zero."""
+  """Acts one step at a time, from a carry that is not zero."""
   first = carry = jax.tree.map(lambda x: x + 0.5, agent.initial_carry(_B))
   rows, act = [], jax.jit(agent.act)
   for t in range(_T):
@@ -82,10 +87,10 @@ def _act_through(agent, params, steps):
   'name,core,space',
   [
     ('ppo', 'none', 'box'),
-    ('ppo', 'gru', 'discrete'),
     ('ppo', 'lstm', 'box'),
     ('impala', 'gru', 'box'),
-    ('impala', 'lstm', 'discrete'),
+    _slow('ppo', 'gru', 'discrete'),
+    _slow('impala', 'lstm', 'discrete'),
   ],
 )
 def test_steps_act_as_the_unrolled_network_does(name, core, space):
@@ -163,9 +168,12 @@ def test_actions_stay_inside_their_bounds(name, dist_name):
 
 
 def _mixed(before, after):
-  """One up to its joint, the other from there on; the carry is of the first."""
+  """Joins two trajectories at the joint; the carry is from the first."""
+
   # The action that was ignored belongs to the time before.
-  join = lambda a, b: jnp.concatenate([a[:_JOINT], b[_JOINT:]])
+  def join(a, b):
+    return jnp.concatenate([a[:_JOINT], b[_JOINT:]])
+
   parts = before._replace(carry=()), after._replace(carry=())
   return jax.tree.map(join, *parts)._replace(carry=before.carry)
 
@@ -174,12 +182,12 @@ def _mixed(before, after):
   'name,core,space',
   [
     ('ppo', 'gru', 'box'),
-    ('ppo', 'lstm', 'discrete'),
     ('impala', 'lstm', 'box'),
-    ('a2c', 'gru', 'discrete'),
+    _slow('ppo', 'lstm', 'discrete'),
+    _slow('a2c', 'gru', 'discrete'),
   ],
 )
-def test_nothing_before_a_joint_changes_what_is_learnt_after(name, core, space):
+def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
   kwargs = {'normalize_advantage': False} if name == 'ppo' else {}
   _, _, agent = _agent(name, core, space, **kwargs)
   params = jax.tree.map(
@@ -225,3 +233,41 @@ def test_a_ratio_that_overflows_is_bounded():
     jax.random.key(0),
   )
   assert np.isfinite(loss)
+
+
+def _fields(name, **changes):
+  fields = {'sebulba.max_lag': 1, 'network.recurrent': 'none'}
+  return fields | AGENTS[name].defaults | changes
+
+
+def test_every_agent_accepts_its_own_defaults():
+  for name, entry in AGENTS.items():
+    entry.check(_fields(name))
+    assert entry.comments.keys() <= entry.defaults.keys()
+
+
+@pytest.mark.parametrize(
+  'name,field,value',
+  [
+    ('ppo', 'agent.clip', 0.0),
+    ('a2c', 'num_epochs', 2),
+    ('a2c', 'num_minibatches', 4),
+    ('a2c', 'sebulba.max_lag', 1),
+  ],
+)
+def test_a_field_that_does_not_fit_the_agent(name, field, value):
+  with pytest.raises(ValueError, match=f'config.{field}={value}'):
+    AGENTS[name].check(_fields(name, **{field: value}))
+
+
+def test_only_ppo_without_a_recurrent_core_divides_steps():
+  recurrent = {'network.recurrent': 'gru'}
+  units = {k: v.minibatch_unit(_fields(k)) for k, v in AGENTS.items()}
+  assert units == {
+    'ppo': 'steps',
+    'impala': 'environments',
+    'a2c': 'environments',
+  }
+  assert AGENTS['ppo'].minibatch_unit(_fields('ppo', **recurrent)) == (
+    'environments'
+  )

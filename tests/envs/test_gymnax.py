@@ -13,10 +13,24 @@ _DOWNLOADS = {'MNISTBandit-bsuite': 'downloads a data set when made'}
 _NAMES = [n for n in gymnax.registered_envs if n not in _DOWNLOADS]
 
 
+def _some_slow(names):
+  """Marks the environments that take seconds to compile."""
+  slow = ('Asterix', 'Freeway', 'Seaquest', 'SpaceInvaders')
+  return [
+    pytest.param(x, marks=pytest.mark.slow) if x.startswith(slow) else x
+    for x in names
+  ]
+
+
 def _single(env):
   """The reset and the step of one environment, without the batch axis."""
-  add = lambda tree: jax.tree.map(lambda x: x[None], tree)
-  drop = lambda tree: jax.tree.map(lambda x: x[0], tree)
+
+  def add(tree):
+    return jax.tree.map(lambda x: x[None], tree)
+
+  def drop(tree):
+    return jax.tree.map(lambda x: x[0], tree)
+
   return (
     lambda key: drop(env.reset(add(key))),
     lambda state, action: drop(env.step(add(state), add(action))),
@@ -49,7 +63,7 @@ def test_only_the_download_is_left_out():
   assert len(_NAMES) == len(gymnax.registered_envs) - 1 == 25
 
 
-@pytest.mark.parametrize('name', _NAMES)
+@pytest.mark.parametrize('name', _some_slow(_NAMES))
 def test_every_environment(name):
   if name == 'Swimmer-misc':  # gymnax's own step broadcasts between ranks.
     jax.config.update('jax_numpy_rank_promotion', 'allow')
@@ -71,7 +85,7 @@ def test_every_environment(name):
   assert not np.any(steps.is_first[1:] & steps.is_first[:-1])
 
 
-@pytest.mark.parametrize('name', sorted(adapter._BINARY_OBS))
+@pytest.mark.parametrize('name', _some_slow(sorted(adapter._BINARY_OBS)))
 def test_bool_images_lose_nothing(name):
   env, params = gymnax.make(name)
   key = jax.random.key(1)
@@ -115,7 +129,7 @@ def test_termination_wins_over_truncation():
   assert last.size and np.all(steps.discount[last] == 0.0)
 
 
-def test_the_action_at_a_joint_is_ignored():
+def test_the_environment_ignores_the_action_at_a_joint():
   env = adapter.make('Catch-bsuite')
   reset, step = _single(env)
   state, timestep = reset(jax.random.key(3))

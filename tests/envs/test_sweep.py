@@ -1,6 +1,6 @@
-"""Every task of gymnax and envpool that one agent can act in, by name alone.
+"""Every single-agent task of gymnax and envpool trains, given only its name.
 
-The slow tests keep docs/coverage.csv: a row for each task, with its outcome.
+The slow tests write docs/coverage.csv: a row for each task, with its outcome.
 """
 
 import csv
@@ -28,7 +28,7 @@ def _family(name):
 
 
 def _has_players(name):
-  """Whether several agents act: board and card games, and two on a crossing."""
+  """Whether several agents act: board and card games, and MultiAgent tasks."""
   return (
     _family(name) == 'pgx'
     and name != 'Play2048-v1'
@@ -45,7 +45,7 @@ def _exemption(task):
     return "its puzzles are not in envpool's wheel"
   if name == 'VizdoomCustom-v1':
     return "runs the user's own scenario file"
-  if family == 'vizdoom':  # Some of them passed, some of the time.
+  if family == 'vizdoom':  # Some tasks pass some of the time.
     return 'at times envpool hangs or crashes while it makes one'
   if name == 'MNISTBandit-bsuite':
     return 'downloads a data set when made'
@@ -102,7 +102,7 @@ def _describe(spec):
 
 
 def _note(*row):
-  """Puts a row into the table; several processes may."""
+  """Writes a row of the table; several processes may write at once."""
   with _TABLE.open('a+', newline='') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     file.seek(0)
@@ -160,15 +160,11 @@ def test_three_updates(task, tmp_path, monkeypatch):
     configs.append(_get_config(experiment)(agent, variant))
     return configs[0]
 
-  _note(*task, '', '', 'failed')  # What crashes leaves this.
+  _note(*task, '', '', 'failed')  # A crash leaves this row.
   # gymnax's Swimmer adds arrays of different ranks.
   with jax.numpy_rank_promotion('allow' if name == 'Swimmer-misc' else 'raise'):
     assert train.run(get_config, argv) == 0
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 3 and summary['eval_episodes'] == 1
-  spec = (
-    build.make_spec(configs[0])
-    if is_host
-    else build.make_env(configs[0]).spec
-  )
+  spec = build.make_spec(configs[0])
   _note(*task, *_describe(spec), 'passed')

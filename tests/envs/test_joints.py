@@ -1,0 +1,89 @@
+"""Joints: a batch from single-environment functions, and host time steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.envs import SUITES, joints
+from podrl.types import Discrete, EnvSpec
+
+_SPEC = EnvSpec(jax.ShapeDtypeStruct((), jnp.int32), False, Discrete(2), 1, 0)
+
+
+def _counter(terminates, truncates):
+  """Counts its steps from a random start; episodes end after three steps."""
+
+  def reset(rng_key):
+    start = jax.random.randint(rng_key, (), 100, 1000)
+    return start, (start, 0)
+
+  def step(rng_key, state, action):
+    del rng_key
+    start, t = state
+    t = t + 1
+    is_over = t == 3
+    obs = start + t + 10 * action
+    return obs, (start, t), t, is_over & terminates, is_over & truncates
+
+  return joints.make_device_env(_SPEC, reset, step)
+
+
+def _unroll(env, action, num_steps=8, num_envs=2):
+  state, first = env.reset(jax.random.split(jax.random.key(0), num_envs))
+  steps = [first]
+  for _ in range(num_steps):
+    state, timestep = env.step(state, jnp.full(num_envs, action))
+    steps.append(timestep)
+  return jax.tree.map(lambda *x: np.stack(x), *steps)
+
+
+@pytest.mark.parametrize(
+  'terminates,truncates', [(True, False), (False, True), (True, True)]
+)
+def test_a_device_env_has_joints(terminates, truncates):
+  steps = _unroll(_counter(terminates, truncates), 0)
+  is_first, last = np.zeros((9, 2), bool), [3, 7]
+  is_first[[0, 4, 8]] = True
+  np.testing.assert_array_equal(steps.is_first, is_first)
+  reward = np.float32([0, 1, 2, 3] * 2 + [0])
+  np.testing.assert_array_equal(steps.reward, np.stack([reward] * 2, 1))
+  assert steps.reward.dtype == steps.discount.dtype == np.float32
+  # Termination wins over truncation.
+  np.testing.assert_array_equal(steps.discount[last], 1.0 - terminates)
+  assert np.delete(steps.discount, last, 0).all()
+  # Each episode of each environment starts elsewhere.
+  assert len(np.unique(steps.obs[is_first])) == 6
+  np.testing.assert_array_equal(steps.obs[last] - steps.obs[[0, 4]], 3)
+
+
+def test_the_action_at_a_joint_is_ignored():
+  a, b = (_unroll(_counter(True, False), action) for action in (0, 1))
+  np.testing.assert_array_equal(a.obs[a.is_first], b.obs[a.is_first])
+  np.testing.assert_array_equal(b.obs[~a.is_first] - a.obs[~a.is_first], 10)
+
+
+def test_an_environments_stream_does_not_depend_on_the_batch():
+  env = _counter(True, False)
+  keys = jax.random.split(jax.random.key(0), 4)
+  for size in (1, 4):
+    state, first = env.reset(keys[:size])
+    steps = [first.obs[0]]
+    for _ in range(8):
+      state, timestep = env.step(state, jnp.zeros(size, jnp.int32))
+      steps.append(timestep.obs[0])
+    if size == 1:
+      expected = steps
+  np.testing.assert_array_equal(steps, expected)
+
+
+def test_the_table_of_suites():
+  assert {k: v.architecture for k, v in SUITES.items()} == {
+    'gymnax': 'anakin',
+    'envpool': 'sebulba',
+    'gymnasium': 'sebulba',
+  }
+  for name, suite in SUITES.items():
+    assert suite.package == name and 'CartPole-v1' in suite.names()
+    spec = suite.make_spec('CartPole-v1')
+    assert spec.obs.shape == (4,) and spec.action == Discrete(2)
