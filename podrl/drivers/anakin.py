@@ -312,7 +312,8 @@ class Anakin:
       one update.
   """
 
-  error = None  # Anakin has no threads: every exception is raised at once.
+  # Anakin has no threads: every exception is raised at once.
+  error: BaseException | None = None
 
   def __init__(
     self,
