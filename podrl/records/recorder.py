@@ -126,8 +126,8 @@ class Window:
     totals.num_updates_since_record += report.num_updates
     totals.seconds += report.seconds
     self.num_updates += report.num_updates
-    num_joints = np.sum(report.episodes.num_joints)
-    self.env_steps += report.num_predictions - int(num_joints)
+    num_joints = int(np.sum(report.episodes.num_joints))
+    self.env_steps += report.num_predictions - num_joints
 
   def progress(self) -> Record:
     """The state of the window as JSON; `resume` restores it bit for bit."""

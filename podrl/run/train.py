@@ -206,7 +206,7 @@ class _Trainer:
     if not self.files.is_resumed:
       recorder.open({})
     if signals.is_set() and not self.cluster.is_distributed:
-      return signals.exit_code
+      return signals.exit_code or FAILED
     self.run.driver.start(self._restore)
     keep = self.config.checkpoint.keep
     self.checkpoints = checkpoint.Checkpoints(self.files.workdir, keep)
@@ -220,7 +220,7 @@ class _Trainer:
     if is_finished:
       return DONE
     recorder.terminal.say(f'saved after update {recorder.num_updates}')
-    return signals.exit_code
+    return signals.exit_code or FAILED
 
   def _fail(self, exception: BaseException) -> str:
     """Saves what is valid after a failure; returns the error in one line."""
