@@ -99,7 +99,7 @@ class Meter:
     before, parts = self.joules(), self.parts
     reports = advance()
     after = self.joules()
-    if before is None or parts != self.parts:
+    if before is None or after is None or parts != self.parts:
       return reports
     stages = {'joules_per_second': (after - before) / len(reports)}
     return [

@@ -160,7 +160,7 @@ def _shared_cores(record: Mapping[str, float], system: System) -> Limit:
     'choosing actions': inference * system.num_actors,
     'updates': update * len(system.learner_devices),
   }
-  most = max(thread_seconds, key=thread_seconds.get)
+  most = max(thread_seconds, key=thread_seconds.__getitem__)
   remedy = (
     ''
     if most == 'environments'

@@ -98,7 +98,7 @@ class Plan(NamedTuple):
 
   def overrides(self, base: 'Plan') -> dict[str, Any]:
     """Returns the fields that change the configuration of `base` to this."""
-    fields = {
+    fields: dict[str, Any] = {
       'unroll_length': self.unroll_length,
       'env.num_envs': self.num_envs,
       'sebulba.threads_per_actor_device': self.threads,
@@ -144,7 +144,7 @@ def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
     splits = [(every, every)] + [(every[:n], every[n:]) for n in counts]
     plans = [Plan(*split, *plan[2:]) for split in splits]
   num_envs, length = plan.num_envs, plan.unroll_length
-  steps = [
+  steps: list[dict[str, Any]] = [
     {'num_envs': 2 * num_envs},
     {'num_envs': num_envs // 2},
     {'num_envs': 2 * num_envs, 'unroll_length': length // 2},
@@ -197,28 +197,28 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
   """
   run = build.make_run(config)
   window, meter = Window(run.spec.frame_skip, 1), Meter(run.devices)
-  pace, start = 0, 0.0
+  pace, start, driver = 1, 0.0, run.driver
   try:
-    run.driver.start()
+    driver.start(lambda state: (state, []))
     while window.num_updates < 2 or time.perf_counter() - start < seconds:
-      (report,) = meter.measure(lambda: run.driver.advance(max(1, pace)))
+      (report,) = meter.measure(lambda: driver.advance(pace, driver.plan()))
       if not report.is_finite:
         raise ValueError(
           'the loss is NaN or infinite; try a smaller optimizer.learning_rate'
         )
       if start:
         window.add(report)
-        pace = int(0.2 * report.num_updates / report.seconds)
+        pace = max(1, int(0.2 * report.num_updates / report.seconds))
       else:  # The first update waits for the first unroll.
         start = time.perf_counter()
   finally:
-    run.driver.close()
+    driver.close()
   record = window.record()
   used = record['updates_per_second'] * batch / record['predictions_per_second']
   for name in ('steps_per_second', 'frames_per_second', 'frames_per_joule'):
     if name in record:
       record[name] *= used
-  return record | run.driver.describe(record)
+  return record | driver.describe(record)
 
 
 def search(
@@ -424,12 +424,12 @@ def verdict(rates: dict[tuple[str, str], float]) -> str:
   Args:
     rates: steps per second of each (architecture, platform).
   """
-  best = max(rates, key=rates.get)
+  best = max(rates, key=rates.__getitem__)
   others = [x for x in rates if (x[1] == 'cpu') != (best[1] == 'cpu')]
   others = others or [x for x in rates if x != best]
   if not others:
     return 'No other way to run this experiment was measured.'
-  second = max(others, key=rates.get)
+  second = max(others, key=rates.__getitem__)
   ratio = rates[best] / rates[second]
   text = (
     f'{best[0]} on {best[1]} learns {ratio:.2f} times as fast as {second[0]} '
