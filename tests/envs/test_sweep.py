@@ -10,9 +10,9 @@ import pathlib
 
 import envpool
 import gymnax
+import helpers
 import jax
 import pytest
-from test_train import _get_config
 
 from podrl.run import build, train
 from podrl.types import Discrete
@@ -157,7 +157,7 @@ def test_three_updates(task, tmp_path, monkeypatch):
   configs = []
 
   def get_config(agent, variant):
-    configs.append(_get_config(experiment)(agent, variant))
+    configs.append(helpers.get_config(experiment)(agent, variant))
     return configs[0]
 
   _note(*task, '', '', 'failed')  # A crash leaves this row.

@@ -7,10 +7,10 @@ import re
 import threading
 import time
 
+import helpers
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing import event_accumulator
-from test_train import _read, _run
 
 from podrl.records import recorder, terminal
 from podrl.records.workdir import WriteError
@@ -151,8 +151,8 @@ def _scalars(path, name):
 
 
 def test_tensorboard_reads_the_events(tmp_path):
-  assert _run(tmp_path / 'run') == 0
-  records, _ = _read(tmp_path / 'run')
+  assert helpers.run(tmp_path / 'run') == 0
+  records, _ = helpers.read(tmp_path / 'run')
   for name in ('loss', 'episode_return', 'eval_return', 'steps_per_second'):
     expected = [(r['env_steps'], r[name]) for r in records if name in r]
     found = _scalars(tmp_path / 'run', name)
@@ -215,7 +215,9 @@ def test_wandb_gets_every_record(tmp_path, monkeypatch):
   monkeypatch.setitem(__import__('sys').modules, 'wandb', Fake)
   monkeypatch.setattr(Fake, '__spec__', object(), raising=False)
   assert (
-    _run(tmp_path / 'run', '--config.log.wandb=True', '--config.num_seeds=2')
+    helpers.run(
+      tmp_path / 'run', '--config.log.wandb=True', '--config.num_seeds=2'
+    )
     == 0
   )
   assert [r.config['seed'] for r in Fake.runs] == [0, 0, 1]  # All, then each.
@@ -235,21 +237,23 @@ def test_wandb_gets_every_record(tmp_path, monkeypatch):
 def test_an_extra_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(__import__('sys').modules, 'wandb', None)
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
-  assert _run(tmp_path / 'run', '--config.log.wandb=True') == train.MISTAKE
+  assert (
+    helpers.run(tmp_path / 'run', '--config.log.wandb=True') == train.MISTAKE
+  )
   assert "pip install -e '.[wandb]'" in capsys.readouterr().err
   assert not (tmp_path / 'run').exists()
 
 
 def test_a_sink_that_is_off_writes_nothing(tmp_path):
-  assert _run(tmp_path / 'run', '--config.log.tensorboard=False') == 0
+  assert helpers.run(tmp_path / 'run', '--config.log.tensorboard=False') == 0
   names = {x.name for x in (tmp_path / 'run').iterdir()}
   expected = 'config.json metrics.jsonl checkpoints summary.json'
   assert names == set(expected.split())
 
 
 def test_a_profile_is_what_tensorboard_and_perfetto_open(tmp_path):
-  assert _run(tmp_path / 'run', '--config.log.profile=2') == 0
-  records, _ = _read(tmp_path / 'run')
+  assert helpers.run(tmp_path / 'run', '--config.log.profile=2') == 0
+  records, _ = helpers.read(tmp_path / 'run')
   assert [r['num_updates'] for r in records] == [3, 6, 8]
   found = {
     p.name.split('.', 1)[1]

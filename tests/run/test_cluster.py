@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import random
 import signal
 import socket
@@ -11,11 +10,11 @@ import sys
 import threading
 import time
 
+import helpers
 import jax
 import numpy as np
 import pytest
 from test_resume import _plain
-from test_train import _get_config, _read
 
 import podrl
 from podrl.records import checkpoint
@@ -26,7 +25,6 @@ from podrl.run.cluster import Cluster
 from podrl.types import Episodes, Report
 
 pytestmark = pytest.mark.timeout(400)
-_ROOT = pathlib.Path(__file__).parents[2]
 # One update is one optimiser step, whatever is spread over whom.
 _ONE_STEP = [
   '--config.num_epochs=1',
@@ -318,7 +316,7 @@ class _Pod:
       subprocess.Popen(
         [
           sys.executable,
-          str(_ROOT / 'experiments' / f'{name}.py'),
+          str(helpers.ROOT / 'experiments' / f'{name}.py'),
           *arguments,
           f'--coordinator=127.0.0.1:{port}',
           f'--num_processes={num_processes}',
@@ -365,7 +363,7 @@ def _params(path):
 def _run_alone(path, name, *arguments):
   assert (
     train.run(
-      _get_config(name), [f'{name}.py', f'--workdir={path}', *arguments]
+      helpers.get_config(name), [f'{name}.py', f'--workdir={path}', *arguments]
     )
     == 0
   )
@@ -378,8 +376,12 @@ def _train_alone_and_in_processes(num_processes, tmp_path, *arguments):
   _run_alone(alone, name, *arguments, f'--config.num_devices={num_processes}')
   pod_arguments = f'--workdir={pod}', '--config.num_devices=1'
   _run_pod(num_processes, name, *arguments, *pod_arguments)
-  assert _read(pod)[1]['processes'] == num_processes
-  assert _read(pod)[1]['devices'] == _read(alone)[1]['devices'] == num_processes
+  assert helpers.read(pod)[1]['processes'] == num_processes
+  assert (
+    helpers.read(pod)[1]['devices']
+    == helpers.read(alone)[1]['devices']
+    == num_processes
+  )
   return alone, pod
 
 
@@ -414,7 +416,7 @@ def test_a_run_of_processes_is_that_of_as_many_devices(
 
 
 def _assert_records_agree(alone, pod):
-  records = [_plain(_read(x)[0]) for x in (alone, pod)]
+  records = [_plain(helpers.read(x)[0]) for x in (alone, pod)]
   for a, b in zip(*records, strict=True):
     assert a.keys() == b.keys()
     for k in a:
@@ -455,7 +457,9 @@ def test_deterministic_sebulba_in_processes_is_that_of_one(
     _params(tmp_path / 'alone'), _params(tmp_path / 'pod'), strict=True
   ):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
-  (alone,), (pod,) = (_plain(_read(tmp_path / x)[0]) for x in ('alone', 'pod'))
+  (alone,), (pod,) = (
+    _plain(helpers.read(tmp_path / x)[0]) for x in ('alone', 'pod')
+  )
   for k in ('env_steps', 'num_updates', 'policy_lag', 'eval_episodes'):
     assert alone[k] == pod[k]
 
@@ -489,7 +493,7 @@ def test_signals_end_all_at_the_same_update(name, arguments, tmp_path):
   pod.processes[1].send_signal(signal.SIGTERM)  # As when one is preempted.
   codes, output = pod.wait()
   assert codes == [75, 75], output
-  summary = _read(path)[1]
+  summary = helpers.read(path)[1]
   preempted = checkpoint.find(str(path))
   assert summary['exit'] == 'preempted'
   assert summary['num_updates'] == preempted > 0
@@ -501,7 +505,7 @@ def test_signals_end_all_at_the_same_update(name, arguments, tmp_path):
   codes, output = pod.wait()
   assert codes == [130, 130], output
   assert f'after update {preempted}' in output[0]
-  records, summary = _read(path)
+  records, summary = helpers.read(path)
   assert summary['exit'] == 'interrupted'
   assert summary['num_updates'] == checkpoint.find(str(path)) > preempted
   updates = [r['num_updates'] for r in records]
@@ -525,7 +529,7 @@ def test_kill_9_of_one_ends_the_other_which_names_it(victim, tmp_path):
   assert codes[victim] == -9 and codes[1 - victim] == 1
   assert f'process {victim} is gone' in output[1 - victim], output[1 - victim]
   if victim:
-    assert 'process 1 is gone' in _read(path)[1]['error']
+    assert 'process 1 is gone' in helpers.read(path)[1]['error']
   saved = checkpoint.find(str(path))
   assert saved >= 32
   if victim == 0:  # One process can resume the run of two.
@@ -537,7 +541,7 @@ def _resume_alone(path, saved):
   process = subprocess.Popen(
     [
       sys.executable,
-      str(_ROOT / 'experiments' / 'anakin_catch.py'),
+      str(helpers.ROOT / 'experiments' / 'anakin_catch.py'),
       f'--workdir={path}',
       '--resume',
       '--config.log.every_updates=4',
@@ -633,7 +637,7 @@ def test_a_mistake_is_one_line_in_each(each, message, tmp_path):
 def test_a_mistake_in_the_flags(arguments, message, tmp_path, capsys):
   assert (
     train.run(
-      _get_config('anakin_catch'),
+      helpers.get_config('anakin_catch'),
       ['x.py', f'--workdir={tmp_path / "run"}', *arguments],
     )
     == 2
@@ -664,7 +668,7 @@ def test_an_unforeseen_error_before_training_reaches_all(monkeypatch):
   monkeypatch.setattr(configs, 'resolve_config', resolve_config)
   monkeypatch.setattr(train.os, '_exit', exit_process)
   with pytest.raises(_Ended):
-    train.run(_get_config('anakin_catch'), ['x.py'])
+    train.run(helpers.get_config('anakin_catch'), ['x.py'])
   assert messages == ['RuntimeError: it broke']
 
 
@@ -672,7 +676,7 @@ def test_others_that_never_come_are_reported_in_a_line(tmp_path):
   outcome = subprocess.run(
     [
       sys.executable,
-      str(_ROOT / 'experiments' / 'anakin_catch.py'),
+      str(helpers.ROOT / 'experiments' / 'anakin_catch.py'),
       f'--coordinator=127.0.0.1:{_free_port()}',
       '--num_processes=2',
       '--process_id=0',

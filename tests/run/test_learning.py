@@ -2,8 +2,8 @@
 
 import json
 
+import helpers
 import pytest
-from test_train import _get_config
 
 from podrl.run import train
 
@@ -12,7 +12,7 @@ def _evaluated(name, tmp_path, *arguments):
   """The evaluated return of an experiment."""
   argv = [f'{name}.py', f'--workdir={tmp_path}/run', *arguments]
   argv += ['--config.num_devices=2'] if name.startswith('anakin') else []
-  assert train.run(_get_config(name), argv) == 0
+  assert train.run(helpers.get_config(name), argv) == 0
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   return summary['eval_return']
 

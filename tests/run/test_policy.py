@@ -1,11 +1,11 @@
 """Policies that are loaded from runs, and what they choose."""
 
 import gymnax
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_train import _TINY, _get_config, _read, _run
 
 import podrl
 from podrl.drivers import spmd
@@ -21,7 +21,7 @@ def runs(tmp_path_factory):
   """A run of each architecture; Anakin's with memory and normalisation."""
   path = tmp_path_factory.mktemp('runs')
   assert (
-    _run(
+    helpers.run(
       path / 'anakin',
       '--config.network.recurrent=gru',
       '--config.agent.normalize_observation=True',
@@ -30,7 +30,7 @@ def runs(tmp_path_factory):
     == 0
   )
   assert (
-    _run(
+    helpers.run(
       path / 'sebulba',
       '--config.total_env_steps=512',
       '--config.env.num_envs=8',
@@ -120,7 +120,7 @@ def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
     'start',
     lambda self, *args: (drivers.append(self), start(self, *args))[1],
   )
-  assert _run(tmp_path / 'run') == 0
+  assert helpers.run(tmp_path / 'run') == 0
   for x, y in zip(
     *map(
       jax.tree.leaves,
@@ -128,7 +128,7 @@ def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
     )
   ):
     np.testing.assert_array_equal(x, y)
-  _, summary = _read(runs / 'anakin')
+  _, summary = helpers.read(runs / 'anakin')
   chosen = podrl.load(runs / 'anakin')
   assert chosen.num_updates == summary['num_updates'] == 8
   for arguments, message in (
@@ -142,7 +142,7 @@ def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
 
 def test_seeds_in_one_program_are_the_single_runs(tmp_path):
   assert (
-    _run(
+    helpers.run(
       tmp_path / 'many',
       '--config.num_seeds=2',
       '--config.seed=5',
@@ -151,23 +151,27 @@ def test_seeds_in_one_program_are_the_single_runs(tmp_path):
     == 0
   )
   single, member = tmp_path / 'single', tmp_path / 'many' / 'seed_1'
-  assert _run(single, '--config.seed=6', '--config.optimizer.name=sgd') == 0
-  for x, y in zip(_read(single)[0], _read(member)[0], strict=True):
+  assert (
+    helpers.run(single, '--config.seed=6', '--config.optimizer.name=sgd') == 0
+  )
+  for x, y in zip(
+    helpers.read(single)[0], helpers.read(member)[0], strict=True
+  ):
     for name in x:
       if not name.endswith(('_second', '_seconds')):
         np.testing.assert_allclose(x[name], y[name], atol=1e-5, err_msg=name)
   params = podrl.load(single).params, podrl.load(member).params
   for x, y in zip(*map(jax.tree.leaves, params)):
     np.testing.assert_allclose(x, y, atol=1e-5)
-  records, summary = _read(tmp_path / 'many')
-  each = [_read(tmp_path / 'many' / f'seed_{i}')[0] for i in range(2)]
+  records, summary = helpers.read(tmp_path / 'many')
+  each = [helpers.read(tmp_path / 'many' / f'seed_{i}')[0] for i in range(2)]
   assert each[0] != each[1]
   for mean, x, y in zip(records, *each, strict=True):
     assert mean['loss'] == pytest.approx((x['loss'] + y['loss']) / 2)
     assert mean['steps_per_second'] == pytest.approx(
       x['steps_per_second'] + y['steps_per_second']
     )
-  assert summary['num_params'] == _read(single)[1]['num_params']
+  assert summary['num_params'] == helpers.read(single)[1]['num_params']
   runs = [plot.read_run(str(tmp_path / 'many' / f'seed_{i}')) for i in range(2)]
   assert [len(g.runs) for g in plot.group_runs(runs)] == [2]
 
@@ -192,11 +196,11 @@ def test_a_nan_names_its_seed(tmp_path, capsys, monkeypatch):
   marked = [jnp.inf]
   monkeypatch.setattr(build, 'make_agent', make_agent)
   # A first run gives the initial parameters of seed 1.
-  fields = _get_config('anakin_catch')('impala')
-  apply_overrides(fields, [*_TINY, config[0]])
+  fields = helpers.get_config('anakin_catch')('impala')
+  apply_overrides(fields, [*helpers.TINY, config[0]])
   run = build.make_run(fields)
   run.driver.start()
   params = spmd.copy_to_first_device(run.driver.learner.params)
   marked[0] = float(jax.tree.leaves(params)[1][1].ravel()[0])
-  assert _run(tmp_path / 'run', *config) == 1
+  assert helpers.run(tmp_path / 'run', *config) == 1
   assert 'of seed 1 is NaN or infinite at update 1' in capsys.readouterr().err

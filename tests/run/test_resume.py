@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 
+import helpers
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from test_train import _TIMINGS, _TINY, _read, _run
 
 import podrl
 from podrl.drivers import sebulba, spmd
@@ -22,7 +22,6 @@ from podrl.drivers.anakin import Anakin
 from podrl.records import checkpoint, recorder
 from podrl.run import build, train
 
-_ROOT = pathlib.Path(__file__).parents[2]
 _HOST = (
   '--config.total_env_steps=1280 --config.env.num_envs=8 '
   '--config.unroll_length=8 --config.eval.num_episodes=2 '
@@ -61,7 +60,9 @@ def _signal_at(monkeypatch, owner, name, count):
 
 
 def _plain(records):
-  return [{k: v for k, v in r.items() if k not in _TIMINGS} for r in records]
+  return [
+    {k: v for k, v in r.items() if k not in helpers.TIMINGS} for r in records
+  ]
 
 
 def _read_records(workdir):
@@ -114,13 +115,13 @@ def test_anakin_resumes_bitwise(
 ):
   arguments = [*arguments, *_TWENTY, f'--config.num_devices={num_devices}']
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
-  assert _run(whole, *arguments) == 0
+  assert helpers.run(whole, *arguments) == 0
   for stop in stops:
     with monkeypatch.context() as patch:
       _signal_at(patch, *stop)
-      assert _run(parts, *arguments, '--resume') == train.PREEMPTED
-  assert _run(parts, '--resume', *arguments) == 0
-  (expected, _), (records, summary) = _read(whole), _read(parts)
+      assert helpers.run(parts, *arguments, '--resume') == train.PREEMPTED
+  assert helpers.run(parts, '--resume', *arguments) == 0
+  (expected, _), (records, summary) = helpers.read(whole), helpers.read(parts)
   numbers = [r['num_updates'] for r in expected]
   assert numbers == [3, 6, 7, 9, 12, 14, 15, 18, 20]
   assert _plain(records) == _plain(expected)
@@ -131,10 +132,10 @@ def test_anakin_resumes_bitwise(
 def test_anakin_resumes_on_other_devices(tmp_path, monkeypatch, capfd):
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   sgd = ['--agent=impala', '--config.optimizer.name=sgd']
-  assert _run(whole, *sgd) == 0
+  assert helpers.run(whole, *sgd) == 0
   _signal_at(monkeypatch, Anakin, 'advance', 2)
-  assert _run(parts, *sgd) == train.PREEMPTED
-  assert _run(parts, *sgd, '--resume', '--config.num_devices=4') == 0
+  assert helpers.run(parts, *sgd) == train.PREEMPTED
+  assert helpers.run(parts, *sgd, '--resume', '--config.num_devices=4') == 0
   assert '2 devices before, 4 now' in capfd.readouterr().err
   _assert_close(_state(parts), _state(whole), 1e-6)
 
@@ -172,10 +173,10 @@ def test_sebulba_resumes(tmp_path, monkeypatch):
   monkeypatch.setattr(sebulba.Actor, 'skip', skip_and_note)
   with monkeypatch.context() as patch:
     _signal_at(patch, sebulba.Sebulba, 'advance', 2)
-    assert _run(workdir, *_HOST, **arguments) == train.PREEMPTED
+    assert helpers.run(workdir, *_HOST, **arguments) == train.PREEMPTED
   first_seeds = seeds.copy()
   seeds.clear()
-  assert _run(workdir, *_HOST, '--resume', **arguments) == 0
+  assert helpers.run(workdir, *_HOST, '--resume', **arguments) == 0
   (saved, saved_progress), (found, found_progress) = states[-3:-1]
   _assert_close(saved, found, 0)
   assert saved_progress == found_progress
@@ -183,7 +184,7 @@ def test_sebulba_resumes(tmp_path, monkeypatch):
   # Each of two actors contributed one unroll to each update.
   assert skipped == found_progress[0]['num_unrolls'] == [num_updates] * 2
   assert first_seeds[:2] == [0, 4] and not set(seeds[:2]) & set(range(8))
-  records, summary = _read(workdir)
+  records, summary = helpers.read(workdir)
   # 1280 / (8 x 8) = 20 updates; the learning rate is annealed over them.
   assert [r['num_updates'] for r in records] == [3, 6, 9, 12, 15, 18, 20]
   last, progress = states[-1]
@@ -207,7 +208,7 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
     '--config.checkpoint.keep=1'
   ).split()
   # 8 updates, evaluated after 2, 4, 6, 8.
-  assert _run(tmp_path / 'run', *arguments) == 0
+  assert helpers.run(tmp_path / 'run', *arguments) == 0
   assert checkpoint.steps(str(tmp_path / 'run')) == [8, 4]
   assert checkpoint.find(str(tmp_path / 'run'), 'best') == 4
 
@@ -216,7 +217,7 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
 def original(tmp_path_factory):
   """A run of 8 updates with checkpoints at 4 and 8, without a summary."""
   path = tmp_path_factory.mktemp('original') / 'run'
-  assert _run(path, '--config.checkpoint.every_env_steps=256') == 0
+  assert helpers.run(path, '--config.checkpoint.every_env_steps=256') == 0
   assert checkpoint.steps(str(path)) == [8, 4]
   (path / 'summary.json').unlink()
   return path
@@ -258,7 +259,7 @@ def test_a_damaged_checkpoint_is_skipped(item, damage, workdir, capsys):
     path.write_bytes(data)
   else:
     path.unlink()
-  assert _run(workdir, '--resume') == 0
+  assert helpers.run(workdir, '--resume') == 0
   said = capsys.readouterr().err
   assert said.count('checkpoint 8 is skipped: its file') == 1
   assert 'resuming after update 4' in said and 'Traceback' not in said
@@ -272,7 +273,7 @@ def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):
 
   def assert_refused(message, *arguments):
     before = _files(workdir)
-    assert _run(workdir, '--resume', *arguments) == train.MISTAKE
+    assert helpers.run(workdir, '--resume', *arguments) == train.MISTAKE
     said = capsys.readouterr().err
     assert message in said.splitlines()[-1] and 'Traceback' not in said
     assert _files(workdir) == before
@@ -312,7 +313,9 @@ def test_digests_are_computed_once_per_load(workdir, monkeypatch):
   monkeypatch.setattr(checkpoint, '_digests', note)
   assert podrl.load(workdir).num_updates == 8
   assert len(digested) == 1
-  assert _run(workdir, '--resume') == 0  # All updates are done: it only loads.
+  assert (
+    helpers.run(workdir, '--resume') == 0
+  )  # All updates are done: it only loads.
   assert len(digested) == 2
 
 
@@ -320,7 +323,7 @@ def test_lost_records_give_way_to_an_older_checkpoint(workdir, capsys):
   lines = (workdir / 'metrics.jsonl').read_text().splitlines(keepends=True)
   assert len(lines) == 3  # At 3, 6 and 8; the checkpoint at 4 counts one.
   (workdir / 'metrics.jsonl').write_text(lines[0] + lines[1][:20])
-  assert _run(workdir, '--resume') == 0
+  assert helpers.run(workdir, '--resume') == 0
   assert '1 records, but had 3' in capsys.readouterr().err
   assert _plain(_read_records(workdir)) == _plain(map(json.loads, lines))
 
@@ -329,7 +332,7 @@ def test_what_was_written_after_the_checkpoint_is_written_again(workdir):
   lines = (workdir / 'metrics.jsonl').read_text()
   shutil.rmtree(workdir / 'checkpoints' / '8')  # As if it was not complete.
   (workdir / 'metrics.jsonl').write_text(lines + '{"env_st')
-  assert _run(workdir, '--resume') == 0
+  assert helpers.run(workdir, '--resume') == 0
   expected = _plain(map(json.loads, lines.splitlines()))
   assert _plain(_read_records(workdir)) == expected
 
@@ -337,7 +340,7 @@ def test_what_was_written_after_the_checkpoint_is_written_again(workdir):
 def test_records_without_a_checkpoint_are_set_aside(workdir):
   lines = (workdir / 'metrics.jsonl').read_text()
   shutil.rmtree(workdir / 'checkpoints')
-  assert _run(workdir, '--resume') == 0
+  assert helpers.run(workdir, '--resume') == 0
   assert (workdir / 'metrics.jsonl.set_aside').read_text() == lines
   expected = _plain(map(json.loads, lines.splitlines()))
   assert _plain(_read_records(workdir)) == expected
@@ -352,7 +355,7 @@ def test_two_processes_do_not_write_one_run(workdir, capsys):
   command = [sys.executable, '-c', code, str(workdir / 'config.json')]
   with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
     process.stdout.readline()
-    assert _run(workdir, '--resume') == train.MISTAKE
+    assert helpers.run(workdir, '--resume') == train.MISTAKE
     process.kill()
   assert _files(workdir) == before
   assert 'another process' in capsys.readouterr().err
@@ -375,7 +378,7 @@ def test_init_from_takes_only_the_parameters(
     patch.setattr(Anakin, 'start', start_and_note)
     patch.setattr(Anakin, 'advance', fail)
     arguments = ['--config.seed=7', '--config.num_devices=1']
-    code = _run(tmp_path / 'new', *arguments, init_from)
+    code = helpers.run(tmp_path / 'new', *arguments, init_from)
     assert code == train.FAILED
   # Before its first update, a checkpoint holds the parameters.
   assert checkpoint.steps(str(tmp_path / 'new')) == [0]
@@ -384,13 +387,13 @@ def test_init_from_takes_only_the_parameters(
   expected = podrl.load(original).params
   for params in state.params, podrl.load(tmp_path / 'new').params:
     jax.tree.map(np.testing.assert_array_equal, params, expected)
-  assert _run(tmp_path / 'new', '--resume', *arguments) == 0
+  assert helpers.run(tmp_path / 'new', '--resume', *arguments) == 0
   capsys.readouterr()
   for arguments, message in (
     ([f'--init_from={tmp_path}'], 'is not a run'),
     ([init_from, '--config.network.hidden_sizes=(8,)'], 'another network'),
   ):
-    assert _run(tmp_path / 'third', *arguments) == train.MISTAKE
+    assert helpers.run(tmp_path / 'third', *arguments) == train.MISTAKE
     assert message in capsys.readouterr().err
     assert not (tmp_path / 'third').exists()
 
@@ -401,7 +404,7 @@ def test_damaged_checkpoints_of_one_name_are_all_set_aside(workdir):
     data = json.loads(path.read_text())
     del data['num_resumes']
     path.write_text(json.dumps(data))
-    assert _run(workdir, '--resume') == 0
+    assert helpers.run(workdir, '--resume') == 0
     (workdir / 'summary.json').unlink()
   names = {p.name for p in (workdir / 'checkpoints').iterdir()}
   assert {'8', '8.set_aside', '8.set_aside_1'} <= names
@@ -411,17 +414,17 @@ def test_a_signal_at_the_start_leaves_the_summary(workdir, monkeypatch):
   (workdir / 'summary.json').write_text('{"exit": "preempted", "env_steps": 5}')
   before = _files(workdir)
   _signal_at(monkeypatch, train, 'Recorder', 1)
-  assert _run(workdir, '--resume') == train.PREEMPTED
+  assert helpers.run(workdir, '--resume') == train.PREEMPTED
   assert _files(workdir) == before
 
 
 def test_one_agent_of_several_is_not_a_run(tmp_path, capsys):
   workdir = tmp_path / 'run'
-  assert _run(workdir, '--config.num_seeds=2') == 0
+  assert helpers.run(workdir, '--config.num_seeds=2') == 0
   (workdir / 'summary.json').unlink()
   (workdir / 'seed_1' / 'summary.json').unlink()
   before = _files(workdir)
-  assert _run(workdir / 'seed_1', '--resume') == train.MISTAKE
+  assert helpers.run(workdir / 'seed_1', '--resume') == train.MISTAKE
   assert f'is one agent of {workdir}' in capsys.readouterr().err
   assert _files(workdir) == before
   with pytest.raises(ValueError, match='2 agents; name one'):
@@ -442,13 +445,13 @@ def test_a_full_disk_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys):
       lambda path: shutil._ntuple_diskusage(2**40, 0, next(free)),
     )
     arguments = ['--config.checkpoint.every_env_steps=64']
-    assert _run(tmp_path / 'run', *arguments) == train.FAILED
+    assert helpers.run(tmp_path / 'run', *arguments) == train.FAILED
   said = capsys.readouterr().err
   assert said.count('\n') == 1 and 'checkpoint 3 needs 1.' in said
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['exit'] == 'failed'
   assert checkpoint.steps(str(tmp_path / 'run')) == [2, 1]
-  assert _run(tmp_path / 'run', '--resume') == 0
+  assert helpers.run(tmp_path / 'run', '--resume') == 0
 
 
 def test_a_file_that_cannot_be_written_ends_a_run_in_one_line(
@@ -461,7 +464,7 @@ def test_a_file_that_cannot_be_written_ends_a_run_in_one_line(
       self._file = open('/dev/full', 'a')
 
   monkeypatch.setattr(recorder, 'JsonLines', Full)
-  assert _run(tmp_path / 'run') == train.FAILED
+  assert helpers.run(tmp_path / 'run') == train.FAILED
   said = capsys.readouterr().err
   assert said.count('\n') == 1 and 'Full could not write: [Errno 28]' in said
 
@@ -470,8 +473,8 @@ def _start(workdir):
   """Starts a run that saves often in a process of its own."""
   command = [
     sys.executable,
-    str(_ROOT / 'experiments' / 'anakin_catch.py'),
-    *_TINY,
+    str(helpers.ROOT / 'experiments' / 'anakin_catch.py'),
+    *helpers.TINY,
     '--config.total_env_steps=1e9',
     '--config.log.every_updates=100',
     '--config.checkpoint.every_seconds=0.2',
@@ -513,7 +516,7 @@ def test_kill_9_loses_no_more_than_a_period(tmp_path, monkeypatch, capfd):
     '--resume',
   ]
   _signal_at(monkeypatch, Anakin, 'advance', 3)
-  assert _run(workdir, *arguments) == train.PREEMPTED
+  assert helpers.run(workdir, *arguments) == train.PREEMPTED
   said = capfd.readouterr().err  # faulthandler needs a file.
   assert f'resuming after update {newest}' in said and 'skipped' not in said
   assert _newest(workdir) > newest

@@ -1,14 +1,13 @@
 """Tests of whole runs: files, records, exit codes, mistakes, signals, NaN."""
 
-import importlib.util
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 import time
 
+import helpers
 import jax
 from ml_collections import ConfigDict
 import numpy as np
@@ -18,52 +17,7 @@ from podrl.drivers import spmd
 from podrl.run import build, train
 from podrl.run import config as configs
 
-_ROOT = pathlib.Path(__file__).parents[2]
-_SCRIPTS = sorted((_ROOT / 'experiments').glob('anakin_*.py'))
-_TINY = [
-  '--config.total_env_steps=512',
-  '--config.env.num_envs=8',
-  '--config.unroll_length=8',
-  '--config.eval.num_episodes=4',
-  '--config.eval.max_episode_steps=20',
-  '--config.log.every_updates=3',
-  '--config.num_devices=2',
-]
-
-
-def _get_config(name):
-  spec = importlib.util.spec_from_file_location(
-    name, _ROOT / 'experiments' / f'{name}.py'
-  )
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module.get_config
-
-
-def _run(workdir, *arguments, name='anakin_catch', tiny=True):
-  argv = [
-    f'{name}.py',
-    f'--workdir={workdir}',
-    *(_TINY if tiny else ()),
-    *arguments,
-  ]
-  return train.run(_get_config(name), argv)
-
-
-def _read(workdir):
-  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
-  summary = json.loads((workdir / 'summary.json').read_text())
-  return [json.loads(line) for line in lines], summary
-
-
-_TIMINGS = {
-  'steps_per_second',
-  'frames_per_second',
-  'updates_per_second',
-  'predictions_per_second',
-  'wall_seconds',
-  'compile_seconds',
-}
+_SCRIPTS = sorted((helpers.ROOT / 'experiments').glob('anakin_*.py'))
 
 
 _TINY_HOST = [
@@ -105,9 +59,10 @@ def test_every_host_experiment_runs_tiny(name, agent, tmp_path):
     arguments = ['--variant=cpu']
   arguments += _TINY_HOST
   assert (
-    _run(workdir, f'--agent={agent}', *arguments, name=name, tiny=False) == 0
+    helpers.run(workdir, f'--agent={agent}', *arguments, name=name, tiny=False)
+    == 0
   )
-  records, summary = _read(workdir)
+  records, summary = helpers.read(workdir)
   # 512 / (8 x 8) = 8 updates; records at 3, 6 and at the end.
   assert [r['num_updates'] for r in records] == [3, 6, 8]
   assert summary['exit'] == 'done' and summary['eval_episodes'] == 2
@@ -120,10 +75,12 @@ def test_every_host_experiment_runs_tiny(name, agent, tmp_path):
 
 @pytest.mark.parametrize('agent', ['ppo', 'impala'])
 @pytest.mark.parametrize(
-  'path', sorted((_ROOT / 'experiments').glob('*.py')), ids=lambda p: p.stem
+  'path',
+  sorted((helpers.ROOT / 'experiments').glob('*.py')),
+  ids=lambda p: p.stem,
 )
 def test_every_experiment_is_built(path, agent):
-  config = _get_config(path.stem)(agent)
+  config = helpers.get_config(path.stem)(agent)
   run = build.make_run(config)
   assert run.suite == config.env.suite and run.num_updates > 0
 
@@ -145,8 +102,8 @@ _FAST = ('anakin_breakout', 'anakin_pendulum')
 )
 def test_every_experiment_runs_tiny(name, agent, tmp_path):
   workdir = tmp_path / 'run'
-  assert _run(workdir, f'--agent={agent}', name=name) == 0
-  records, summary = _read(workdir)
+  assert helpers.run(workdir, f'--agent={agent}', name=name) == 0
+  records, summary = helpers.read(workdir)
   # 512 / (8 x 8) = 8 updates; records at 3, 6 and at the end.
   assert [r['num_updates'] for r in records] == [3, 6, 8]
   assert summary['exit'] == 'done' and summary['eval_episodes'] == 4
@@ -158,8 +115,8 @@ def test_every_experiment_runs_tiny(name, agent, tmp_path):
 
 
 def test_env_steps_leave_joints_out(tmp_path):
-  _run(tmp_path / 'run')
-  records, _ = _read(tmp_path / 'run')
+  helpers.run(tmp_path / 'run')
+  records, _ = helpers.read(tmp_path / 'run')
   # Catch ends after 9 steps: in 64 steps of an environment 6 joints (9, 19
   # ... 59), 8 environments. In its first 24 steps there are 2 (9 and 19).
   assert records[0]['env_steps'] == 8 * (24 - 2)
@@ -172,13 +129,13 @@ def test_a_second_run_is_equal_and_finds_its_programs_compiled(tmp_path):
   for name, seed in zip('abc', (3, 3, 4)):
     # No other test has layers of this width.
     arguments = [f'--config.seed={seed}', '--config.network.hidden_sizes=23']
-    assert _run(tmp_path / name, *arguments) == 0
-  seconds = [_read(tmp_path / x)[1]['compile_seconds'] for x in 'ab']
+    assert helpers.run(tmp_path / name, *arguments) == 0
+  seconds = [helpers.read(tmp_path / x)[1]['compile_seconds'] for x in 'ab']
   assert seconds[1] <= seconds[0] / 3
   a, b, c = (
     [
-      {k: v for k, v in r.items() if k not in _TIMINGS}
-      for r in _read(tmp_path / name)[0]
+      {k: v for k, v in r.items() if k not in helpers.TIMINGS}
+      for r in helpers.read(tmp_path / name)[0]
     ]
     for name in 'abc'
   )
@@ -187,8 +144,8 @@ def test_a_second_run_is_equal_and_finds_its_programs_compiled(tmp_path):
 
 def test_parameters_are_bitwise_reproducible():
   def params(num_calls):
-    config = _get_config('anakin_catch')()
-    configs.apply_overrides(config, _TINY)
+    config = helpers.get_config('anakin_catch')()
+    configs.apply_overrides(config, helpers.TINY)
     run = build.make_run(config)
     run.driver.start()
     left = 4
@@ -256,21 +213,21 @@ def test_parameters_are_bitwise_reproducible():
 def test_a_mistake_is_one_line_and_exit_code_2(
   arguments, message, tmp_path, capsys
 ):
-  assert _run(tmp_path / 'run', *arguments) == train.MISTAKE
+  assert helpers.run(tmp_path / 'run', *arguments) == train.MISTAKE
   stderr = capsys.readouterr().err
   assert message in stderr and stderr.count('\n') == 1
   assert not (tmp_path / 'run').exists()
 
 
 def test_a_workdir_is_never_overwritten(tmp_path, capsys):
-  assert _run(tmp_path) == 0
+  assert helpers.run(tmp_path) == 0
   before = (tmp_path / 'metrics.jsonl').read_text()
-  assert _run(tmp_path) == train.MISTAKE
+  assert helpers.run(tmp_path) == train.MISTAKE
   assert 'already holds a run' in capsys.readouterr().err
   assert (tmp_path / 'metrics.jsonl').read_text() == before
   (tmp_path / 'file').write_text('')
-  assert _run(tmp_path / 'file') == train.MISTAKE
-  assert _run(tmp_path / 'file' / 'below') == train.MISTAKE
+  assert helpers.run(tmp_path / 'file') == train.MISTAKE
+  assert helpers.run(tmp_path / 'file' / 'below') == train.MISTAKE
   assert 'cannot be written' in capsys.readouterr().err
 
 
@@ -280,8 +237,8 @@ def test_a_closed_pipe_does_not_end_a_run(tmp_path):
   command = ' '.join(
     [
       sys.executable,
-      str(_ROOT / 'experiments' / 'anakin_catch.py'),
-      *_TINY,
+      str(helpers.ROOT / 'experiments' / 'anakin_catch.py'),
+      *helpers.TINY,
       '--config.log.every_updates=1',
       f"'--workdir={workdir}'",
     ]
@@ -292,25 +249,25 @@ def test_a_closed_pipe_does_not_end_a_run(tmp_path):
     text=True,
   )
   assert outcome.returncode == 0, outcome.stderr
-  assert _read(workdir)[1]['exit'] == 'done'
+  assert helpers.read(workdir)[1]['exit'] == 'done'
 
 
 def test_help_tells_the_fields(capsys):
-  assert train.run(_get_config('anakin_catch'), ['x.py', '--help']) == 0
+  assert train.run(helpers.get_config('anakin_catch'), ['x.py', '--help']) == 0
   out = capsys.readouterr().out
   assert '--config.optimizer.learning_rate=0.001' in out and '--workdir' in out
 
 
 def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
   # The first step makes the parameters so large that the next loss overflows.
-  code = _run(
+  code = helpers.run(
     tmp_path / 'run',
     '--config.optimizer.learning_rate=1e30',
     '--config.optimizer.name=sgd',
     '--agent=impala',
   )
   assert code == train.FAILED
-  records, summary = _read(tmp_path / 'run')
+  records, summary = helpers.read(tmp_path / 'run')
   assert (
     'update 2' in summary['error'] and 'update 2' in capsys.readouterr().err
   )
@@ -319,8 +276,8 @@ def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
 
 
 def test_evaluation_between(tmp_path):
-  assert _run(tmp_path / 'run', '--config.eval.every_env_steps=128') == 0
-  records, _ = _read(tmp_path / 'run')
+  assert helpers.run(tmp_path / 'run', '--config.eval.every_env_steps=128') == 0
+  records, _ = helpers.read(tmp_path / 'run')
   # Every 128 / 64 = 2 updates, besides records every 3.
   assert [r['num_updates'] for r in records if 'eval_return' in r] == [
     2,
@@ -387,7 +344,7 @@ def _start_until(tmp_path, moment, name, *arguments):
   process = subprocess.Popen(
     [
       sys.executable,
-      str(_ROOT / 'experiments' / f'{name}.py'),
+      str(helpers.ROOT / 'experiments' / f'{name}.py'),
       f'--workdir={workdir}',
       '--config.total_env_steps=1e9',
       '--config.log.every_updates=1',
@@ -413,7 +370,7 @@ def _end(process, tmp_path, code, outcome):
   """Waits for the end of a run, checks it and returns the summary."""
   out, _ = process.communicate(timeout=120)
   assert process.returncode == code, out
-  _, summary = _read(tmp_path / 'run')
+  _, summary = helpers.read(tmp_path / 'run')
   assert summary['exit'] == outcome and 'Traceback' not in out
   return summary
 
@@ -423,7 +380,7 @@ def _end(process, tmp_path, code, outcome):
 )
 def test_a_platform_that_is_not_there_is_one_line(platform):
   outcome = subprocess.run(
-    [sys.executable, str(_ROOT / 'experiments' / 'sebulba_pong.py')],
+    [sys.executable, str(helpers.ROOT / 'experiments' / 'sebulba_pong.py')],
     capture_output=True,
     text=True,
     env=os.environ | {'JAX_PLATFORMS': platform, 'CUDA_VISIBLE_DEVICES': ''},
@@ -435,7 +392,7 @@ def test_a_platform_that_is_not_there_is_one_line(platform):
 
 @pytest.mark.parametrize('agent', ['ppo', 'impala', 'a2c'])
 def test_atari_has_settings_for_each_machine(agent, monkeypatch):
-  get_config = _get_config('sebulba_pong')
+  get_config = helpers.get_config('sebulba_pong')
   small, full = get_config(agent, 'cpu'), get_config(agent, 'cleanba')
   assert small.network.name == 'conv' and full.network.name == 'impala_resnet'
   assert full.env.options.repeat_action_probability == 0.25
@@ -465,9 +422,9 @@ class _RecordingDict(dict):
 
 @pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
 def test_every_field_is_read(name, tmp_path, monkeypatch):
-  config = _get_config(name)('ppo')
+  config = helpers.get_config(name)('ppo')
   is_anakin = name.startswith('anakin')
-  configs.apply_overrides(config, _TINY if is_anakin else _TINY_HOST)
+  configs.apply_overrides(config, helpers.TINY if is_anakin else _TINY_HOST)
   reads = {}
   original = ConfigDict.__getitem__
 

@@ -2,9 +2,9 @@
 
 import json
 
+import helpers
 import numpy as np
 import pytest
-from test_train import _run
 
 from podrl.tools import evaluate
 
@@ -13,7 +13,7 @@ from podrl.tools import evaluate
 def runs(tmp_path_factory):
   """A directory with a tiny run of each architecture."""
   path = tmp_path_factory.mktemp('runs')
-  assert _run(path / 'anakin', '--config.total_env_steps=256') == 0
+  assert helpers.run(path / 'anakin', '--config.total_env_steps=256') == 0
   overrides = (
     'total_env_steps=64 env.num_envs=8 unroll_length=8 env.name=FrozenLake-v1 '
     'eval.num_episodes=2 network.hidden_sizes=8 sebulba.actor_devices=0 '
@@ -21,7 +21,7 @@ def runs(tmp_path_factory):
   )
   flags = [f'--config.{x}' for x in overrides.split()]
   name = 'sebulba_cartpole'
-  assert _run(path / 'sebulba', *flags, name=name, tiny=False) == 0
+  assert helpers.run(path / 'sebulba', *flags, name=name, tiny=False) == 0
   return path
 
 

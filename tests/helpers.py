@@ -1,0 +1,51 @@
+"""Runs of experiments, small enough for tests, and the files they write."""
+
+import importlib.util
+import json
+import pathlib
+
+from podrl.run import train
+
+ROOT = pathlib.Path(__file__).parents[1]
+# 512 / (8 x 8) = 8 updates on two CPU devices.
+TINY = [
+  '--config.total_env_steps=512',
+  '--config.env.num_envs=8',
+  '--config.unroll_length=8',
+  '--config.eval.num_episodes=4',
+  '--config.eval.max_episode_steps=20',
+  '--config.log.every_updates=3',
+  '--config.num_devices=2',
+]
+# The values of a record that two equal runs do not share.
+TIMINGS = {
+  'steps_per_second',
+  'frames_per_second',
+  'updates_per_second',
+  'predictions_per_second',
+  'wall_seconds',
+  'compile_seconds',
+}
+
+
+def get_config(name):
+  """Returns the `get_config` of an experiment."""
+  path = ROOT / 'experiments' / f'{name}.py'
+  spec = importlib.util.spec_from_file_location(name, path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.get_config
+
+
+def run(workdir, *arguments, name='anakin_catch', tiny=True):
+  """Runs an experiment in this process; returns its exit code."""
+  defaults = TINY if tiny else ()
+  argv = [f'{name}.py', f'--workdir={workdir}', *defaults, *arguments]
+  return train.run(get_config(name), argv)
+
+
+def read(workdir):
+  """Reads the records and the summary of a run."""
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  summary = json.loads((workdir / 'summary.json').read_text())
+  return [json.loads(line) for line in lines], summary
