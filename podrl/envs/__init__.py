@@ -23,6 +23,8 @@ class Suite(NamedTuple):
     package: the distribution whose version a run records.
     training_options: options that evaluation leaves out, because they make
       scores incomparable.
+    has_env_threads: whether several threads can step the environments of one
+      actor; otherwise `make` ignores `num_threads`.
   """
 
   architecture: str
@@ -31,17 +33,21 @@ class Suite(NamedTuple):
   names: Callable[[], list[str]]
   package: str
   training_options: tuple[str, ...] = ()
+  has_env_threads: bool = False
 
 
-def _suite(module: Any, architecture: str, *training_options: str) -> Suite:
+_INCOMPARABLE = ('episodic_life', 'reward_clip')
+
+
+def _suite(module: Any, architecture: str, *fields: Any) -> Suite:
   """The row of an adapter that is called like its library's distribution."""
   package = module.__name__.rpartition('.')[2]
   makers = module.make, module.make_spec, module.names
-  return Suite(architecture, *makers, package, training_options)
+  return Suite(architecture, *makers, package, *fields)
 
 
 SUITES = {
   'gymnax': _suite(gymnax, 'anakin'),
-  'envpool': _suite(envpool, 'sebulba', 'episodic_life', 'reward_clip'),
-  'gymnasium': _suite(gymnasium, 'sebulba', 'episodic_life', 'reward_clip'),
+  'envpool': _suite(envpool, 'sebulba', _INCOMPARABLE, True),
+  'gymnasium': _suite(gymnasium, 'sebulba', _INCOMPARABLE),
 }

@@ -234,7 +234,7 @@ def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
   warnings = []
   if (
     num_threads > cores
-    and config.env.suite == 'envpool'
+    and SUITES[config.env.suite].has_env_threads
     and (fields.env_threads or fields.threads_per_actor_device)
   ):
     warnings.append(

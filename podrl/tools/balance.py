@@ -36,6 +36,7 @@ from podrl import tools
 from podrl.drivers import limits
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
+from podrl.envs import SUITES
 from podrl.records import workdir
 from podrl.records.recorder import Window
 from podrl.records.terminal import compact
@@ -166,7 +167,7 @@ def is_candidate(
   num_devices, cores = len(plan.actor_devices), num_cores()
   sizes = plan.unroll_length / base.unroll_length, plan.batch / base.batch
   most_threads = max(base.env_threads, cores // plan.num_actors)
-  if config.env.suite != 'envpool':  # The other libraries ignore env_threads.
+  if not SUITES[config.env.suite].has_env_threads:
     most_threads = base.env_threads
   if (
     plan.num_actors > max(2 * num_devices, 2 * cores, base.num_actors)
