@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from podrl.agents import a2c, impala, ppo
+from podrl.core import distributions, normalization
+from podrl.networks import actor_critic, torsos
 from podrl.types import Agent, EnvSpec
 
 
@@ -11,32 +13,73 @@ class AgentEntry(NamedTuple):
   """What the rest of podrl knows of an agent.
 
   Attributes:
+    make_agent: `(network, distribution, **fields) -> Agent`.
     defaults: configuration fields by dotted name that the agent adds to the
       base configuration or sets to another value. Fields of an architecture
       that the run does not use are skipped.
     comments: one line for `--help` on each field that the agent adds.
     check: `(fields) -> None`, raises a ValueError if the configuration does
       not fit the agent. `fields` is the flat configuration by dotted name.
-    make: `(spec, fields, network) -> Agent`, from the fields `agent.*` and
-      `network.*` by short name, `agent.name` left out.
     minibatch_unit: `(fields) -> 'steps' | 'environments'`, what the minibatches
       divide. `fields` is the flat configuration.
   """
 
+  make_agent: Callable[..., Agent]
   defaults: Mapping[str, Any]
-  comments: Mapping[str, str]
-  check: Callable[[Mapping[str, Any]], None]
-  make: Callable[[EnvSpec, Mapping[str, Any], Mapping[str, Any]], Agent]
-  minibatch_unit: Callable[[Mapping[str, Any]], str]
+  comments: Mapping[str, str] = {}
+  check: Callable[[Mapping[str, Any]], None] = lambda fields: None
+  minibatch_unit: Callable[[Mapping[str, Any]], str] = lambda fields: (
+    'environments'
+  )
+
+  def make(
+    self,
+    spec: EnvSpec,
+    fields: Mapping[str, Any],
+    network_fields: Mapping[str, Any],
+  ) -> Agent:
+    """Builds the agent with its distribution, network and normalisation.
+
+    Args:
+      spec: describes the environment.
+      fields: the configuration's `agent.*` by short name, without `name`.
+      network_fields: the configuration's `network.*` by short name.
+
+    Raises:
+      ValueError: if the distribution or the torso does not fit the environment.
+    """
+    fields = dict(fields)
+    observations = fields.pop('normalize_observation')
+    rewards = fields.pop('normalize_reward')
+    distribution = distributions.for_action_space(
+      spec.action,
+      network_fields['distribution'],
+      state_dependent_scale=network_fields['state_dependent_scale'],
+      initial_scale=network_fields['initial_scale'],
+    )
+    name, hidden_sizes = network_fields['name'], network_fields['hidden_sizes']
+    network = actor_critic.make_network(
+      torsos.make_torso(name, spec, hidden_sizes, network_fields['dtype']),
+      normalization.as_float(spec.obs) if observations else spec.obs,
+      distribution.num_params,
+      shared_torso=network_fields['shared_torso'],
+      num_constant_params=distribution.num_constant_params,
+      core=network_fields['recurrent'],
+      core_size=hidden_sizes[-1],
+    )
+    return normalization.normalize(
+      self.make_agent(network, distribution, **fields),
+      spec.obs,
+      observations=observations,
+      rewards=rewards,
+      gamma=fields['gamma'],
+    )
 
 
 AGENTS = {
-  name: AgentEntry(
-    module.DEFAULTS,
-    module.COMMENTS,
-    module.check,
-    module.make,
-    module.minibatch_unit,
-  )
-  for name, module in {'ppo': ppo, 'impala': impala, 'a2c': a2c}.items()
+  'ppo': AgentEntry(
+    ppo.make_agent, ppo.DEFAULTS, ppo.COMMENTS, ppo.check, ppo.minibatch_unit
+  ),
+  'impala': AgentEntry(impala.make_agent, impala.DEFAULTS),
+  'a2c': AgentEntry(a2c.make_agent, a2c.DEFAULTS, check=a2c.check),
 }

@@ -1,17 +1,14 @@
 """A2C: IMPALA with every importance ratio equal to 1, for data without lag."""
 
 from collections.abc import Mapping
-import functools
 from typing import Any
 
-from podrl.agents import acting, impala
+from podrl.agents import impala
 from podrl.core.distributions import Distribution
 from podrl.networks.actor_critic import Network
 from podrl.types import Agent
 
 DEFAULTS = {**impala.DEFAULTS, 'sebulba.max_lag': 0}
-COMMENTS = impala.COMMENTS
-minibatch_unit = impala.minibatch_unit
 
 
 def check(fields: Mapping[str, Any]) -> None:
@@ -39,6 +36,3 @@ def make_agent(
   return impala.make_agent(
     network, distribution, off_policy_correction=False, **options
   )
-
-
-make = functools.partial(acting.assemble, make_agent)

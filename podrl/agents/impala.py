@@ -1,9 +1,5 @@
 """IMPALA: an actor-critic that corrects for policy lag with V-trace."""
 
-from collections.abc import Mapping
-import functools
-from typing import Any
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -20,16 +16,6 @@ DEFAULTS = {
   'num_minibatches': 1,
   'agent.lambda_': 1.0,
 }
-COMMENTS: dict[str, str] = {}
-
-
-def check(fields: Mapping[str, Any]) -> None:
-  """Accepts every configuration."""
-
-
-def minibatch_unit(fields: Mapping[str, Any]) -> str:
-  """What minibatches divide: whole sequences, one for each environment."""
-  return 'environments'
 
 
 def make_agent(
@@ -49,8 +35,6 @@ def make_agent(
   network on all T + 1 steps.
 
   Args:
-    network: the policy and the value.
-    distribution: gives the policy head its meaning.
     off_policy_correction: whether to use importance ratios. Without them the
       agent is A2C, and the policy that acts must be the one that learns.
     gamma: discount per step.
@@ -77,13 +61,12 @@ def make_agent(
       params, timestep.obs, timestep.is_first, carry
     )
     head = head[:-1]
-    log_prob = distribution.log_prob(head, trajectory.extras.sample)
+    extras = trajectory.extras
+    log_prob = distribution.log_prob(head, extras.sample)
     weight = returns.weights(timestep)
     ratio = weight
     if off_policy_correction:
-      ratio = weight * jnp.exp(
-        acting.log_ratio(log_prob, trajectory.extras.log_prob)
-      )
+      ratio *= jnp.exp(acting.log_ratio(log_prob, extras.log_prob))
     errors, advantages = returns.vtrace(
       jax.lax.stop_gradient(values),
       acting.clip_reward(timestep.reward[1:], reward_clip),
@@ -102,13 +85,5 @@ def make_agent(
       'entropy': entropy,
     }
 
-  return Agent(
-    init=network.init,
-    initial_carry=network.initial_carry,
-    act=acting.make_act(network, distribution, stores_value=False),
-    prepare=prepare,
-    loss=loss,
-  )
-
-
-make = functools.partial(acting.assemble, make_agent)
+  act = acting.make_act(network, distribution, stores_value=False)
+  return Agent(network.init, network.initial_carry, act, prepare, loss)

@@ -1,7 +1,6 @@
 """PPO: proximal policy optimisation with generalised advantages."""
 
 from collections.abc import Callable, Mapping
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -106,8 +105,6 @@ def make_agent(
   """Builds a PPO agent.
 
   Args:
-    network: the policy and the value.
-    distribution: gives the policy head its meaning.
     gamma: discount per step.
     lambda_: mixes one-step (0) and full (1) advantages.
     clip: the distance from 1 beyond which the probability ratio gains nothing.
@@ -182,13 +179,5 @@ def make_agent(
       'approx_kl': approx_kl,
     }
 
-  return Agent(
-    init=network.init,
-    initial_carry=network.initial_carry,
-    act=acting.make_act(network, distribution, stores_value=True),
-    prepare=prepare,
-    loss=loss,
-  )
-
-
-make = functools.partial(acting.assemble, make_agent)
+  act = acting.make_act(network, distribution, stores_value=True)
+  return Agent(network.init, network.initial_carry, act, prepare, loss)

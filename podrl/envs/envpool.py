@@ -7,9 +7,8 @@ import warnings
 
 import numpy as np
 
-from podrl.envs import spaces
-from podrl.envs.joints import HostJoints
-from podrl.types import EnvSpec, HostEnv, TimeStep
+from podrl.envs import joints, spaces
+from podrl.types import EnvSpec, HostEnv
 
 # podrl sets these options, or has no use for them.
 _RESERVED_OPTIONS = frozenset(
@@ -33,8 +32,10 @@ def names() -> list[str]:
   return sorted(envpool.list_all_envs())
 
 
-def _check(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-  """Returns envpool's specification of a task, and the options after casts."""
+def _check(
+  name: str, options: dict[str, Any]
+) -> tuple[EnvSpec, dict[str, Any]]:
+  """Returns the specification of a task, and the options after casts."""
   import envpool
 
   known = envpool.list_all_envs()
@@ -54,11 +55,27 @@ def _check(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
       f'env.options.size={options["size"]} must be 4 or 8 for {name}'
     )
   try:
-    return envpool.make_spec(name, **options), options
+    library_spec: Any = envpool.make_spec(name, **options)
   except Exception as error:  # The task's C++ code can raise anything.
     raise ValueError(
       f'{name} refuses env.options={options}: {spaces.one_line(error)}'
     ) from error
+  config = library_spec.config._asdict()
+  num_players = config.get('max_num_players', 1)
+  if num_players > 1:
+    raise ValueError(
+      f'env.name={name} has {num_players} players, and podrl trains one; '
+      'choose a single-player task'
+    )
+  with warnings.catch_warnings(action='ignore'):  # It warns of rounded bounds.
+    spec = spaces.env_spec(
+      name,
+      library_spec.gymnasium_observation_space,
+      library_spec.gymnasium_action_space,
+      int(config.get('frame_skip', 1)),
+      int(config['max_episode_steps']),
+    )
+  return spec, options
 
 
 def _cast(key: str, value: Any, default: Any) -> Any:
@@ -79,43 +96,18 @@ def _cast(key: str, value: Any, default: Any) -> Any:
   return value
 
 
-def _to_spec(name: str, spec: Any) -> EnvSpec:
-  """Converts envpool's specification of a task."""
-  config = spec.config._asdict()
-  num_players = config.get('max_num_players', 1)
-  if num_players > 1:
-    raise ValueError(
-      f'env.name={name} has {num_players} players, and podrl trains one; '
-      'choose a single-player task'
-    )
-  try:
-    with warnings.catch_warnings():  # gymnasium warns of rounded bounds.
-      warnings.simplefilter('ignore')
-      obs = spaces.obs_spec(spec.gymnasium_observation_space)
-      action = spaces.action_space(spec.gymnasium_action_space)
-  except ValueError as error:
-    raise ValueError(f'env.name={name}: {error}') from error
-  return EnvSpec(
-    obs,
-    spaces.is_channels_first(obs),
-    action,
-    int(config.get('frame_skip', 1)),
-    int(config['max_episode_steps']),
-  )
-
-
 def make_spec(name: str, **options: Any) -> EnvSpec:
-  """The `EnvSpec` of a task.
+  """The `EnvSpec` of a task such as 'Pong-v5'.
 
   Args:
-    name: a task that envpool lists, for example 'Pong-v5'.
+    name: a task that envpool lists.
     **options: options of the task, for example `img_height=42`.
 
   Raises:
     ValueError: if the name or an option is unknown, a value has a wrong type,
       the task has several players, or a space is not supported.
   """
-  return _to_spec(name, _check(name, options)[0])
+  return _check(name, options)[0]
 
 
 def load_opengl() -> None:
@@ -143,24 +135,13 @@ def make(
   render: bool = False,
   **options: Any,
 ) -> HostEnv:
-  """Makes a pool of envpool environments.
+  """Makes a pool of envpool environments; see `Suite.make` and `make_spec`.
 
-  Args:
-    name: a task that envpool lists, for example 'Pong-v5'.
-    num_envs: number of environments in the pool.
-    seed: seed of the first environment; environment i has `seed` + i.
-    num_threads: number of threads that step the pool.
-    render: whether `HostEnv.render` will be called, which raises a
-      RuntimeError if the task cannot draw on this machine.
-    **options: options of the task.
-
-  Raises:
-    ValueError: see `make_spec`.
+  `HostEnv.render` raises a RuntimeError if the task cannot draw on this machine.
   """
   import envpool
 
-  library_spec, options = _check(name, options)
-  spec = _to_spec(name, library_spec)
+  spec, options = _check(name, options)
   pool: Any = envpool.make_gymnasium(
     name,
     num_envs=num_envs,
@@ -169,15 +150,6 @@ def make(
     render_mode='rgb_array' if render else None,
     **options,
   )
-  with warnings.catch_warnings():  # gymnasium warns of rounded bounds.
-    warnings.simplefilter('ignore')
-    space = pool.single_observation_space
-    to_action = spaces.to_library_action(pool.single_action_space)
-  joints = HostJoints(num_envs)
-
-  def step(action: np.ndarray) -> TimeStep:
-    obs, reward, terminated, truncated, _ = pool.step(to_action(action))
-    return joints.step(obs, reward, terminated, truncated)
 
   def draw() -> np.ndarray:
     module = envpool.registration.registry.specs[name][0]
@@ -185,11 +157,5 @@ def make(
       raise RuntimeError('MuJoCo needs libEGL, loaded before envpool')
     return pool.render()[0].copy()
 
-  return HostEnv(
-    spec,
-    reset=lambda: joints.reset(pool.reset()[0]),
-    step=step,
-    close=pool.close,
-    observe=lambda obs: spaces.observe(space, obs),
-    render=draw,
-  )
+  with warnings.catch_warnings(action='ignore'):  # It warns of rounded bounds.
+    return joints.make_host_env(spec, pool, None, close=pool.close, render=draw)

@@ -6,11 +6,8 @@ from multiprocessing import resource_tracker
 import signal
 from typing import Any
 
-import numpy as np
-
-from podrl.envs import spaces
-from podrl.envs.joints import HostJoints
-from podrl.types import EnvSpec, HostEnv, TimeStep
+from podrl.envs import joints, spaces
+from podrl.types import EnvSpec, HostEnv
 
 _MODES = ('sync', 'async')
 
@@ -62,11 +59,7 @@ def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
-  """The `EnvSpec` of an environment, which is made for a moment.
-
-  Args:
-    name: see `make`.
-    **options: see `make`.
+  """The `EnvSpec` of an environment, which is made for a moment; see `make`.
 
   Raises:
     ValueError: if the name or an option is unknown, the environment refuses an
@@ -80,15 +73,10 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
       f'choose from {", ".join(_MODES)}'
     )
   env = _make_single(name, spec.entry_point, options)
-  try:
-    obs = spaces.obs_spec(env.observation_space)
-    action = spaces.action_space(env.action_space)
-  except ValueError as error:
-    raise ValueError(f'env.name={name}: {error}') from error
-  finally:
-    env.close()
+  env.close()
   max_steps = options.get('max_episode_steps', spec.max_episode_steps) or 0
-  return EnvSpec(obs, spaces.is_channels_first(obs), action, 1, max_steps)
+  observation_space, action_space = env.observation_space, env.action_space
+  return spaces.env_spec(name, observation_space, action_space, 1, max_steps)
 
 
 def make(
@@ -105,10 +93,10 @@ def make(
   Args:
     name: the registered name, for example 'CartPole-v1'; 'module:Id' imports
       the module that registers it.
-    num_envs: number of environments in the batch.
-    seed: seed of the first environment; environment i has `seed` + i.
+    num_envs: see `Suite.make`.
+    seed: see `Suite.make`.
     num_threads: not used, because `vectorization_mode` decides.
-    render: whether `HostEnv.render` will be called.
+    render: see `Suite.make`.
     **options: options of the environment and `vectorization_mode`: 'sync' steps
       the environments one after the other, 'async' each in its own process.
 
@@ -139,13 +127,6 @@ def make(
     )
   finally:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-  space = envs.single_observation_space
-  to_action = spaces.to_library_action(envs.single_action_space)
-  joints = HostJoints(num_envs)
-
-  def step(action: np.ndarray) -> TimeStep:
-    obs, reward, terminated, truncated, _ = envs.step(to_action(action))
-    return joints.step(obs, reward, terminated, truncated)
 
   def close() -> None:
     try:
@@ -155,12 +136,7 @@ def make(
         process.kill()  # They block SIGTERM.
       raise
 
-  return HostEnv(
-    spec,
-    # VectorEnv returns copies of its observations by default.
-    reset=lambda: joints.reset(envs.reset(seed=seed)[0]),
-    step=step,
-    close=close,
-    observe=lambda obs: spaces.observe(space, obs),
-    render=lambda: envs.render()[0],
+  # VectorEnv returns copies of its observations by default.
+  return joints.make_host_env(
+    spec, envs, seed, close=close, render=lambda: envs.render()[0]
   )

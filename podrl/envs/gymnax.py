@@ -39,19 +39,6 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
   return make(name, **options).spec
 
 
-def _check_option(key: str, value: Any, default: Any) -> None:
-  """Raises a ValueError unless the option and its default are numbers."""
-  is_number = isinstance(value, int | float) and not np.ndim(default)
-  if not is_number:
-    raise ValueError(
-      f'env.options.{key}={value!r} is not a number like its default, {default}'
-    )
-  if not abs(value) < 2**31:
-    raise ValueError(
-      f'env.options.{key}={value} must be between -2**31 and 2**31'
-    )
-
-
 def make(name: str, **options: Any) -> DeviceEnv:
   """Makes a batch of gymnax environments.
 
@@ -80,7 +67,11 @@ def make(name: str, **options: Any) -> DeviceEnv:
   env, params = gymnax.make(name)
   spaces.check_options(name, options, vars(params))
   for key, value in options.items():
-    _check_option(key, value, getattr(params, key))
+    default, option = getattr(params, key), f'env.options.{key}={value!r}'
+    if not isinstance(value, int | float) or np.ndim(default):
+      raise ValueError(f'{option} is not a number like its default, {default}')
+    if not abs(value) < 2**31:
+      raise ValueError(f'{option} must be between -2**31 and 2**31')
   params = params.replace(**options)
   max_steps = int(params.max_steps_in_episode)
   if max_steps < 1:

@@ -5,14 +5,15 @@ returns the first time step of the next episode, as in dm_env.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.types import Array, DeviceEnv, EnvSpec, TimeStep, Tree
+from podrl.envs import spaces
+from podrl.types import Array, DeviceEnv, EnvSpec, HostEnv, TimeStep, Tree
 
 
 class JointState(NamedTuple):
@@ -88,37 +89,51 @@ def make_device_env(
   return DeviceEnv(spec, jax.vmap(reset_one), jax.vmap(step_one))
 
 
-class HostJoints:
-  """Builds time steps from a library that resets in the step after the last.
+def make_host_env(
+  spec: EnvSpec,
+  envs: Any,
+  seed: int | None,
+  *,
+  close: Callable[[], None],
+  render: Callable[[], np.ndarray],
+) -> HostEnv:
+  """Builds a `HostEnv` from a library's batch of environments.
 
-  gymnasium calls this the next-step mode, and envpool does the same. Such a
-  library does not say which steps are first: they follow the last ones.
+  Args:
+    spec: describes one environment.
+    envs: has the interface of `gymnasium.vector.VectorEnv`, and resets an
+      environment in the step after its last, as in the next-step mode. The
+      library does not say which steps are first: they follow the last ones.
+    seed: argument of the reset.
+    close: see `HostEnv`.
+    render: see `HostEnv`.
   """
+  num_envs = envs.num_envs
+  space = envs.single_observation_space
+  to_action = spaces.to_library_action(envs.single_action_space)
+  is_last: Array = np.zeros(num_envs, bool)
 
-  def __init__(self, num_envs: int):
-    self._num_envs = num_envs
-    self._is_last: Array = np.zeros(num_envs, bool)
-
-  def reset(self, obs: Tree) -> TimeStep:
-    """The time step after a reset of all environments."""
-    self._is_last = np.zeros(self._num_envs, bool)
+  def reset() -> TimeStep:
+    reward, discount = (
+      np.zeros(num_envs, np.float32),
+      np.ones(num_envs, np.float32),
+    )
     return TimeStep(
-      obs,
-      np.zeros(self._num_envs, np.float32),
-      np.ones(self._num_envs, np.float32),
-      np.ones(self._num_envs, bool),
+      envs.reset(seed=seed)[0], reward, discount, np.ones(num_envs, bool)
     )
 
-  def step(
-    self, obs: Tree, reward: Array, terminated: Array, truncated: Array
-  ) -> TimeStep:
-    """The time step after a step; the arguments are `[B, ...]`."""
-    is_first = self._is_last
-    is_real = ~is_first
-    self._is_last = (terminated | truncated) & is_real
+  def step(action: np.ndarray) -> TimeStep:
+    nonlocal is_last
+    obs, reward, terminated, truncated, _ = envs.step(to_action(action))
+    is_first, is_real = is_last, ~is_last
+    is_last = (terminated | truncated) & is_real
+    reward = np.where(is_first, np.float32(0), reward)
+    discount = 1 - (terminated & is_real).astype(np.float32)
     return TimeStep(
-      obs,
-      np.where(is_first, np.float32(0), reward).astype(np.float32, copy=False),
-      1 - (terminated & is_real).astype(np.float32),
-      is_first,
+      obs, reward.astype(np.float32, copy=False), discount, is_first
     )
+
+  def observe(obs: Tree) -> Tree:
+    return spaces.observe(space, obs)
+
+  return HostEnv(spec, reset, step, close, observe, render)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.types import Array, Box, Discrete, Tree
+from podrl.types import Array, Box, Discrete, EnvSpec, Tree
 
 
 def obs_spec(space: Any) -> Tree:
@@ -85,6 +85,28 @@ def action_space(space: Any) -> Discrete | Box:
   )
 
 
+def env_spec(
+  name: str,
+  obs_space: Any,
+  library_action_space: Any,
+  frame_skip: int,
+  max_episode_steps: int,
+) -> EnvSpec:
+  """Builds an `EnvSpec` from gymnasium spaces.
+
+  Raises:
+    ValueError: if a space of the environment `name` is not supported.
+  """
+  try:
+    obs, action = obs_spec(obs_space), action_space(library_action_space)
+  except ValueError as error:
+    raise ValueError(f'env.name={name}: {error}') from error
+  shapes = [x.shape for x in jax.tree.leaves(obs)]
+  is_image = len(shapes) == 1 and len(shapes[0]) == 3
+  channels_first = is_image and shapes[0][0] < min(shapes[0][1:])
+  return EnvSpec(obs, channels_first, action, frame_skip, max_episode_steps)
+
+
 def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
   """Builds the function from actions `[B, ...]` to the library's actions.
 
@@ -100,22 +122,8 @@ def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
   return lambda action: action.astype(dtype)  # A copy: JAX's is read-only.
 
 
-def is_channels_first(spec: Tree) -> bool:
-  """Whether an observation is an image whose first axis is the channels."""
-  shapes = [x.shape for x in jax.tree.leaves(spec)]
-  if len(shapes) != 1 or len(shapes[0]) != 3:
-    return False
-  return shapes[0][0] < min(shapes[0][1:])
-
-
 def unknown_name(name: str, kind: str, known: Collection[str]) -> ValueError:
-  """The error for an environment that a library does not have.
-
-  Args:
-    name: the name that the user gave.
-    kind: what it should name, for example 'a gymnax environment'.
-    known: the library's names.
-  """
+  """The error for a name that is not, for example, 'a gymnax environment'."""
   near = difflib.get_close_matches(name, known, 3, 0.4)
   if near:
     remedy = f'near names: {", ".join(near)}'
@@ -126,13 +134,13 @@ def unknown_name(name: str, kind: str, known: Collection[str]) -> ValueError:
   return ValueError(f'env.name={name} is not {kind}; {remedy}')
 
 
-class UnknownOption(ValueError):
-  """An option that the environment does not have."""
-
-
 def one_line(error: Exception) -> str:
   """The message of an error on a single line."""
   return ' '.join(str(error).split())
+
+
+class UnknownOption(ValueError):
+  """An option that the environment does not have."""
 
 
 def check_options(

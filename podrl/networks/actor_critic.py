@@ -35,8 +35,7 @@ class Network(NamedTuple):
   is_recurrent: bool
 
 
-def _merge_time(obs: Tree) -> Tree:
-  """Reshapes leaves `[T, B, ...]` to `[T * B, ...]`."""
+def _merge_time(obs: Tree) -> Tree:  # [T, B, ...] to [T * B, ...].
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)
 
 
@@ -121,6 +120,13 @@ class ActorCritic(nn.Module):
     head, value = self._heads(features[0], features[-1])
     return head.reshape(*shape, -1), value.reshape(shape), carry
 
+  def initial_carry(self, batch_size: int) -> Tree:
+    """Computes `Network.initial_carry`."""
+    if self.core == 'none':
+      return ()
+    carry = cores.initial_carry(self.core, self.core_size, batch_size)
+    return [carry] if self.shared_torso else [carry, carry]
+
   def _features(self, obs: Tree) -> list[Array]:
     """The features `[N, F]`: one for both heads, or one for each."""
     torso: Any = self.make_torso()
@@ -139,15 +145,12 @@ class ActorCritic(nn.Module):
     orthogonal = nn.initializers.orthogonal
     num_outputs = self.num_policy_params - self.num_constant_params
     # A small policy head starts the policy close to uniform.
-    policy = nn.Dense(num_outputs, kernel_init=orthogonal(0.01))(
-      policy_features
-    )
-    if self.num_constant_params:
+    dense = nn.Dense(num_outputs, kernel_init=orthogonal(0.01))
+    policy = dense(policy_features)
+    if size := self.num_constant_params:
       zeros = nn.initializers.zeros_init()
-      constant = self.param('constant', zeros, (self.num_constant_params,))
-      constant = jnp.broadcast_to(
-        constant, (*policy.shape[:-1], self.num_constant_params)
-      )
+      constant = self.param('constant', zeros, (size,))
+      constant = jnp.broadcast_to(constant, (*policy.shape[:-1], size))
       policy = jnp.concatenate([policy, constant], axis=-1)
     value = nn.Dense(1, kernel_init=orthogonal(1.0))(value_features)
     return policy, value
@@ -157,11 +160,7 @@ def make_network(
   make_torso: Callable[[], nn.Module],
   obs: Tree,
   num_policy_params: int,
-  *,
-  shared_torso: bool = True,
-  num_constant_params: int = 0,
-  core: str = 'none',
-  core_size: int = 64,
+  **options: Any,
 ) -> Network:
   """Makes an actor-critic network.
 
@@ -169,25 +168,8 @@ def make_network(
     make_torso: builds a torso, an `nn.Module`.
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
     num_policy_params: width of the policy head.
-    shared_torso: see `ActorCritic`.
-    num_constant_params: see `ActorCritic`.
-    core: see `ActorCritic`.
-    core_size: see `ActorCritic`.
+    **options: the other attributes of `ActorCritic`.
   """
-
-  def initial_carry(batch_size: int) -> Tree:
-    if core == 'none':
-      return ()
-    num_cores = 1 if shared_torso else 2
-    return [cores.initial_carry(core, core_size, batch_size)] * num_cores
-
-  module = ActorCritic(
-    make_torso,
-    num_policy_params,
-    shared_torso,
-    num_constant_params,
-    core,
-    core_size,
-  )
-  network = recurrent(module, obs, initial_carry)
-  return network._replace(is_recurrent=core != 'none')
+  module = ActorCritic(make_torso, num_policy_params, **options)
+  network = recurrent(module, obs, module.initial_carry)
+  return network._replace(is_recurrent=module.core != 'none')

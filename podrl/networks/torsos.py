@@ -18,6 +18,7 @@ import numpy as np
 from podrl.types import EnvSpec, Tree
 
 _ORTHOGONAL = nn.initializers.orthogonal(np.sqrt(2))
+_Dense = functools.partial(nn.Dense, kernel_init=_ORTHOGONAL)
 
 
 def as_vector(obs: Tree, dtype: Any = jnp.float32) -> jax.Array:
@@ -60,8 +61,7 @@ class MLP(nn.Module):
   def __call__(self, obs: Tree) -> jax.Array:
     x = as_vector(obs, self.dtype)
     for size in self.hidden_sizes:
-      dense = nn.Dense(size, dtype=self.dtype, kernel_init=_ORTHOGONAL)
-      x = self.activation(dense(x))
+      x = self.activation(_Dense(size, dtype=self.dtype)(x))
     return x
 
 
@@ -90,8 +90,7 @@ class TwinMLP(nn.Module):
     outputs = []
     for half in jnp.split(x, 2, axis=-1):
       for size in rest:
-        dense = nn.Dense(size, dtype=self.dtype, kernel_init=_ORTHOGONAL)
-        half = self.activation(dense(half))
+        half = self.activation(_Dense(size, dtype=self.dtype)(half))
       outputs.append(half)
     return tuple(outputs)
 
@@ -106,10 +105,7 @@ def _extract_patches(
       total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
       pads.append((total // 2, total - total // 2))
     x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
-  height, width = x.shape[1:3]
-  rows, columns = (
-    (size - kernel) // stride * stride + 1 for size in (height, width)
-  )
+  rows, columns = ((n - kernel) // stride * stride + 1 for n in x.shape[1:3])
   patches = [
     x[:, i : i + rows : stride, j : j + columns : stride]
     for i in range(kernel)
@@ -153,12 +149,9 @@ class Conv(nn.Module):
       patches = _extract_patches(x, self.kernel, self.stride, self.padding)
       x = patches @ kernel.reshape(-1, self.features)
     else:
+      strides, axes = (self.stride, self.stride), ('NHWC', 'HWIO', 'NHWC')
       x = jax.lax.conv_general_dilated(
-        x,
-        kernel,
-        (self.stride, self.stride),
-        self.padding,
-        dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+        x, kernel, strides, self.padding, dimension_numbers=axes
       )
     return x + bias[None, None, None]
 
@@ -186,9 +179,7 @@ class ConvNet(nn.Module):
     x = (standardize(x) if self.standardize else x).astype(self.dtype)
     for features, kernel, stride in self.layers:
       x = nn.relu(Conv(features, kernel, stride, dtype=self.dtype)(x))
-    dense = nn.Dense(
-      self.hidden_size, dtype=self.dtype, kernel_init=_ORTHOGONAL
-    )
+    dense = _Dense(self.hidden_size, dtype=self.dtype)
     return nn.relu(dense(x.reshape(x.shape[0], -1)))
 
 
@@ -219,9 +210,7 @@ class ImpalaResNet(nn.Module):
         x = conv(features)(nn.relu(x))
         x = conv(features)(nn.relu(x)) + residual
     x = nn.relu(x).reshape(x.shape[0], -1)
-    dense = nn.Dense(
-      self.hidden_size, dtype=self.dtype, kernel_init=_ORTHOGONAL
-    )
+    dense = _Dense(self.hidden_size, dtype=self.dtype)
     return nn.relu(dense(x))
 
 
@@ -241,7 +230,6 @@ TORSOS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
 def make_torso(
   name: str,
   spec: EnvSpec,
-  *,
   hidden_sizes: Sequence[int],
   dtype: Any = jnp.float32,
 ) -> Callable[[], nn.Module]:
@@ -274,18 +262,11 @@ def make_torso(
       f'network.name={name} needs an image of at least {smallest} x '
       f'{smallest}, and observations are {shapes}; try network.name=auto'
     )
-  hidden_size = hidden_sizes[-1]
+  fields = {'hidden_size': hidden_sizes[-1], 'dtype': dtype}
   if name == 'impala_resnet':
-    return lambda: ImpalaResNet(
-      spec.channels_first, hidden_size=hidden_size, dtype=dtype
-    )
+    return lambda: ImpalaResNet(spec.channels_first, **fields)
   layers: Sequence[tuple[int, int, int]] = _NATURE_LAYERS
   if name == 'conv':
     layers = _STRIDED_LAYERS if is_large else _SMALL_LAYERS
-  return lambda: ConvNet(
-    spec.channels_first,
-    layers,
-    hidden_size,
-    standardize=layers is _STRIDED_LAYERS,
-    dtype=dtype,
-  )
+  fields['standardize'] = layers is _STRIDED_LAYERS
+  return lambda: ConvNet(spec.channels_first, layers, **fields)
