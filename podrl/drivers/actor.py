@@ -1,7 +1,7 @@
 """An actor of Sebulba: parameters in, trajectory out.
 
 It steps a pool of environments on the host, chooses actions on one device and
-gathers the unroll there. It runs programs of that device alone.
+gathers the unroll there. It only runs programs of that one device.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.drivers.exchange import Busy, Closed
+from podrl.drivers import spmd
+from podrl.drivers.exchange import Closed
+from podrl.drivers.stages import PARKED, STAGES, Busy
 from podrl.types import (
   Agent,
   Array,
@@ -26,14 +28,11 @@ from podrl.types import (
   Tree,
 )
 
-STAGES = ('environment', 'inference', 'actor_waiting')
-PARKED = 'parked'  # A further stage, of an actor that is not to act.
-
-_STACKED = 32  # Rows that one program stacks.
+_STACKED = 32  # One program stacks at most this many rows.
 
 
 class ActorHangs(RuntimeError):
-  """An actor has not come back from a call for too long."""
+  """A call of an actor takes too long."""
 
 
 class Row(NamedTuple):
@@ -45,13 +44,13 @@ class Row(NamedTuple):
 
 
 class Unroll(NamedTuple):
-  """What an actor hands on.
+  """An unroll of one actor.
 
   Attributes:
-    shards: a `Trajectory` for each learner device, on it.
-    version: of the parameters that acted.
-    episodes: that ended during it.
-    actor: its index.
+    shards: a `Trajectory` on each learner device.
+    version: version of the parameters that acted.
+    episodes: episodes that ended in the unroll.
+    actor: index of the actor.
   """
 
   shards: list[Trajectory]
@@ -61,17 +60,16 @@ class Unroll(NamedTuple):
 
 
 class ActorFunctions(NamedTuple):
-  """The compiled part of an actor, on one device.
+  """The compiled programs of an actor, on one device.
 
   Attributes:
-    initial_carry: the agent's.
-    step: `(params, keys, num_steps, timestep, carry) -> (Row, carry)`;
-      `num_steps` counts an environment's actions. One dispatch a step.
-    stack: `(rows) -> Row`, `[N, B, ...]`.
+    initial_carry: the agent's function.
+    step: `(params, keys, num_steps, timestep, carry) -> (Row, carry)`, one
+      dispatch per step; `num_steps` counts the steps of an environment.
+    stack: `(rows) -> Row`, leaves `[N, B, ...]`.
     finish: `(stacks, timesteps, carry) -> [Trajectory]`, a shard for each
-      learner device, of the stacks of T rows. `timesteps` has the rewards,
-      discounts and first steps `[T+1, B]` of the unroll, but of observations
-      only the last.
+      learner device. `timesteps` holds `[T+1, B]` rewards, discounts and
+      `is_first`, but only the last observation.
   """
 
   initial_carry: Callable[[int], Tree]
@@ -83,25 +81,21 @@ class ActorFunctions(NamedTuple):
 def make_actor_functions(
   agent: Agent, observe: Callable[[Tree], Tree], num_shards: int
 ) -> ActorFunctions:
-  """Compiles acting and gathering.
+  """Makes the programs that act and gather.
 
   Args:
-    agent: chooses actions.
-    observe: of the `HostEnv`.
-    num_shards: into which the batch is split.
+    observe: `HostEnv.observe`.
+    num_shards: number of shards of the batch, one per learner device.
   """
   fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
-  # On a CPU a program stays in the thread that calls it, instead of waiting in
-  # others behind the learner's, if it runs in a fixed order and donates nothing.
-  options = (
-    {}
-    if jax.default_backend() != 'cpu'
-    else {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
+  # In other threads, a CPU program would wait behind the learner's.
+  compiled = functools.partial(
+    jax.jit, compiler_options=spmd.in_order_options()
   )
 
-  # Gathered on the device: each observation goes there once, for acting.
-  @functools.partial(jax.jit, compiler_options=options)
+  # Rows stay on the device: each observation goes there only once.
+  @compiled
   def step(params, keys, num_steps, timestep, carry):
     action, extras, carry = agent.act(
       params,
@@ -111,19 +105,18 @@ def make_actor_functions(
     )
     return Row(timestep.obs, action, extras), carry
 
-  @functools.partial(jax.jit, compiler_options=options)
+  @compiled
   def stack(rows):
     return jax.tree.map(lambda *x: jnp.stack(x), *rows)
 
-  @functools.partial(jax.jit, compiler_options=options)
+  @compiled
   def finish(stacks, timesteps, carry):
+    def concatenate(*trees):
+      return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+
     last = jax.tree.map(lambda x: x[None], timesteps.obs)
-    obs = jax.tree.map(
-      lambda *x: jnp.concatenate(x), *(s.obs for s in stacks), last
-    )
-    action, extras = jax.tree.map(
-      lambda *x: jnp.concatenate(x), *((s.action, s.extras) for s in stacks)
-    )
+    obs = concatenate(*(s.obs for s in stacks), last)
+    action, extras = concatenate(*((s.action, s.extras) for s in stacks))
     trajectory = Trajectory(
       timesteps._replace(obs=jax.vmap(observe)(obs)),
       action,
@@ -147,7 +140,7 @@ class _Episodes:
     self._lengths = np.zeros(num_envs, np.int64)
 
   def add(self, reward: np.ndarray, is_first: np.ndarray) -> Episodes:
-    """Of the arrivals of an unroll, `[T, B]` each."""
+    """Counts the episodes that ended in one unroll; arguments `[T, B]`."""
     # An environment's ended episodes fill the unroll up to its last joint.
     is_open = ~np.logical_or.accumulate(is_first[::-1])[::-1]
     ends = is_first.any(0)
@@ -162,20 +155,18 @@ class _Episodes:
 
 
 class Actor:
-  """One thread's environments and how its time is spent.
+  """The environments of one thread, and how the thread spends its time.
 
-  Other threads may read `seconds`, `stage` and `num_waits` while it runs.
+  Other threads may call `seconds` and `hang`, and read `num_waits`.
 
   Args:
-    index: among the actors of this process.
-    env: its pool.
-    functions: of `make_actor_functions`, for this pool.
-    unroll_length: T.
-    device: where it chooses actions.
-    learner_devices: where the shards of its unrolls go.
-    rng_key: of all actors.
+    index: index among the actors of this process.
+    env: the pool of environments.
+    device: the device that chooses actions.
+    learner_devices: devices for the shards of its unrolls.
+    rng_key: key of all actors.
     first_env: global index of the pool's first environment.
-    clock: of the device, shared by its actors: runs while one is in inference.
+    clock: runs while any actor chooses actions on the device.
   """
 
   def __init__(
@@ -193,6 +184,8 @@ class Actor:
     self.name = f'podrl-actor-{index}'
     self.index = index
     self.device = device
+    self.num_waits = 0
+    self.is_stopped = False  # Another thread sets it; each step reads it.
     self._env = env
     self._clock = clock or Busy()
     self._functions = functions
@@ -202,108 +195,88 @@ class Actor:
     self._timestep = env.reset()
     num_envs = self._timestep.is_first.size
     self._episodes = _Episodes(num_envs)
-    self._keys = jax.device_put(
-      jax.vmap(lambda i: jax.random.fold_in(rng_key, i))(
-        first_env + jnp.arange(num_envs)
-      ),
-      device,
+    indices = first_env + jnp.arange(num_envs)
+    keys = jax.vmap(lambda i: jax.random.fold_in(rng_key, i))(indices)
+    self._keys, self._carry = jax.device_put(
+      (keys, functions.initial_carry(num_envs)), device
     )
-    self._carry = jax.device_put(functions.initial_carry(num_envs), device)
-    self.num_waits = 0
-    self._seen_late = 0.0, 0.0  # A call's start, and when `hangs` saw it late.
-    self.is_stopped = False  # Set by another thread; read before each step.
-    self._times = (
-      'actor_waiting',
-      time.perf_counter(),
-      dict.fromkeys((*STAGES, PARKED), 0.0),
-    )
+    self._seen_late = 0.0, 0.0  # Start of a late call, and when it was seen.
+    seconds = dict.fromkeys((*STAGES, PARKED), 0.0)
+    self._times = 'actor_waiting', time.perf_counter(), seconds
 
   def skip(self, num_unrolls: int) -> None:
-    """Chooses the next actions as after so many unrolls; before the first."""
+    """Uses the random numbers that follow `num_unrolls` unrolls."""
     self._num_steps = num_unrolls * self._unroll_length
 
   def enter(self, stage: str) -> None:
     """Ends one stage and begins another."""
-    is_inference, was_inference = (
-      x == 'inference' for x in (stage, self._times[0])
-    )
-    if is_inference and not was_inference:
+    before = self._times[0]
+    if stage != before and stage == 'inference':
       self._clock.enter()
-    elif was_inference and not is_inference:
+    elif stage != before and before == 'inference':
       self._clock.leave()
     self._times = stage, time.perf_counter(), self.seconds()
 
   def seconds(self) -> dict[str, float]:
-    """Seconds spent in each stage, the present one included."""
-    stage, since, seconds = self._times  # At once: another thread may write.
+    """Returns the seconds spent in each stage, the present one included."""
+    stage, since, seconds = self._times  # One read: another thread may write.
     return seconds | {stage: seconds[stage] + time.perf_counter() - since}
 
-  def stage(self) -> tuple[str, float]:
-    """The present stage, and the seconds since it began."""
-    stage, since, _ = self._times
-    return stage, time.perf_counter() - since
+  def hang(self, hang_seconds: float) -> str:
+    """Returns a sentence if one call took this long, also a second ago.
 
-  def hangs(self, hang_seconds: float) -> bool:
-    """Whether it has been in one call for so long, and was a second ago.
-
-    Seen once is not enough: so looks all of a suspended process at first.
+    One late look is not enough: after a suspended process resumes, every actor
+    looks late.
     """
     stage, since, _ = self._times
     now = time.perf_counter()
     if stage in ('actor_waiting', PARKED) or now - since <= hang_seconds:
-      return False
+      return ''
     if self._seen_late[0] != since:
       self._seen_late = since, now
-    return now - self._seen_late[1] >= 1.0
+    if now - self._seen_late[1] < 1.0:
+      return ''
+    return (
+      f'{self.name} has not come back from {stage} for {now - since:.0f} s, '
+      f'more than sebulba.hang_seconds={hang_seconds:g}'
+    )
 
   def compile(self, params: Tree) -> list[Trajectory]:
-    """Compiles the actor's programs; returns an example of an unroll's shards."""
-    functions, timestep = self._functions, self._timestep
-    carry = self._carry
-    for _ in range(2):  # The second time for a carry of its own.
-      row, carry = functions.step(
+    """Compiles the programs; returns shards of an example of an unroll."""
+    timestep, carry = self._timestep, self._carry
+    for _ in range(2):  # The second call gets a carry that the first made.
+      row, carry = self._functions.step(
         params, self._keys, np.int32(0), timestep, carry
       )
-    shape = (self._unroll_length + 1, timestep.is_first.size)
-    timesteps = TimeStep(
-      timestep.obs,
-      np.zeros(shape, np.float32),
-      np.zeros(shape, np.float32),
-      np.ones(shape, bool),
-    )
+    shape = self._unroll_length + 1, timestep.is_first.size
+    zeros = np.zeros(shape, np.float32)
+    timesteps = TimeStep(timestep.obs, zeros, zeros, np.ones(shape, bool))
     return self._finish([row] * self._unroll_length, timesteps, carry)
 
   def unroll(self, params: Tree, version: int) -> Unroll:
     """Acts for T steps with `params`, which are on the actor's device.
 
     Raises:
-      Closed: if it was stopped.
+      Closed: if the actor is stopped.
     """
-    functions, timestep, length = (
-      self._functions,
-      self._timestep,
-      self._unroll_length,
+    timestep, first_carry = self._timestep, self._carry
+    # New arrays for each unroll: on the CPU, the device shares aligned ones.
+    shape = self._unroll_length + 1, timestep.is_first.size
+    reward, discount = (np.empty(shape, np.float32) for _ in range(2))
+    timesteps, rows = (
+      TimeStep(None, reward, discount, np.empty(shape, bool)),
+      [],
     )
-    first_carry = self._carry
-    # Fresh ones each time: on the CPU the device shares an aligned array.
-    shape = (length + 1, timestep.is_first.size)
-    timesteps = TimeStep(
-      None,
-      np.empty(shape, np.float32),
-      np.empty(shape, np.float32),
-      np.empty(shape, bool),
-    )
-    rows = []
     self.enter('inference')
-    for t in range(length + 1):
+    for t in range(self._unroll_length + 1):
       timesteps.reward[t] = timestep.reward
       timesteps.discount[t] = timestep.discount
       timesteps.is_first[t] = timestep.is_first
-      if t == length:
+      if t == self._unroll_length:
         break
       if self.is_stopped:
         raise Closed
-      row, self._carry = functions.step(
+      row, self._carry = self._functions.step(
         params, self._keys, np.int32(self._num_steps), timestep, self._carry
       )
       rows.append(row)
@@ -316,41 +289,25 @@ class Actor:
     shards = self._finish(
       rows, timesteps._replace(obs=timestep.obs), first_carry
     )
-    return Unroll(
-      shards,
-      version,
-      self._episodes.add(timesteps.reward[1:], timesteps.is_first[1:]),
-      self.index,
-    )
+    episodes = self._episodes.add(timesteps.reward[1:], timesteps.is_first[1:])
+    return Unroll(shards, version, episodes, self.index)
 
   def _finish(
     self, rows: list[Row], timesteps: TimeStep, carry: Tree
   ) -> list[Trajectory]:
-    """The shards of an unroll, each on its learner device, ready for use."""
-    # In stacks: a program of all rows would compile for ever longer.
+    """Returns the shards of an unroll, ready on their learner devices."""
+    # In stacks: a program of all rows would take too long to compile.
     stacks = [
       self._functions.stack(rows[i : i + _STACKED])
       for i in range(0, len(rows), _STACKED)
     ]
     shards = self._functions.finish(stacks, timesteps, carry)
-    return jax.block_until_ready(
-      list(map(jax.device_put, shards, self._learner_devices))
-    )
+    placed = map(jax.device_put, shards, self._learner_devices)
+    return jax.block_until_ready(list(placed))
 
   def close(self) -> None:
-    """Frees the environments; prints what they raise, for others are to follow."""
+    """Frees the environments; prints an exception, since others must follow."""
     try:
       self._env.close()
     except Exception:
       traceback.print_exc()
-
-
-def check_hangs(actors: Sequence[Actor], hang_seconds: float) -> None:
-  """Raises `ActorHangs` where an actor has been in one call for so long."""
-  for actor in actors:
-    if actor.hangs(hang_seconds):
-      stage, seconds = actor.stage()
-      raise ActorHangs(
-        f'{actor.name} has not come back from {stage} for {seconds:.0f} s, '
-        f'more than sebulba.hang_seconds={hang_seconds:g}'
-      )

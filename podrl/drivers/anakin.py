@@ -1,11 +1,12 @@
 """Anakin: environments, acting and learning compiled into one program.
 
-Hessel et al. 2021, arXiv:2104.06272, section 3. One call runs a number of
-updates, each an unroll of all environments and `Learner.update`, mapped over
-the devices. The environments are split over them, the learner is replicated.
+Hessel et al. 2021, arXiv:2104.06272, section 3. One call runs several updates.
+Each is an unroll of all environments and one `Learner.update`, mapped over the
+devices. The environments are split over devices, the learner is replicated.
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import time
 from typing import Any, NamedTuple
 
@@ -30,16 +31,16 @@ from podrl.types import (
   Tree,
 )
 
-# Streams of random numbers, folded into the key of the seed.
+# Streams of random numbers; each is folded into the key of the seed.
 _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM, _ACT_STREAM = range(4)
 
 
 def _strongly_typed(tree: Tree) -> Tree:
-  """Drops weak types: a state that gains one compiles the program again."""
+  """Drops weak types: a state that gets one compiles the program again."""
   return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
 
 
-# Of keys `[B]` and one counter.
+# Folds one counter into keys `[B]`.
 _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
@@ -47,12 +48,12 @@ class Actors(NamedTuple):
   """The environments; every leaf is `[B, ...]`, split over devices.
 
   Attributes:
-    env_state: of the environments.
-    timestep: the last one of each.
-    carry: recurrent state.
-    rng_key: fixed; update and step counters are folded in.
-    episode_return: float32, of the episode under way.
-    episode_length: int32, steps of the episode under way.
+    env_state: state of each environment.
+    timestep: last time step of each environment.
+    carry: recurrent state of the agent.
+    rng_key: fixed keys; the counters of updates and steps are folded in.
+    episode_return: float32, sum of rewards of the present episode.
+    episode_length: int32, steps of the present episode.
   """
 
   env_state: Tree
@@ -64,12 +65,12 @@ class Actors(NamedTuple):
 
 
 class AnakinState(NamedTuple):
-  """The whole of a run.
+  """The state of a whole run.
 
   Attributes:
     learner: replicated.
     actors: split over devices.
-    rng_key: of the updates, replicated; `num_updates` is folded in.
+    rng_key: key of the updates, replicated; `num_updates` is folded in.
   """
 
   learner: LearnerState
@@ -78,16 +79,15 @@ class AnakinState(NamedTuple):
 
 
 class Records(NamedTuple):
-  """What a call of `Programs.train` reports, a row for each update.
+  """What a call of `Programs.train` reports, one row per update.
 
-  Rows past the number of updates that were run are zero.
+  Rows after the last update are zero. For S seeds, arrays have a last axis S.
 
   Attributes:
-    metrics: float32 `[max_updates]` each, the learner's; `[max_updates, S]`
-      for several seeds.
-    episodes: `[max_updates, num_devices]` each; `[max_updates, num_devices, S]`.
-    is_finite: bool `[]`, false if the last update's loss was NaN or infinite,
-      at which the call ended.
+    metrics: float32 `[max_updates]` each, the learner's metrics.
+    episodes: `[max_updates, num_devices]` each.
+    is_finite: bool `[]`, false if the loss of the last update was NaN or
+      infinite. The call ends at such an update.
   """
 
   metrics: Metrics
@@ -101,8 +101,8 @@ class Programs(NamedTuple):
   Attributes:
     init: `(rng_key) -> AnakinState`, placed on the devices; keys `[S]` for
       several seeds.
-    train: `(state, num_updates) -> (state, Records)`; compiled once for any
-      int32 `num_updates` up to `max_updates`. The state's buffers are donated.
+    train: `(state, num_updates) -> (state, Records)`. It compiles once for any
+      int32 `num_updates` up to `max_updates`, and donates the state's buffers.
   """
 
   init: Callable[[chex.PRNGKey], AnakinState]
@@ -112,19 +112,13 @@ class Programs(NamedTuple):
 def make_unroll(
   env: DeviceEnv, agent: Agent, unroll_length: int
 ) -> Callable[[Tree, Actors, Array], tuple[Actors, Trajectory, Episodes]]:
-  """Builds `(params, actors, num_updates) -> (actors, trajectory, episodes)`.
-
-  Args:
-    env: the environments.
-    agent: chooses actions.
-    unroll_length: steps of an unroll.
-  """
+  """Makes `(params, actors, num_updates) -> (actors, trajectory, episodes)`."""
 
   def unroll(
     params: Tree, actors: Actors, num_updates: Array
   ) -> tuple[Actors, Trajectory, Episodes]:
     update_keys = _fold_in(actors.rng_key, num_updates)
-    # All at once: one call for T B keys costs little more than one for B.
+    # One call for T x B keys costs little more than one for B keys.
     keys = jax.vmap(lambda t: _fold_in(update_keys, t))(
       jnp.arange(unroll_length)
     )
@@ -134,13 +128,9 @@ def make_unroll(
         params, rng_key, actors.timestep, actors.carry
       )
       env_state, timestep = _strongly_typed(env.step(actors.env_state, action))
-      is_first = timestep.is_first
-      length = actors.episode_length
-      ended = (
-        is_first,
-        jnp.where(is_first, actors.episode_return, 0.0),
-        jnp.where(is_first, length, 0),
-      )
+      is_first, length = timestep.is_first, actors.episode_length
+      ended_return = jnp.where(is_first, actors.episode_return, 0.0)
+      ended = is_first, ended_return, jnp.where(is_first, length, 0)
       stepped = Actors(
         env_state,
         timestep,
@@ -155,16 +145,14 @@ def make_unroll(
     actors, (timesteps, actions, extras, ended) = jax.lax.scan(
       step, actors, keys
     )
-    timesteps = jax.tree.map(
-      lambda x, last: jnp.concatenate([x, last[None]]),
-      timesteps,
-      actors.timestep,
-    )
+
+    def append(x, last):
+      return jnp.concatenate([x, last[None]])
+
+    timesteps = jax.tree.map(append, timesteps, actors.timestep)
     is_first, returns, lengths = ended
-    num_joints = jnp.sum(is_first, dtype=jnp.int32)
-    episodes = Episodes(
-      num_joints, num_joints, jnp.sum(returns), jnp.sum(lengths)
-    )
+    number = jnp.sum(is_first, dtype=jnp.int32)
+    episodes = Episodes(number, number, jnp.sum(returns), jnp.sum(lengths))
     return actors, Trajectory(timesteps, actions, extras, carry), episodes
 
   return unroll
@@ -181,19 +169,15 @@ def make_programs(
   max_updates: int,
   num_seeds: int | None = None,
 ) -> Programs:
-  """Builds the programs.
+  """Makes the programs.
 
   Args:
-    env: the environments.
-    agent: chooses actions.
-    learner: of that agent.
-    mesh: of `spmd.make_mesh`.
-    num_envs: over all devices, which divide it.
-    unroll_length: steps of an unroll.
-    max_updates: bound of the updates in one call.
-    num_seeds: so many independent agents, in one program: keys, the state's
-      leaves and a record's rows have an axis of them, in front (of rows: behind
-      theirs). None is one, without such an axis.
+    num_envs: environments over all devices; the devices divide it.
+    unroll_length: T, steps of an unroll.
+    max_updates: the most updates in one call.
+    num_seeds: number of independent agents in the one program. Keys and the
+      state's leaves then have this axis in front, and rows of records behind.
+      None is one agent without the axis.
   """
 
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
@@ -223,13 +207,15 @@ def make_programs(
     )
     return AnakinState(learner_state, actors, state.rng_key), metrics, episodes
 
-  if num_seeds is not None:
-    update = jax.vmap(update)
+  def over_seeds(function: Callable, in_axes: Any = 0) -> Callable:
+    return function if num_seeds is None else jax.vmap(function, in_axes)
+
+  update_agents = over_seeds(update)
 
   def train(
     state: AnakinState, num_updates: Array
   ) -> tuple[AnakinState, Records]:
-    _, *shapes = jax.eval_shape(update, state)
+    _, *shapes = jax.eval_shape(update_agents, state)
     rows = jax.tree.map(
       lambda x: jnp.zeros((max_updates, *x.shape), x.dtype), shapes
     )
@@ -240,7 +226,7 @@ def make_programs(
 
     def body(loop):
       i, state, rows, _ = loop
-      state, metrics, episodes = update(state)
+      state, metrics, episodes = update_agents(state)
       rows = jax.tree.map(
         lambda x, row: x.at[i].set(row), rows, [metrics, episodes]
       )
@@ -254,149 +240,113 @@ def make_programs(
 
   batch = spmd.BATCH if num_seeds is None else spmd.TRAJECTORY  # Axis 0 or 1.
   sharding = AnakinState(spmd.LEARNER_STATE, batch, spmd.REPLICATED)
-  over_seeds = (lambda f, **_: f) if num_seeds is None else jax.vmap
-  map_reset = spmd.device_map(
-    over_seeds(reset, in_axes=(0, None)),
-    mesh,
-    (spmd.REPLICATED, spmd.BATCH),
-    batch,
+  records = Records(spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED)
+  reset_agents = spmd.device_map(
+    over_seeds(reset, (0, None)), mesh, (spmd.REPLICATED, spmd.BATCH), batch
   )
 
+  def init_learner(rng_key: chex.PRNGKey) -> LearnerState:
+    actors = jax.eval_shape(reset, rng_key, np.arange(num_envs))
+    params = jax.eval_shape(agent.init, rng_key)
+    _, trajectory, _ = jax.eval_shape(unroll, params, actors, 0)
+    return learner.init(rng_key, trajectory)
+
+  def stream_keys(rng_key: chex.PRNGKey) -> list[chex.PRNGKey]:
+    streams = _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM
+    return [jax.random.fold_in(rng_key, stream) for stream in streams]
+
   def init(rng_key: chex.PRNGKey) -> AnakinState:
-    learner_key, update_key, env_key = (
-      over_seeds(lambda key, stream=stream: jax.random.fold_in(key, stream))(
-        rng_key
-      )
-      for stream in (_LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM)
-    )
-    index = np.arange(num_envs)
-    actors = map_reset(
+    learner_key, update_key, env_key = over_seeds(stream_keys)(rng_key)
+    # Two batched QR factorisations (orthogonal initialisation) at the same time
+    # can deadlock in XLA's CPU threads (jaxlib 0.10.2).
+    learner_state = jax.jit(
+      over_seeds(init_learner), compiler_options=spmd.in_order_options()
+    )(learner_key)
+    actors = reset_agents(
       spmd.place(env_key, mesh, spmd.REPLICATED),
-      spmd.place(index, mesh, spmd.BATCH),
+      spmd.place(np.arange(num_envs), mesh, spmd.BATCH),
     )
-
-    @jax.jit
-    @over_seeds
-    def init_learner(key: chex.PRNGKey) -> LearnerState:
-      actors = jax.eval_shape(reset, key, index)
-      params = jax.eval_shape(agent.init, key)
-      _, trajectory, _ = jax.eval_shape(unroll, params, actors, 0)
-      return learner.init(key, trajectory)
-
     return AnakinState(
-      spmd.place(init_learner(learner_key), mesh, spmd.LEARNER_STATE),
+      spmd.place(learner_state, mesh, spmd.LEARNER_STATE),
       actors,
       spmd.place(update_key, mesh, spmd.REPLICATED),
     )
 
+  in_specs, out_specs = (sharding, spmd.REPLICATED), (sharding, records)
   return Programs(
-    init,
-    spmd.device_map(
-      train,
-      mesh,
-      (sharding, spmd.REPLICATED),
-      (sharding, Records(spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED)),
-      donate=(0,),
-    ),
+    init, spmd.device_map(train, mesh, in_specs, out_specs, donate=(0,))
   )
 
 
+@dataclasses.dataclass
 class Anakin:
-  """Anakin's `Driver`: runs the programs from the host, call by call.
+  """Anakin's `Driver`: calls the programs from the host.
 
-  Args:
+  Attributes:
     programs: what `make_programs` returned.
     rng_key: key of the whole run; `[S]` for several seeds.
-    max_updates: the most updates that one call may run.
+    max_updates: the most updates in one call.
     predictions_per_update: actions that this process's environments take in
       one update.
+    state: the whole run, once started; the next `advance` deletes its buffers.
   """
 
-  # Anakin has no threads: every exception is raised at once.
-  error: BaseException | None = None
-
-  def __init__(
-    self,
-    programs: Programs,
-    rng_key: chex.PRNGKey,
-    max_updates: int,
-    predictions_per_update: int,
-  ):
-    self._programs = programs
-    self._rng_key = rng_key
-    self._max_updates = max_updates
-    self._predictions_per_update = predictions_per_update
-    self._state: AnakinState | None = None
-
-  @property
-  def state(self) -> AnakinState | None:
-    """The whole run, once started; the next `advance` deletes its buffers."""
-    return self._state
+  programs: Programs
+  rng_key: chex.PRNGKey
+  max_updates: int
+  predictions_per_update: int
+  state: AnakinState | None = None
+  error: BaseException | None = None  # Always None: there are no threads.
 
   @property
   def learner(self) -> LearnerState | None:
     """The learner's part of the state."""
-    return self._state and self._state.learner
+    return self.state and self.state.learner
 
   def start(self, restore: Restore = lambda state: (state, [])) -> None:
     """Makes the state and compiles."""
-    state, _ = restore(self._programs.init(self._rng_key))
-    # Zero updates: the call compiles, so that the first window need not.
-    self._state, _ = jax.block_until_ready(
-      self._programs.train(state, np.int32(0))
+    state, _ = restore(self.programs.init(self.rng_key))
+    # A call of zero updates compiles: the first window then does not.
+    self.state, _ = jax.block_until_ready(
+      self.programs.train(state, np.int32(0))
     )
-
-  def plan(self) -> dict[str, Any]:
-    """Returns nothing: all processes do the same anyway."""
-    return {}
 
   def advance(
     self, num_updates: int, plan: Mapping[str, Any] | None = None
   ) -> list[Report]:
     """Runs at most `max_updates` updates; returns a report for each seed."""
     del plan
-    num_updates = min(num_updates, self._max_updates)
+    num_updates = min(num_updates, self.max_updates)
     start = time.perf_counter()
-    self._state, records = self._programs.train(
-      self._state, np.int32(num_updates)
-    )
+    self.state, records = self.programs.train(self.state, np.int32(num_updates))
     records = spmd.fetch(records)
     seconds = time.perf_counter() - start
     is_finite = np.isfinite(records.metrics['loss'])
-    is_finite = is_finite.reshape(self._max_updates, -1)
+    is_finite = is_finite.reshape(self.max_updates, -1)
     if not records.is_finite:
       num_updates = int(np.argmin(is_finite.all(1)))
+    reports = []
+    for seed in range(is_finite.shape[1]):
+      index = (..., seed) if self.rng_key.ndim else ...
+      rows = jax.tree.map(lambda x: x[:num_updates][index], records[:2])
+      predictions = num_updates * self.predictions_per_update
+      is_sound = bool(records.is_finite or is_finite[num_updates, seed])
+      reports.append(Report(*rows, predictions, seconds, is_sound, {}, {}))
+    return reports
 
-    def report(seed: int) -> Report:
-      rows = jax.tree.map(
-        lambda x: (
-          x[:num_updates, ..., seed] if self._rng_key.ndim else x[:num_updates]
-        ),
-        (records.metrics, records.episodes),
-      )
-      return Report(
-        *rows,
-        num_predictions=num_updates * self._predictions_per_update,
-        seconds=seconds,
-        stages={},
-        own={},
-        is_finite=bool(records.is_finite or is_finite[num_updates, seed]),
-      )
+  # Anakin adds nothing to these parts of `Driver`.
 
-    return [report(seed) for seed in range(is_finite.shape[1])]
+  def plan(self) -> dict[str, Any]:
+    return {}
 
   def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nothing: one program leaves no shares to tell apart."""
-    del record
     return {}
 
   def progress(self) -> dict[str, Any]:
-    """Returns nothing: the state holds the whole run."""
     return {}
 
   def stop(self) -> None:
-    """Does nothing: a call of `advance` ends by itself."""
+    pass
 
   def close(self) -> list[str]:
-    """Does nothing, and returns no names: there are no threads."""
     return []

@@ -1,288 +1,183 @@
-"""How threads hand things on: a bounded queue, a slot and a gate, all closable.
+"""How a learner and its actors exchange parameters and unrolls.
 
-Closing wakes whoever waits, on both sides. And a clock that they share.
-
-Of these, two ways for a learner and its actors to exchange parameters and
-unrolls, with the same methods: `Deterministic` and `Asynchronous`.
+`Deterministic` and `Asynchronous` have the same methods. Closing an exchange
+wakes all threads that wait in it: each of them raises `Closed`.
 """
 
 from collections import deque
+from collections.abc import Callable, Iterator
+import contextlib
 import threading
-import time
 from typing import Any
 
 
 class Closed(Exception):
-  """The other side is gone."""
+  """The other side has ended."""
+
+
+class Monitor:
+  """A lock whose holders wait for a condition, and which can be closed."""
+
+  def __init__(self):
+    self._changed = threading.Condition()
+    self._is_closed = False
+
+  @contextlib.contextmanager
+  def when(
+    self,
+    is_ready: Callable[[], Any] = lambda: True,
+    timeout_seconds: float | None = None,
+  ) -> Iterator[None]:
+    """Holds the lock as soon as `is_ready()`; then wakes all who wait.
+
+    Raises:
+      Closed: if the monitor is closed, or becomes so while waiting.
+      TimeoutError: after `timeout_seconds` of waiting.
+    """
+    with self._changed:
+      if not self._changed.wait_for(
+        lambda: self._is_closed or is_ready(), timeout_seconds
+      ):
+        raise TimeoutError
+      if self._is_closed:
+        raise Closed
+      yield
+      self._changed.notify_all()
+
+  def close(self) -> None:
+    """Ends the monitor and wakes all who wait."""
+    with self._changed:
+      self._is_closed = True
+      self._changed.notify_all()
 
 
 class Channel:
-  """A bounded first-in, first-out queue.
-
-  Args:
-    capacity: items that it holds; `put` waits while there are so many.
-  """
+  """A first-in, first-out queue of at most `capacity` items."""
 
   def __init__(self, capacity: int):
     self._capacity = capacity
-    self._items = deque()
-    self._changed = threading.Condition()
-    self._is_closed = False
+    self._items: deque = deque()
+    self._monitor = Monitor()
+    self.close = self._monitor.close
 
   def __len__(self) -> int:
     return len(self._items)
 
   def put(self, item: Any) -> None:
-    """Appends an item, waiting while the channel is full.
-
-    Raises:
-      Closed: if it is, or becomes so while waiting.
-    """
-    with self._changed:
-      self._changed.wait_for(
-        lambda: self._is_closed or len(self._items) < self._capacity
-      )
-      if self._is_closed:
-        raise Closed
+    """Appends an item; waits while the channel is full."""
+    with self._monitor.when(lambda: len(self._items) < self._capacity):
       self._items.append(item)
-      self._changed.notify_all()
 
   def get(self, timeout_seconds: float | None = None) -> Any:
-    """Takes the oldest item, waiting while there is none.
-
-    Raises:
-      Closed: if it is, or becomes so while waiting.
-      TimeoutError: after `timeout_seconds` without an item.
-    """
-    with self._changed:
-      if not self._changed.wait_for(
-        lambda: self._is_closed or self._items, timeout_seconds
-      ):
-        raise TimeoutError
-      if self._is_closed:
-        raise Closed
-      item = self._items.popleft()
-      self._changed.notify_all()
-      return item
-
-  def close(self) -> None:
-    """Ends the channel and wakes all who wait; what it holds is dropped."""
-    with self._changed:
-      self._is_closed = True
-      self._items.clear()
-      self._changed.notify_all()
-
-
-class Slot:
-  """The newest of a sequence of values, each overwriting the one before."""
-
-  def __init__(self):
-    self._value = None
-    self._version = -1
-    self._changed = threading.Condition()
-    self._is_closed = False
-
-  def put(self, value: Any, version: int) -> None:
-    """Overwrites the value; versions only grow.
-
-    Raises:
-      Closed: if it is.
-    """
-    with self._changed:
-      if self._is_closed:
-        raise Closed
-      self._value, self._version = value, version
-      self._changed.notify_all()
-
-  def get(self) -> tuple[Any, int]:
-    """The value and its version, waiting for the first.
-
-    Raises:
-      Closed: if it is, or becomes so while waiting.
-    """
-    with self._changed:
-      self._changed.wait_for(lambda: self._is_closed or self._version >= 0)
-      if self._is_closed:
-        raise Closed
-      return self._value, self._version
-
-  def close(self) -> None:
-    """Ends the slot, drops its value and wakes all who wait."""
-    with self._changed:
-      self._is_closed = True
-      self._value = None
-      self._changed.notify_all()
-
-
-class Busy:
-  """Adds up the seconds in which at least one of several threads is at work."""
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    self._num_inside = 0
-    self._since = 0.0
-    self._seconds = 0.0
-
-  def enter(self) -> None:
-    """A thread begins."""
-    with self._lock:
-      if not self._num_inside:
-        self._since = time.perf_counter()
-      self._num_inside += 1
-
-  def leave(self) -> None:
-    """A thread that began ends."""
-    with self._lock:
-      self._num_inside -= 1
-      if not self._num_inside:
-        self._seconds += time.perf_counter() - self._since
-
-  def seconds(self) -> float:
-    """So far, including what is under way."""
-    with self._lock:
-      return self._seconds + (
-        time.perf_counter() - self._since if self._num_inside else 0.0
-      )
-
-
-class Gate:
-  """Lets those through whose place is among the first so many.
-
-  Args:
-    num_open: places to begin with.
-  """
-
-  def __init__(self, num_open: int):
-    self.num_open = num_open
-    self._changed = threading.Condition()
-    self._is_closed = False
-
-  def open(self, num_open: int) -> None:
-    """Changes the number of places that are let through from now on."""
-    with self._changed:
-      self.num_open = num_open
-      self._changed.notify_all()
-
-  def wait(self, place: int) -> None:
-    """Returns when a place, counted from 0, is let through.
-
-    Raises:
-      Closed: if the gate is, or becomes so while waiting.
-    """
-    with self._changed:
-      self._changed.wait_for(lambda: self._is_closed or place < self.num_open)
-      if self._is_closed:
-        raise Closed
-
-  def close(self) -> None:
-    """Ends the gate and wakes all who wait."""
-    with self._changed:
-      self._is_closed = True
-      self._changed.notify_all()
+    """Takes the oldest item; waits while there is none."""
+    with self._monitor.when(lambda: self._items, timeout_seconds):
+      return self._items.popleft()
 
 
 class Deterministic:
-  """Each actor has a queue of parameters and one of unrolls.
+  """Each actor has a channel of parameters and a channel of unrolls.
 
-  The unroll that update k learns from was acted with the parameters of update
-  k - min(k, max_lag), whatever the threads' timing. Huang et al. 2023,
-  arXiv:2310.00036, section 3, is this with a lag of 1.
+  Update k learns from unrolls that acted with the parameters of update
+  k - min(k, max_lag), whatever the timing of the threads. Huang et al. 2023,
+  arXiv:2310.00036, section 3, is the case of max_lag 1.
 
   Args:
-    num_actors: each of which contributes one unroll to every update.
-    max_lag: calls of `update` between the parameters that act and that learn.
+    num_actors: number of actors; each update learns from one unroll of each.
+    max_lag: calls of `update` between the parameters that acted and those that
+      learn.
   """
 
   def __init__(self, num_actors: int, max_lag: int):
     self._params = [Channel(max_lag + 1) for _ in range(num_actors)]
     self._unrolls = [Channel(1) for _ in range(num_actors)]
-    self._num_copies = max_lag + 1  # Of the first parameters.
+    self._num_copies = max_lag + 1  # The first parameters act this many times.
 
   def publish(self, params: Any, version: int) -> None:
-    """Hands parameters to all actors; only a closed exchange refuses them."""
+    """Gives parameters to all actors."""
     for _ in range(self._num_copies):
       for channel in self._params:
         channel.put((params, version))
     self._num_copies = 1
 
   def fetch(self, actor: int) -> tuple[Any, int, bool]:
-    """An actor's next parameters, their version, and whether it had to wait."""
+    """Returns an actor's parameters, their version, and whether it waited."""
     waited = not len(self._params[actor])
     return *self._params[actor].get(), waited
 
   def put(self, actor: int, unroll: Any) -> None:
-    """Hands on an actor's unroll, waiting until its last one was taken."""
+    """Adds an actor's unroll; waits until the learner took the last one."""
     self._unrolls[actor].put(unroll)
 
   def take(self, i: int, timeout_seconds: float) -> Any:
-    """The unroll for place i of an update: that of actor i."""
+    """Returns the unroll for place i of an update, which is that of actor i."""
     return self._unrolls[i].get(timeout_seconds)
 
   def release(self, num_unrolls: int) -> None:
-    """So many unrolls were learnt or dropped; here nobody waits for that."""
+    """Does nothing: no actor waits for the end of an update."""
 
   def depth(self) -> int:
-    """Unrolls that wait for the learner."""
+    """Returns the number of unrolls that wait for the learner."""
     return sum(map(len, self._unrolls))
 
   def close(self) -> None:
-    """Wakes and ends both sides."""
+    """Ends both sides."""
     for channel in self._params + self._unrolls:
       channel.close()
 
 
 class Asynchronous:
-  """Actors take the newest parameters; the learner takes whatever is ready.
+  """Actors use the newest parameters; the learner takes any finished unroll.
 
-  Each unroll under way or waiting holds a permit. There are as many as can be
-  learnt from, in the order of their beginnings, before the newest is staler
-  than `max_lag`; who finds none waits. An unroll that others overtook may still
-  become staler: the learner sees it by its version.
+  An actor needs a permit for each unroll. There are as many permits as unrolls
+  can be learned from, in the order of their starts, before the newest exceeds
+  `max_lag`. An unroll that others overtook may still exceed it; the learner
+  sees that by its version.
 
   Args:
-    unrolls_per_update: that one update learns from.
-    max_lag: bound of the calls of `update` between the parameters that act and
+    unrolls_per_update: number of unrolls that one update learns from.
+    max_lag: the most calls of `update` between the parameters that acted and
       those that learn.
   """
 
   def __init__(self, unrolls_per_update: int, max_lag: int):
-    num_permits = unrolls_per_update * (max_lag + 1)
-    self._params = Slot()
-    self._unrolls = Channel(num_permits)
-    self._permits = Channel(num_permits)
-    self.release(num_permits)
+    self.num_permits = unrolls_per_update * (max_lag + 1)
+    self._newest: tuple[Any, ...] = ()  # Parameters and their version.
+    self._actors = Monitor()
+    self._unrolls = Channel(self.num_permits)
 
   def publish(self, params: Any, version: int) -> None:
-    """Overwrites the parameters that actors find."""
-    self._params.put(params, version)
+    """Replaces the newest parameters."""
+    with self._actors.when():
+      self._newest = params, version
 
   def fetch(self, actor: int) -> tuple[Any, int, bool]:
-    """The newest parameters, their version, and whether there was a wait."""
+    """Returns the newest parameters, their version, and whether it waited."""
     del actor
-    waited = not len(self._permits)
-    self._permits.get()
-    return *self._params.get(), waited
+    waited = not self.num_permits
+    with self._actors.when(lambda: self.num_permits and self._newest):
+      self.num_permits -= 1
+      return *self._newest, waited
 
   def put(self, actor: int, unroll: Any) -> None:
-    """Hands on an unroll; there is always room for those with a permit."""
+    """Adds an unroll; there is room for all that have a permit."""
     del actor
     self._unrolls.put(unroll)
 
   def take(self, i: int, timeout_seconds: float) -> Any:
-    """The oldest unroll, for any place of an update."""
+    """Returns the oldest unroll, for any place of an update."""
     del i
     return self._unrolls.get(timeout_seconds)
 
   def release(self, num_unrolls: int) -> None:
-    """So many unrolls were learnt or dropped: as many may begin."""
-    for _ in range(num_unrolls):
-      self._permits.put(None)
+    """Returns the permits of unrolls that were learned from or dropped."""
+    with self._actors.when():
+      self.num_permits += num_unrolls
 
   def depth(self) -> int:
-    """Unrolls that wait for the learner."""
+    """Returns the number of unrolls that wait for the learner."""
     return len(self._unrolls)
 
   def close(self) -> None:
-    """Wakes and ends both sides."""
-    for channel in (self._params, self._unrolls, self._permits):
-      channel.close()
+    """Ends both sides."""
+    self._actors.close()
+    self._unrolls.close()

@@ -1,6 +1,6 @@
 """Sebulba: actor threads on the host feed a learner on accelerators.
 
-Hessel et al. 2021, arXiv:2104.06272, section 4. Each actor has a thread; the
+Hessel et al. 2021, arXiv:2104.06272, section 4. Each actor has a thread. The
 learner joins unrolls on the batch axis and calls `Learner.update`, as Anakin.
 """
 
@@ -15,16 +15,10 @@ import jax
 import numpy as np
 
 from podrl.drivers import spmd
-from podrl.drivers.actor import (
-  PARKED,
-  Actor,
-  Unroll,
-  check_hangs,
-  make_actor_functions,
-)
-from podrl.drivers.exchange import Asynchronous, Closed, Deterministic, Gate
+from podrl.drivers.actor import Actor, ActorHangs, Unroll, make_actor_functions
+from podrl.drivers.exchange import Asynchronous, Closed, Deterministic, Monitor
 from podrl.drivers.limits import System, find_limit, workload_ratio
-from podrl.drivers.stages import Stages, leave_out_parked, num_cores
+from podrl.drivers.stages import PARKED, Stages, leave_out_parked, num_cores
 from podrl.drivers.tuner import Tuner
 from podrl.types import (
   Agent,
@@ -56,7 +50,7 @@ class Settings:
     first_env: global index of this host's first environment.
     env_threads: threads that step each actor's environments; only used to say
       what limits the run.
-    autotune: whether the driver tunes the number of actors that act; the mode
+    autotune: whether the driver tunes the number of actors that act. The mode
       must be asynchronous.
   """
 
@@ -73,16 +67,12 @@ class Settings:
 
 
 class Sebulba:
-  """The driver: owns the threads, the hand-off and the learner's loop.
+  """Sebulba's `Driver`: owns the threads, the hand-off and the learner's loop.
 
   Args:
-    make_env: `(actor's index) -> HostEnv`, a pool of `settings.num_envs`.
-    agent: chooses actions.
-    learner: of that agent.
-    mesh: of the learner devices.
-    actor_devices: each serves `settings.actors_per_device` threads.
-    settings: how the host is used.
-    rng_key: of the whole run.
+    make_env: makes the pool of environments of the actor with a given index.
+    mesh: mesh of the learner devices.
+    rng_key: key of the whole run.
   """
 
   def __init__(
@@ -106,29 +96,15 @@ class Sebulba:
       for stream in (_LEARNER_STREAM, _UPDATE_STREAM, _ACT_STREAM)
     )
     self._num_actors = len(self._actor_devices) * settings.actors_per_device
-    self._exchange = (
-      Deterministic(self._num_actors, settings.max_lag)
+    self._num_active = self._num_actors  # The other actors are parked.
+    self._parking = Monitor()
+    unrolls, max_lag = settings.unrolls_per_update, settings.max_lag
+    self._exchange: Deterministic | Asynchronous = (
+      Deterministic(self._num_actors, max_lag)
       if settings.deterministic
-      else Asynchronous(settings.unrolls_per_update, settings.max_lag)
+      else Asynchronous(unrolls, max_lag)
     )
-    self._gate = Gate(self._num_actors)
-    # Each process has a tuner; only that of process 0 makes the plan.
-    self._tuner = (
-      Tuner(
-        # One actor more than there are permits could only wait.
-        min(
-          self._num_actors,
-          settings.unrolls_per_update * (settings.max_lag + 1),
-        ),
-        settings.unroll_length
-        * settings.num_envs
-        * settings.unrolls_per_update
-        * jax.process_count(),
-        settings.unrolls_per_update,
-      )
-      if settings.autotune
-      else None
-    )
+    self._tuner: Tuner | None = None  # From `start` on, if it is to tune.
     self._system = System(
       platform=self._actor_devices[0].platform,
       num_cores=num_cores(),
@@ -136,27 +112,25 @@ class Sebulba:
       env_threads=settings.env_threads,
       actor_devices=tuple(x.id for x in self._actor_devices),
       learner_devices=tuple(x.id for x in mesh.local_devices),
-      unrolls_per_update=settings.unrolls_per_update,
-      max_lag=settings.max_lag,
+      unrolls_per_update=unrolls,
+      max_lag=max_lag,
       is_deterministic=settings.deterministic,
       num_processes=jax.process_count(),
     )
     self._actors: list[Actor] = []
     self._threads: list[threading.Thread] = []
-    self.error: BaseException | None = None  # What ended an actor, or learning.
     self._stopper: threading.Thread | None = None
-    self._update = self._state = None  # Until `start`.
+    self.error: BaseException | None = None  # What ended an actor or learning.
+    self.state: LearnerState | None = None
     self._num_updates = self._num_dropped = self._num_waits = 0
-    self._num_unrolls = [0] * self._num_actors  # Learnt or dropped, of each.
+    self._num_unrolls = [0] * self._num_actors  # Of each actor, dropped or not.
     self._stages = Stages(self._actor_devices, mesh.local_devices, num_cores())
-    self._end_seconds = time.perf_counter()  # Of the last call of `advance`.
+    self._end_seconds = time.perf_counter()  # End of the last `advance`.
 
   @property
   def learner(self) -> LearnerState | None:
-    """The learner's state, once started."""
-    return self._state
-
-  state = learner  # A checkpoint cannot store the environments.
+    """The state; the environments are not part of it."""
+    return self.state
 
   def progress(self) -> dict[str, Any]:
     """Returns what a resumed run needs beside the state."""
@@ -164,29 +138,28 @@ class Sebulba:
       'num_unrolls': [*self._num_unrolls],
       'num_dropped': self._num_dropped,
       'num_waits': self._count_waits(),
-      'num_actors': self._tuner.best if self._tuner else self._gate.num_open,
+      'num_actors': self._tuner.best if self._tuner else self._num_active,
     }
 
   def _count_waits(self) -> int:
     return self._num_waits + sum(actor.num_waits for actor in self._actors)
 
   def plan(self) -> dict[str, Any]:
-    """Returns the number of actors of each process that should act."""
-    return {
-      'num_actors': self._tuner.num_actors
-      if self._tuner
-      else self._gate.num_open
-    }
+    """Returns how many actors of each process act; the others are parked."""
+    if self._tuner:
+      return {'num_actors': self._tuner.num_actors}
+    return {'num_actors': self._num_active}
 
   def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what limits the run, and the CPU time that a device needs."""
+    """Returns what limits the run, and the CPU time that its devices need."""
     if 'busy_cores' not in record:
       return {}
     limit = find_limit(record, self._system)
+    found = {'limit': limit.name, 'limit_sentence': limit.sentence}
     ratio = workload_ratio(record, self._system)
-    return {'limit': limit.name, 'limit_sentence': limit.sentence} | (
-      {} if ratio is None else {'cpu_seconds_per_device_second': ratio}
-    )
+    if ratio is not None:
+      found['cpu_seconds_per_device_second'] = ratio
+    return found
 
   def start(self, restore: Restore = lambda state: (state, [])) -> None:
     """Makes the environments, compiles, and starts the actors."""
@@ -198,19 +171,18 @@ class Sebulba:
       functions = functions or make_actor_functions(
         self._agent, env.observe, len(devices)
       )
-      self._actors.append(
-        Actor(
-          index,
-          env,
-          functions,
-          settings.unroll_length,
-          device,
-          devices,
-          self._act_key,
-          settings.first_env + index * settings.num_envs,
-          self._stages.clocks[device],
-        )
+      actor = Actor(
+        index,
+        env,
+        functions,
+        settings.unroll_length,
+        device,
+        devices,
+        self._act_key,
+        settings.first_env + index * settings.num_envs,
+        self._stages.clocks[device],
       )
+      self._actors.append(actor)
     params = spmd.place(  # As those that actors will get.
       jax.jit(self._agent.init)(self._init_key), self._mesh, spmd.REPLICATED
     )
@@ -219,26 +191,26 @@ class Sebulba:
     example = spmd.join_shards(shards, self._mesh, spmd.TRAJECTORY)
     shape = jax.eval_shape(lambda: example)
     state = jax.jit(lambda key: self._learner.init(key, shape))(self._init_key)
-    self._state, saved = restore(
+    self.state, saved = restore(
       spmd.place(state, self._mesh, spmd.LEARNER_STATE)
     )
     if saved:
       self._resume(saved)
-    if self._tuner:
-      self._tuner.begin(saved[0]['num_actors'] if saved else 1)
-      self._gate.open(self._tuner.num_actors)
     self._update_key = spmd.place(self._update_key, self._mesh, spmd.REPLICATED)
     self._update = (
       spmd.map_update(self._learner, self._mesh)
       .lower(
-        self._state.params,
-        self._state._replace(params=()),
+        self.state.params,
+        self.state._replace(params=()),
         (example,) * settings.unrolls_per_update,
         self._update_key,
       )
       .compile()
     )
     try:
+      if settings.autotune:
+        self._tuner = self._make_tuner(saved[0]['num_actors'] if saved else 1)
+        self._num_active = self._tuner.num_actors
       self._publish()
     except Closed:
       return  # A signal came.
@@ -249,45 +221,52 @@ class Sebulba:
       self._threads.append(thread)
       thread.start()
 
+  def _make_tuner(self, num_actors: int) -> Tuner:
+    """Each process has a tuner, but only that of process 0 is asked."""
+    settings = self._settings
+    unrolls = settings.unrolls_per_update
+    # More actors than permits could only wait.
+    max_actors = min(self._num_actors, unrolls * (settings.max_lag + 1))
+    samples = settings.unroll_length * settings.num_envs * unrolls
+    samples *= jax.process_count()
+    return Tuner(max_actors, samples, unrolls, num_actors)
+
   def _resume(self, saved: list[dict[str, Any]]) -> None:
-    """Takes over what `progress` returned in each process of the run."""
-    self._num_updates = int(self._state.num_updates)
-    process = jax.process_index()
+    """Restores what `progress` returned in each process of the saved run."""
+    self._num_updates = int(self.state.num_updates)
     if len(saved) == jax.process_count():
-      saved = [saved[process]]
-      process = 0
-    if process == 0:  # If the number of processes changed, it keeps all counts.
-      self._num_dropped = sum(x['num_dropped'] for x in saved)
-      self._num_waits = sum(x['num_waits'] for x in saved)
+      saved = [saved[jax.process_index()]]
+    elif jax.process_index():  # Process 0 takes over all counts.
+      saved = [x | {'num_dropped': 0, 'num_waits': 0} for x in saved]
+    self._num_dropped = sum(x['num_dropped'] for x in saved)
+    self._num_waits = sum(x['num_waits'] for x in saved)
     unrolls = [number for x in saved for number in x['num_unrolls']]
-    if len(unrolls) != self._num_actors:  # On other devices.
+    if len(unrolls) != self._num_actors:  # The saved run used other devices.
       unrolls = [max(unrolls)] * self._num_actors
     for actor, num_unrolls in zip(self._actors, unrolls):
       actor.skip(num_unrolls)
     self._num_unrolls = unrolls
 
   def _publish(self) -> None:
-    """Hands the parameters, ready for use, to the actors."""
-    # Not copied where a device learns and acts: parameters are not donated.
-    self._exchange.publish(
-      {
-        device: jax.block_until_ready(
-          spmd.to_device(self._state.params, device)
-        )
-        for device in self._actor_devices
-      },
-      self._num_updates,
-    )
+    """Gives the actors the parameters, ready on their devices."""
+    # No copy on a device that also learns: parameters are never donated.
+    params = {
+      device: jax.block_until_ready(spmd.to_device(self.state.params, device))
+      for device in self._actor_devices
+    }
+    self._exchange.publish(params, self._num_updates)
 
   def _run_actor(self, actor: Actor) -> None:
-    """An actor's thread."""
+    """Runs in the actor's thread."""
+    # Actors are parked evenly over their devices.
     device, turn = divmod(actor.index, self._settings.actors_per_device)
     place = turn * len(self._actor_devices) + device
     try:
       while True:
-        if place >= self._gate.num_open:
+        if place >= self._num_active:
           actor.enter(PARKED)
-          self._gate.wait(place)
+          with self._parking.when(lambda: place < self._num_active):
+            pass
           actor.enter('actor_waiting')
         params, version, waited = self._exchange.fetch(actor.index)
         actor.num_waits += waited
@@ -296,22 +275,27 @@ class Sebulba:
         self._exchange.put(actor.index, unroll)
     except Closed:
       pass
-    except BaseException as error:  # Raised again in the main thread.
+    except BaseException as error:  # The main thread raises it again.
       self.error = self.error or error
       self._stop()
     finally:
       actor.enter('actor_waiting')
 
+  def _check_hangs(self) -> None:
+    for actor in self._actors:
+      if sentence := actor.hang(self._settings.hang_seconds):
+        raise ActorHangs(sentence)
+
   def _take(self) -> tuple[list[Unroll], list[Unroll]]:
-    """The unrolls of one update, and those that were too stale for it."""
-    taken, dropped = [], []
+    """Returns the unrolls of one update, and those that were too stale."""
+    taken: list[Unroll] = []
+    dropped: list[Unroll] = []
+    timeout_seconds = min(1.0, self._settings.hang_seconds / 2)
     while len(taken) < self._settings.unrolls_per_update:
       try:
-        unroll = self._exchange.take(
-          len(taken), min(1.0, self._settings.hang_seconds / 2)
-        )
+        unroll = self._exchange.take(len(taken), timeout_seconds)
       except TimeoutError:
-        check_hangs(self._actors, self._settings.hang_seconds)
+        self._check_hangs()
         continue
       if self._num_updates - unroll.version > self._settings.max_lag:
         dropped.append(unroll)
@@ -319,6 +303,43 @@ class Sebulba:
       else:
         taken.append(unroll)
     return taken, dropped
+
+  def _learn(self) -> tuple[Metrics, Metrics, Episodes] | None:
+    """Runs one update; None if its loss is not finite."""
+    spend = self._stages.spend
+    self._check_hangs()
+    queue_depth = self._exchange.depth()
+    taken, dropped = self._take()
+    spend('learner_waiting')
+    lags = [self._num_updates - unroll.version for unroll in taken]
+    trajectories = tuple(
+      spmd.join_shards(unroll.shards, self._mesh, spmd.TRAJECTORY)
+      for unroll in taken
+    )
+    rest = self.state._replace(params=())
+    with self._stages.updating():
+      self.state, metrics = jax.block_until_ready(
+        self._update(self.state.params, rest, trajectories, self._update_key)
+      )
+    spend('update')
+    metrics = spmd.fetch(metrics)
+    if not np.isfinite(metrics['loss']):
+      return None
+    self._num_updates += 1
+    self._num_dropped += len(dropped)
+    unrolls = taken + dropped
+    for unroll in unrolls:
+      self._num_unrolls[unroll.actor] += 1
+    own = {
+      'policy_lag': np.mean(lags),
+      'policy_lag_max': max(lags),
+      'queue_depth': queue_depth,
+      'num_actors': self._num_active,
+      'num_unrolls_dropped': self._num_dropped,
+      'num_actor_waits': self._count_waits(),
+    }
+    episodes = jax.tree.map(lambda *x: sum(x), *(u.episodes for u in unrolls))
+    return metrics, own, episodes
 
   def advance(
     self, num_updates: int, plan: Mapping[str, Any] | None = None
@@ -330,120 +351,86 @@ class Sebulba:
       plan: what `plan` returned in process 0; None changes nothing.
 
     Raises:
-      ActorHangs: where an actor has not come back for `hang_seconds`.
-      BaseException: what an actor raised, or the learner.
+      ActorHangs: if a call of an actor takes longer than `hang_seconds`.
+      BaseException: what an actor or the learner raised.
     """
-    if plan:
-      self._gate.open(plan['num_actors'])
-    start, before = self._stages.begin(), self._stages.seconds(self._actors)
-    rows, own, episodes, num_unrolls, is_finite = [], [], [], 0, True
-    spend = self._stages.spend
+    start, stages = self._stages.begin(), self._measure_stages()
+    num_unrolls = sum(self._num_unrolls)
+    rows, is_finite = [], True
     try:
+      if plan:
+        with self._parking.when():
+          self._num_active = plan['num_actors']
       while is_finite and len(rows) < num_updates:
-        check_hangs(self._actors, self._settings.hang_seconds)
-        queue_depth = self._exchange.depth()
-        taken, dropped = self._take()
-        spend('learner_waiting')
-        lags = [self._num_updates - u.version for u in taken]
-        trajectories = tuple(
-          spmd.join_shards(u.shards, self._mesh, spmd.TRAJECTORY) for u in taken
-        )
-        with self._stages.updating():
-          self._state, metrics = jax.block_until_ready(
-            self._update(
-              self._state.params,
-              self._state._replace(params=()),
-              trajectories,
-              self._update_key,
-            )
-          )
-        spend('update')
-        metrics = spmd.fetch(metrics)
-        is_finite = bool(np.isfinite(metrics['loss']))
+        row = self._learn()
+        is_finite = row is not None
         if is_finite:
-          self._num_updates += 1
-          self._num_dropped += len(dropped)
-          for unroll in taken + dropped:
-            self._num_unrolls[unroll.actor] += 1
-          num_unrolls += len(taken) + len(dropped)
-          episodes.append(
-            jax.tree.map(
-              lambda *x: sum(x), *(u.episodes for u in taken + dropped)
-            )
-          )
-          rows.append(metrics)
-          own.append(
-            {
-              'policy_lag': np.mean(lags),
-              'policy_lag_max': max(lags),
-              'queue_depth': queue_depth,
-              'num_actors': self._gate.num_open,
-              'num_unrolls_dropped': self._num_dropped,
-              'num_actor_waits': self._count_waits(),
-            }
-          )
+          rows.append(row)
           self._publish()
-          self._exchange.release(len(taken))
-          spend('hand_off')
+          self._exchange.release(self._settings.unrolls_per_update)
+          self._stages.spend('hand_off')
     except Closed:
-      spend('learner_waiting')
+      self._stages.spend('learner_waiting')
     except Exception as error:
       self.error = self.error or error
       self._stop()
-    if self.error and not rows:  # With rows the next call comes here again.
+    if self.error and not rows:  # With rows, the next call raises it.
       raise self.error
-    stages = self._stages.seconds(self._actors)
-
-    def columns(rows: list[Metrics]) -> Metrics:
-      return jax.tree.map(lambda *x: np.asarray(x), *rows) if rows else {}
-
+    spent = {k: x - stages[k] for k, x in self._measure_stages().items()}
+    num_unrolls = sum(self._num_unrolls) - num_unrolls
     end = time.perf_counter()
+    metrics, own, episodes = zip(*rows) if rows else ((), (), ())
     decisions = []
     if self._tuner and rows:
-      self._tuner.observe(
-        end - start,
-        len(rows),
-        own[-1]['queue_depth'],
-        start - self._end_seconds,
-      )
+      pause = start - self._end_seconds
+      depth = own[-1]['queue_depth']
+      self._tuner.observe(end - start, len(rows), depth, pause)
       decisions = [x._asdict() for x in self._tuner.take_decisions()]
     self._end_seconds = end
+
+    def columns(rows: Sequence[Metrics]) -> Metrics:
+      return jax.tree.map(lambda *x: np.asarray(x), *rows) if rows else {}
+
     return [
       Report(
-        columns(rows),
+        columns(metrics),
         Episodes(*np.reshape(episodes, (-1, len(Episodes._fields))).T),
         num_unrolls * self._settings.unroll_length * self._settings.num_envs,
         end - start,
         is_finite,
-        leave_out_parked({k: stages[k] - before[k] for k in stages}),
+        leave_out_parked(spent),
         columns(own),
         decisions,
       )
     ]
 
+  def _measure_stages(self) -> dict[str, float]:
+    return self._stages.seconds([actor.seconds() for actor in self._actors])
+
   def stop(self) -> None:
     """Wakes and ends all threads; a signal handler may call it."""
-    # In a thread: a handler runs in the middle of its own, which may be about
-    # to wait, and would miss the call that should wake it.
+    # In a thread: the handler may interrupt a thread that holds a lock or is
+    # about to wait, and would then not wake it.
     self._stopper = threading.Thread(target=self._stop, name='podrl-stop')
     self._stopper.start()
 
   def _stop(self) -> None:
     self._exchange.close()
-    self._gate.close()
+    self._parking.close()
     for actor in self._actors:
       actor.is_stopped = True
 
   def close(self) -> list[str]:
-    """Ends the threads, frees the environments; names the threads that hang."""
+    """Ends the threads and frees the environments; returns who hangs."""
     self._stop()
     if self._stopper:
       self._stopper.join()
+    hang_seconds = self._settings.hang_seconds
     hanging = []
     for actor, thread in zip(self._actors, self._threads):
       while thread.is_alive() and actor.name not in hanging:
-        thread.join(min(1.0, self._settings.hang_seconds))
-        if actor.hangs(self._settings.hang_seconds):
+        thread.join(min(1.0, hang_seconds))
+        if actor.hang(hang_seconds):
           hanging.append(actor.name)
     for actor in self._actors:
       if actor.name not in hanging:

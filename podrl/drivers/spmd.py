@@ -1,7 +1,7 @@
-"""Mapping over devices: one mesh of one axis, and jit(shard_map) over it.
+"""Mapping over devices: a mesh of one axis, and jit(shard_map) over it.
 
-This is what `jax.pmap` itself has been since JAX 0.8. It is the only file that
-makes a mesh or says how arrays lie on one.
+`jax.pmap` itself does the same since JAX 0.8. Only this file makes meshes and
+says how arrays lie on them.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ import contextlib
 import glob
 import importlib.util
 import os
+from typing import Any
 
 import jax
 from jax.extend import backend
@@ -21,9 +22,10 @@ from podrl.types import DEVICE_AXIS, Learner, LearnerState, Tree
 REPLICATED = PartitionSpec()
 BATCH = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
 TRAJECTORY = PartitionSpec(None, DEVICE_AXIS)  # Time, then the batch.
-LEARNER_STATE = LearnerState(
-  *[REPLICATED] * 5, memory=PartitionSpec(None, None, DEVICE_AXIS)
-)  # Of remembered trajectories.
+_MEMORY = PartitionSpec(None, None, DEVICE_AXIS)
+LEARNER_STATE = LearnerState(*[REPLICATED] * 5, _MEMORY)
+
+_config: Any = jax.config  # mypy does not know its fields.
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
@@ -41,11 +43,11 @@ def device_map(
   """Maps a function over a mesh and compiles it.
 
   Args:
-    function: of per-device shards; it may average over `DEVICE_AXIS`.
-    mesh: of `make_mesh`.
+    function: takes per-device shards; it may average over `DEVICE_AXIS`.
+    mesh: the mesh.
     in_specs: a partition spec, or a tree prefix of them, for each argument.
-    out_specs: the same for what it returns.
-    donate: positions of arguments whose buffers the outputs may reuse.
+    out_specs: the same for the results.
+    donate: positions of the arguments whose buffers the results may reuse.
   """
   # check_vma=False: with the default, pmean(grad(...)) of replicated
   # parameters returns the sum of the per-device gradients.
@@ -55,17 +57,23 @@ def device_map(
   return jax.jit(mapped, donate_argnums=donate)
 
 
-def map_update(learner: Learner, mesh: Mesh) -> Callable:
-  """Maps `Learner.update`, for a driver whose actors use the parameters.
+def in_order_options() -> dict[str, str]:
+  """Compiler options with which a CPU runs a program's steps one by one.
 
-  Args:
-    learner: whose `update` it is.
-    mesh: of the learner devices.
+  Without donated arguments, such a program stays in the thread that calls it.
+  """
+  if jax.default_backend() != 'cpu':
+    return {}
+  return {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
+
+
+def map_update(learner: Learner, mesh: Mesh) -> Callable:
+  """Maps `Learner.update` for a driver whose actors use the parameters.
 
   Returns:
     `(params, rest, trajectories, rng_key) -> (LearnerState, metrics)`. `rest`
-    is the learner's state without its parameters and is donated; these are not,
-    so that actors may go on using them. The trajectories, a tuple, are joined
+    is the learner's state without parameters. It is donated; the parameters are
+    not, so that actors may still use them. The tuple of trajectories is joined
     on the batch axis on each device.
   """
 
@@ -90,7 +98,7 @@ def map_update(learner: Learner, mesh: Mesh) -> Callable:
 def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
   """Copies a tree of arrays onto a mesh, by a tree prefix of specs.
 
-  Where the mesh spans processes, each has the whole of the tree.
+  If the mesh spans processes, each of them passes the whole tree.
   """
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
   if mesh.is_multi_process:
@@ -103,9 +111,9 @@ def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
 
 
 def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-  """An array that this process has, over several processes' devices."""
+  """Places an array that each process has on devices of several processes."""
   if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-    # Its data has an axis more, behind the key's.
+    # The data of a key has one axis more, at the end.
     return jax.random.wrap_key_data(
       _spread(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x)
     )
@@ -116,7 +124,7 @@ def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def like(tree: Tree, arrays: Tree) -> Tree:
-  """Copies a tree to where the arrays of another one lie."""
+  """Copies a tree to the devices of the arrays of another tree."""
   return jax.tree.map(
     lambda x, old: (
       jax.device_put(x, old.sharding)
@@ -129,42 +137,40 @@ def like(tree: Tree, arrays: Tree) -> Tree:
 
 
 def fetch(tree: Tree) -> Tree:
-  """This process's parts of arrays, in numpy.
+  """Returns this process's parts of arrays, joined on the split axis."""
 
-  An array that is split over devices is joined on the split axis.
-  """
-
-  def one(x: jax.Array) -> np.ndarray:
+  def to_numpy(x: jax.Array) -> np.ndarray:
     if x.is_fully_addressable or x.is_fully_replicated:
       return np.asarray(x)
+    assert isinstance(x.sharding, NamedSharding)
     axis = x.sharding.spec.index(DEVICE_AXIS)
     parts = sorted(x.addressable_shards, key=lambda s: s.index[axis].start or 0)
     return np.concatenate([s.data for s in parts], axis)
 
   for x in jax.tree.leaves(tree):
     x.copy_to_host_async()
-  return jax.tree.map(one, tree)
+  return jax.tree.map(to_numpy, tree)
 
 
 def set_num_cpu_devices(num_devices: int, num_processes: int = 1) -> None:
-  """Makes so many CPU devices; call it before the first use of a device.
+  """Sets the number of CPU devices; call it before the first use of a device.
 
   Args:
-    num_devices: of this process.
-    num_processes: of the run.
+    num_devices: CPU devices of this process.
+    num_processes: processes of the run.
   """
   if num_processes > 1 and hasattr(os, 'SCHED_BATCH'):
-    # The threads of a collective over gloo else preempt one another: where each
-    # process has one core, an all-reduce took 3.6 ms and takes 0.12.
+    # The threads of a gloo collective must not preempt one another. With one
+    # core per process, an all-reduce then takes 0.12 ms instead of 3.6.
     with contextlib.suppress(PermissionError):  # A sandbox may forbid it.
       os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
   jax.config.update('jax_num_cpu_devices', num_devices)
 
 
 def _sees_accelerator() -> bool:
-  """Whether the machine has one, and JAX a package for it."""
-  if jax.config.jax_platforms:
-    return not jax.config.jax_platforms.startswith('cpu')
+  """Whether the machine has an accelerator and JAX has a package for it."""
+  if _config.jax_platforms:
+    return not _config.jax_platforms.startswith('cpu')
   return any(
     importlib.util.find_spec(package) and glob.glob(device)
     for package, device in (
@@ -179,58 +185,58 @@ def _sees_accelerator() -> bool:
 
 
 def has_accelerator() -> bool:
-  """Whether JAX finds one; where not, `set_num_cpu_devices` may still follow.
+  """Whether JAX finds an accelerator.
 
-  Arrays made before are lost then: call it first.
+  If it finds none, `set_num_cpu_devices` still works afterwards. Arrays that
+  exist already are lost then.
 
   Raises:
-    ValueError: if what JAX_PLATFORMS asks for is not there.
+    ValueError: if the machine does not have what JAX_PLATFORMS asks for.
   """
   if jax.distributed.is_initialized():
-    # To ask JAX would tell the other processes of this one's devices, for good.
+    # Asking JAX would fix this process's devices for all processes.
     return _sees_accelerator()
   try:
     platform = jax.default_backend()
-  except (RuntimeError, AssertionError) as error:  # The latter says nothing.
+  except (RuntimeError, AssertionError) as error:
+    name = _config.jax_platforms
     raise ValueError(
-      f'JAX_PLATFORMS={jax.config.jax_platforms} is not to be had here '
-      f'{" ".join(str(error).split())}'.rstrip()
+      f'JAX_PLATFORMS={name}: JAX finds no {name.upper()} on this machine. '
+      f'Unset it, or use cpu. {" ".join(str(error).split())}'.rstrip()
     ) from error
   if platform != 'cpu':
     return True
-  if jax.config.jax_num_cpu_devices < 1:
+  if _config.jax_num_cpu_devices < 1:
     backend.clear_backends()
   return False
 
 
 def copy_to_first_device(tree: Tree) -> Tree:
-  """A copy of a replicated tree on this process's first device of it."""
+  """Copies a replicated tree to the first of its devices in this process."""
   return jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), tree)
 
 
 def to_device(tree: Tree, device: jax.Device) -> Tree:
-  """A replicated tree on one device: its own part there, else a copy."""
+  """Returns a replicated tree on one device, copied only if it is not there."""
 
-  def one(x: jax.Array) -> jax.Array:
+  def part(x: jax.Array) -> jax.Array:
     parts = {shard.device: shard.data for shard in x.addressable_shards}
-    return (
-      parts[device]
-      if device in parts
-      else jax.device_put(x.addressable_data(0), device)
-    )
+    if device in parts:
+      return parts[device]
+    return jax.device_put(x.addressable_data(0), device)
 
-  return jax.tree.map(one, tree)
+  return jax.tree.map(part, tree)
 
 
 def join_shards(
   shards: Sequence[Tree], mesh: Mesh, spec: PartitionSpec
 ) -> Tree:
-  """One tree of arrays over a mesh, of the parts that lie on its devices.
+  """Joins parts that lie on a mesh's devices into arrays over the mesh.
 
   Args:
-    shards: for each of this process's devices of the mesh, in its order.
-    mesh: of `make_mesh`.
-    spec: how the arrays are split, on one axis.
+    shards: a tree for each of this process's devices of the mesh, in its order.
+    mesh: the mesh.
+    spec: which axis is split.
   """
   axis = spec.index(DEVICE_AXIS)
 

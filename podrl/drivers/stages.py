@@ -1,24 +1,27 @@
-"""Where Sebulba's time goes: stages of its threads, work of its resources."""
+"""Where Sebulba's time goes: the stages of its threads, and busy resources."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 import contextlib
 import os
 import resource
+import threading
 import time
-from typing import Protocol
 
+import jax
 import numpy as np
 
-from podrl.drivers.actor import PARKED, STAGES
-from podrl.drivers.exchange import Busy
+# An actor's stages, and those of the learner. PARKED is an actor's stage too,
+# while it is not to act.
+STAGES = ('environment', 'inference', 'actor_waiting')
+PARKED = 'parked'
+_LEARNER = ('update', 'learner_waiting', 'hand_off')
 
 _QUOTA = '/sys/fs/cgroup/cpu.max'  # Microseconds of CPU, then of wall time.
-_LEARNER = ('update', 'learner_waiting', 'hand_off')
 
 
 def num_cores() -> int:
   """Cores that this process may use, with a container's quota rounded up."""
-  found = (
+  cores = (
     len(os.sched_getaffinity(0))
     if hasattr(os, 'sched_getaffinity')
     else os.cpu_count() or 1
@@ -27,20 +30,13 @@ def num_cores() -> int:
     with open(_QUOTA, encoding='ascii') as file:
       quota, period = file.read().split()
     return (
-      found if quota == 'max' else min(found, -(-int(quota) // int(period)))
+      cores if quota == 'max' else min(cores, -(-int(quota) // int(period)))
     )
   except (OSError, ValueError):  # Only Linux's control groups v2 have it.
-    return found
+    return cores
 
 
-class Timed(Protocol):
-  """An actor, as far as its time is concerned."""
-
-  def seconds(self) -> dict[str, float]:
-    """Seconds spent in each stage."""
-
-
-def _of_descendants(pid: int) -> float:
+def _cpu_seconds_of_descendants(pid: int) -> float:
   """CPU seconds of the living descendants of a process, from Linux's /proc."""
   seconds = 0.0
   try:
@@ -51,8 +47,8 @@ def _of_descendants(pid: int) -> float:
       with open(f'/proc/{child}/stat', encoding='utf-8') as file:
         fields = file.read().rpartition(')')[2].split()
       seconds += sum(map(int, fields[11:13])) / os.sysconf('SC_CLK_TCK')
-      seconds += _of_descendants(int(child))
-  except (OSError, ValueError):  # It ended meanwhile, or there is no /proc.
+      seconds += _cpu_seconds_of_descendants(int(child))
+  except (OSError, ValueError):  # The child has ended, or there is no /proc.
     pass
   return seconds
 
@@ -63,79 +59,108 @@ def cpu_seconds() -> float:
   envpool steps in threads, gymnasium's 'async' environments in processes.
   """
   ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-  return (
-    time.process_time()
-    + ended.ru_utime
-    + ended.ru_stime
-    + _of_descendants(os.getpid())
-  )
+  living = time.process_time() + _cpu_seconds_of_descendants(os.getpid())
+  return living + ended.ru_utime + ended.ru_stime
 
 
 def idle_core_seconds(cores: Set[int]) -> float | None:
-  """Seconds that cores had nothing to do, whoever uses them; Linux alone.
+  """Sum over cores of the seconds in which no program used them.
 
   Args:
-    cores: their indices; the sum is over them.
+    cores: indices of the cores.
+
+  Returns:
+    The seconds; None if the system does not tell. Only Linux does.
   """
   seconds, found = 0.0, set()
   try:
     with open('/proc/stat', encoding='ascii') as file:
       for line in file:
         name, *fields = line.split()
-        if name.startswith('cpu') and name[3:].isdigit():
-          if int(name[3:]) in cores:  # Idle, and waiting for a disc.
-            seconds += sum(map(int, fields[3:5])) / os.sysconf('SC_CLK_TCK')
-            found.add(int(name[3:]))
+        core = name.removeprefix('cpu')
+        if name != core and core.isdigit() and int(core) in cores:
+          # Idle, and waiting for a disk.
+          seconds += sum(map(int, fields[3:5])) / os.sysconf('SC_CLK_TCK')
+          found.add(int(core))
   except (OSError, ValueError):
     return None
   return seconds if found == {*cores} else None
 
 
-class Stages:
-  """Adds up seconds: of the learner's stages, and of work on devices and cores.
+class Busy:
+  """Measures the seconds in which at least one of several threads works."""
 
-  A device is busy while at least one actor chooses actions on it or the learner
-  updates on it: the union of both, since they wait for one another there.
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._num_inside = 0
+    self._since = 0.0
+    self._seconds = 0.0
+
+  def enter(self) -> None:
+    """A thread begins to work."""
+    with self._lock:
+      if not self._num_inside:
+        self._since = time.perf_counter()
+      self._num_inside += 1
+
+  def leave(self) -> None:
+    """A thread ends its work."""
+    with self._lock:
+      self._num_inside -= 1
+      if not self._num_inside:
+        self._seconds += time.perf_counter() - self._since
+
+  def seconds(self) -> float:
+    """Seconds so far, the present work included."""
+    with self._lock:
+      if not self._num_inside:
+        return self._seconds
+      return self._seconds + time.perf_counter() - self._since
+
+
+class Stages:
+  """Measures the learner's stages, and the work of devices and cores.
+
+  A device is busy while an actor chooses actions or the learner updates on it.
+  If both do so at the same time, it counts once: one waits for the other.
 
   Args:
-    actor_devices: of this process.
-    learner_devices: of this process; they may be the same.
-    num_cores: that the process may use.
+    actor_devices: actor devices of this process.
+    learner_devices: learner devices of this process; they may be the same.
+    num_cores: number of cores that the process may use.
   """
 
   def __init__(
-    self, actor_devices: Sequence, learner_devices: Sequence, num_cores: int
+    self,
+    actor_devices: Sequence[jax.Device],
+    learner_devices: Sequence[jax.Device],
+    num_cores: int,
   ):
-    self.clocks = {
-      device: Busy() for device in [*actor_devices, *learner_devices]
-    }
+    self.clocks = {x: Busy() for x in [*actor_devices, *learner_devices]}
     self._actor_clocks = [self.clocks[x] for x in actor_devices]
     self._learner_clocks = [self.clocks[x] for x in learner_devices]
     self._num_cores = num_cores
-    cores = (
-      os.sched_getaffinity(0)
-      if hasattr(os, 'sched_getaffinity')
-      else frozenset()
-    )
-    # Where a quota leaves fewer, all may look idle and yet no more be had.
+    has_affinity = hasattr(os, 'sched_getaffinity')
+    cores = os.sched_getaffinity(0) if has_affinity else frozenset()
+    # A quota may allow fewer cores: then idle ones cannot be used.
     self._cores = cores if len(cores) == num_cores else frozenset()
     self._learner = dict.fromkeys(_LEARNER, 0.0)
     self._mark = time.perf_counter()
 
   def begin(self) -> float:
-    """The learner's next stage begins; returns `time.perf_counter()`."""
+    """Begins the learner's next stage; returns `time.perf_counter()`."""
     self._mark = time.perf_counter()
     return self._mark
 
   def spend(self, stage: str) -> None:
-    """What passed since the last call was one of the learner's stages."""
+    """Adds the time since the last call to one of the learner's stages."""
     now = time.perf_counter()
     self._learner[stage] += now - self._mark
     self._mark = now
 
   @contextlib.contextmanager
   def updating(self) -> Iterator[None]:
-    """The learner devices are busy meanwhile."""
+    """Counts the learner devices as busy inside the context."""
     for clock in self._learner_clocks:
       clock.enter()
     try:
@@ -144,33 +169,34 @@ class Stages:
       for clock in self._learner_clocks:
         clock.leave()
 
-  def seconds(self, actors: Sequence[Timed]) -> dict[str, float]:
-    """Seconds since the start, by the keys that records have.
+  def seconds(self, actors: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns seconds since the start, by the keys of records.
 
-    `time_*` of the actors are means over them; `busy_*` of devices are means
-    over these, and of cores CPU seconds by their number.
+    `time_*` of the actors are means over them. `busy_*` are means over devices,
+    and for cores CPU seconds divided by their number.
+
+    Args:
+      actors: seconds of each actor in each stage.
     """
-    own = [actor.seconds() for actor in actors]
+
+    def mean(clocks: Sequence[Busy]) -> float:
+      return float(np.mean([x.seconds() for x in clocks]))
+
     seconds = {f'time_{k}': x for k, x in self._learner.items()}
-    seconds |= {
-      f'time_{k}': float(np.mean([x[k] for x in own])) for k in own[0]
-    }
+    for stage in actors[0]:
+      seconds[f'time_{stage}'] = float(np.mean([x[stage] for x in actors]))
     idle = idle_core_seconds(self._cores) if self._cores else None
     if idle is not None:
       seconds['idle_cores'] = idle / self._num_cores
     return seconds | {
       'busy_cores': cpu_seconds() / self._num_cores,
-      'busy_actor_devices': float(
-        np.mean([x.seconds() for x in self._actor_clocks])
-      ),
-      'busy_learner_devices': float(
-        np.mean([x.seconds() for x in self._learner_clocks])
-      ),
+      'busy_actor_devices': mean(self._actor_clocks),
+      'busy_learner_devices': mean(self._learner_clocks),
     }
 
 
-def leave_out_parked(stages: dict[str, float]) -> dict[str, float]:
-  """Of actors the means over those that were not parked meanwhile."""
+def leave_out_parked(stages: Mapping[str, float]) -> dict[str, float]:
+  """Makes the actors' means those over the actors that were not parked."""
   names = [f'time_{stage}' for stage in STAGES]
   active = max(sum(stages[name] for name in names), 1e-9)
   scale = 1 + stages[f'time_{PARKED}'] / active

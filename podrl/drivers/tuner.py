@@ -1,38 +1,38 @@
-"""How many actors should act, found out while training.
+"""Finds out while training how many actors should act.
 
 GA3C's scheduler (Babaeizadeh et al. 2017, arXiv:1611.06256) walks at random and
-counts calls of training; one window decides, however noisy. Here two counts are
-compared by windows in turn, A B B A ..., of samples learnt a second, after a
-settling time, and only what is beyond the noise counts.
+counts calls of training; one window decides, however noisy. This tuner compares
+two counts by windows in turn, A B B A ..., of samples learned per second. It
+waits after each change, and only a difference beyond the noise counts.
 """
 
 from collections.abc import Generator
 import math
 from typing import NamedTuple
 
-# A window is at least as long as both; watching takes longer ones.
+# A window is at least this long; watching uses longer windows.
 _WINDOW_SECONDS, _WINDOW_UPDATES, _WATCH_SCALE = 1.0, 4, 3.0
 _SETTLE_SECONDS = 0.2
 _PAUSE_SECONDS = 0.1  # A longer pause of the learner begins a new window.
-_WORTH = 0.02  # The logarithm of a gain for which more actors are worth it.
-_CLEAR = 2.5  # Standard errors beyond which no further pair is needed.
-_PRECISION, _MAX_PAIRS = 0.03, 4  # A pair more until the error is so small.
-_PRIOR_NOISE, _PRIOR_NUMBER = 0.03, 3  # Deviation of a window's logarithm.
+_WORTH = 0.02  # Log of the gain that justifies more actors.
+_CLEAR = 2.5  # No further pair is needed beyond this many standard errors.
+_PRECISION, _MAX_PAIRS = 0.03, 4  # Pairs stop at this standard error.
+_PRIOR_NOISE, _PRIOR_NUMBER = 0.03, 3  # Deviation of the log of a rate.
 _DRIFT, _DRIFT_NOISE, _NUM_DRIFTED = 0.06, 2.5, 3
 
 
 class Decision(NamedTuple):
-  """A comparison of two counts of actors, and what followed.
+  """A comparison of two numbers of actors, and its result.
 
   Attributes:
-    seconds: of training until then.
-    num_actors: that acted before.
-    tried: the other count.
-    is_kept: whether that one stays; else it was undone.
-    rate: of `num_actors`, samples learnt a second.
-    rate_tried: of the other.
-    num_pairs: of windows that were compared.
-    num_drifts: how often a settled rate had changed before it.
+    seconds: seconds of training before it.
+    num_actors: number of actors that acted before.
+    tried: the other number.
+    is_kept: whether the other number stays.
+    rate: samples learned per second with `num_actors`.
+    rate_tried: samples learned per second with `tried`.
+    num_pairs: pairs of windows that were compared.
+    num_drifts: how often the settled rate had changed before.
   """
 
   seconds: float
@@ -46,30 +46,34 @@ class Decision(NamedTuple):
 
 
 class _Window(NamedTuple):
-  """What the search asks for: the rate of so many actors."""
+  """A window that the search asks for: `scale` times the usual length."""
 
   num_actors: int
   scale: float = 1.0
 
 
-# A part of the search: it yields windows, and is sent their rates.
+# A part of the search: it yields windows and receives their rates.
 _Search = Generator[_Window, float, None]
 
 
 class Tuner:
-  """Says how many actors should act, so that most is learnt.
+  """Finds the number of actors with which most is learned per second.
 
-  It has neither a clock nor a thread. It doubles the count until that gains
-  nothing, halves the interval that is left, and rests: from then on it only
-  watches, and searches anew, around the present count and both ways, where the
-  rate has left what it was. Of counts that are equally fast it takes the
-  lowest, whose unrolls are least stale.
+  It has no clock and no thread. It doubles the number until that gains nothing,
+  then halves the interval that is left. From then on it only watches, and
+  searches again in both directions when the rate changes. Of numbers that are
+  equally fast it takes the lowest, whose unrolls are the least stale.
+
+  Attributes:
+    best: the best number so far.
+    num_actors: how many actors should act now.
+    is_settled: whether it only watches.
 
   Args:
-    max_actors: the most that there may be.
-    samples_per_update: that one update learns from, over all processes.
-    unrolls_per_update: that these are, of this process.
-    num_actors: to begin with.
+    max_actors: the most actors that can act.
+    samples_per_update: samples that one update learns from, of all processes.
+    unrolls_per_update: unrolls that one update learns from, of this process.
+    num_actors: where the search begins; clipped to 1 and `max_actors`.
   """
 
   def __init__(
@@ -82,26 +86,30 @@ class Tuner:
     self._max_actors = max_actors
     self._samples_per_update = samples_per_update
     self._unrolls_per_update = unrolls_per_update
-    self._seconds = 0.0
-    self._last_pause = 0.0
+    self._seconds = self._last_pause = 0.0
     self._num_drifts = 0
-    self._noise = _PRIOR_NUMBER * _PRIOR_NOISE**2, _PRIOR_NUMBER
+    self._noise = _PRIOR_NUMBER * _PRIOR_NOISE**2, float(_PRIOR_NUMBER)
     self._decisions: list[Decision] = []
-    self.begin(num_actors)
-
-  def begin(self, num_actors: int) -> None:
-    """Searches from a count on, as near to it as there may be."""
-    self.best = min(max(num_actors, 1), self._max_actors)
+    self.best = min(max(num_actors, 1), max_actors)
     self.is_settled = False
-    self._plan = self._run()
-    self._asked = next(self._plan)
-    self._before = self.num_actors
-    self._start_window(is_settled=False)
+    self._search = self._run()
+    self._window = next(self._search)
+    self._start_window(self.best)
 
   @property
   def num_actors(self) -> int:
-    """How many should act now."""
-    return self._asked.num_actors
+    return self._window.num_actors
+
+  def _start_window(self, before: int = 0, queue_depth: int = 0) -> None:
+    """Starts a window.
+
+    Args:
+      before: the number of actors until now, whose effects must end first; 0
+        if there is nothing to wait for.
+      queue_depth: unrolls that wait for the learner.
+    """
+    self._before, self._depth = before, queue_depth
+    self._passed, self._num_updates = 0.0, 0
 
   def observe(
     self,
@@ -110,84 +118,77 @@ class Tuner:
     queue_depth: int,
     pause_seconds: float = 0.0,
   ) -> None:
-    """Takes note of training since the last call; may change `num_actors`.
+    """Adds training since the last call; may change `num_actors`.
 
     Args:
       seconds: training time, without the pause.
       num_updates: updates in that time, one or more.
       queue_depth: unrolls that waited for the learner before the last update.
-      pause_seconds: time before it, in which the learner did not train. The
-        actors may have filled the queue, so a long pause begins a new window.
+      pause_seconds: how long the learner paused before it. Actors may have
+        filled the queue, so a long pause begins a new window.
     """
-    # What comes back before every call is no pause, however long it is.
+    # A pause that returns before every call affects all windows alike.
     if pause_seconds > max(_PAUSE_SECONDS, 4 * self._last_pause):
-      self._before = self.num_actors
-      self._start_window(is_settled=False)
+      self._start_window(self.num_actors)
     self._last_pause = pause_seconds
     self._seconds += seconds
     self._passed += seconds
     self._num_updates += num_updates
-    if self._is_settling:
-      # What was under way ends, and each actor hands on an unroll or two.
+    if self._before:
+      # Each actor ends its unroll, and delivers one or two more.
       rounds = 2 * max(self._before, self.num_actors) / self._unrolls_per_update
-      if self._passed >= _SETTLE_SECONDS and (
-        self._num_updates >= 1 + math.ceil(rounds)
-      ):
-        self._start_window(is_settled=True, queue_depth=queue_depth)
+      num_updates = 1 + math.ceil(rounds)
+      if self._passed >= _SETTLE_SECONDS and self._num_updates >= num_updates:
+        self._start_window(queue_depth=queue_depth)
       return
-    scale = self._asked.scale
-    if self._passed >= scale * _WINDOW_SECONDS and (
-      self._num_updates >= scale * _WINDOW_UPDATES
+    scale, before = self._window.scale, self.num_actors
+    if (
+      self._passed >= scale * _WINDOW_SECONDS
+      and self._num_updates >= scale * _WINDOW_UPDATES
     ):
-      # A queue that empties hides for a while that too few act.
+      # A queue that empties hides for a while that too few actors act.
       drained = max(0, self._depth - queue_depth) / self._unrolls_per_update
-      learnt = max(self._num_updates - drained, 0.1)
-      self._before = self.num_actors
-      self._asked = self._plan.send(
-        learnt * self._samples_per_update / self._passed
-      )
-      self._start_window(self.num_actors == self._before, queue_depth)
-
-  def _start_window(self, is_settled: bool, queue_depth: int = 0) -> None:
-    self._is_settling = not is_settled
-    self._passed, self._num_updates, self._depth = 0.0, 0, queue_depth
+      num_learned = max(self._num_updates - drained, 0.1)
+      rate = num_learned * self._samples_per_update / self._passed
+      self._window = self._search.send(rate)
+      is_same = self.num_actors == before
+      self._start_window(0 if is_same else before, queue_depth)
 
   def take_decisions(self) -> list[Decision]:
-    """The decisions since the last call."""
+    """Returns the decisions since the last call."""
     decisions, self._decisions = self._decisions, []
     return decisions
 
   def _deviation(self) -> float:
-    """Of the logarithm of a window's rate."""
+    """Standard deviation of the log of a window's rate."""
     squares, number = self._noise
     return math.sqrt(squares / number)
 
-  def _learn_noise(self, one: float, other: float) -> None:
-    """Of the logarithms of two windows of the same count."""
+  def _update_noise(self, log_rate: float, other: float) -> None:
+    """Updates the noise by two windows of the same number of actors."""
     squares, number = self._noise
-    # Old ones fade; a change that is no noise counts only so much.
-    limit = 9 * squares / number
-    self._noise = (
-      0.95 * squares + min((one - other) ** 2 / 2, limit),
-      0.95 * number + 1,
-    )
+    # Old values fade. An outlier, which is no noise, counts for three
+    # deviations at most.
+    square = min((log_rate - other) ** 2 / 2, 9 * squares / number)
+    self._noise = 0.95 * squares + square, 0.95 * number + 1
 
   def _run(self) -> _Search:
     while True:
-      yield from self._search()
+      yield from self._find_best()
       self.is_settled = True
       yield from self._watch()
       self.is_settled = False
       self._num_drifts += 1
 
-  def _search(self) -> _Search:
-    """Leaves the best count in `best`."""
-    # Known to be worse than the best; and no better. Is there one between?
-    low, high, may_rise = 0, None, False
-    rate = None  # Of the last window, where it was one of the best's.
+  def _find_best(self) -> _Search:
+    """Searches until `best` is the best number."""
+    # `low` is worse than the best, `high` is not better. A hump may lie between
+    # the best and `high` if `may_rise`.
+    low, high, may_rise = 0, 0, False
+    rate = None  # Rate of the last window, if the best number acted in it.
     while True:
       best, step = self.best, max(1, self.best // 8)
-      if high is None and best < self._max_actors:
+      if not high and best < self._max_actors:
         tried = min(2 * best, self._max_actors)
       elif may_rise and high - best > step:
         tried = (best + high) // 2
@@ -196,76 +197,70 @@ class Tuner:
       else:
         return
       is_kept, is_uneven, rate = yield from self._compare(tried, rate)
-      if tried > best:
-        if is_kept:
-          low = best
-        else:  # Of what was doubled the best may lie between, on a hump.
-          high, may_rise = tried, is_uneven or high is None
-      elif is_kept:
-        high, may_rise = best, False
-      else:
-        low = tried
       if is_kept:
         self.best = tried
+      if is_kept and tried > best:
+        low = best
+      elif is_kept:
+        high, may_rise = best, False
+      elif tried > best:
+        high, may_rise = tried, is_uneven or not high
+      else:
+        low = tried
 
   def _compare(
     self, tried: int, rate: float | None
   ) -> Generator[_Window, float, tuple[bool, bool, float | None]]:
-    """Tries a count against the best one.
+    """Compares a number of actors with the best one.
 
     Args:
-      tried: that count.
-      rate: of the best one, if that has just been measured.
+      tried: that number.
+      rate: rate of the best number, if it was just measured.
 
     Returns:
-      Whether it is to be kept; whether the rate is no plateau between both; and
-      the last window's rate, where it was one of what is best now.
+      Whether the number is to be kept; whether the rates of both differ; and
+      the last window's rate, if what is now the best acted in it.
     """
     best = self.best
-    logs = [], []
+    logs: tuple[list[float], list[float]] = [], []
     for num_pairs in range(1, _MAX_PAIRS + 1):
-      # A B, B A, A B ...: half as often is there something to settle.
+      # A B, B A, A B ...: this order needs half as many changes.
       for i in (0, 1) if num_pairs % 2 else (1, 0):
         if rate is None:
           rate = yield _Window((best, tried)[i])
         if logs[i]:
-          self._learn_noise(logs[i][-1], math.log(rate))
+          self._update_noise(logs[i][-1], math.log(rate))
         logs[i].append(math.log(rate))
         last, rate = (i, rate), None
-      one, other = (sum(x) / num_pairs for x in logs)
-      gain = other - one if tried > best else one - other  # Of more actors.
+      mean, mean_tried = (sum(x) / num_pairs for x in logs)
+      # The gain of the higher number over the lower one.
+      gain = mean_tried - mean if tried > best else mean - mean_tried
       error = self._deviation() * math.sqrt(2 / num_pairs)
       if abs(gain - _WORTH) > _CLEAR * error or error <= _PRECISION:
         break
-    # In doubt the fewer. To start more takes certainty, to park a tendency.
+    # Starting actors needs certainty; parking them only a tendency.
     is_more = gain > _WORTH and (tried < best or gain > 1.5 * error)
     is_kept = is_more == (tried > best)
+    rates = math.exp(mean), math.exp(mean_tried)
     self._decisions.append(
       Decision(
-        self._seconds,
-        best,
-        tried,
-        is_kept,
-        math.exp(one),
-        math.exp(other),
-        num_pairs,
-        self._num_drifts,
+        self._seconds, best, tried, is_kept, *rates, num_pairs, self._num_drifts
       )
     )
     is_uneven = gain > _WORTH or gain < -max(_WORTH, 2 * error)
     return is_kept, is_uneven, last[1] if last[0] == is_kept else None
 
   def _watch(self) -> _Search:
-    """Returns when the rate has left what it was at first."""
+    """Returns when the rate has changed."""
     window = _Window(self.best, _WATCH_SCALE)
-    logs = []
+    settled = 0.0
     for _ in range(3):
-      logs.append(math.log((yield window)))
-    settled, run = sum(logs) / 3, 0
+      settled += math.log((yield window)) / 3
+    run = 0.0  # Windows in a row that differ; negative if they are slower.
     while abs(run) < _NUM_DRIFTED:
       change = math.log((yield window)) - settled
       sign = math.copysign(1, change)
       if abs(change) <= max(_DRIFT, _DRIFT_NOISE * self._deviation()):
-        run = 0
+        run = 0.0
       else:
         run = run + sign if run * sign > 0 else sign

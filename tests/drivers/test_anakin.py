@@ -177,7 +177,10 @@ def test_calls_may_be_divided_in_any_way():
 
 def test_one_compilation_for_any_number_of_updates():
   events = []
-  listen = lambda event, seconds, **_: events.append(event)
+
+  def listen(event, seconds, **_):
+    events.append(event)
+
   driver = _make(2)
   state = driver.init(jax.random.key(0))
   jax.monitoring.register_event_duration_secs_listener(listen)
@@ -191,8 +194,7 @@ def test_one_compilation_for_any_number_of_updates():
 
 def test_a_call_ends_at_the_update_whose_loss_is_not_finite():
   # sgd(1) on -p adds 1 to p in each update: the loss is infinite at p = 3.
-  loss = lambda p: jnp.where(p >= 3.0, jnp.inf, -p)
-  driver = _make(2, loss=loss)
+  driver = _make(2, loss=lambda p: jnp.where(p >= 3.0, jnp.inf, -p))
   state, records = driver.train(driver.init(jax.random.key(0)), np.int32(8))
   assert not records.is_finite
   assert int(state.learner.num_updates) == 4

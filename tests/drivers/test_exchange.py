@@ -1,4 +1,4 @@
-"""Channels and slots: order, bounds, closing; and the two exchanges' lags."""
+"""Exchanges: order, bounds, closing, and lags."""
 
 import threading
 
@@ -6,11 +6,9 @@ import pytest
 
 from podrl.drivers.exchange import (
   Asynchronous,
-  Channel,
   Closed,
   Deterministic,
-  Gate,
-  Slot,
+  Monitor,
 )
 
 
@@ -29,39 +27,49 @@ def _in_thread(function):
   return thread, outcome
 
 
-def test_a_channel_is_first_in_first_out():
-  channel = Channel(3)
-  for item in 'abc':
-    channel.put(item)
-  assert len(channel) == 3
-  assert [channel.get() for _ in range(3)] == ['a', 'b', 'c']
+def _exchanges():
+  exchanges = Deterministic(2, 1), Asynchronous(2, 1)
+  for exchange in exchanges:
+    exchange.publish('params', 0)
+  return exchanges
 
 
-def test_a_full_channel_waits_for_room():
-  channel = Channel(1)
-  channel.put('a')
-  thread, _ = _in_thread(lambda: channel.put('b'))
+def test_unrolls_come_in_order():
+  deterministic, asynchronous = _exchanges()
+  for exchange in (deterministic, asynchronous):
+    exchange.put(1, 'a')
+    exchange.put(0, 'b')
+    assert exchange.depth() == 2
+  assert [deterministic.take(i, 1) for i in range(2)] == ['b', 'a']
+  assert [asynchronous.take(i, 1) for i in range(2)] == ['a', 'b']
+
+
+def test_a_deterministic_actor_waits_until_its_unroll_is_taken():
+  exchange, _ = _exchanges()
+  exchange.put(0, 'a')
+  thread, _ = _in_thread(lambda: exchange.put(0, 'b'))
   thread.join(0.2)
-  assert thread.is_alive() and len(channel) == 1
-  assert channel.get() == 'a'
+  assert thread.is_alive() and exchange.take(0, 1) == 'a'
   thread.join(10)
-  assert channel.get(10) == 'b'
+  assert exchange.take(0, 10) == 'b'
 
 
-def test_an_empty_channel_times_out():
-  with pytest.raises(TimeoutError):
-    Channel(1).get(0.01)
+def test_a_learner_without_unrolls_times_out():
+  for exchange in _exchanges():
+    with pytest.raises(TimeoutError):
+      exchange.take(0, 0.01)
 
 
 @pytest.mark.parametrize(
   'make',
   [
-    lambda: (c := Channel(1), c.get),
-    lambda: (s := Slot(), s.get),
-    lambda: (c := Channel(0), lambda: c.put(1)),
-    lambda: (g := Gate(2), lambda: g.wait(2)),
+    lambda: (d := Deterministic(1, 0), lambda: d.fetch(0)),
+    lambda: (d := Deterministic(1, 0), lambda: [d.put(0, 1), d.put(0, 1)]),
+    lambda: (a := Asynchronous(1, 0), lambda: a.fetch(0)),
+    lambda: (a := Asynchronous(1, 0), lambda: a.take(0, 60)),
+    lambda: (m := Monitor(), lambda: m.when(lambda: False).__enter__()),
   ],
-  ids=['get', 'slot', 'put', 'gate'],
+  ids=['fetch', 'put', 'fetch newest', 'take', 'monitor'],
 )
 def test_closing_wakes_who_waits_and_refuses_who_comes(make):
   closable, wait = make()
@@ -75,22 +83,11 @@ def test_closing_wakes_who_waits_and_refuses_who_comes(make):
     wait()
 
 
-def test_a_slot_has_the_newest():
-  slot = Slot()
-  slot.put('a', 0)
-  slot.put('b', 1)
-  assert slot.get() == slot.get() == ('b', 1)
-
-
-def test_a_gate_lets_the_first_places_through():
-  gate = Gate(1)
-  gate.wait(0)
-  thread, _ = _in_thread(lambda: gate.wait(1))
-  thread.join(0.2)
-  assert thread.is_alive()
-  gate.open(2)
-  thread.join(10)
-  assert not thread.is_alive() and gate.num_open == 2
+def test_asynchronous_actors_fetch_the_newest_parameters():
+  exchange = Asynchronous(2, 0)
+  exchange.publish('a', 0)
+  exchange.publish('b', 1)
+  assert exchange.fetch(0) == exchange.fetch(1) == ('b', 1, False)
 
 
 @pytest.mark.parametrize('max_lag', [0, 1, 3])
@@ -117,7 +114,7 @@ def test_permits_bound_the_lag(max_lag, unrolls_per_update):
   under_way, lags = [], []
   for update in range(6):
     # Actors begin as many unrolls as they may.
-    while len(exchange._permits):
+    while exchange.num_permits:
       _, version, waited = exchange.fetch(0)
       assert not waited
       under_way.append(version)

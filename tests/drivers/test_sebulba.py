@@ -122,7 +122,11 @@ def _podrl_threads():
 
 @pytest.mark.parametrize(
   'max_lag,has_memory',
-  [(0, False), pytest.param(1, False, marks=pytest.mark.slow), (1, True)],
+  [
+    (1, True),
+    pytest.param(0, False, marks=pytest.mark.slow),
+    pytest.param(1, False, marks=pytest.mark.slow),
+  ],
 )
 def test_deterministic_runs_are_bitwise_equal(max_lag, has_memory):
   config = _with_memory(_config()) if has_memory else _config()
@@ -354,8 +358,15 @@ def test_one_trajectory_through_both_drivers(
   assert changed
 
 
-@pytest.mark.parametrize('agent_name', ['ppo', 'impala'])
-@pytest.mark.parametrize('num_devices', [1, 2])
+@pytest.mark.parametrize(
+  'agent_name,num_devices',
+  [
+    ('ppo', 2),
+    ('impala', 2),
+    pytest.param('ppo', 1, marks=pytest.mark.slow),
+    pytest.param('impala', 1, marks=pytest.mark.slow),
+  ],
+)
 def test_unrolls_are_joined_into_one_trajectory(agent_name, num_devices):
   agent = _agent(_config(agent_name))
   params, (one, two) = _unrolls(agent, num_devices, num_unrolls=2)
@@ -436,7 +447,9 @@ def _run(config, workdir):
   )
 
 
-@pytest.mark.parametrize('error', [OSError, SystemExit])
+@pytest.mark.parametrize(
+  'error', [OSError, pytest.param(SystemExit, marks=pytest.mark.slow)]
+)
 def test_an_actors_exception_ends_the_run(error, tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(
     build,
@@ -485,7 +498,9 @@ def test_an_actor_may_fail_during_the_last_evaluation(
       time.sleep(0.01)
     raise AssertionError('the evaluation was not stopped')
 
-  monkeypatch.setattr(build, 'make_host_evaluate', lambda *a, **k: evaluate)
+  monkeypatch.setattr(
+    build.evaluation, 'make_host_evaluate', lambda *a, **k: evaluate
+  )
   monkeypatch.setattr(
     build,
     'make_host_env',
@@ -515,7 +530,9 @@ def test_a_failing_evaluation_loses_no_record(tmp_path, monkeypatch):
   def fail(*arguments):
     raise OSError('no evaluation')
 
-  monkeypatch.setattr(build, 'make_host_evaluate', lambda *a, **k: fail)
+  monkeypatch.setattr(
+    build.evaluation, 'make_host_evaluate', lambda *a, **k: fail
+  )
   config = _config()
   config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
   assert _run(config, tmp_path / 'run') == train.FAILED

@@ -4,17 +4,16 @@ import os
 import subprocess
 import sys
 import time
-import types
 
 import pytest
 
-from podrl.drivers import exchange, stages
+from podrl.drivers import stages
 
 
 def test_a_clock_takes_the_union(monkeypatch):
   now = [0.0]
-  monkeypatch.setattr(exchange.time, 'perf_counter', lambda: now[0])
-  busy = exchange.Busy()
+  monkeypatch.setattr(stages.time, 'perf_counter', lambda: now[0])
+  busy = stages.Busy()
   # Busy from 1 to 4, from 2 to 6, and from 8 on: 5 + 1 seconds by 9.
   for seconds, call in (
     (1, busy.enter),
@@ -31,12 +30,8 @@ def test_a_clock_takes_the_union(monkeypatch):
 
 def test_a_device_that_learns_and_acts_counts_once(monkeypatch):
   now = [0.0]
-  monkeypatch.setattr(exchange.time, 'perf_counter', lambda: now[0])
-  actor = types.SimpleNamespace(
-    seconds=lambda: dict.fromkeys(
-      ('environment', 'inference', 'actor_waiting'), 0.0
-    )
-  )
+  monkeypatch.setattr(stages.time, 'perf_counter', lambda: now[0])
+  actor = dict.fromkeys(('environment', 'inference', 'actor_waiting'), 0.0)
   found = stages.Stages(['a', 'b'], ['b', 'c'], 2)
   found.clocks['b'].enter()  # An actor's, from 0 to 3.
   now[0] = 2.0

@@ -1,7 +1,7 @@
-"""Autotune: the controller on a simulated host, the driver on a sleeping one.
+"""Autotune: the tuner on a simulated host, the driver on a sleeping one.
 
-The simulation knows what the host of `synthetic` does: actors that take turns
-on cores, permits, a queue, and a learner; and its noise. It has a clock of its own.
+The simulation does what the host of `synthetic` does: actors that take turns on
+cores, permits, a queue, a learner, and noise. It has its own clock.
 """
 
 import heapq
@@ -152,8 +152,17 @@ def _choose(tuner):
   return choose
 
 
-@pytest.mark.parametrize('seed', range(3))
-@pytest.mark.parametrize('name', _SYSTEMS)
+def _cases(fast, *cases):
+  """Cases of a test; those that are not `fast` are slow."""
+  return [
+    case if case in fast else pytest.param(*case, marks=pytest.mark.slow)
+    for case in itertools.product(*cases)
+  ]
+
+
+@pytest.mark.parametrize(
+  'name,seed', _cases([('cores', 0), ('contention', 0)], _SYSTEMS, range(3))
+)
 def test_nine_tenths_of_the_best_within_a_minute_and_rest(name, seed):
   rates = _best(**_SYSTEMS[name])
   tuner, settled = _tuner(), []
@@ -250,9 +259,8 @@ def test_a_long_pause_begins_a_new_window():
 
 
 def test_where_it_begins_is_within_bounds():
-  tuner = _tuner()
   for number, expected in ((5, 5), (100, _MAX), (0, 1)):
-    tuner.begin(number)
+    tuner = Tuner(_MAX, _SAMPLES, _U, number)
     assert tuner.num_actors == tuner.best == expected
 
 
@@ -272,9 +280,8 @@ def test_what_a_queue_hands_out_counts_as_learnt_only_where_it_is_filled_up():
 def _random_walk(rng, seconds=20.0):
   """GA3C's scheduler of actors: `(seconds, depth) -> num_actors`.
 
-  Every 20 s a move of -1, 0 or +1, at least 1; kept if the calls of training in
-  a second did not fall, else the one before comes back. Babaeizadeh et al. 2017,
-  arXiv:1611.06256.
+  Every 20 s it moves by -1, 0 or +1. It keeps the move if the calls of training
+  per second did not fall. Babaeizadeh et al. 2017, arXiv:1611.06256.
   """
   passed, calls, before, count, last = 0.0, 0, None, 1, 1
 
@@ -296,7 +303,7 @@ def _random_walk(rng, seconds=20.0):
   return choose
 
 
-@pytest.mark.parametrize('name', _SYSTEMS)
+@pytest.mark.parametrize(('name',), _cases([('contention',)], _SYSTEMS))
 def test_a_random_walk_learns_less(name):
   ratios = []
   for seed in range(10):
@@ -386,11 +393,6 @@ def test_a_run_records_what_was_decided_and_goes_on_from_there(
   # As if two were always faster than one.
   monkeypatch.setattr('podrl.drivers.tuner._WORTH', -9.0)
   monkeypatch.setattr(Tuner, '_deviation', lambda self: -99.0)
-  begun = []
-  begin = Tuner.begin
-  monkeypatch.setattr(
-    Tuner, 'begin', lambda self, n: (begun.append(n), begin(self, n))[1]
-  )
   advance, reports = sebulba.Sebulba.advance, []
 
   def interrupted(self, *arguments):
@@ -410,8 +412,12 @@ def test_a_run_records_what_was_decided_and_goes_on_from_there(
   decision, *_ = decisions = workdir.read_records(path, 'decisions.jsonl')
   assert decision['num_actors'] == 1 and decision['tried'] == 2
   assert decision['is_kept']
+  begin, begun = Tuner.__init__, []
+  monkeypatch.setattr(
+    Tuner, '__init__', lambda self, *x: begun.append(x[3]) or begin(self, *x)
+  )
   assert _train(tmp_path, *arguments, '--resume') == 0
-  assert begun == [1, 1, 1, 2]  # Made, begun; made, and begun where it was.
+  assert begun == [2]
   assert (
     workdir.read_records(path, 'decisions.jsonl')[: len(decisions)] == decisions
   )
