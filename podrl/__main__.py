@@ -29,8 +29,8 @@ def main() -> None:
       file=sys.stderr,
     )
     sys.exit(2)
-  command = importlib.import_module(f'podrl.tools.{name}')
-  sys.exit(command.run(sys.argv[1:]))
+  module = importlib.import_module(f'podrl.tools.{name}')
+  sys.exit(module.run(sys.argv[1:]))
 
 
 if __name__ == '__main__':

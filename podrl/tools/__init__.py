@@ -9,7 +9,8 @@ import sys
 from absl import flags
 from ml_collections import ConfigDict
 
-from podrl.run.config import AGENTS, apply_overrides
+from podrl.agents import AGENTS
+from podrl.run.config import apply_overrides
 
 
 def run_command(
@@ -30,9 +31,8 @@ def run_command(
     0 after success; 2 after a user's mistake (a wrong flag, or any ValueError
     or OSError), which is printed as one line; 130 after Ctrl-C.
   """
-  flags.DEFINE_bool(
-    'help', False, 'Show this text.', short_name='h', flag_values=values
-  )
+  text = 'Show this text.'
+  flags.DEFINE_bool('help', False, text, short_name='h', flag_values=values)
   try:
     paths = values(argv)[1:]
     if values.help:
@@ -54,23 +54,15 @@ def run_experiment_command(
   values: flags.FlagValues,
   act: Callable[[list[str], list[str], flags.FlagValues], None],
 ) -> int:
-  """`run_command` for a command that takes an experiment's file.
+  """`run_command` for a command that takes the file of an experiment.
 
-  It adds `--agent` and `--variant`, and accepts `--config.FIELD=VALUE`.
-
-  Args:
-    argv: as in `run_command`.
-    doc: as in `run_command`.
-    values: as in `run_command`.
-    act: the command itself, called with the overrides of the configuration, the
-      positional arguments and the flags.
+  It adds `--agent` and `--variant`, and accepts `--config.FIELD=VALUE`: `act`
+  is called with these overrides, the positional arguments and the flags.
   """
-  flags.DEFINE_string(
-    'agent', 'ppo', f'The agent: {", ".join(AGENTS)}.', flag_values=values
-  )
-  flags.DEFINE_string(
-    'variant', '', "The experiment's variant.", flag_values=values
-  )
+  text = f'The agent: {", ".join(AGENTS)}.'
+  flags.DEFINE_string('agent', 'ppo', text, flag_values=values)
+  text = 'The variant of the experiment.'
+  flags.DEFINE_string('variant', '', text, flag_values=values)
   overrides, others, remaining = [], [], list(argv)
   while remaining:
     argument = remaining.pop(0)
@@ -87,13 +79,9 @@ def run_experiment_command(
 def single_path(paths: Sequence[str], what: str, example: str) -> str:
   """Returns the only path of a command that takes exactly one.
 
-  Args:
-    paths: the positional arguments.
-    what: the noun for the error message, in the singular.
-    example: a correct command line, without `podrl`.
-
   Raises:
-    ValueError: if there is no path, or more than one.
+    ValueError: if there is no path, or more than one. The message names `what`
+      was expected and the command line `example`, which omits `podrl`.
   """
   if len(paths) != 1:
     raise ValueError(
@@ -111,9 +99,8 @@ def make_directory(path: str) -> None:
   try:
     os.makedirs(path, exist_ok=True)
   except OSError as error:
-    raise ValueError(
-      f'--out={path} is no directory: {error.strerror}'
-    ) from error
+    reason = error.strerror
+    raise ValueError(f'--out={path} is no directory: {reason}') from error
   if not os.access(path, os.W_OK):
     raise ValueError(f'--out={path} cannot be written')
 
@@ -126,13 +113,6 @@ def read_config(
   Raises:
     ValueError: if `path` is no experiment, or an override does not fit.
   """
-  config = _load_get_config(path)(values.agent, values.variant)
-  apply_overrides(config, overrides)
-  return config
-
-
-def _load_get_config(path: str) -> Callable[[str, str], ConfigDict]:
-  """Imports an experiment's file and returns its `get_config`."""
   if not os.path.isfile(path) or not path.endswith('.py'):
     raise ValueError(
       f'{path} is no experiment; try experiments/sebulba_cartpole.py'
@@ -142,10 +122,13 @@ def _load_get_config(path: str) -> Callable[[str, str], ConfigDict]:
   sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
   try:
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
   finally:
     del sys.path[0]
   if not hasattr(module, 'get_config'):
     raise ValueError(f'{path} is no experiment: it has no get_config')
-  return module.get_config
+  config = module.get_config(values.agent, values.variant)
+  apply_overrides(config, overrides)
+  return config

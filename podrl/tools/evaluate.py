@@ -18,13 +18,7 @@ import numpy as np
 from podrl import tools
 from podrl.records import workdir
 from podrl.run import build, policy
-from podrl.run.evaluation import Evaluation, bootstrap
-
-
-def _evaluate(loaded: policy.Policy, seed: int) -> Evaluation:
-  """Runs the episodes that the policy's configuration asks for."""
-  evaluate = build.make_evaluate(loaded.config, loaded.spec, loaded.agent)
-  return evaluate(loaded.params, jax.random.key(seed), lambda: False)
+from podrl.run.evaluation import bootstrap
 
 
 def _act(paths: list[str], values: flags.FlagValues) -> None:
@@ -35,7 +29,10 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   config.eval.num_episodes = values.episodes
   if values.greedy is not None:
     config.eval.greedy = values.greedy
-  outcome = _evaluate(loaded, values.seed)
+  evaluate = build.make_evaluate(config, loaded.spec, loaded.agent)
+  key = jax.random.key(values.seed)
+  outcome = evaluate(loaded.params, key, should_stop=lambda: False)
+  assert outcome is not None  # It was not stopped.
   returns = outcome.returns.astype(np.float64)
   low, high = bootstrap(returns)
   length = outcome.lengths.mean()

@@ -47,7 +47,8 @@ class Run(NamedTuple):
   def series(self, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
     """The values of two keys in the records that have both."""
     points = [(r[x], r[y]) for r in self.records if r.get(y) is not None]
-    return tuple(np.asarray(points, np.float64).reshape(-1, 2).T)
+    xs, ys = np.asarray(points, np.float64).reshape(-1, 2).T
+    return xs, ys
 
 
 class Group(NamedTuple):

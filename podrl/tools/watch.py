@@ -13,11 +13,11 @@ file plays at about the speed of the real task.
 from collections.abc import Callable, Sequence
 import math
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags
 import chex
-import imageio.v2 as imageio
+import imageio.v3 as imageio
 import jax
 from ml_collections import ConfigDict
 import numpy as np
@@ -296,7 +296,7 @@ def _acrobot(cos_1, sin_1, cos_2, sin_2, *_w) -> np.ndarray:
 
 
 # By the name without its version, and the shape of an observation.
-_DRAWINGS = {
+_DRAWINGS: dict[tuple, Callable[..., np.ndarray]] = {
   ('CartPole', (4,)): _cart_pole,
   ('Pendulum', (3,)): _pendulum,
   ('MountainCar', (2,)): _mountain_car,
@@ -369,12 +369,12 @@ def write(
   if path.endswith('.gif'):
     # Many viewers show a frame of less than 20 ms for 100 ms.
     durations = [10 * max(2, round(100 * x)) for x in seconds]
-    imageio.mimwrite(path, frames, loop=0, duration=durations)
+    imageio.imwrite(path, np.stack(frames), loop=0, duration=durations)
     return
   fps = 1 / float(np.median(seconds))
   counts = [max(1, round(x * fps)) for x in seconds]
-  repeated = [x for x, count in zip(frames, counts) for _ in range(count)]
-  imageio.mimwrite(path, repeated, fps=fps, macro_block_size=2)
+  repeated = np.repeat(np.stack(frames), counts, axis=0)
+  imageio.imwrite(path, repeated, fps=fps, macro_block_size=2)
 
 
 def real_speed(config: ConfigDict, spec: EnvSpec) -> float:
@@ -388,7 +388,7 @@ def real_speed(config: ConfigDict, spec: EnvSpec) -> float:
   if (short_name := name.partition('-')[0]) in _STEPS_PER_SECOND:
     return float(_STEPS_PER_SECOND[short_name])
   try:
-    entry = gymnasium.spec(name).entry_point
+    entry: Any = gymnasium.spec(name).entry_point
     entry = entry if callable(entry) else load_env_creator(entry)
     return float(entry.metadata['render_fps'])
   except Exception:  # An unknown name, or a module that cannot be imported.
@@ -437,12 +437,12 @@ def run(argv: Sequence[str]) -> int:
     ('checkpoint', 'last', 'Which one: last, best, or its number of updates.'),
   ):
     flags.DEFINE_string(name, default, text, flag_values=values)
-  for name, default, text, low, high in (
+  for name, number, text, low, high in (
     ('episodes', 1, 'The number of episodes, shown in turn.', 1, 100),
     ('seed', 0, 'The seed of environments and actions.', 0, 2**31 - 1),
     ('max_steps', 1000, 'The most steps of an episode.', 1, 10**9),
   ):
-    flags.DEFINE_integer(name, default, text, low, high, flag_values=values)
+    flags.DEFINE_integer(name, number, text, low, high, flag_values=values)
   text = "Take the policy's mode, not a sample; by default as in the run."
   flags.DEFINE_bool('greedy', None, text, flag_values=values)
   text = 'Frames per second; 0 means real speed.'

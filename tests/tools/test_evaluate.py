@@ -3,34 +3,36 @@
 import json
 
 import helpers
+import jax
 import numpy as np
 import pytest
 
+from podrl.run import build, policy
+from podrl.run.config import sebulba_config
 from podrl.tools import evaluate
 
 
-@pytest.fixture(scope='module')
-def runs(tmp_path_factory):
-  """A directory with a tiny run of each architecture."""
-  path = tmp_path_factory.mktemp('runs')
-  assert helpers.run(path / 'anakin', '--config.total_env_steps=256') == 0
-  overrides = (
-    'total_env_steps=64 env.num_envs=8 unroll_length=8 env.name=FrozenLake-v1 '
-    'eval.num_episodes=2 network.hidden_sizes=8 sebulba.actor_devices=0 '
-    'sebulba.learner_devices=0'
-  )
-  flags = [f'--config.{x}' for x in overrides.split()]
-  name = 'sebulba_cartpole'
-  assert helpers.run(path / 'sebulba', *flags, name=name, tiny=False) == 0
-  return path
+def _untrained(path, which):
+  """What `policy.load` returns for a run of Sebulba, with fresh parameters."""
+  config = sebulba_config('ppo')
+  config.env.suite, config.env.name = 'envpool', 'FrozenLake-v1'
+  config.network.name, config.network.hidden_sizes = 'mlp', (8,)
+  spec = build.make_spec(config)
+  agent = build.make_agent(config, spec)
+  return policy.Policy(config, spec, agent, agent.init(jax.random.key(0)), 8)
 
 
 @pytest.mark.parametrize('name', ['anakin', 'sebulba'])
-def test_the_result_is_printed_and_written(name, runs, tmp_path, capsys):
-  out = tmp_path / 'found.json'
-  argv = ['evaluate', str(runs / name), '--episodes=40', '--nogreedy']
-  assert evaluate.run([*argv, f'--out={out}']) == 0
-  found = json.loads(out.read_text())
+def test_the_result_is_printed_and_written(name, tmp_path, capsys, monkeypatch):
+  run = tmp_path / name
+  if name == 'anakin':
+    assert helpers.run(run, '--config.total_env_steps=256') == 0
+  else:
+    run.mkdir()
+    monkeypatch.setattr(policy, 'load', _untrained)
+  argv = ['evaluate', str(run), '--episodes=40', '--nogreedy']
+  assert evaluate.run(argv) == 0
+  found = json.loads((run / 'evaluation.json').read_text())
   returns = np.asarray(found['returns'])
   assert len(returns) == found['episodes'] == 40 and not found['greedy']
   np.testing.assert_allclose(found['return'], returns.mean())
@@ -39,10 +41,10 @@ def test_the_result_is_printed_and_written(name, runs, tmp_path, capsys):
   np.testing.assert_allclose(
     width, 1.96 * returns.std() / 40**0.5, rtol=0.2, atol=0.02
   )
-  assert str(out) in capsys.readouterr().out
-  assert evaluate.run(argv) == 0  # The same episodes, in the default file.
-  again = json.loads((runs / name / 'evaluation.json').read_text())
-  assert again == found
+  assert f'written: {run}' in capsys.readouterr().out
+  out = tmp_path / 'again.json'
+  assert evaluate.run([*argv, f'--out={out}']) == 0  # The same episodes.
+  assert json.loads(out.read_text()) == found
 
 
 @pytest.mark.parametrize(
