@@ -36,7 +36,7 @@ def run_command(
   try:
     paths = values(argv)[1:]
     if values.help:
-      print(f'{doc}\n{values.get_help()}')
+      print(f'{doc}\n{values.get_help(include_special_flags=False)}')
     else:
       act(paths, values)
   except (flags.Error, ValueError, OSError) as error:

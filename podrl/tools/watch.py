@@ -362,9 +362,7 @@ def to_frames(
   return frames, seconds
 
 
-def write(
-  path: str, frames: Sequence[np.ndarray], seconds: Sequence[float]
-) -> None:
+def write(path: str, frames: list[np.ndarray], seconds: list[float]) -> None:
   """Writes frames of one size, and the time of each, as a GIF or an MP4."""
   if path.endswith('.gif'):
     # Many viewers show a frame of less than 20 ms for 100 ms.
@@ -373,6 +371,8 @@ def write(
     return
   fps = 1 / float(np.median(seconds))
   counts = [max(1, round(x * fps)) for x in seconds]
+  # Otherwise imageio forks this process, which has JAX's threads.
+  os.environ.setdefault('IMAGEIO_FFMPEG_NO_PREVENT_SIGINT', '1')
   repeated = np.repeat(np.stack(frames), counts, axis=0)
   imageio.imwrite(path, repeated, fps=fps, macro_block_size=2)
 
