@@ -55,12 +55,7 @@ class Trajectory(NamedTuple):
 
 
 class Tracked(NamedTuple):
-  """Parameters with statistics that are not trained.
-
-  Attributes:
-    params: the optimiser changes them.
-    statistics: `Agent.absorb` changes them.
-  """
+  """Parameters that are trained, and statistics that `Agent.absorb` changes."""
 
   params: Tree
   statistics: Tree
@@ -120,9 +115,7 @@ class EnvSpec(NamedTuple):
 
 
 class DeviceEnv(NamedTuple):
-  """A batch of B environments written in JAX.
-
-  `envs.joints.make_device_env` builds one from single-environment functions.
+  """A batch of B environments written in JAX; `envs.joints` helps to build one.
 
   Attributes:
     spec: describes one environment.
@@ -283,18 +276,10 @@ class Driver(Protocol):
     """Makes the first state, restores it, and compiles."""
 
   def plan(self) -> dict[str, Any]:
-    """Returns, as JSON, what the next `advance` needs in all processes.
-
-    Only process 0 calls it.
-    """
+    """Returns JSON for every process's `advance`; only process 0 calls it."""
 
   def advance(self, num_updates: int, plan: Mapping[str, Any]) -> list[Report]:
-    """Runs updates and returns a report for each agent.
-
-    Args:
-      num_updates: the most updates to run; a driver may run fewer.
-      plan: what `plan` returned in process 0.
-    """
+    """Runs at most `num_updates` updates; returns a report for each agent."""
 
   def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the driver adds to a record of metrics."""

@@ -60,8 +60,7 @@ def make_agent(
     head, values, _ = network.unroll(
       params, timestep.obs, timestep.is_first, carry
     )
-    head = head[:-1]
-    extras = trajectory.extras
+    head, extras = head[:-1], trajectory.extras
     log_prob = distribution.log_prob(head, extras.sample)
     weight = returns.weights(timestep)
     ratio = weight
@@ -74,9 +73,8 @@ def make_agent(
       jax.lax.stop_gradient(ratio),
       lambda_=lambda_,
     )
-    target = jax.lax.stop_gradient(values[:-1]) + errors
     policy_loss = losses.policy_gradient(log_prob, advantages, weight)
-    value_loss = losses.value(values[:-1], target, weight)
+    value_loss = losses.value(values[:-1], values[:-1] + errors, weight)
     entropy = losses.entropy(distribution.entropy(head), weight)
     total = policy_loss + value_cost * value_loss - entropy_cost * entropy
     return total, {

@@ -117,10 +117,8 @@ def gaussian(
       f'from {low.min()} to {high.max()}; use gaussian'
     )
   if not initial_scale > _SMALLEST_SCALE:
-    raise ValueError(
-      f'network.initial_scale={initial_scale} must be more than '
-      f'{_SMALLEST_SCALE}'
-    )
+    field = f'network.initial_scale={initial_scale}'
+    raise ValueError(f'{field} must be more than {_SMALLEST_SCALE}')
   size = low.size
   # A dimension with a single value has no width. It keeps its own unit, like
   # one without bounds, around the bound that it may have.
@@ -197,18 +195,16 @@ def for_action_space(
   Raises:
     ValueError: if the distribution does not fit the action space.
   """
-  is_discrete = isinstance(action, Discrete)
   if name == 'auto':
-    name = 'categorical' if is_discrete else 'gaussian'
-  if is_discrete != (name == 'categorical'):
-    space, fitting = 'discrete', 'categorical'
-    if isinstance(action, Box):
-      space = f'a box of shape {action.shape}'
-      fitting = 'gaussian or tanh_gaussian'
-    raise ValueError(
-      f'network.distribution={name} does not fit actions that are {space}; '
-      f'use {fitting}, or auto'
-    )
+    name = 'categorical' if isinstance(action, Discrete) else 'gaussian'
+  misfit = f'network.distribution={name} does not fit actions that are'
   if isinstance(action, Discrete):
+    if name != 'categorical':
+      raise ValueError(f'{misfit} discrete; use categorical, or auto')
     return categorical(action.num_actions)
+  if name == 'categorical':
+    raise ValueError(
+      f'{misfit} a box of shape {action.shape}; use gaussian or tanh_gaussian, '
+      'or auto'
+    )
   return gaussian(action, squash=name == 'tanh_gaussian', **options)

@@ -7,6 +7,8 @@ plus at most 1 KB. If `prepare` uses `mean`, there is one more small all-reduce
 per unroll.
 """
 
+import functools
+
 import chex
 import jax
 from jax.flatten_util import ravel_pytree
@@ -109,9 +111,8 @@ def make_learner(
 
     params = trained(state.params)
     (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
-    grads, metrics, measured = _all_mean(
-      (grads, metrics | {'loss': value}, measured)
-    )
+    metrics['loss'] = value
+    grads, metrics, measured = _all_mean((grads, metrics, measured))
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
     metrics['grad_norm'] = optax.tree.norm(grads)
     params = optax.apply_updates(params, updates)
@@ -153,22 +154,17 @@ def make_learner(
     if num_epochs == 1:
       state, (metrics, measured) = epoch(state, batch, measured, rng_key)
     else:
+      keys = jax.random.split(rng_key, num_epochs)
       state, rows = jax.lax.scan(
-        lambda state, key: epoch(state, batch, measured, key),
-        state,
-        jax.random.split(rng_key, num_epochs),
+        lambda state, key: epoch(state, batch, measured, key), state, keys
       )
       metrics, measured = _mean_rows(rows)
     # Absorbed last, so that all steps of the update see the same statistics.
     state = state._replace(params=agent.absorb(state.params, measured))
     num_updates = state.num_updates + 1
     if target_period is not None:
-      is_due = num_updates % target_period == 0
-      target_params = jax.tree.map(
-        lambda new, old: jnp.where(is_due, new, old),
-        state.params,
-        state.target_params,
-      )
+      copy = functools.partial(jnp.where, num_updates % target_period == 0)
+      target_params = jax.tree.map(copy, state.params, state.target_params)
       state = state._replace(target_params=target_params)
     return state._replace(num_updates=num_updates), metrics
 

@@ -8,6 +8,7 @@ changes them at its end. Without policy lag, they are those that acting used.
 """
 
 from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import chex
@@ -57,11 +58,9 @@ class Measured(NamedTuple):
 
 
 class Statistics(NamedTuple):
-  """`Moments` or `Measured`; `()` for what is not normalised.
+  """`Moments` or `Measured` of two quantities; `()` if it is not normalised.
 
-  Attributes:
-    obs: of the observations.
-    discounted_return: of the discounted sum of an episode's rewards so far.
+  The discounted return is the discounted sum of an episode's rewards so far.
   """
 
   obs: Tree
@@ -69,12 +68,7 @@ class Statistics(NamedTuple):
 
 
 class Carry(NamedTuple):
-  """The carry of a wrapped agent.
-
-  Attributes:
-    agent: the carry of the agent itself.
-    discounted_return: `[B]` float32, of the episode's rewards so far, or `()`.
-  """
+  """The agent's own carry, and the discounted return so far, `[B]` or `()`."""
 
   agent: Tree
   discounted_return: Tree
@@ -90,7 +84,7 @@ def init(obs: Tree) -> Moments:
 
 
 def measure(moments: Moments, x: Tree, weight: Array) -> Measured:
-  """Measures the slots of an unroll, for `absorb`.
+  """Measures the slots of an unroll for `absorb`.
 
   Args:
     moments: the moments so far.
@@ -98,17 +92,18 @@ def measure(moments: Moments, x: Tree, weight: Array) -> Measured:
     weight: `[T, B]` float32.
   """
 
-  def mean_power(power: int) -> Tree:
-    def leaf(x: Array, center: Array) -> Array:
-      chex.assert_equal_shape([x[0, 0], center])
-      # Around the running mean: raw squares would lose their precision.
-      x = (x.astype(jnp.float32) - center[None, None]) ** power
-      slot_weight = weight.reshape(*weight.shape, *[1] * center.ndim)
-      return jnp.mean(x * slot_weight, (0, 1))
+  def mean_power(power: int, x: Array, center: Array) -> Array:
+    chex.assert_equal_shape([x[0, 0], center])
+    # Around the running mean: raw squares would lose their precision.
+    x = (x.astype(jnp.float32) - center[None, None]) ** power
+    slot_weight = weight.reshape(*weight.shape, *[1] * center.ndim)
+    return jnp.mean(x * slot_weight, (0, 1))
 
-    return jax.tree.map(leaf, x, moments.mean)
-
-  return Measured(jnp.mean(weight), mean_power(1), mean_power(2))
+  first, second = (
+    jax.tree.map(functools.partial(mean_power, power), x, moments.mean)
+    for power in (1, 2)
+  )
+  return Measured(jnp.mean(weight), first, second)
 
 
 def absorb(moments: Moments, measured: Measured) -> Moments:
@@ -202,11 +197,9 @@ def normalize(
     return jnp.where(timestep.is_first, 0.0, gamma * before + timestep.reward)
 
   def init_params(rng_key: chex.PRNGKey) -> Tracked:
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    statistics = Statistics(
-      init(obs) if observations else (), init(scalar) if rewards else ()
-    )
-    return Tracked(agent.init(rng_key), statistics)
+    of_obs = init(obs) if observations else ()
+    of_return = init(jnp.zeros(())) if rewards else ()
+    return Tracked(agent.init(rng_key), Statistics(of_obs, of_return))
 
   def initial_carry(batch_size: int) -> Carry:
     discounted_return = jnp.zeros(batch_size) if rewards else ()
@@ -237,27 +230,25 @@ def normalize(
       moments = params.statistics.discounted_return
       scale = _scale(moments.mean, moments.variance)
       timestep = timestep._replace(reward=_clip(timestep.reward * scale))
-    trajectory = trajectory._replace(
-      timestep=timestep, carry=trajectory.carry.agent
-    )
+    carry = trajectory.carry.agent
+    trajectory = trajectory._replace(timestep=timestep, carry=carry)
     return agent.prepare(params.params, trajectory, mean)
 
   def loss(
     params: Tracked, target_params: Tree, batch: Tree, rng_key: chex.PRNGKey
   ) -> tuple[Array, Metrics]:
-    if target_params:
-      target_params = target_params.params
-    return agent.loss(params.params, target_params, batch, rng_key)
+    target = target_params.params if target_params else ()
+    return agent.loss(params.params, target, batch, rng_key)
 
   def measure_all(params: Tracked, trajectory: Trajectory) -> Statistics:
     # The last time step is the first one of the next unroll.
     timestep = jax.tree.map(lambda x: x[:-1], trajectory.timestep)
     statistics = params.statistics
-    measured_obs: Tree = ()
-    measured_return: Tree = ()
+    of_obs: Tree = ()
+    of_return: Tree = ()
     if observations:
       weight = jnp.ones(timestep.is_first.shape)
-      measured_obs = measure(statistics.obs, timestep.obs, weight)
+      of_obs = measure(statistics.obs, timestep.obs, weight)
     if rewards:
 
       def step(before, timestep):
@@ -267,10 +258,8 @@ def normalize(
       first = trajectory.carry.discounted_return[0]
       _, discounted = jax.lax.scan(step, first, timestep._replace(obs=()))
       weight = 1.0 - timestep.is_first.astype(jnp.float32)
-      measured_return = measure(
-        statistics.discounted_return, discounted, weight
-      )
-    return Statistics(measured_obs, measured_return)
+      of_return = measure(statistics.discounted_return, discounted, weight)
+    return Statistics(of_obs, of_return)
 
   def absorb_all(params: Tracked, measured: Statistics) -> Tracked:
     pairs = zip(params.statistics, measured, strict=True)

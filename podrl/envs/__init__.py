@@ -17,8 +17,8 @@ class Suite(NamedTuple):
     architecture: 'anakin' or 'sebulba'.
     make: `(name, **options) -> DeviceEnv` for Anakin;
       `(name, num_envs, seed, *, num_threads, render=False, **options) ->
-      HostEnv` for Sebulba. Environment i has the seed `seed` + i. `num_threads`
-      threads may step the batch; `render` says whether `HostEnv.render` is used.
+      HostEnv` for Sebulba. Environment i has the seed `seed` + i. `render`
+      says whether `HostEnv.render` will be called.
     make_spec: `(name, **options) -> EnvSpec`.
     names: `() -> list[str]`, the environments that `make` accepts.
     package: the distribution whose version a run records.

@@ -137,7 +137,7 @@ def make(
 ) -> HostEnv:
   """Makes a pool of envpool environments; see `Suite.make` and `make_spec`.
 
-  `HostEnv.render` raises a RuntimeError if the task cannot draw on this machine.
+  `HostEnv.render` raises a RuntimeError if the task cannot draw here.
   """
   import envpool
 

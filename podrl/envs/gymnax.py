@@ -82,7 +82,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
 
   def observe(obs: Tree) -> Tree:
     if num_categories is not None:
-      return spaces.one_hot(obs, num_categories)
+      return jax.nn.one_hot(obs, num_categories, dtype=bool)
     if name in _BINARY_OBS:
       return jax.tree.map(lambda x: x.astype(bool), obs)
     return obs

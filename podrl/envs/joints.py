@@ -20,7 +20,7 @@ class JointState(NamedTuple):
   """The state of one environment.
 
   Attributes:
-    env_state: the state of the wrapped environment.
+    env_state: the environment's own state.
     rng_key: fixed; each step folds `num_steps` into it.
     num_steps: int32 `[]`, steps since the first reset, joints included.
     is_last: bool `[]`, whether the last step ended an episode, so that the
@@ -57,9 +57,8 @@ def make_device_env(
     reset_key, step_key = jax.random.split(rng_key)
     obs, env_state = reset(reset_key)
     env_state = jax.tree.map(jnp.asarray, env_state)  # Some are Python numbers.
-    num_steps, is_last = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
-    state = JointState(env_state, step_key, num_steps, is_last)
-    timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.ones((), bool))
+    state = JointState(env_state, step_key, jnp.int32(0), jnp.bool(False))
+    timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(True))
     return state, timestep
 
   def step_one(state: JointState, action: Array) -> tuple[JointState, TimeStep]:

@@ -5,10 +5,9 @@ import difflib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from podrl.types import Array, Box, Discrete, EnvSpec, Tree
+from podrl.types import Box, Discrete, EnvSpec, Tree
 
 
 def obs_spec(space: Any) -> Tree:
@@ -37,20 +36,10 @@ def obs_spec(space: Any) -> Tree:
   )
 
 
-def one_hot(category: Array, num_categories: int, start: int = 0) -> Array:
-  """Converts categories `[...]` to bool one-hot vectors `[..., categories]`."""
-  categories = jnp.arange(num_categories, dtype=jnp.int32) + start
-  return category[..., None] == categories.reshape((1,) * category.ndim + (-1,))
-
-
 def observe(space: Any, obs: Tree) -> Tree:
-  """Converts the library's observations into those of `obs_spec(space)`.
+  """Converts a library's observations `[B, ...]` to those of `obs_spec(space)`.
 
   Categories become one-hot vectors. The function is traced on the device.
-
-  Args:
-    space: the space of one environment.
-    obs: leaves `[B, ...]`.
   """
   kind = type(space).__name__
   if kind == 'Dict':
@@ -58,7 +47,8 @@ def observe(space: Any, obs: Tree) -> Tree:
   if kind == 'Tuple':
     return tuple(map(observe, space.spaces, obs))
   if kind == 'Discrete':
-    return one_hot(obs.reshape(-1), space.n, int(space.start))
+    category = obs.reshape(-1) - int(space.start)
+    return jax.nn.one_hot(category, space.n, dtype=bool)
   return obs.reshape(-1, *space.shape)
 
 
