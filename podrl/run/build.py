@@ -17,16 +17,8 @@ from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
 from podrl.run import devices, evaluation
 from podrl.run.config import check, check_choice
-from podrl.run.evaluation import Evaluation, Share
-from podrl.types import (
-  Agent,
-  DeviceEnv,
-  Driver,
-  EnvSpec,
-  HostEnv,
-  Learner,
-  Tree,
-)
+from podrl.run.evaluation import Evaluation
+from podrl.types import Agent, DeviceEnv, Driver, EnvSpec, HostEnv, Learner
 
 # Evaluation cuts episodes here if the environment never does.
 _UNLIMITED_STEPS = 10_000
@@ -38,18 +30,13 @@ class Run(NamedTuple):
   """Everything that `train` needs.
 
   Attributes:
-    spec: the spec of the environment.
-    suite: the library that provides the environment.
     devices: the devices of all processes that the run uses.
-    driver: the driver of the architecture.
     evaluate: see `make_evaluate`.
     eval_keys: a key for each agent's evaluations; fold in the number of
       updates.
-    num_updates: number of updates of the whole run.
     eval_every_updates: updates between evaluations; 0 is only at the end.
     checkpoint_every_updates: updates between checkpoints; 0 is by time alone.
     params: shapes of the parameters of all agents.
-    warnings: one line each, for the user.
     resume_note: tells the user what a resumed run cannot continue.
   """
 
@@ -62,18 +49,13 @@ class Run(NamedTuple):
   num_updates: int
   eval_every_updates: int
   checkpoint_every_updates: int
-  params: Tree
-  warnings: Sequence[str] = ()
-  resume_note: str = ''
+  params: Any
+  warnings: Sequence[str]
+  resume_note: str
 
 
 def architecture(config: ConfigDict) -> str:
-  """Returns the architecture of the suite: 'anakin' or 'sebulba'.
-
-  Raises:
-    ValueError: if the suite is unknown, or the configuration's fields are those
-      of the other architecture.
-  """
+  """Returns 'anakin' or 'sebulba'; raises a ValueError for a wrong suite."""
   suite = config.env.suite
   expected = 'sebulba' if 'sebulba' in config else 'anakin'
   names = [k for k, x in SUITES.items() if x.architecture == expected]
@@ -84,24 +66,17 @@ def architecture(config: ConfigDict) -> str:
       f'{" or ".join(names)}'
     )
   check_choice('config.env.suite', suite, names)
-  return SUITES[suite].architecture
+  return expected
 
 
 def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
-  """Configures JAX for a run; call it before the first use of a device.
-
-  Raises:
-    ValueError: if the suite does not fit the architecture.
-  """
+  """Configures JAX for a run; call it before the first use of a device."""
   is_anakin = architecture(config) == 'anakin'
   # CPU devices that a test or XLA_FLAGS made stay as they are.
   has_devices = jax.config.jax_num_cpu_devices > 0  # type: ignore
   has_devices |= 'device_count' in os.environ.get('XLA_FLAGS', '')
   if not has_devices and not spmd.has_accelerator():
-    if is_anakin:
-      num_devices = devices.num_anakin_devices(config, num_processes)
-    else:
-      num_devices = devices.num_sebulba_devices(config)
+    num_devices = devices.num_cpu_devices(config, num_processes)
     spmd.set_num_cpu_devices(num_devices, num_processes)
     # An actor's small programs are faster in the actor's own thread.
     jax.config.update('jax_cpu_enable_async_dispatch', is_anakin)
@@ -118,7 +93,7 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
 
 
 def make_spec(config: ConfigDict) -> EnvSpec:
-  """Makes the environment's spec; raises a ValueError if that fails."""
+  """Makes the environment's spec; raises a ValueError for a user's mistake."""
   suite = SUITES[config.env.suite]
   return suite.make_spec(config.env.name, **config.env.options)
 
@@ -140,13 +115,8 @@ def make_host_env(
 ) -> HostEnv:
   """Makes a pool of environments for a Sebulba run.
 
-  Args:
-    config: the configuration of the run.
-    num_envs: number of environments in the pool.
-    seed: seed of the first environment.
-    num_threads: threads that step the pool.
-    evaluation: whether to leave out the options that only training uses.
-    render: whether `HostEnv.render` will be called.
+  `seed` is that of the first environment. `evaluation` leaves out the options
+  that only training uses. `render` allows calls of `HostEnv.render`.
   """
   suite = SUITES[config.env.suite]
   omitted = suite.training_options if evaluation else ()
@@ -157,11 +127,7 @@ def make_host_env(
 
 
 def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
-  """Makes the agent, with its network, for an environment.
-
-  Raises:
-    ValueError: if the network does not fit the environment.
-  """
+  """Makes the agent and its network; a ValueError if they do not fit `spec`."""
   fields = config.agent.to_dict()
   make = AGENTS[fields.pop('name')].make
   try:
@@ -174,13 +140,9 @@ def learner_for(config: ConfigDict, agent: Agent, num_updates: int) -> Learner:
   """Makes the learner of an agent for a run of `num_updates` updates."""
   num_epochs, num_minibatches = config.num_epochs, config.num_minibatches
   num_steps = num_updates * num_epochs * num_minibatches
-  fields = config.optimizer
-  optimizer = make_optimizer(
-    fields.name,
-    learning_rate=fields.learning_rate,
-    anneal=num_steps if fields.anneal else 0,
-    max_grad_norm=fields.max_grad_norm,
-  )
+  fields = config.optimizer.to_dict()
+  fields['anneal'] = num_steps if fields['anneal'] else 0
+  optimizer = make_optimizer(**fields)
   return make_learner(
     agent, optimizer, num_epochs=num_epochs, num_minibatches=num_minibatches
   )
@@ -203,47 +165,32 @@ def make_evaluate(
 ) -> Callable[..., Evaluation | None]:
   """Builds the evaluation of an agent that the configuration asks for.
 
-  Returns:
-    `(params, rng_key, should_stop) -> Evaluation | None`; see `evaluation`.
+  It is `(params, rng_key, should_stop) -> Evaluation | None`; see `evaluation`.
   """
   limit = spec.max_episode_steps
   if not 0 < limit < 2**31 - 1:  # The environment has no limit.
     limit = _UNLIMITED_STEPS
-  arguments = {
-    'num_episodes': config.eval.num_episodes,
-    'max_episode_steps': config.eval.max_episode_steps or limit,
-    'greedy': config.eval.greedy,
-    'share': Share(jax.process_index(), jax.process_count()),
-  }
+  settings = evaluation.Settings(
+    config.eval.num_episodes,
+    config.eval.max_episode_steps or limit,
+    config.eval.greedy,
+    jax.process_index(),
+    jax.process_count(),
+  )
   if architecture(config) == 'anakin':
-    return evaluation.make_evaluate(make_env(config), agent, **arguments)
+    return evaluation.make_evaluate(make_env(config), agent, settings)
 
   def make_pool(num_envs: int, seed: int) -> HostEnv:
     return make_host_env(config, num_envs, seed, num_cores(), evaluation=True)
 
-  return evaluation.make_host_evaluate(make_pool, agent, **arguments)
-
-
-class _System(NamedTuple):
-  """What an architecture contributes to a `Run`, whose fields it shares.
-
-  `steps_per_update` are the environment steps of one update, joints included.
-  """
-
-  driver: Driver
-  devices: Sequence[jax.Device]
-  steps_per_update: int
-  warnings: Sequence[str] = ()
-  resume_note: str = ''
+  return evaluation.make_host_evaluate(make_pool, agent, settings)
 
 
 def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
   """Builds everything that `train` needs.
 
-  Args:
-    config: the configuration of the run.
-    num_resumes: how often the run has been resumed; it changes the seeds of
-      environments on the host.
+  `num_resumes`, how often the run has been resumed, changes the seeds of
+  environments on the host.
 
   Raises:
     ValueError: for a user's mistake, before anything compiles.
@@ -266,21 +213,26 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
     system = _make_anakin(config, agent, init_key)
   else:
     system = _make_sebulba(config, spec, agent, init_key, num_resumes)
-  steps_per_update = system.steps_per_update
+  driver, run_devices, steps_per_update, warnings = system
   return Run(
     spec,
     config.env.suite,
-    system.devices,
-    system.driver,
+    run_devices,
+    driver,
     make_evaluate(config, spec, agent),
     eval_keys,
     _count_updates(config, steps_per_update),
     -(-config.eval.every_env_steps // steps_per_update),
     -(-config.checkpoint.every_env_steps // steps_per_update),
     jax.eval_shape(init, init_key),
-    system.warnings,
-    system.resume_note,
+    warnings,
+    '' if is_anakin else '; the environments begin new episodes',
   )
+
+
+# The driver, the devices of all processes, environment steps per update
+# (joints included), and warnings.
+_System = tuple[Driver, Sequence[jax.Device], int, Sequence[str]]
 
 
 def _make_anakin(
@@ -288,7 +240,8 @@ def _make_anakin(
 ) -> _System:
   """Builds an Anakin run; if resumed, it continues its environments."""
   run_devices = devices.anakin_devices(config)
-  steps_per_update = config.unroll_length * config.env.num_envs
+  num_envs, unroll_length = config.env.num_envs, config.unroll_length
+  steps_per_update = unroll_length * num_envs
   num_updates = _count_updates(config, steps_per_update)
   # A call reports each of its updates, and ends with a record at the latest.
   max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
@@ -297,14 +250,14 @@ def _make_anakin(
     agent,
     learner_for(config, agent, num_updates),
     spmd.make_mesh(run_devices),
-    num_envs=config.env.num_envs,
-    unroll_length=config.unroll_length,
+    num_envs=num_envs,
+    unroll_length=unroll_length,
     max_updates=max_updates,
     num_seeds=config.num_seeds if config.num_seeds > 1 else None,
   )
   steps_per_host = steps_per_update // jax.process_count()
   driver = anakin.Anakin(programs, init_key, max_updates, steps_per_host)
-  return _System(driver, run_devices, steps_per_update)
+  return driver, run_devices, steps_per_update, []
 
 
 def _make_sebulba(
@@ -316,22 +269,22 @@ def _make_sebulba(
 ) -> _System:
   """Builds a Sebulba run; if resumed, it starts new environments."""
   layout = devices.make_layout(config, spec)
-  local, num_processes = jax.local_devices(), jax.process_count()
-  envs_per_host = config.env.num_envs // num_processes
+  envs_per_host = config.env.num_envs // jax.process_count()
   envs_per_actor = envs_per_host // layout.num_actors
-  unrolls = layout.unrolls_per_update * num_processes
+  unrolls = layout.unrolls_per_update * jax.process_count()
   steps_per_update = config.unroll_length * envs_per_actor * unrolls
+  local, fields = jax.local_devices(), config.sebulba
   settings = sebulba.Settings(
     num_envs=envs_per_actor,
     unroll_length=config.unroll_length,
     actors_per_device=layout.threads,
     unrolls_per_update=layout.unrolls_per_update,
-    deterministic=config.sebulba.mode == 'deterministic',
-    max_lag=config.sebulba.max_lag,
-    hang_seconds=config.sebulba.hang_seconds,
+    deterministic=fields.mode == 'deterministic',
+    max_lag=fields.max_lag,
+    hang_seconds=fields.hang_seconds,
     first_env=jax.process_index() * envs_per_host,
     env_threads=layout.env_threads,
-    autotune=config.sebulba.autotune,
+    autotune=fields.autotune,
   )
   first_seed = config.seed
   if num_resumes:  # The same seeds would repeat what the agent learned from.
@@ -353,10 +306,5 @@ def _make_sebulba(
     init_key,
   )
   used = sorted({*layout.actor_devices, *layout.learner_devices})
-  return _System(
-    driver,
-    devices.on_all_hosts(used),
-    steps_per_update,
-    devices.layout_warnings(config, layout),
-    '; the environments begin new episodes',
-  )
+  warnings = devices.layout_warnings(config, layout)
+  return driver, devices.on_all_hosts(used), steps_per_update, warnings

@@ -80,11 +80,13 @@ _DEVICES = Range(0, 256)
 _DTYPES = ('float32', 'bfloat16')
 _MODES = ('deterministic', 'asynchronous')
 
-_SHARED_FIELDS = {
+FIELDS = {
   'seed': Field(0, 'All random numbers derive from it.', _FROM_0),
-  'total_env_steps': Field(
-    1_000_000, 'Length of the run, rounded up to whole updates.', Range(1)
+  'num_seeds': Field(1, 'Independent agents in one program.', Range(1, 2**16)),
+  'num_devices': Field(
+    0, 'Per process; 0 means all, or one per core.', _DEVICES
   ),
+  'total_env_steps': Field(1_000_000, 'Rounded up to whole updates.', Range(1)),
   'unroll_length': Field(32, 'Steps of each environment per update.', _COUNT),
   'num_epochs': Field(1, 'Passes over each unroll.', _COUNT),
   'num_minibatches': Field(1, 'Optimiser steps per pass.', _COUNT),
@@ -100,9 +102,7 @@ _SHARED_FIELDS = {
   'agent.lambda_': Field(1.0, 'One-step (0) to full returns (1).', _FRACTION),
   'agent.entropy_cost': Field(0.01, 'Weight of the entropy bonus.', _FROM_0),
   'agent.value_cost': Field(0.5, 'Weight of the value loss.', _FROM_0),
-  'agent.reward_clip': Field(
-    0.0, 'Clips rewards to plus and minus this; 0 means off.', _FROM_0
-  ),
+  'agent.reward_clip': Field(0.0, 'Bound of rewards; 0 means none.', _FROM_0),
   'agent.normalize_observation': Field(
     False, 'Standardises observations by running statistics.'
   ),
@@ -110,35 +110,25 @@ _SHARED_FIELDS = {
   'network.name': Field('auto', 'Torso; auto fits the observation.', TORSOS),
   'network.hidden_sizes': Field(
     (64, 64),
-    "Widths of layers; the last is the width of any torso's output.",
+    "Widths of layers; the last is any torso's output width.",
     Range(1),
   ),
   'network.shared_torso': Field(False, 'Policy and value share one torso.'),
   'network.recurrent': Field('none', 'Memory after each torso.', CORES),
   'network.distribution': Field(
-    'auto',
-    'Distribution over actions; auto fits the action space.',
-    DISTRIBUTIONS,
+    'auto', 'Of actions; auto fits the action space.', DISTRIBUTIONS
   ),
-  'network.state_dependent_scale': Field(
-    False, "A Gaussian's scale depends on the observation."
-  ),
+  'network.state_dependent_scale': Field(False, 'For Gaussian distributions.'),
   'network.initial_scale': Field(
-    1.0,
-    'Initial scale of a Gaussian over actions from -1 to 1.',
-    Range(0.01, 10),
+    1.0, 'Of a Gaussian over actions from -1 to 1.', Range(0.01, 10)
   ),
   'network.dtype': Field('float32', "Type of the torso's arithmetic.", _DTYPES),
   'optimizer.name': Field('adam', 'The optimiser.', tuple(OPTIMIZERS)),
   'optimizer.learning_rate': Field(1e-3, 'Initial learning rate.', _ABOVE_0),
   'optimizer.anneal': Field(True, 'The learning rate falls linearly to 0.'),
-  'optimizer.max_grad_norm': Field(
-    0.5, 'Clips the global norm of the gradient; 0 means off.', _FROM_0
-  ),
+  'optimizer.max_grad_norm': Field(0.5, 'Global norm; 0 means off.', _FROM_0),
   'eval.num_episodes': Field(128, 'One for each environment.', _COUNT),
-  'eval.every_env_steps': Field(
-    0, 'Steps between evaluations; 0 evaluates only at the end.', _FROM_0
-  ),
+  'eval.every_env_steps': Field(0, 'Period; 0 means only at the end.', _FROM_0),
   'eval.greedy': Field(True, "Takes the policy's mode instead of a sample."),
   'eval.max_episode_steps': Field(
     0, "Cuts episodes; 0 means the environment's limit or 10,000.", _STEPS
@@ -147,43 +137,19 @@ _SHARED_FIELDS = {
   'log.tensorboard': Field(True, 'Writes TensorBoard events.'),
   'log.wandb': Field(False, 'Sends records to Weights & Biases.'),
   'log.profile': Field(0, 'Number of updates to trace.', Range(0, 10**6)),
-  'checkpoint.every_seconds': Field(
-    300.0, 'Seconds between checkpoints; 0 means off.', _FROM_0
-  ),
-  'checkpoint.every_env_steps': Field(
-    0, 'Steps between checkpoints; 0 means off.', _FROM_0
-  ),
-  'checkpoint.keep': Field(
-    2, 'Newest checkpoints to keep; the best is kept as well.', Range(1, 10**6)
-  ),
+  'checkpoint.every_seconds': Field(300.0, 'Period; 0 means off.', _FROM_0),
+  'checkpoint.every_env_steps': Field(0, 'Period; 0 means off.', _FROM_0),
+  'checkpoint.keep': Field(2, 'Newest ones; the best is kept as well.', _COUNT),
   'checkpoint.grace_seconds': Field(
     30.0, 'Seconds to save a checkpoint after SIGTERM.', _SECONDS
   ),
-}
-
-_ANAKIN_FIELDS = {
-  'num_seeds': Field(1, 'Independent agents in one program.', Range(1, 2**16)),
-  'num_devices': Field(
-    0, 'Devices per process; 0 means all, or one per core of a CPU.', _DEVICES
-  ),
-}
-
-_SEBULBA_FIELDS = {
-  'sebulba.actor_devices': Field(
-    (), 'Devices that act; empty means the first quarter.', _INDEX
-  ),
-  'sebulba.learner_devices': Field(
-    (), 'Devices that learn; empty means all others.', _INDEX
-  ),
+  'sebulba.actor_devices': Field((), 'Empty means the first quarter.', _INDEX),
+  'sebulba.learner_devices': Field((), 'Empty means all others.', _INDEX),
   'sebulba.threads_per_actor_device': Field(
     0, 'Actors per device, or the most with autotune; 0 fits the cores.', _FEW
   ),
-  'sebulba.env_threads': Field(
-    0, "Threads of each actor's environments; 0 shares the cores.", _FEW
-  ),
-  'sebulba.unrolls_per_update': Field(
-    0, 'Unrolls that an update learns from; 0 means one per actor.', _FEW
-  ),
+  'sebulba.env_threads': Field(0, 'Per actor; 0 shares the cores.', _FEW),
+  'sebulba.unrolls_per_update': Field(0, '0 means one per actor.', _FEW),
   'sebulba.mode': Field(
     'deterministic',
     'Deterministic runs repeat; asynchronous suits uneven actors.',
@@ -195,8 +161,8 @@ _SEBULBA_FIELDS = {
     300.0, 'An actor hangs after this time without progress.', _SECONDS
   ),
 }
-
-FIELDS = _SHARED_FIELDS | _ANAKIN_FIELDS | _SEBULBA_FIELDS
+_ANAKIN_FIELDS = {'num_seeds', 'num_devices'}
+_SEBULBA_FIELDS = {name for name in FIELDS if name.startswith('sebulba.')}
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
@@ -227,21 +193,13 @@ def _make_config(agent: str, others: Collection[str]) -> ConfigDict:
 
 
 def base_config(agent: str) -> ConfigDict:
-  """Makes the default configuration of an agent for Anakin.
-
-  Raises:
-    ValueError: if the agent is unknown.
-  """
-  return _make_config(agent, _SEBULBA_FIELDS.keys())
+  """Makes an agent's defaults for Anakin; an unknown agent is a ValueError."""
+  return _make_config(agent, _SEBULBA_FIELDS)
 
 
 def sebulba_config(agent: str) -> ConfigDict:
-  """Makes the default configuration of an agent for Sebulba.
-
-  Raises:
-    ValueError: if the agent is unknown.
-  """
-  config = _make_config(agent, _ANAKIN_FIELDS.keys())
+  """Makes an agent's defaults for Sebulba; an unknown agent is a ValueError."""
+  config = _make_config(agent, _ANAKIN_FIELDS)
   config.env.suite = 'envpool'
   return config
 
@@ -288,8 +246,16 @@ def _parse_literal(text: str) -> Any:
 
 
 def _parse(name: str, text: str, default: Any) -> Any:
-  """Reads an override's text as a value of its default's type."""
+  """Reads an override's text as a value of its default's type.
+
+  Without a default, it is any value that fits into config.json.
+  """
   value = _parse_literal(text)
+  if default is None:
+    with contextlib.suppress(TypeError):
+      json.dumps(value)
+      return value
+    return text
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
   if isinstance(default, str):
     return text
@@ -311,16 +277,6 @@ def _parse(name: str, text: str, default: Any) -> Any:
     f'config.{name}={text} is not of type {type(default).__name__}; '
     f'its default is {default!r}'
   )
-
-
-def _parse_option(text: str) -> Any:
-  """Reads an option for a library, which must fit into config.json."""
-  value = _parse_literal(text)
-  try:
-    json.dumps(value)
-  except TypeError:
-    return text
-  return value
 
 
 def _split_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -358,10 +314,8 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
   for name, text in _split_overrides(arguments):
     section, _, field = name.rpartition('.')
     if section == 'env.options' and field:
-      options, is_known = config.env.options, field in config.env.options
-      options[field] = (
-        _parse(name, text, options[field]) if is_known else _parse_option(text)
-      )
+      options = config.env.options
+      options[field] = _parse(name, text, options.get(field))
       names.add('env.options')
       continue
     known = sorted(set(flatten(config.to_dict())) - {'env.options'})
@@ -384,13 +338,9 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
 
 
 class CommandLine(NamedTuple):
-  """A parsed command line.
+  """A parsed command line: the experiment's path and name, and arguments.
 
-  Attributes:
-    script: path of the experiment, as the user called it.
-    name: name of the experiment.
-    flags: values of the flags.
-    overrides: arguments that override fields of the configuration.
+  `overrides` are the arguments that override fields of the configuration.
   """
 
   script: str
@@ -443,14 +393,7 @@ def _make_flags() -> flags.FlagValues:
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-  """Parses the flags.
-
-  Args:
-    argv: the script's path, then its arguments.
-
-  Raises:
-    ValueError: if a flag has no value, or one that does not fit.
-  """
+  """Parses the script's path and arguments; a wrong flag is a ValueError."""
   values = _make_flags()
   try:
     overrides = values(argv, known_only=True)[1:]
@@ -482,11 +425,7 @@ def print_help(
 
 
 def join_cluster(command_line: CommandLine) -> Cluster:
-  """Joins the processes of the run; a single process is a cluster of one.
-
-  Raises:
-    ValueError: if they cannot be joined.
-  """
+  """Joins the processes of the run; see `cluster.start`."""
   values = command_line.flags
   return clusters.start(
     values.coordinator,
@@ -505,8 +444,6 @@ def resolve_config(
   exit_stack: contextlib.ExitStack,
 ) -> tuple[ConfigDict, Files]:
   """Resolves the configuration and the files, the same in all processes.
-
-  Only process 0 reads the disc.
 
   Args:
     command_line: see `parse_command_line`.
@@ -552,46 +489,34 @@ def resolve_config(
     fields = flatten(config.to_dict())
     cluster.compare({f'config.{k}': v for k, v in fields.items()})
 
-  def read_disc() -> tuple[dict, Files]:
-    files = _find_files(values, path, is_resumed, config, requested, exit_stack)
-    return config.to_dict(), files
+  # Only process 0 runs this; a resumed run replaces values of `config`.
+  def find_files() -> tuple[dict, Files]:
+    if values.init_from:
+      checkpoint.find(values.init_from)
+    if not is_resumed:
+      workdir.check_new(path)
+      if values.resume:
+        print(f'{path} holds no run, so a new one starts', file=sys.stderr)
+      return config.to_dict(), Files(path, values.init_from)
+    if parent := workdir.run_of_agent(path):
+      raise ValueError(
+        f'--workdir={path} is one agent of {parent}; resume that run'
+      )
+    exit_stack.enter_context(workdir.lock(path))  # Before reading the run.
+    if workdir.is_finished(path):
+      raise ValueError(
+        f'--workdir={path} is finished; --init_from={path} starts another run '
+        'with its parameters'
+      )
+    for field in workdir.restore_config(config, path, requested):
+      message = f'resuming with the value of the run: config.{field}'
+      print(message, file=sys.stderr)
+    num_resumes = checkpoint.count_resumes(path)
+    return config.to_dict(), Files(path, '', True, num_resumes)
 
-  fields, files = cluster.decide(read_disc)
+  fields, files = cluster.decide(find_files)
   if cluster.is_distributed:
     config = workdir.as_config(fields)
 
   cluster.attempt(lambda: check(config))
   return config, Files(*files)
-
-
-def _find_files(
-  values: flags.FlagValues,
-  path: str,
-  is_resumed: bool,
-  config: ConfigDict,
-  requested: set[str],
-  exit_stack: contextlib.ExitStack,
-) -> Files:
-  """Checks the disc; gives `config` the values of a run that is resumed."""
-  if values.init_from:
-    checkpoint.find(values.init_from)
-  if not is_resumed:
-    workdir.check_new(path)
-    if values.resume:
-      print(f'{path} holds no run, so a new one starts', file=sys.stderr)
-    return Files(path, values.init_from)
-  if parent := workdir.run_of_agent(path):
-    raise ValueError(
-      f'--workdir={path} is one agent of {parent}; resume that run'
-    )
-  exit_stack.enter_context(workdir.lock(path))  # Before reading the run.
-  if workdir.is_finished(path):
-    raise ValueError(
-      f'--workdir={path} is finished; --init_from={path} starts another run '
-      'with its parameters'
-    )
-  for field in workdir.restore_config(config, path, requested):
-    print(
-      f'resuming with the value of the run: config.{field}', file=sys.stderr
-    )
-  return Files(path, '', True, checkpoint.count_resumes(path))

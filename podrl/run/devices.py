@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 import importlib.metadata
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from podrl.agents import AGENTS
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
-from podrl.records.workdir import flatten
+from podrl.records.workdir import Record, flatten
 from podrl.types import EnvSpec
 
 # On two cores, one device per core was fastest for the default experiment and
@@ -46,11 +46,7 @@ def _multiples_near(value: int, divisor: int) -> str:
 
 
 def _batch_size(config: ConfigDict, num_envs: int) -> tuple[int, str]:
-  """Sizes the batch that minibatches divide on a device with `num_envs`.
-
-  Returns:
-    The batch's size and its unit, 'steps' or 'environments'.
-  """
+  """Returns the size and the unit of what minibatches divide on a device."""
   agent = AGENTS[config.agent.name]
   unit = agent.minibatch_unit(flatten(config.to_dict()))
   return num_envs * (config.unroll_length if unit == 'steps' else 1), unit
@@ -73,8 +69,11 @@ def _check_minibatches(
     )
 
 
-def num_anakin_devices(config: ConfigDict, num_processes: int = 1) -> int:
-  """Counts each process's CPU devices: one per core that divides the batch."""
+def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
+  """Counts each process's CPU devices, by the indices or the batch of a run."""
+  if 'sebulba' in config:
+    fields = config.sebulba
+    return 1 + max((*fields.actor_devices, *fields.learner_devices), default=0)
   if config.num_devices:
     return config.num_devices
   fitting = [1]
@@ -84,12 +83,6 @@ def num_anakin_devices(config: ConfigDict, num_processes: int = 1) -> int:
     if rest == 0 and size % config.num_minibatches == 0:
       fitting.append(n)
   return fitting[-1]
-
-
-def num_sebulba_devices(config: ConfigDict) -> int:
-  """Counts each process's CPU devices: as many as the indices need."""
-  fields = config.sebulba
-  return 1 + max((*fields.actor_devices, *fields.learner_devices), default=0)
 
 
 def on_all_hosts(indices: Sequence[int]) -> list[jax.Device]:
@@ -107,7 +100,7 @@ def anakin_devices(config: ConfigDict) -> list[jax.Device]:
   local, num_processes = jax.local_devices(), jax.process_count()
   num_devices = config.num_devices or len(local)
   if local[0].platform == 'cpu' and not config.num_devices:
-    num_devices = min(num_anakin_devices(config, num_processes), len(local))
+    num_devices = min(num_cpu_devices(config, num_processes), len(local))
   if num_devices > len(local):
     raise ValueError(
       f'config.num_devices={num_devices}, and there are {len(local)} '
@@ -129,11 +122,9 @@ def _threads_per_device(config: ConfigDict, num_devices: int) -> int:
     return config.sebulba.threads_per_actor_device
   if config.sebulba.autotune:
     most = min(max(2, num_cores() // num_devices), _MAX_TUNED_THREADS)
-    step = num_devices * jax.process_count()
-    return max(
-      (n for n in range(2, most + 1) if config.env.num_envs % (n * step) == 0),
-      default=2,
-    )
+    unit, counts = num_devices * jax.process_count(), range(2, most + 1)
+    fitting = [n for n in counts if config.env.num_envs % (unit * n) == 0]
+    return max(fitting, default=2)
   # Two threads hide the transfers to an accelerator. On two CPU cores one
   # thread trains CartPole 1.6 times faster (medians of windows, in turn).
   is_small = jax.default_backend() == 'cpu' and num_cores() < 4
@@ -163,33 +154,27 @@ def _default_devices(
 def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   """Decides how a Sebulba run uses this host.
 
-  Args:
-    config: the configuration of the run.
-    spec: the spec of its environment.
-
   Raises:
     ValueError: if a device does not exist, or the batch does not divide.
   """
   fields, local = config.sebulba, jax.local_devices()
-  actor_devices, learner_devices = _default_devices(config, len(local))
-  for name, indices in (
-    ('actor_devices', actor_devices),
-    ('learner_devices', learner_devices),
-  ):
+  platform = local[0].platform
+  devices = _default_devices(config, len(local))
+  for name, indices in zip(('actor', 'learner'), devices):
     if max(indices) >= len(local) or len(set(indices)) < len(indices):
       raise ValueError(
-        f'config.sebulba.{name}={indices} must be different devices from 0 '
-        f'to {len(local) - 1}, the {local[0].platform} devices of this process'
+        f'config.sebulba.{name}_devices={indices} must be different devices '
+        f'from 0 to {len(local) - 1}, the {platform} devices of this process'
       )
-  threads = _threads_per_device(config, len(actor_devices))
-  num_actors = len(actor_devices) * threads
+  num_actor_devices, num_learners = map(len, devices)
+  threads = _threads_per_device(config, num_actor_devices)
+  num_actors = num_actor_devices * threads
   if fields.autotune and num_actors == 1:
     raise ValueError(
       'config.sebulba.autotune=True has nothing to choose from with '
       f'config.sebulba.threads_per_actor_device={threads}; use 2 or more'
     )
   num_envs, num_processes = config.env.num_envs, jax.process_count()
-  num_learners = len(learner_devices)
   step = num_actors * num_learners * num_processes
   if num_envs % step:
     processes = f'{num_processes} processes, ' if num_processes > 1 else ''
@@ -205,26 +190,18 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
       'the deterministic mode, in which each update takes one unroll of each '
       f'of {num_actors} actors; use 0, or config.sebulba.mode=asynchronous'
     )
-  _check_minibatches(
-    config,
-    num_envs // step * unrolls_per_update,
-    num_learners * num_processes,
-  )
+  num_learned = num_envs // step * unrolls_per_update  # By each device.
+  _check_minibatches(config, num_learned, num_learners * num_processes)
   # A CPU's learner needs a core too, unless environment steps are expensive
   # (they draw images or simulate several frames). On two cores one thread
   # trains CartPole 1.25 times faster than two, and two train Pong 1.3 times
   # faster than one (windows in turn; one after the other).
   shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
   is_expensive = spec.frame_skip > 1 or any(len(x) == 3 for x in shapes)
-  needs_core = local[0].platform == 'cpu' and not is_expensive
-  return Layout(
-    actor_devices,
-    learner_devices,
-    threads,
-    num_actors,
-    unrolls_per_update,
-    fields.env_threads or max(1, (num_cores() - needs_core) // num_actors),
-  )
+  needs_core = platform == 'cpu' and not is_expensive
+  env_threads = max(1, (num_cores() - needs_core) // num_actors)
+  env_threads = fields.env_threads or env_threads
+  return Layout(*devices, threads, num_actors, unrolls_per_update, env_threads)
 
 
 def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
@@ -232,18 +209,16 @@ def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
   fields, num_local = config.sebulba, len(jax.local_devices())
   num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
   warnings = []
-  if (
-    num_threads > cores
-    and SUITES[config.env.suite].has_env_threads
-    and (fields.env_threads or fields.threads_per_actor_device)
-  ):
+  is_set = fields.env_threads or fields.threads_per_actor_device
+  has_threads = SUITES[config.env.suite].has_env_threads
+  if is_set and has_threads and num_threads > cores:
     warnings.append(
       f'{layout.num_actors} actors x config.sebulba.env_threads='
       f'{layout.env_threads} are {num_threads} threads for {cores} cores'
     )
   num_used = len({*layout.actor_devices, *layout.learner_devices})
-  is_named = fields.actor_devices or fields.learner_devices
-  if num_used < num_local and not is_named:
+  is_set = fields.actor_devices or fields.learner_devices
+  if num_used < num_local and not is_set:
     warnings.append(
       f'only {num_used} of {num_local} devices are used: config.env.num_envs='
       f'{config.env.num_envs} divides over {len(layout.actor_devices)} actor '
@@ -253,9 +228,7 @@ def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
   return warnings
 
 
-def describe_machine(
-  devices: Sequence[jax.Device], suite: str
-) -> dict[str, Any]:
+def describe_machine(devices: Sequence[jax.Device], suite: str) -> Record:
   """Describes the devices of a run and the versions of its packages."""
   packages = ('podrl', 'jax', 'jaxlib', 'flax', 'optax', SUITES[suite].package)
   return {

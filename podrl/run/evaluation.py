@@ -1,6 +1,8 @@
 """Evaluates an agent on the first whole episode of each of N environments."""
 
 from collections.abc import Callable
+import contextlib
+import functools
 from typing import NamedTuple
 
 import chex
@@ -29,16 +31,27 @@ class Evaluation(NamedTuple):
   lengths: np.ndarray
 
 
-class Share(NamedTuple):
-  """Which of several processes this is; each runs its part of the episodes."""
+class Settings(NamedTuple):
+  """What an evaluation does.
 
+  Attributes:
+    num_episodes: episodes of all processes, each in its own environment.
+    max_episode_steps: a longer episode is cut here, and its return so far
+      counts.
+    greedy: whether to take the policy's mode instead of a sample.
+    process: index of this process, which runs its part of the episodes.
+  """
+
+  num_episodes: int
+  max_episode_steps: int
+  greedy: bool
   process: int = 0
   num_processes: int = 1
 
-  def of(self, num_episodes: int) -> slice:
+  def episodes(self) -> slice:
     """Returns the episodes of this process."""
-    start = self.process * num_episodes // self.num_processes
-    end = (self.process + 1) * num_episodes // self.num_processes
+    start = self.process * self.num_episodes // self.num_processes
+    end = (self.process + 1) * self.num_episodes // self.num_processes
     return slice(start, end)
 
 
@@ -54,34 +67,20 @@ class _State(NamedTuple):
 
 
 def make_evaluate(
-  env: DeviceEnv,
-  agent: Agent,
-  *,
-  num_episodes: int,
-  max_episode_steps: int,
-  greedy: bool,
-  share: Share = Share(),
+  env: DeviceEnv, agent: Agent, settings: Settings
 ) -> Callable[..., Evaluation | None]:
   """Builds an evaluation of an agent on one device.
-
-  Args:
-    env: environments on the device.
-    agent: the agent to evaluate.
-    num_episodes: episodes of all processes, each in its own environment.
-    max_episode_steps: a longer episode is cut here, and its return so far
-      counts.
-    greedy: whether to take the policy's mode instead of a sample.
-    share: selects the episodes of this process.
 
   Returns:
     `(params, rng_key, should_stop) -> Evaluation`, or None if `should_stop()`
     became true before the end.
   """
+  act = functools.partial(agent.act, greedy=settings.greedy)
 
   @jax.jit
-  def start(rng_key: chex.PRNGKey) -> tuple[_State, chex.PRNGKey]:
-    keys = jax.random.split(rng_key, (2, num_episodes))
-    reset_keys, act_keys = keys[:, share.of(num_episodes)]
+  def start(rng_key):
+    keys = jax.random.split(rng_key, (2, settings.num_episodes))
+    reset_keys, act_keys = keys[:, settings.episodes()]
     size = reset_keys.size
     state = _State(
       *env.reset(reset_keys),
@@ -92,35 +91,32 @@ def make_evaluate(
     )
     return state, act_keys
 
-  def step(params: Tree, keys: chex.PRNGKey, t: Array, state: _State) -> _State:
-    action, _, carry = agent.act(
-      params, _fold_in(keys, t), state.timestep, state.carry, greedy=greedy
-    )
-    env_state, timestep = env.step(state.env_state, action)
-    is_over = jnp.logical_or(state.is_over, timestep.is_first)
-    returns = state.returns + jnp.where(is_over, 0.0, timestep.reward)
-    lengths = state.lengths + jnp.where(is_over, 0, 1)
-    return _State(env_state, timestep, carry, is_over, returns, lengths)
-
   @jax.jit
-  def run_chunk(
-    params: Tree, keys: chex.PRNGKey, t: Array, end: Array, state: _State
-  ) -> tuple[Array, _State]:
-    return jax.lax.while_loop(
-      lambda loop: (loop[0] < end) & ~jnp.all(loop[1].is_over),
-      lambda loop: (loop[0] + 1, step(params, keys, loop[0], loop[1])),
-      (t, state),
-    )
+  def run_chunk(params, keys, t, end, state):
+    def is_running(loop: tuple[Array, _State]) -> Array:
+      return (loop[0] < end) & ~jnp.all(loop[1].is_over)
+
+    def step(loop: tuple[Array, _State]) -> tuple[Array, _State]:
+      t, (env_state, timestep, carry, is_over, returns, lengths) = loop
+      action, _, carry = act(params, _fold_in(keys, t), timestep, carry)
+      env_state, timestep = env.step(env_state, action)
+      is_over = jnp.logical_or(is_over, timestep.is_first)
+      returns += jnp.where(is_over, 0.0, timestep.reward)
+      lengths += jnp.where(is_over, 0, 1)
+      state = _State(env_state, timestep, carry, is_over, returns, lengths)
+      return t + 1, state
+
+    return jax.lax.while_loop(is_running, step, (t, state))[1]
 
   def evaluate(
     params: Tree, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
   ) -> Evaluation | None:
     state, keys = start(rng_key)
-    for t in range(0, max_episode_steps, _CHUNK_STEPS):
+    for t in range(0, settings.max_episode_steps, _CHUNK_STEPS):
       if should_stop():
         return None
-      end = min(t + _CHUNK_STEPS, max_episode_steps)
-      _, state = run_chunk(params, keys, t, end, state)
+      end = min(t + _CHUNK_STEPS, settings.max_episode_steps)
+      state = run_chunk(params, keys, t, end, state)
       if np.all(state.is_over):  # True as well if there are no episodes.
         break
     return Evaluation(np.asarray(state.returns), np.asarray(state.lengths))
@@ -129,23 +125,11 @@ def make_evaluate(
 
 
 def make_host_evaluate(
-  make_env: Callable[[int, int], HostEnv],
-  agent: Agent,
-  *,
-  num_episodes: int,
-  max_episode_steps: int,
-  greedy: bool,
-  share: Share = Share(),
+  make_env: Callable[[int, int], HostEnv], agent: Agent, settings: Settings
 ) -> Callable[..., Evaluation | None]:
-  """Builds an evaluation of an agent that makes a new pool for each call.
+  """Builds an evaluation that makes a new pool for each call.
 
-  Args:
-    make_env: `(num_envs, seed) -> HostEnv`.
-    agent: the agent to evaluate.
-    num_episodes: this and the others are those of `make_evaluate`.
-
-  Returns:
-    As `make_evaluate`.
+  `make_env` is `(num_envs, seed) -> HostEnv`; see `make_evaluate`.
   """
   observe = None
 
@@ -153,7 +137,7 @@ def make_host_evaluate(
   @jax.jit
   def act(params, keys, t, timestep, carry):
     timestep = timestep._replace(obs=observe(timestep.obs))
-    keys = _fold_in(keys, t)
+    keys, greedy = _fold_in(keys, t), settings.greedy
     action, _, carry = agent.act(params, keys, timestep, carry, greedy=greedy)
     return action, carry
 
@@ -162,10 +146,9 @@ def make_host_evaluate(
   ) -> Evaluation | None:
     nonlocal observe
     seed_key, act_key = jax.random.split(rng_key)
-    episodes = share.of(num_episodes)
+    num_episodes, episodes = settings.num_episodes, settings.episodes()
     keys = jax.random.split(act_key, num_episodes)[episodes]
-    returns = np.zeros(keys.size)
-    lengths = np.zeros(keys.size, np.int32)
+    returns, lengths = np.zeros(keys.size), np.zeros(keys.size, np.int32)
     if not keys.size:
       return Evaluation(returns.astype(np.float32), lengths)
     seed = jax.random.randint(seed_key, (), 0, 2**31 - 1 - num_episodes)
@@ -173,9 +156,9 @@ def make_host_evaluate(
     observe = observe or env.observe
     carry = agent.initial_carry(keys.size)
     is_over = np.zeros(keys.size, bool)
-    try:
+    with contextlib.closing(env):
       timestep = env.reset()
-      for t in range(max_episode_steps):
+      for t in range(settings.max_episode_steps):
         if should_stop():
           return None
         action, carry = act(params, keys, np.int32(t), timestep, carry)
@@ -185,8 +168,6 @@ def make_host_evaluate(
         lengths += ~is_over
         if is_over.all():
           break
-    finally:
-      env.close()
     return Evaluation(returns.astype(np.float32), lengths)
 
   return evaluate
@@ -208,5 +189,4 @@ def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   rng = np.random.default_rng(0)
   draws = rng.integers(len(values), size=(_NUM_RESAMPLES, len(values)))
   means = np.stack([values[draw].mean(0) for draw in draws])
-  low, high = np.percentile(means, [2.5, 97.5], axis=0)
-  return low, high
+  return tuple(np.percentile(means, [2.5, 97.5], axis=0))

@@ -48,10 +48,7 @@ class Policy:
 
   Attributes:
     config: the configuration of its run.
-    spec: the spec of its environment.
-    agent: the agent that acts.
-    params: the agent's parameters.
-    num_updates: the number of updates that produced them.
+    num_updates: the number of updates that produced its parameters.
   """
 
   config: ConfigDict
@@ -93,22 +90,18 @@ class Policy:
       is_first = np.full(batch_size, carry is None)
     if carry is None:
       carry = self.initial_carry(batch_size)
-    greedy = rng_key is None
-    key = jax.random.key(0) if rng_key is None else rng_key
-    keys = jax.random.split(key, batch_size)
-    is_first = jnp.asarray(is_first)
-    return self._act(self.params, keys, obs, is_first, carry, greedy=greedy)
+    return self._act(self.params, obs, carry, jnp.asarray(is_first), rng_key)
 
   @functools.cached_property
   def _act(self):
-    @functools.partial(jax.jit, static_argnames='greedy')
-    def act(params, keys, obs, is_first, carry, *, greedy):
+    @jax.jit
+    def act(params, obs, carry, is_first, rng_key):
+      greedy, shape = rng_key is None, is_first.shape
+      keys = jax.random.split(jax.random.key(0) if greedy else rng_key, shape)
       obs = observe(self.spec.obs, obs)
-      reward, discount = jnp.zeros(is_first.shape), jnp.ones(is_first.shape)
-      timestep = TimeStep(obs, reward, discount, is_first)
-      action, _, carry = self.agent.act(
-        params, keys, timestep, carry, greedy=greedy
-      )
+      timestep = TimeStep(obs, jnp.zeros(shape), jnp.ones(shape), is_first)
+      outcome = self.agent.act(params, keys, timestep, carry, greedy=greedy)
+      action, _, carry = outcome
       return action, carry
 
     return act
@@ -131,13 +124,10 @@ def load(
   step = checkpoint.find(path, which)
   spec = build.make_spec(config)
   agent = build.make_agent(config, spec)
-  key = jax.random.key(0)
-  if num_seeds == 1:
-    shapes = jax.eval_shape(agent.init, key)
-    params = checkpoint.read_params(path, step, shapes)
-  else:
-    keys = jax.random.split(key, num_seeds)
-    shapes = jax.eval_shape(jax.vmap(agent.init), keys)
-    params = checkpoint.read_params(path, step, shapes)
+  is_single = num_seeds == 1
+  keys = jax.random.split(jax.random.key(0), () if is_single else num_seeds)
+  init = agent.init if is_single else jax.vmap(agent.init)
+  params = checkpoint.read_params(path, step, jax.eval_shape(init, keys))
+  if not is_single:
     params = jax.tree.map(lambda x: x[seed], params)
   return Policy(config, spec, agent, params, step)

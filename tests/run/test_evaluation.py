@@ -48,7 +48,7 @@ _AGENT = Agent(None, lambda n: (), _act, None, None)
 
 def _evaluate(max_steps=1000, greedy=True, stop=lambda: False):
   return evaluate.make_evaluate(
-    _env(), _AGENT, num_episodes=64, max_episode_steps=max_steps, greedy=greedy
+    _env(), _AGENT, evaluate.Settings(64, max_steps, greedy)
   )((), jax.random.key(0), stop)
 
 
@@ -78,7 +78,7 @@ def test_what_is_carried_goes_from_step_to_step():
 
   agent = Agent(None, lambda n: jnp.zeros(n, jnp.int32), act, None, None)
   outcome = evaluate.make_evaluate(
-    _env(), agent, num_episodes=64, max_episode_steps=9, greedy=True
+    _env(), agent, evaluate.Settings(64, 9, True)
   )((), jax.random.key(0), lambda: False)
   n = outcome.lengths
   np.testing.assert_array_equal(outcome.returns, n * (n + 1) / 2)  # 1 + ... + n
@@ -103,7 +103,7 @@ def test_what_is_carried_goes_from_step_to_step():
     return HostEnv(_SPEC, lambda: timestep(t), step, lambda: None)
 
   outcome = evaluate.make_host_evaluate(
-    make_env, agent, num_episodes=2, max_episode_steps=9, greedy=True
+    make_env, agent, evaluate.Settings(2, 9, True)
   )((), jax.random.key(0), lambda: False)
   np.testing.assert_array_equal(outcome.lengths, [3, 3])
   np.testing.assert_array_equal(outcome.returns, [6, 6])
@@ -116,14 +116,10 @@ def test_it_stops_when_asked():
 @pytest.mark.parametrize('num_episodes', [7, 2])
 def test_the_shares_of_processes_make_the_whole(num_episodes):
   def evaluate_share(*share):
-    return evaluate.make_evaluate(
-      _env(),
-      _AGENT,
-      num_episodes=num_episodes,
-      max_episode_steps=9,
-      greedy=False,
-      share=evaluate.Share(*share),
-    )((), jax.random.key(0), lambda: False)
+    settings = evaluate.Settings(num_episodes, 9, False, *share)
+    return evaluate.make_evaluate(_env(), _AGENT, settings)(
+      (), jax.random.key(0), lambda: False
+    )
 
   whole, parts = evaluate_share(), [evaluate_share(i, 3) for i in range(3)]
   for a, *b in zip(whole, *parts):
@@ -151,14 +147,10 @@ def test_the_shares_of_processes_make_the_whole(num_episodes):
     return HostEnv(_SPEC, timestep, step, lambda: None)
 
   def evaluate_host_share(*share):
-    return evaluate.make_host_evaluate(
-      make_env,
-      _AGENT,
-      num_episodes=num_episodes,
-      max_episode_steps=99,
-      greedy=False,
-      share=evaluate.Share(*share),
-    )((), jax.random.key(0), lambda: False)
+    settings = evaluate.Settings(num_episodes, 99, False, *share)
+    return evaluate.make_host_evaluate(make_env, _AGENT, settings)(
+      (), jax.random.key(0), lambda: False
+    )
 
   whole, parts = (
     evaluate_host_share(),
