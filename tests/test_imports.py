@@ -22,20 +22,24 @@ _FLOORS = (
   ['__init__', '__main__'],
 )
 _LEVEL = {name: i for i, names in enumerate(_FLOORS) for name in names}
-# Names that only some files may use, anywhere in a line of code.
+# Words that only some files may contain. `lax.p` and the others are collectives.
 _ONLY = {
   'threading': ('drivers/', 'run/cluster', 'records/'),
   'shard_map': ('drivers/spmd',),
   'Mesh(': ('drivers/spmd',),
   'lax.p': ('core/learner',),
+  'all_gather|all_to_all|psum|ppermute': (),
   'ConfigDict': ('run/', 'records/', 'tools/', '__init__'),
 }
 
 
 def _imports(path):
-  """The modules of podrl that a file imports, anywhere in it, as `floor.name`."""
+  """Yields the modules of podrl that a file imports, as `floor.name`."""
   for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.ImportFrom) and node.module == 'podrl':
+    if isinstance(node, ast.Import):
+      names = (alias.name for alias in node.names)
+      yield from (x.removeprefix('podrl.') for x in names if 'podrl.' in x)
+    elif isinstance(node, ast.ImportFrom) and node.module == 'podrl':
       yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module.startswith('podrl.'):
       module = node.module.removeprefix('podrl.')
