@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import functools
 import time
 import traceback
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -144,14 +144,13 @@ class _Episodes:
     # An environment's ended episodes fill the unroll up to its last joint.
     is_open = ~np.logical_or.accumulate(is_first[::-1])[::-1]
     ends = is_first.any(0)
-    number = int(is_first.sum())
-    sums = []
+    sums: list[Any] = [int(is_first.sum())] * 2  # Each joint ends an episode.
     for carry, x in (self._returns, reward), (self._lengths, ~is_first):
       whole = x.sum(0, dtype=carry.dtype)
       rest = (x * is_open).sum(0, dtype=carry.dtype)
       sums.append((carry + whole - rest)[ends].sum().item())
       carry[:] = np.where(ends, rest, carry + whole)
-    return Episodes(number, number, *sums)
+    return Episodes(*sums)
 
 
 class Actor:
@@ -263,15 +262,12 @@ class Actor:
     # New arrays for each unroll: on the CPU, the device shares aligned ones.
     shape = self._unroll_length + 1, timestep.is_first.size
     reward, discount = (np.empty(shape, np.float32) for _ in range(2))
-    timesteps, rows = (
-      TimeStep(None, reward, discount, np.empty(shape, bool)),
-      [],
-    )
+    is_first, rows = np.empty(shape, bool), []
     self.enter('inference')
     for t in range(self._unroll_length + 1):
-      timesteps.reward[t] = timestep.reward
-      timesteps.discount[t] = timestep.discount
-      timesteps.is_first[t] = timestep.is_first
+      reward[t] = timestep.reward
+      discount[t] = timestep.discount
+      is_first[t] = timestep.is_first
       if t == self._unroll_length:
         break
       if self.is_stopped:
@@ -286,10 +282,9 @@ class Actor:
       timestep = self._env.step(action)
       self.enter('inference')
     self._timestep = timestep
-    shards = self._finish(
-      rows, timesteps._replace(obs=timestep.obs), first_carry
-    )
-    episodes = self._episodes.add(timesteps.reward[1:], timesteps.is_first[1:])
+    timesteps = TimeStep(timestep.obs, reward, discount, is_first)
+    shards = self._finish(rows, timesteps, first_carry)
+    episodes = self._episodes.add(reward[1:], is_first[1:])
     return Unroll(shards, version, episodes, self.index)
 
   def _finish(

@@ -106,7 +106,7 @@ class Programs(NamedTuple):
   """
 
   init: Callable[[chex.PRNGKey], AnakinState]
-  train: Callable[[AnakinState, Array], tuple[AnakinState, Records]]
+  train: Callable[[AnakinState, Any], tuple[AnakinState, Records]]
 
 
 def make_unroll(
@@ -295,7 +295,7 @@ class Anakin:
   rng_key: chex.PRNGKey
   max_updates: int
   predictions_per_update: int
-  state: AnakinState | None = None
+  state: Any = None  # An AnakinState.
   error: BaseException | None = None  # Always None: there are no threads.
 
   @property
@@ -328,10 +328,14 @@ class Anakin:
     reports = []
     for seed in range(is_finite.shape[1]):
       index = (..., seed) if self.rng_key.ndim else ...
-      rows = jax.tree.map(lambda x: x[:num_updates][index], records[:2])
+      metrics, episodes = jax.tree.map(
+        lambda x: x[:num_updates][index], records[:2]
+      )
       predictions = num_updates * self.predictions_per_update
       is_sound = bool(records.is_finite or is_finite[num_updates, seed])
-      reports.append(Report(*rows, predictions, seconds, is_sound, {}, {}))
+      reports.append(
+        Report(metrics, episodes, predictions, seconds, is_sound, {}, {})
+      )
     return reports
 
   # Anakin adds nothing to these parts of `Driver`.

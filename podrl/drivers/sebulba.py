@@ -26,7 +26,6 @@ from podrl.types import (
   HostEnv,
   Learner,
   LearnerState,
-  Metrics,
   Report,
   Restore,
 )
@@ -121,7 +120,7 @@ class Sebulba:
     self._threads: list[threading.Thread] = []
     self._stopper: threading.Thread | None = None
     self.error: BaseException | None = None  # What ended an actor or learning.
-    self.state: LearnerState | None = None
+    self.state: Any = None  # A LearnerState, from `start` on.
     self._num_updates = self._num_dropped = self._num_waits = 0
     self._num_unrolls = [0] * self._num_actors  # Of each actor, dropped or not.
     self._stages = Stages(self._actor_devices, mesh.local_devices, num_cores())
@@ -155,7 +154,10 @@ class Sebulba:
     if 'busy_cores' not in record:
       return {}
     limit = find_limit(record, self._system)
-    found = {'limit': limit.name, 'limit_sentence': limit.sentence}
+    found: dict[str, Any] = {
+      'limit': limit.name,
+      'limit_sentence': limit.sentence,
+    }
     ratio = workload_ratio(record, self._system)
     if ratio is not None:
       found['cpu_seconds_per_device_second'] = ratio
@@ -304,8 +306,13 @@ class Sebulba:
         taken.append(unroll)
     return taken, dropped
 
-  def _learn(self) -> tuple[Metrics, Metrics, Episodes] | None:
-    """Runs one update; None if its loss is not finite."""
+  def _learn(self) -> tuple[dict, dict, Episodes] | None:
+    """Runs one update.
+
+    Returns:
+      The learner's metrics, those of this process, and the episodes; None if
+      the loss is not finite.
+    """
     spend = self._stages.spend
     self._check_hangs()
     queue_depth = self._exchange.depth()
@@ -356,19 +363,21 @@ class Sebulba:
     """
     start, stages = self._stages.begin(), self._measure_stages()
     num_unrolls = sum(self._num_unrolls)
-    rows, is_finite = [], True
+    rows: list[tuple[dict, dict, Episodes]] = []
+    is_finite = True
     try:
       if plan:
         with self._parking.when():
           self._num_active = plan['num_actors']
-      while is_finite and len(rows) < num_updates:
+      while len(rows) < num_updates:
         row = self._learn()
-        is_finite = row is not None
-        if is_finite:
-          rows.append(row)
-          self._publish()
-          self._exchange.release(self._settings.unrolls_per_update)
-          self._stages.spend('hand_off')
+        if row is None:
+          is_finite = False
+          break
+        rows.append(row)
+        self._publish()
+        self._exchange.release(self._settings.unrolls_per_update)
+        self._stages.spend('hand_off')
     except Closed:
       self._stages.spend('learner_waiting')
     except Exception as error:
@@ -379,27 +388,27 @@ class Sebulba:
     spent = {k: x - stages[k] for k, x in self._measure_stages().items()}
     num_unrolls = sum(self._num_unrolls) - num_unrolls
     end = time.perf_counter()
-    metrics, own, episodes = zip(*rows) if rows else ((), (), ())
     decisions = []
     if self._tuner and rows:
       pause = start - self._end_seconds
-      depth = own[-1]['queue_depth']
+      depth = rows[-1][1]['queue_depth']
       self._tuner.observe(end - start, len(rows), depth, pause)
       decisions = [x._asdict() for x in self._tuner.take_decisions()]
     self._end_seconds = end
 
-    def columns(rows: Sequence[Metrics]) -> Metrics:
+    def columns(rows: list[dict]) -> dict[str, np.ndarray]:
       return jax.tree.map(lambda *x: np.asarray(x), *rows) if rows else {}
 
+    episodes = np.reshape([row[2] for row in rows], (-1, len(Episodes._fields)))
     return [
       Report(
-        columns(metrics),
-        Episodes(*np.reshape(episodes, (-1, len(Episodes._fields))).T),
+        columns([row[0] for row in rows]),
+        Episodes(*episodes.T),
         num_unrolls * self._settings.unroll_length * self._settings.num_envs,
         end - start,
         is_finite,
         leave_out_parked(spent),
-        columns(own),
+        columns([row[1] for row in rows]),
         decisions,
       )
     ]

@@ -19,11 +19,14 @@ import numpy as np
 
 from podrl.types import DEVICE_AXIS, Learner, LearnerState, Tree
 
-REPLICATED = PartitionSpec()
-BATCH = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
-TRAJECTORY = PartitionSpec(None, DEVICE_AXIS)  # Time, then the batch.
-_MEMORY = PartitionSpec(None, None, DEVICE_AXIS)
-LEARNER_STATE = LearnerState(*[REPLICATED] * 5, _MEMORY)
+# Any: in a tree of specs, they stand in the place of arrays.
+REPLICATED: Any = PartitionSpec()
+BATCH: Any = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
+TRAJECTORY: Any = PartitionSpec(None, DEVICE_AXIS)  # Time, then the batch.
+_MEMORY: Any = PartitionSpec(None, None, DEVICE_AXIS)
+LEARNER_STATE = LearnerState(
+  REPLICATED, REPLICATED, REPLICATED, REPLICATED, REPLICATED, _MEMORY
+)
 
 _config: Any = jax.config  # mypy does not know its fields.
 
@@ -39,7 +42,7 @@ def device_map(
   in_specs: Tree,
   out_specs: Tree,
   donate: tuple[int, ...] = (),
-) -> Callable:
+) -> jax.stages.Wrapped:
   """Maps a function over a mesh and compiles it.
 
   Args:
@@ -67,7 +70,7 @@ def in_order_options() -> dict[str, str]:
   return {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
 
 
-def map_update(learner: Learner, mesh: Mesh) -> Callable:
+def map_update(learner: Learner, mesh: Mesh) -> jax.stages.Wrapped:
   """Maps `Learner.update` for a driver whose actors use the parameters.
 
   Returns:
