@@ -34,15 +34,10 @@ _COLORS = ('#1f5fa8', '#c44e00', '#2f8f4e', '#8a4fbf', '#b8860b', '#5a5a5a')
 
 
 class Run(NamedTuple):
-  """A run as read from its directory.
+  """A run as read from its directory."""
 
-  Attributes:
-    config: the configuration's fields by their dotted names.
-    records: the records of `metrics.jsonl`, in their order.
-  """
-
-  config: dict[str, Any]
-  records: list[dict[str, Any]]
+  config: dict[str, Any]  # The fields by their dotted names.
+  records: list[dict[str, Any]]  # Those of `metrics.jsonl`, in their order.
 
   def series(self, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
     """The values of two keys in the records that have both."""
@@ -52,17 +47,10 @@ class Run(NamedTuple):
 
 
 class Group(NamedTuple):
-  """Runs that differ only in their seeds.
-
-  Attributes:
-    task: the environment.
-    label: the agent, and the fields in which this group differs from the other
-      groups with the same task and agent.
-    runs: one or more.
-  """
+  """Runs that differ only in their seeds."""
 
   task: str
-  label: str
+  label: str  # The agent, and what differs from other groups of task and agent.
   runs: list[Run]
 
 
@@ -122,12 +110,7 @@ def training_curve(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Interpolates the training returns of a group's runs at common points.
 
-  Args:
-    runs: the runs of one group.
-    x: 'env_steps' or 'wall_seconds'.
-
-  Returns:
-    The points `[P]` that all runs have reached, and the returns `[N, P]` there.
+  Returns the points `[P]` that all runs have reached, and the returns `[N, P]`.
   """
   series = [run.series(x, 'episode_return') for run in runs]
   series = [s for s in series if len(s[0])]

@@ -47,21 +47,13 @@ _STEPS_PER_SECOND = dict(
 
 
 class Episode(NamedTuple):
-  """An episode of T steps with K pictures.
+  """An episode of T steps with K pictures."""
 
-  Attributes:
-    pictures: K arrays, uint8 `[H, W, 3]`.
-    steps: the number of steps before each picture; the first is 0.
-    returns: the return after each number of steps, `[T + 1]`.
-    is_over: whether the episode ended, rather than reached `max_steps`.
-    note: why the library drew no pictures, or ''.
-  """
-
-  pictures: list[np.ndarray]
-  steps: list[int]
-  returns: np.ndarray
-  is_over: bool
-  note: str
+  pictures: list[np.ndarray]  # K of them, uint8 `[H, W, 3]`.
+  steps: list[int]  # The number of steps before each picture; the first is 0.
+  returns: np.ndarray  # The return after each number of steps, `[T + 1]`.
+  is_over: bool  # Whether the episode ended, rather than reached `max_steps`.
+  note: str  # Why the library drew no pictures, or ''.
 
 
 def record(
@@ -76,8 +68,6 @@ def record(
   """Records the same episode as an evaluation of one episode would run.
 
   Args:
-    rng_key: key for the environment and the actions.
-    greedy: whether to take the policy's mode rather than a sample.
     max_steps: the number of steps after which an unfinished episode is cut.
     stride: steps between two pictures; the last step always has one.
     max_pictures: `stride` doubles each time that there are more pictures.
@@ -143,20 +133,20 @@ def _make_env(
 def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
   """Gives an environment written in JAX the interface of a host environment."""
   env = build.make_env(config)
-  reset_env, step_env = jax.jit(env.reset), jax.jit(env.step)
+  reset, step = jax.jit(env.reset), jax.jit(env.step)
   state = None
 
-  def reset() -> TimeStep:
+  def keep(stepped: tuple[Tree, TimeStep]) -> TimeStep:
     nonlocal state
-    state, timestep = reset_env(reset_keys)
+    state, timestep = stepped
     return timestep
 
-  def step(action: np.ndarray) -> TimeStep:
-    nonlocal state
-    state, timestep = step_env(state, action)
-    return timestep
-
-  return HostEnv(env.spec, reset, step, close=lambda: None)
+  return HostEnv(
+    env.spec,
+    reset=lambda: keep(reset(reset_keys)),
+    step=lambda action: keep(step(state, action)),
+    close=lambda: None,
+  )
 
 
 def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
@@ -186,9 +176,7 @@ def paint(
 ) -> list[np.ndarray]:
   """Makes a picture of each observation of an episode, all of one size.
 
-  Args:
-    observations: trees like `spec.obs`, in the order of time.
-    actions: the action chosen at each; None at the end of the episode.
+  An action is what was chosen at the observation, None at the end.
   """
   rows = [[np.asarray(x) for x in jax.tree.leaves(o)] for o in observations]
   shape = rows[0][0].shape if len(rows[0]) == 1 else ()
@@ -254,8 +242,7 @@ def _cart_pole(x, _v, angle, _w) -> np.ndarray:
   return _draw(
     *(-2.7, 2.7, -1.1),
     ('line', [(-9, 0), (9, 0)], _PALE, 2),
-    ('line', [(-2.4, -0.16), (-2.4, 0)], _RED, 3),
-    ('line', [(2.4, -0.16), (2.4, 0)], _RED, 3),
+    *(('line', [(side, -0.16), (side, 0)], _RED, 3) for side in (-2.4, 2.4)),
     ('area', [(x + i, j) for i, j in corners], _INK, 0),
     ('line', [(x, 0.2), tip], _ORANGE, 7),
     ('dots', [(x, 0.2)], _BLUE, 4),

@@ -22,8 +22,8 @@ from podrl.tools.scaling import Work
 pytestmark = pytest.mark.timeout(300)
 _ROOT = pathlib.Path(__file__).parents[2]
 _TURNS = 6  # Of the slow test's measurements.
-# 100 FLOP/s (50 in float32), 10 bytes/s, 0.5 s an operation; a ring of four.
-_CHIP = scaling.Chip(100.0, 50.0, 10.0, 0.5, 8.0, 0.25, 1, 4, 2.0, 3.0, 5.0)
+# 50 FLOP/s, 10 bytes/s, 0.5 s an operation; a ring of four.
+_CHIP = scaling.Chip(50.0, 1, 10.0, 8.0, 1, 4, 2.0, 5.0, 0.5, 0.25, 3.0)
 
 
 def test_an_all_reduce_in_a_ring():
@@ -50,13 +50,11 @@ def test_an_all_reduce_between_pods():
 
 
 def test_a_long_all_reduce_costs_its_bytes():
-  for name, chip in scaling.CHIPS.items():
+  for chip in scaling.CHIPS.values():
     seconds = scaling.all_reduce_seconds(1e12, chip.pod_size, chip)
     share = 2 * (chip.pod_size - 1) / chip.pod_size
-    assert seconds == pytest.approx(
-      share * 1e12 / chip.link_bandwidth, rel=0.01
-    )
-    assert 0.5 < chip.peak_float32 / chip.peak_bfloat16 * 2 <= 2, name
+    least = share * 1e12 / chip.link_bandwidth
+    assert seconds == pytest.approx(least, rel=0.01)
 
 
 def test_expected_maximum_of_normals():
@@ -73,45 +71,42 @@ def test_expected_maximum_of_normals():
 def test_the_deviation_is_that_of_the_middle():
   values = np.random.default_rng(0).normal(5.0, 2.0, 10_000)
   values[:100] = 1e6  # Another process took the core.
-  assert scaling.robust_deviation(values) == pytest.approx(2.0, rel=0.05)
+  times, work = scaling.Times(values, values), Work(1, 1, 1)
+  base = scaling.single(times, work, work, _CHIP, _CHIP, False)
+  assert base.deviation == pytest.approx(2.0, rel=0.05)
 
 
 @pytest.mark.parametrize(
-  'work,dtype,least',
+  'work,least',
   [
-    (Work(400, 20, 2), 'bfloat16', (4.0, 'compute')),
-    (Work(400, 20, 2), 'float32', (8.0, 'compute')),
-    (Work(400, 90, 2), 'bfloat16', (9.0, 'memory')),
-    (Work(400, 20, 30), 'bfloat16', (15.0, 'operations')),
+    (Work(400, 20, 2), (8.0, 'compute')),
+    (Work(400, 90, 2), (9.0, 'memory')),
+    (Work(400, 20, 30), (15.0, 'operations')),
   ],
 )
-def test_roofline(work, dtype, least):
-  assert scaling.roofline(work, _CHIP, dtype) == least
+def test_roofline(work, least):
+  assert scaling.roofline(work, _CHIP) == least
 
 
 def test_another_chip_scales_by_rooflines_and_has_a_floor():
-  local = _CHIP._replace(peak_float32=5.0, operation_seconds=0.0)
+  local = _CHIP._replace(peak=5.0, operation_seconds=0.0)
   work = Work(400, 20, 2)  # 80 s here, 8 s there: a tenth of 100 s.
-  assert scaling.scale(100.0, work, local, _CHIP, 'float32') == (
-    pytest.approx(10.0),
-    'compute',
-  )
+  found = scaling.scale(100.0, work, local, _CHIP)
+  assert found == (pytest.approx(10.0), 'compute')
   # 50 operations take at least 25 s.
-  assert scaling.scale(
-    100.0, work._replace(operations=50), local, _CHIP, 'float32'
-  ) == (25.0, 'operations')
+  work = work._replace(operations=50)
+  assert scaling.scale(100.0, work, local, _CHIP) == (25.0, 'operations')
 
 
-def _times(**stages):
+def _times(*stages):
   # Medians 2 and 3; the quartiles of `busy` are 2 and 4.
-  return scaling.Times(
-    np.asarray([1.0, 2.0, 9.0]), np.asarray([1.0, 2.0, 3.0, 4.0, 5.0]), stages
-  )
+  busy = np.asarray([1.0, 2.0, 3.0, 4.0, 5.0])
+  return scaling.Times(np.asarray([1.0, 2.0, 9.0]), busy, stages)
 
 
 def test_predictions_add_up():
   act, learn = Work(100, 10, 1), Work(300, 10, 1, 16, num_all_reduces=10)
-  base = scaling.single(_times(), act, learn, _CHIP, _CHIP, 'float32', False)
+  base = scaling.single(_times(), act, learn, _CHIP, _CHIP, False)
   # Of a tenth of an update the variance is a tenth; ten are waited for.
   deviation = 10 * math.sqrt((2 / 1.349) ** 2 / 10)
   assert base == (2.0, 3.0, pytest.approx(deviation), 'compute')
@@ -138,43 +133,32 @@ def test_predictions_add_up():
   ],
 )
 def test_sebulba_on_another_chip(environment, overlaps, seconds, limit):
-  local = _CHIP._replace(peak_float32=5.0, operation_seconds=0.0)
-  times = _times(
-    environment=environment, inference=10.0, update=20.0, hand_off=10.0
-  )
+  local = _CHIP._replace(peak=5.0, operation_seconds=0.0)
+  times = _times(environment, 10.0, 30.0)
   # Inference and update take a tenth, by the rooflines' ratio.
-  base = scaling.single(
-    times, Work(10, 0, 0), Work(30, 0, 0), local, _CHIP, 'float32', overlaps
-  )
+  works = Work(10, 0, 0), Work(30, 0, 0)
+  base = scaling.single(times, *works, local, _CHIP, overlaps)
   assert base.alone == base.busy == pytest.approx(seconds)
   assert base.limit == limit
   assert base.deviation == pytest.approx(2 / 1.349 / 3 * environment / 5)
 
 
 def test_the_host_limits_sebulba_here():
-  work = Work(100, 0, 0)
+  chip, work = _CHIP._replace(host_cpus=1.0), Work(100, 0, 0)
   for environment, limit in (50.0, 'environments'), (20.0, 'compute'):
-    base = scaling.single(
-      _times(
-        environment=environment, inference=10.0, update=20.0, hand_off=1.0
-      ),
-      work,
-      work,
-      _CHIP,
-      _CHIP,
-      'float32',
-      True,
-    )
+    times = _times(environment, 10.0, 21.0)
+    base = scaling.single(times, work, work, chip, chip, True)
     assert (base.alone, base.busy, base.limit) == (2.0, 3.0, limit)
 
 
 def test_a_line_is_fitted():
-  num_bytes = [1e3, 1e5, 1e6, 4e6]
-  latency, bandwidth = scaling.fit(
-    num_bytes, [2e-4 + x / 5e8 for x in num_bytes]
-  )
+  def row(latency, slope):
+    return {str(n): latency + 4 * n * slope for n in scaling.MESSAGE_SIZES}
+
+  rows = [row(2e-4, 1 / 5e8), row(3e-4, 1 / 5e8), row(1e-4, 1 / 5e8)]
+  latency, bandwidth = scaling.link(rows)
   assert latency == pytest.approx(2e-4) and bandwidth == pytest.approx(5e8)
-  latency, bandwidth = scaling.fit([1e3, 1e6], [2e-4, 1e-4])  # Noise.
+  latency, bandwidth = scaling.link([row(2e-4, -1e-12)])  # Noise.
   assert latency >= 0 and bandwidth > 0
 
 
@@ -196,18 +180,12 @@ def _small(module, *arguments, hidden_sizes=(16, 8)):
 def test_the_program_as_compiled(module, agent):
   config = _small(module, agent)
   act, learn = scaling.read_work(config)
-  spec = (
-    build.make_env(config)
-    if module is anakin_cartpole
-    else build.make_host_env(config, 1, 0, 1)
-  ).spec
-  params = jax.eval_shape(
-    build.make_agent(config, spec).init, jax.random.key(0)
-  )
+  agent = build.make_agent(config, build.make_spec(config))
+  params = jax.eval_shape(agent.init, jax.random.key(0))
   # Actor and critic each: 4 x 16 and 16, 16 x 8 and 8; heads for 2 and 1.
   num_params = 2 * (80 + 136) + 18 + 9
   assert sum(x.size for x in jax.tree.leaves(params)) == num_params
-  assert 4 * num_params <= learn.all_reduce_bytes <= 4 * num_params + 1024
+  assert learn.all_reduce_bytes == 4 * num_params
   assert learn.num_all_reduces == config.num_epochs * config.num_minibatches
   assert act.all_reduce_bytes == 0
   # Forwards 2 FLOPs a weight and sample; backwards 4, but not to the input.
@@ -218,7 +196,7 @@ def test_the_program_as_compiled(module, agent):
   assert forwards <= act.flops <= 6 * forwards  # And the environments.
   expected = config.num_epochs * (forwards + backwards)
   # And activations, the loss, the optimiser, IMPALA's last time step.
-  assert expected <= learn.flops <= 4 * expected
+  assert expected <= learn.flops <= 2 * expected
 
 
 @pytest.mark.slow  # Compiles four times.
@@ -238,15 +216,9 @@ def test_flops_grow_with_what_is_done():
 
 
 def test_hlo_is_read():
-  compiled = (
-    jax.jit(lambda x: jnp.tanh(x @ x)).lower(jnp.ones((8, 8))).compile()
-  )
+  function = jax.jit(lambda x: jnp.tanh(x @ x))
+  compiled = function.lower(jnp.ones((8, 8))).compile()
   assert 1 <= scaling.num_operations(compiled.as_text()) <= 3
-  assert scaling.all_reduces(compiled.as_text()) == []
-  assert scaling.all_reduces(
-    '  %a = (f32[10,2]{1,0}, bf16[3]{0}) all-reduce(%x, %y)\n'
-    '  %b = f32[] all-reduce-start(%z)\n  %c = f32[] add(%a, %b)'
-  ) == [86, 4]
 
 
 def _run(*arguments):
@@ -285,7 +257,7 @@ def test_mistakes_are_told_in_a_line(arguments, message, capsys):
 def test_the_command_prints_and_draws(tmp_path, capsys, monkeypatch):
   monkeypatch.setenv('COLUMNS', '80')
   monkeypatch.setattr(scaling, 'measure_chip', lambda repeats: _CHIP)
-  times = scaling.Times(np.full(3, 0.1), np.full(3, 0.1), {})
+  times = scaling.Times(np.full(3, 0.1), np.full(3, 0.1))
   monkeypatch.setattr(scaling, 'measure_updates', lambda *_: times)
   assert (
     _run(
@@ -308,16 +280,15 @@ def test_the_command_prints_and_draws(tmp_path, capsys, monkeypatch):
 
 
 def test_a_measuring_process_says_why_it_ended():
-  process = scaling._Process(0, 'peaks', {'no_such_argument': 1})
   with pytest.raises(ValueError, match='ended: TypeError: .*no_such_argument'):
-    process.end()
-  process.close()
+    with scaling.start(('peaks', {'no_such_argument': 1})):
+      pass
 
 
 def test_a_measuring_process_ends_with_its_parent():
   program = (
     'import subprocess, sys, time; probe = subprocess.Popen([sys.executable, '
-    '"-m", "podrl.tools.scaling", "peaks", "0"]); '
+    '"-m", "podrl.tools.scaling", "0", "peaks", "{}"]); '
     'print(probe.pid, flush=True); time.sleep(300)'
   )
   parent = subprocess.Popen(
@@ -327,7 +298,7 @@ def test_a_measuring_process_ends_with_its_parent():
     text=True,
   )
   status = pathlib.Path('/proc', parent.stdout.readline().strip(), 'status')
-  parent.stdin.write('{}\n')
+  parent.stdin.write('1\n')
   parent.stdin.flush()
   assert parent.stdout.readline().startswith('[{"flops"')  # It is at work.
   parent.kill()
@@ -342,8 +313,8 @@ def test_a_measuring_process_ends_with_its_parent():
 def test_two_processes_here_are_measured():
   times = scaling.measure_updates(_small(sebulba_cartpole, 'ppo'), 1)
   assert min(len(times.alone), len(times.busy) // 2) >= 3
-  assert 0 < times.stages['environment'] < 10 * np.median(times.busy)
-  assert set(times.stages) >= {'inference', 'update', 'hand_off'}
+  assert 0 < times.stages[0] < 10 * np.median(times.busy)
+  assert len(times.stages) == 3 and min(times.stages) > 0
 
 
 @pytest.mark.slow  # Only a machine with two cores of its own passes it.
@@ -373,40 +344,32 @@ def test_predictions_hold_for_one_and_two_processes_here(
   config.network.hidden_sizes = (hidden_size, hidden_size)
   alone, both = scaling.one_core(config), scaling.one_core(config)
   both['env'] = both['env'] | {'num_envs': 2 * config.env.num_envs}
-  names = 'alone', 'busy', 'single', 'double', 'together', 'apart'
+  names = 'alone', 'busy', 'single', 'double', 'together'
   rows = {which: [] for which in names}
-  with contextlib.ExitStack() as held:
-    pair = scaling.open_processes(held, [('train', {'fields': alone})] * 2)
-    programs = (
-      (pair[:1], count),
-      (pair, count),
-      (scaling.open_processes(held, [('train', {'fields': alone})]), count),
-      (
-        scaling.open_processes(held, scaling.connected('train', fields=both)),
-        count,
-      ),
-      (scaling.open_processes(held, scaling.connected('all_reduces')), 4),
-      (scaling.open_processes(held, [('all_reduces', {})] * 2), 4),
+  one, two = (
+    ('train', {'fields': alone}),
+    scaling.connected('train', fields=both),
+  )
+  with contextlib.ExitStack() as exit_stack:
+    run_pair, run_single, run_double, run_together = (
+      exit_stack.enter_context(scaling.start(*tasks))
+      for tasks in ([one, one], [one], two, scaling.connected('all_reduces'))
     )
     for _ in range(_TURNS):
-      for which, (processes, times) in zip(names, programs):
-        rows[which] += scaling.run_processes(processes, times)
+      rows['alone'] += run_pair(count, 1)
+      rows['busy'] += run_pair(count)
+      rows['single'] += run_single(count)
+      rows['double'] += run_double(count)
+      rows['together'] += run_together(4)
   seconds = {
     which: np.asarray([x['seconds'] for x in rows[which]])
     for which in names[:4]
   }
-  latency, bandwidth = scaling.link(rows['together'], rows['apart'])
+  latency, bandwidth = scaling.link(rows['together'])
   chip = _CHIP._replace(link_bandwidth=bandwidth, hop_seconds=latency / 2)
   act, learn = scaling.read_work(config)
-  base = scaling.single(
-    scaling.Times(seconds['alone'], seconds['busy'], {}),
-    act,
-    learn,
-    chip,
-    chip,
-    'float32',
-    False,
-  )
+  times = scaling.Times(seconds['alone'], seconds['busy'])
+  base = scaling.single(times, act, learn, chip, chip, False)
   for row, which in zip(
     scaling.predict(base, learn, chip, 1, sizes=(1, 2)), names[2:4]
   ):
