@@ -6,7 +6,7 @@ A checkpoint is a directory `checkpoints/NUM_UPDATES` with three items:
 digests of its files: orbax itself does not notice a flipped bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import contextlib
 import glob
 import hashlib
@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+from typing import Any
 
 from absl import logging
 import jax
@@ -43,14 +44,13 @@ def learner_of(state: Tree) -> LearnerState:
 
 def with_params(state: Tree, params: Tree) -> Tree:
   """A driver's state with other parameters."""
-  if isinstance(state, LearnerState):
-    return state._replace(params=params)
-  return state._replace(learner=state.learner._replace(params=params))
+  learner = learner_of(state)._replace(params=params)
+  is_whole = isinstance(state, LearnerState)
+  return learner if is_whole else state._replace(learner=learner)
 
 
-def _directory(path: str, step: int | None = None) -> str:
-  parent = os.path.join(os.path.abspath(path), 'checkpoints')
-  return parent if step is None else os.path.join(parent, str(step))
+def _directory(path: str, *names: Any) -> str:
+  return os.path.join(os.path.abspath(path), 'checkpoints', *map(str, names))
 
 
 def _digests(directory: str) -> dict[str, str]:
@@ -79,31 +79,21 @@ def _verify(directory: str) -> None:
       raise ValueError(f'its file {name} is damaged or missing')
 
 
-class _PreserveBest:
-  """An orbax policy that preserves the checkpoint with the best evaluation."""
-
-  step: int | None = None
-
-  def should_preserve(self, checkpoints: Sequence, *, context) -> list[bool]:
-    del context
-    return [checkpoint.step == self.step for checkpoint in checkpoints]
-
-
 class Checkpoints:
   """Writes the checkpoints of a run and keeps the `keep` newest ones."""
 
   def __init__(self, path: str, keep: int):
     logging.set_verbosity(logging.FATAL)  # Orbax logs every file.
     self._path = path
-    self._best = _PreserveBest()
     self._num_updates = 0  # Of the checkpoint that is being written.
-    policies = [checkpoint_managers.LatestN(keep), self._best]
+    self._policies: list = [checkpoint_managers.LatestN(keep)]
+    policy = checkpoint_managers.AnyPreservationPolicy(self._policies)
     # Orbax calls this before it gives the checkpoint its name.
     callback = ocp.AsyncOptions(post_finalization_callback=self._write_digests)
     options = ocp.CheckpointManagerOptions(
       cleanup_tmp_directories=True,
       async_options=callback,
-      preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+      preservation_policy=policy,
     )
     with self._errors():
       self._manager = ocp.CheckpointManager(_directory(path), options=options)
@@ -111,9 +101,8 @@ class Checkpoints:
   def _write_digests(self) -> None:
     if jax.process_index():
       return
-    parent = glob.escape(_directory(self._path))
-    name = f'{self._num_updates}.orbax-checkpoint-tmp*'
-    for directory in glob.glob(os.path.join(parent, name)):
+    final = glob.escape(_directory(self._path, self._num_updates))
+    for directory in glob.glob(f'{final}.orbax-checkpoint-tmp*'):
       contents = {'format': _FORMAT, 'sha256': _digests(directory)}
       workdir.write_json(os.path.join(directory, 'digests.json'), contents)
 
@@ -122,22 +111,22 @@ class Checkpoints:
   ) -> None:
     """Writes a checkpoint in the background, unless it exists already.
 
-    Args:
-      num_updates: name of the checkpoint.
-      state: state of the driver, which may continue at once.
-      progress: what a resumed run needs beside the state, as JSON.
-      best: number of updates at the best evaluation; its checkpoint is kept.
+    The driver may continue at once. `progress` is what a resumed run needs
+    beside the state, as JSON. `best` is the number of updates at the best
+    evaluation; orbax keeps its checkpoint.
     """
-    self._best.step = best
+    if best is not None:
+      self._policies[1:] = [checkpoint_managers.CustomSteps([best])]
     if num_updates == self._manager.latest_step():
       return
     # Checked first: on a full disk, orbax's threads print pages of errors.
+    directory = _directory(self._path)
     needed = sum(x.nbytes for x in jax.tree.leaves(state)) + _EXTRA_BYTES
-    free = shutil.disk_usage(_directory(self._path)).free
+    free = shutil.disk_usage(directory).free
     if free < needed:
       raise WriteError(
         f'checkpoint {num_updates} needs {needed / 2**20:.1f} MiB on the disk '
-        f'of {_directory(self._path)}, which has {free / 2**20:.1f} MiB left'
+        f'of {directory}, which has {free / 2**20:.1f} MiB left'
       )
     with self._errors():
       self._manager.wait_until_finished()
@@ -212,13 +201,12 @@ def find(path: str, which: str = 'last') -> int:
 def _read(path: str, step: int, item: str, like: Tree) -> Tree:
   """Reads an item of a checkpoint, with the shardings of `like`."""
   with ocp.StandardCheckpointer() as reader:
-    return reader.restore(os.path.join(_directory(path, step), item), like)
+    return reader.restore(_directory(path, step, item), like)
 
 
 def _read_progress(path: str, step: int) -> Record:
   # Not through orbax, which would wait for the other processes.
-  file = os.path.join(_directory(path, step), 'progress', 'metadata')
-  return workdir.read_json(file)
+  return workdir.read_json(_directory(path, step, 'progress', 'metadata'))
 
 
 def count_resumes(path: str) -> int:
@@ -233,15 +221,10 @@ def count_resumes(path: str) -> int:
 def read_params(path: str, step: int, like: Tree) -> Tree:
   """Reads the parameters of one checkpoint to this process's first device.
 
-  Args:
-    path: directory of the run.
-    step: number of updates of the checkpoint.
-    like: `jax.ShapeDtypeStruct` of each parameter.
+  `like` holds a `jax.ShapeDtypeStruct` for each parameter.
   """
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like
-  )
+  shapes = jax.tree.map(lambda x: x.update(sharding=device), like)
   try:
     _verify(_directory(path, step))
     return _read(path, step, 'params', shapes)
@@ -257,18 +240,15 @@ def read_params(path: str, step: int, like: Tree) -> Tree:
 def newest_intact(
   path: str, check: Callable[[Record], None]
 ) -> tuple[int, Record] | None:
-  """Finds the newest intact checkpoint of a run.
+  """Finds the newest intact checkpoint: its number of updates and `progress`.
 
   Damaged ones that are newer are reported and renamed
-  `checkpoints/NUM_UPDATES.set_aside`.
+  `checkpoints/NUM_UPDATES.set_aside`. Without any checkpoint, it returns None.
 
   Args:
     path: directory of the run.
     check: raises a ValueError if `progress` does not fit the run's files, or an
       `IncompatibleError` if no checkpoint of the run can fit.
-
-  Returns:
-    Its number of updates and its `progress`; None if there is no checkpoint.
   """
   skipped = []
   for step in steps(path):
@@ -280,8 +260,8 @@ def newest_intact(
       raise
     except Exception as error:  # Damaged files can raise anything.
       skipped.append(step)
-      message = f'checkpoint {step} is skipped: {workdir.one_line(error)}'
-      print(message, file=sys.stderr)
+      reason = workdir.one_line(error)
+      print(f'checkpoint {step} is skipped: {reason}', file=sys.stderr)
       continue
     for damaged in skipped:  # A new checkpoint will need the name.
       workdir.set_aside(_directory(path, damaged))

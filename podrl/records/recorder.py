@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 import dataclasses
+import operator
 import os
 import queue
 import threading
@@ -19,10 +20,6 @@ from podrl.records.workdir import Record, WriteError
 from podrl.types import Episodes, Report
 
 
-def _last(values: Sequence[float]) -> float:
-  return values[-1]
-
-
 class _Reduction(NamedTuple):
   """How the values of one metric become one value."""
 
@@ -31,17 +28,19 @@ class _Reduction(NamedTuple):
   seeds: Callable = np.mean  # Over the agents of a run.
 
 
+_COUNT = _Reduction(operator.itemgetter(-1), np.sum)
+_RATE = _Reduction(seeds=np.sum)
 # All other metrics are means, for example the losses of the agents.
 _REDUCTIONS = defaultdict(_Reduction) | {
-  'num_actors': _Reduction(_last, np.sum),
-  'num_unrolls_dropped': _Reduction(_last, np.sum),
-  'num_actor_waits': _Reduction(_last, np.sum),
+  'num_actors': _COUNT,
+  'num_unrolls_dropped': _COUNT,
+  'num_actor_waits': _COUNT,
   'policy_lag_max': _Reduction(np.max, np.max),
   'joules_per_second': _Reduction(processes=np.sum, seeds=np.sum),
-  'steps_per_second': _Reduction(seeds=np.sum),
-  'frames_per_second': _Reduction(seeds=np.sum),
-  'updates_per_second': _Reduction(seeds=np.sum),
-  'predictions_per_second': _Reduction(seeds=np.sum),
+  'steps_per_second': _RATE,
+  'frames_per_second': _RATE,
+  'updates_per_second': _RATE,
+  'predictions_per_second': _RATE,
 }
 
 
@@ -75,26 +74,23 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
   for other in others:
     for counts, total in zip(episodes, other['episodes']):
       counts.flat[0] += total  # The row does not matter: windows sum all rows.
-  parts, stages, own = [local_part(report), *others], {}, {}
-  for name in report.stages:
-    if all(name in x['stages'] for x in others):
-      values = [x['stages'][name] for x in parts]
-      stages[name] = _REDUCTIONS[name].processes(values)
-  for name in report.own:
-    values = [x['own'][name] for x in parts]
-    own[name] = _REDUCTIONS[name].processes(values, axis=0)
-  return report._replace(
-    episodes=Episodes(*episodes),
-    num_predictions=sum(x['num_predictions'] for x in parts),
-    stages=stages,
-    own=own,
-  )
+  parts = [local_part(report), *others]
+  merged: dict[str, Any] = {'stages': {}, 'own': {}}
+  for field, metrics in merged.items():
+    for name in parts[0][field]:
+      if all(name in x[field] for x in parts):
+        values = [x[field][name] for x in parts]
+        metrics[name] = _REDUCTIONS[name].processes(values, axis=0)
+  merged['num_predictions'] = sum(x['num_predictions'] for x in parts)
+  return report._replace(episodes=Episodes(*episodes), **merged)
 
 
 @dataclasses.dataclass
 class _Totals:
-  """Sums over the updates since the last record; plain JSON."""
+  """Sums over the run, and over the updates since its last record; JSON."""
 
+  env_steps: int = 0  # Of the whole run so far.
+  num_updates: int = 0  # Of the whole run so far.
   rows: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
   episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 4)
   stages: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -109,7 +105,6 @@ class Window:
   def __init__(self, frame_skip: int, sgd_steps_per_update: int):
     self._frame_skip = frame_skip
     self._sgd_steps_per_update = sgd_steps_per_update
-    self.env_steps = self.num_updates = 0  # Of the whole run so far.
     self.totals = _Totals()
 
   def add(self, report: Report) -> None:
@@ -125,33 +120,30 @@ class Window:
     totals.num_predictions += report.num_predictions
     totals.num_updates_since_record += report.num_updates
     totals.seconds += report.seconds
-    self.num_updates += report.num_updates
+    totals.num_updates += report.num_updates
     num_joints = int(np.sum(report.episodes.num_joints))
-    self.env_steps += report.num_predictions - num_joints
+    totals.env_steps += report.num_predictions - num_joints
 
   def progress(self) -> Record:
     """The state of the window as JSON; `resume` restores it bit for bit."""
-    counts = {'env_steps': self.env_steps, 'num_updates': self.num_updates}
-    return counts | dataclasses.asdict(self.totals)
+    return dataclasses.asdict(self.totals)
 
   def resume(self, progress: Record) -> None:
     """Restores what `progress` returned."""
-    totals = dict(progress)
-    self.env_steps = totals.pop('env_steps')
-    self.num_updates = totals.pop('num_updates')
-    self.totals = _Totals(**totals)
+    self.totals = _Totals(**progress)
 
   def record(self) -> Record:
     """Makes the record of the window and begins the next one."""
-    totals, self.totals = self.totals, _Totals()
+    totals = self.totals
+    self.totals = _Totals(totals.env_steps, totals.num_updates)
     num_episodes, num_joints, return_sum, length_sum = totals.episodes
     steps = totals.num_predictions - num_joints
     rate = 1.0 / max(totals.seconds, 1e-9)
     record = {
-      'env_steps': self.env_steps,
-      'frames': self.env_steps * self._frame_skip,
-      'num_updates': self.num_updates,
-      'num_sgd_steps': self.num_updates * self._sgd_steps_per_update,
+      'env_steps': totals.env_steps,
+      'frames': totals.env_steps * self._frame_skip,
+      'num_updates': totals.num_updates,
+      'num_sgd_steps': totals.num_updates * self._sgd_steps_per_update,
       'steps_per_second': steps * rate,
       'frames_per_second': steps * self._frame_skip * rate,
       'updates_per_second': totals.num_updates_since_record * rate,
@@ -213,13 +205,11 @@ class TensorBoard:
     self._writer.flush()
 
   def write(self, record: Record) -> None:
-    values = [
-      self._summary.Value(tag=name, simple_value=value)
-      for name, value in record.items()
-      if not isinstance(value, str)
-    ]
-    # One event for all metrics: one per metric takes many times as long.
-    self._write(record['env_steps'], summary=self._summary(value=values))
+    summary = self._summary()  # A summary per metric takes many times as long.
+    for name, value in record.items():
+      if not isinstance(value, str):
+        summary.value.add(tag=name, simple_value=value)
+    self._write(record['env_steps'], summary=summary)
 
   def close(self) -> None:
     self._writer.close()
@@ -236,9 +226,8 @@ class Wandb:
 
     name = os.path.abspath(path).strip(os.sep).replace(os.sep, '-')[-120:]
     names = {'project': project, 'name': name, 'id': name, 'dir': path}
-    self._run = wandb.init(
-      **names, config=config, resume='allow', reinit='create_new'
-    )
+    options = {'config': config, 'resume': 'allow', 'reinit': 'create_new'}
+    self._run = wandb.init(**names, **options)
 
   def write(self, record: Record) -> None:
     self._run.log(record, step=record['env_steps'])
@@ -293,12 +282,14 @@ class Writer:
 
   def close(self, sinks: Sequence[Sink]) -> None:
     """Writes the queued records, closes the sinks and ends the thread."""
-    for item in (*((sink, None) for sink in sinks), None):
-      self._queue.put(item)
+    for sink in sinks:
+      self._queue.put((sink, None))
+    self._queue.put(None)
     self._thread.join()
     self._check()
 
 
+@dataclasses.dataclass
 class Recorder:
   """Records a run of one or several agents, each with its own seed.
 
@@ -309,43 +300,33 @@ class Recorder:
     sinks: sinks of each directory.
     last: last value of each metric, for each directory.
     best: best evaluated return, and the number of updates at that time.
-
-  Args:
-    start_seconds: `time.perf_counter()` at the start of the process.
-    describe: `Driver.describe`; what it returns is added to each record.
-    is_writer: whether this process writes.
   """
 
-  def __init__(
-    self,
-    config: ConfigDict,
-    name: str,
-    path: str,
-    frame_skip: int,
-    num_updates: int,
-    start_seconds: float,
-    describe: Callable[[Record], Record] = lambda record: {},
-    is_writer: bool = True,
-  ):
-    self._config = config
-    self._name = name
-    self._describe = describe
+  config: ConfigDict
+  name: str
+  path: str
+  frame_skip: int
+  total_updates: int
+  start_seconds: float  # `time.perf_counter()` at the start of the process.
+  describe: Callable[[Record], Record]  # Its result is added to each record.
+  is_writer: bool = True  # Whether this process writes.
+
+  def __post_init__(self):
+    config, path = self.config, self.path
     directories = [x for _, x in workdir.seed_directories(path, config)]
-    sgd_steps_per_update = config.num_epochs * config.num_minibatches
-    self._windows = [
-      Window(frame_skip, sgd_steps_per_update) for _ in directories
-    ]
-    self._paths = list(dict.fromkeys([path, *directories])) if is_writer else []
+    sgd_steps = config.num_epochs * config.num_minibatches
+    self._windows = [Window(self.frame_skip, sgd_steps) for _ in directories]
+    paths = list(dict.fromkeys([path, *directories]))
+    self._paths = paths if self.is_writer else []
     self.sinks: list[list[Sink]] = []
     self.last: list[Record] = [{} for _ in self._paths]
     self.best: tuple[float, int] | None = None
-    self._start_seconds = start_seconds
     self._compile_seconds = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     self._num_records = self._num_decisions = 0
     self._decisions: list[Sink] = []  # Opened at the first decision.
     self._decisions_file = os.path.join(path, 'decisions.jsonl')
-    self.terminal = Terminal(name, num_updates, not is_writer)
+    self.terminal = Terminal(self.name, self.total_updates, not self.is_writer)
     self._writer = Writer()
 
   def _on_duration(self, event: str, duration_secs: float, **_) -> None:
@@ -356,7 +337,7 @@ class Recorder:
   @property
   def num_updates(self) -> int:
     """Updates of the whole run so far."""
-    return self._windows[0].num_updates
+    return self._windows[0].totals.num_updates
 
   @property
   def num_updates_since_record(self) -> int:
@@ -378,7 +359,7 @@ class Recorder:
     if progress:
       self._num_records = progress['num_records']
       self._num_decisions = progress.get('num_decisions', 0)
-      self._start_seconds -= progress['wall_seconds']
+      self.start_seconds -= progress['wall_seconds']
       self._compile_seconds += progress['compile_seconds']
       self.best = progress['best'] and tuple(progress['best'])
       for window, window_progress in zip(self._windows, progress['windows']):
@@ -397,18 +378,16 @@ class Recorder:
 
   def _open_sinks(self, path: str, last: Record) -> None:
     """Opens the sinks of one directory and reads its last values."""
-    log = self._config.log
-    sinks: list[Sink] = []
-    self.sinks.append(sinks)
     file = os.path.join(path, 'metrics.jsonl')
-    sinks.append(JsonLines(file, self._num_records))
+    sinks: list[Sink] = [JsonLines(file, self._num_records)]
+    self.sinks.append(sinks)  # So that `close` closes what was opened.
     for record in workdir.read_records(path):
       last.update(record)
-    if log.tensorboard:
+    if self.config.log.tensorboard:
       sinks.append(TensorBoard(path, last.get('env_steps', -1) + 1))
-    if log.wandb:
+    if self.config.log.wandb:
       config = workdir.read_config(path).to_dict()
-      sinks.append(Wandb(path, self._name, config))
+      sinks.append(Wandb(path, self.name, config))
 
   def _open_decisions(self) -> None:
     sink = JsonLines(self._decisions_file, self._num_decisions)
@@ -424,7 +403,7 @@ class Recorder:
       with workdir.write_errors('the records', OSError):
         self._open_decisions()
     now = self.times() | {'num_updates': self.num_updates}
-    now['env_steps'] = self._windows[0].env_steps
+    now['env_steps'] = self._windows[0].totals.env_steps
     for decision in reports[0].decisions:
       self._num_decisions += 1
       self._writer.write(self._decisions, now | decision)
@@ -432,7 +411,7 @@ class Recorder:
   def times(self) -> Record:
     """Seconds of wall time and of compilation, summed over resumes."""
     return {
-      'wall_seconds': time.perf_counter() - self._start_seconds,
+      'wall_seconds': time.perf_counter() - self.start_seconds,
       'compile_seconds': self._compile_seconds,
     }
 
@@ -443,7 +422,7 @@ class Recorder:
       record |= outcome
     if len(records) > 1:
       records.insert(0, merge_seeds(records))
-    records[0] |= self._describe(records[0])
+    records[0] |= self.describe(records[0])
     self._num_records += 1
     times = self.times()
     for record, sinks, last in zip(records, self.sinks, self.last):

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from podrl.drivers.limits import describe
+from podrl.drivers.limits import count, describe
 from podrl.records.workdir import Record
 
 
@@ -22,32 +22,29 @@ def compact(value: float) -> str:
   return f'{value:.4g}'
 
 
+_STAGES = """\
+{actors}: environment {time_environment:.0%} inference {time_inference:.0%} \
+waiting {time_actor_waiting:.0%}
+learner: update {time_update:.0%} waiting {time_learner_waiting:.0%} \
+hand off {time_hand_off:.0%}
+lag {policy_lag:.2g} (max {policy_lag_max:.0f})  queue {queue_depth:.2g}  \
+predictions {predictions}/s  updates {updates}/s"""
+_LIMIT = """
+limit: {limit}   cores {busy_cores:.0%}  actor devices \
+{busy_actor_devices:.0%}  learner devices {busy_learner_devices:.0%}"""
+
+
 def describe_stages(record: Record) -> str:
   """Lines on the stages of actors and learner; empty if the record has none."""
   if 'time_update' not in record:
     return ''
-
-  def shares(prefix: str, names: str) -> list[str]:
-    return [
-      f'{name.replace("_", " ")} {record[prefix + name]:.0%}'
-      for name in names.split()
-    ]
-
-  actors = ' '.join(shares('time_', 'environment inference actor_waiting'))
-  learner = ' '.join(shares('time_', 'update learner_waiting hand_off'))
-  number = round(record['num_actors'])
-  text = (
-    f'{number} actor{"s" * (number > 1)}: {actors.replace("actor ", "")}\n'
-    f'learner: {learner.replace("learner ", "")}\n'
-    f'lag {record["policy_lag"]:.2g} (max {record["policy_lag_max"]:.0f})  '
-    f'queue {record["queue_depth"]:.2g}  '
-    f'predictions {compact(record["predictions_per_second"])}/s  '
-    f'updates {compact(record["updates_per_second"])}/s'
+  template = _STAGES + (_LIMIT if 'limit' in record else '')
+  return template.format(
+    actors=count(round(record['num_actors']), 'actor'),
+    predictions=compact(record['predictions_per_second']),
+    updates=compact(record['updates_per_second']),
+    **record,
   )
-  if 'limit' in record:
-    busy = '  '.join(shares('busy_', 'cores actor_devices learner_devices'))
-    text += f'\nlimit: {record["limit"]}   {busy}'
-  return text
 
 
 class Terminal:
@@ -61,14 +58,13 @@ class Terminal:
     self._start = time.perf_counter(), 0.0  # And the share done by then.
     self._live = None
     if self._console.is_terminal and not is_silent:
-      columns = (
+      self._bar = progress.Progress(
         progress.TextColumn('{task.description}'),
         progress.BarColumn(bar_width=None),
         progress.TaskProgressColumn(),
         progress.TimeRemainingColumn(compact=True),
-      )
-      self._bar = progress.Progress(
-        *columns, console=self._console, expand=True
+        console=self._console,
+        expand=True,
       )
       self._task = self._bar.add_task(name, total=num_updates)
       self._live = Live(self._bar, console=self._console)

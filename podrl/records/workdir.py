@@ -41,9 +41,7 @@ class WriteError(RuntimeError):
 
 
 @contextlib.contextmanager
-def write_errors(
-  what: str, kind: type[Exception] = Exception
-) -> Iterator[None]:
+def write_errors(what: str, kind: type = Exception) -> Iterator[None]:
   """Turns errors of one kind into a `WriteError` that says what failed."""
   try:
     yield
@@ -61,10 +59,9 @@ def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
   """Fields by dotted name; `env.options` stays one field, a dictionary."""
   fields: dict[str, Any] = {}
   for key, value in config.items():
-    if isinstance(value, dict) and prefix + key != 'env.options':
-      fields |= flatten(value, f'{prefix}{key}.')
-    else:
-      fields[prefix + key] = value
+    name = prefix + key
+    is_section = isinstance(value, dict) and name != 'env.options'
+    fields |= flatten(value, f'{name}.') if is_section else {name: value}
   return fields
 
 
@@ -83,20 +80,14 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def write_json(path: str, value: Any, *, overwrite: bool = True) -> None:
-  """Writes a JSON file atomically.
-
-  Raises:
-    OSError: if the file cannot be written, or exists and must not be replaced.
-  """
+  """Writes a JSON file atomically; raises an OSError if it cannot."""
   directory, name = os.path.split(path)
   temporary = os.path.join(directory, f'.{name}-{uuid.uuid4().hex}')
+  publish = os.replace if overwrite else os.link  # Links never overwrite.
   try:
     with open(temporary, 'w', encoding='utf-8') as file:
       file.write(to_json(value, indent=2) + '\n')
-    if overwrite:
-      os.replace(temporary, path)
-    else:
-      os.link(temporary, path)  # Of two processes, only one succeeds.
+    publish(temporary, path)
   finally:
     with contextlib.suppress(FileNotFoundError):
       os.unlink(temporary)
@@ -136,21 +127,18 @@ def run_of_agent(path: str) -> str | None:
 
 def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
   """The seed and the directory of each agent of a run."""
-  num_seeds = config.get('num_seeds', 1)
-  if num_seeds == 1:
+  seeds = range(config.get('num_seeds', 1))
+  if len(seeds) == 1:
     return [(config.seed, path)]
-  return [
-    (config.seed + i, os.path.join(path, f'seed_{i}')) for i in range(num_seeds)
-  ]
+  return [(config.seed + i, os.path.join(path, f'seed_{i}')) for i in seeds]
 
 
 def set_aside(path: str) -> None:
   """Renames a file or directory, so that its name is free again."""
-  for i in itertools.count():
-    name = f'{path}.set_aside' + (f'_{i}' if i else '')
-    if not os.path.lexists(name):
-      os.rename(path, name)
-      return
+  free_name, numbers = f'{path}.set_aside', itertools.count(1)
+  while os.path.lexists(free_name):
+    free_name = f'{path}.set_aside_{next(numbers)}'
+  os.rename(path, free_name)
 
 
 def as_config(fields: dict[str, Any]) -> ConfigDict:
@@ -173,7 +161,7 @@ def read_config(path: str) -> ConfigDict:
   fields = read_json(os.path.join(path, 'config.json'))
   names = flatten(fields)
   has_options = isinstance(names.get('env.options'), dict)
-  if not _REQUIRED <= set(names) or not has_options:
+  if not (has_options and _REQUIRED <= set(names)):
     raise ValueError(f'{path}/config.json is not the configuration of a run')
   return as_config(fields)
 
@@ -219,10 +207,9 @@ def check_new(path: str) -> None:
 def make(path: str, config: ConfigDict) -> None:
   """Creates the directories of a run and writes its configuration."""
   try:
-    os.makedirs(path, exist_ok=True)
     for seed, directory in seed_directories(path, config):
+      os.makedirs(directory, exist_ok=True)
       if directory != path:
-        os.makedirs(directory, exist_ok=True)
         fields = config.to_dict() | {'seed': seed, 'num_seeds': 1}
         write_json(os.path.join(directory, 'config.json'), fields)
     file = os.path.join(path, 'config.json')
@@ -252,13 +239,8 @@ def restore_config(
 ) -> list[str]:
   """Copies the configuration of a run, except `MOVABLE` fields, into `config`.
 
-  Args:
-    config: configuration of the command line, changed in place.
-    path: directory of the run.
-    overridden: names of the fields that the command line sets.
-
-  Returns:
-    The fields that changed, as `NAME=VALUE`.
+  It returns the fields that changed, as `NAME=VALUE`. Fields that the command
+  line sets are `overridden`: they must not differ from those of the run.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
   differing = [
@@ -267,19 +249,19 @@ def restore_config(
     if name in ours and value != ours[name] and not name.startswith(MOVABLE)
   ]
   is_other_task = not _TASK.isdisjoint(differing)
-  if refused := [x for x in differing if x in overridden or is_other_task]:
-    values = (
-      f'config.{x} is {theirs[x]} there, {ours[x]} here' for x in refused
-    )
+  if refused := '; '.join(
+    f'config.{name} is {theirs[name]} there, {ours[name]} here'
+    for name in differing
+    if name in overridden or is_other_task
+  ):
     raise ValueError(
-      f'{path} was run with another configuration: {"; ".join(values)}; '
+      f'{path} was run with another configuration: {refused}; '
       'use --init_from to start a new run with its parameters'
     )
-  if unknown := sorted(set(theirs) - set(ours)):
+  if unknown := ', '.join(sorted(set(theirs) - set(ours))):
     raise ValueError(
-      f'{path} has fields that this experiment does not have: '
-      f'{", ".join(unknown)}; resume it with the experiment and the version of '
-      'podrl that wrote it'
+      f'{path} has fields that this experiment does not have: {unknown}; '
+      'resume it with the experiment and the version of podrl that wrote it'
     )
   for name in differing:
     *parents, field = name.split('.')

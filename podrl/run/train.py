@@ -180,12 +180,15 @@ class _Trainer:
     except BaseException as exception:
       error = self._fail(exception)
     finally:
-      hanging = self._close_driver()
-      if self.checkpoints:
-        self.checkpoints.close()
+      hanging = self.run.driver.close()
       if hanging:
+        print(f'{hanging} did not return; all stacks:', file=sys.stderr)
+        sys.stderr.flush()
+        faulthandler.dump_traceback(all_threads=True)
         exit_code = exit_code or FAILED
         error = error or f'{", ".join(hanging)} did not return'
+      if self.checkpoints:
+        self.checkpoints.close()
       exit_code = self._conclude(exit_code, error)
     if hanging:  # Python cannot join a thread that stays in C++.
       _exit(exit_code)
@@ -194,12 +197,8 @@ class _Trainer:
   def _train(self) -> int:
     """Trains to the end or to a signal; returns the exit code."""
     recorder, signals = self.recorder, self.signals
-
-    def on_failure(message: str) -> None:
-      self._conclude(FAILED, message)
-
-    if self.cluster.watchdog:  # Another process may fail.
-      self.cluster.watchdog.on_failure = on_failure
+    if watchdog := self.cluster.watchdog:  # Another process may fail.
+      watchdog.on_failure = lambda message: self._conclude(FAILED, message)
     else:
       signals.on_signal = self.run.driver.stop
     recorder.terminal.say('compiling')
@@ -242,15 +241,6 @@ class _Trainer:
       _exit(self._conclude(FAILED, error))
     return error
 
-  def _close_driver(self) -> list[str]:
-    """Closes the driver; returns the names of threads that hang."""
-    hanging = self.run.driver.close()
-    if hanging:
-      message = f'{hanging} did not return; all stacks:'
-      print(message, file=sys.stderr, flush=True)
-      faulthandler.dump_traceback(all_threads=True)
-    return hanging
-
   def _conclude(self, exit_code: int, error: str | None) -> int:
     """Closes the records and writes the summaries; returns the exit code."""
     recorder = self.recorder
@@ -266,9 +256,8 @@ class _Trainer:
     try:
       recorder.write_summaries(outcome)
     except OSError as exception:
-      message = f'error: no summary could be written: {exception}'
-      print(message, file=sys.stderr)
       exit_code = exit_code or FAILED
+      print(f'error: no summary could be written: {exception}', file=sys.stderr)
     if self.cluster.process == 0:
       summary = recorder.last[0] | outcome
       recorder.terminal.print_summary(summary, self.files.workdir)
@@ -280,13 +269,12 @@ class _Trainer:
     outcome = recorder.times() | describe_machine(run.devices, run.suite)
     outcome['exit'] = _OUTCOMES[exit_code]
     if self.cluster.process == 0:
-      outcome |= limits.summarise(
-        recorder.last[0], _local_devices(self.run), self.config.price_per_hour
-      )
+      last, price = recorder.last[0], self.config.price_per_hour
+      outcome |= limits.summarise(last, _local_devices(run), price)
     if error:
       outcome['error'] = error
-    if self.run.driver.learner is not None:
-      leaves = jax.tree.leaves(trained(self.run.driver.learner.params))
+    if run.driver.learner is not None:
+      leaves = jax.tree.leaves(trained(run.driver.learner.params))
       outcome['num_params'] = sum(x.size for x in leaves) // len(run.eval_keys)
     return outcome
 
@@ -318,17 +306,17 @@ class _Trainer:
     """Finds the checkpoint to resume from and prints its number of updates."""
     path, num_devices = self.files.workdir, len(self.run.devices)
     found = checkpoint.newest_intact(path, self._check_progress)
-    if found is None:
-      message = 'no checkpoint yet, the run starts again'
-    else:
-      message = f'resuming after update {found[0]}{self.run.resume_note}'
-    print(f'{path}: {message}', file=sys.stderr)
-    if found and found[1]['num_devices'] != num_devices:
-      print(
-        f'{found[1]["num_devices"]} devices before, {num_devices} now: rounding'
-        ' and minibatch order differ, so the run is not bit-for-bit the same',
-        file=sys.stderr,
-      )
+    message = f'{path}: no checkpoint yet, the run starts again'
+    if found:
+      step, progress = found
+      message = f'{path}: resuming after update {step}{self.run.resume_note}'
+      if progress['num_devices'] != num_devices:
+        message += (
+          f'\n{progress["num_devices"]} devices before, {num_devices} now: '
+          'rounding and minibatch order differ, so the run is not bit-for-bit '
+          'the same'
+        )
+    print(message, file=sys.stderr)
     return found
 
   def _check_progress(self, progress: Record) -> None:
@@ -342,28 +330,28 @@ class _Trainer:
 
   def _save(self) -> None:
     """Writes a checkpoint."""
-    recorder = self.recorder
+    run, recorder = self.run, self.recorder
     assert self.checkpoints is not None
-    drivers = self.cluster.gather(self.run.driver.progress())
+    drivers = self.cluster.gather(run.driver.progress())
     progress = recorder.progress() | {
-      'total_updates': self.run.num_updates,
+      'total_updates': run.num_updates,
       'drivers': drivers,
       'num_resumes': self.files.num_resumes,
-      'num_devices': len(self.run.devices),
+      'num_devices': len(run.devices),
     }
     best = recorder.best and recorder.best[1]
-    self.checkpoints.save(
-      recorder.num_updates, self.run.driver.state, progress, best
-    )
+    number, state = recorder.num_updates, run.driver.state
+    self.checkpoints.save(number, state, progress, best)
 
   def _loop(self) -> bool:
     """Trains; false if a signal ended it before the last update."""
-    recorder, cluster, config = self.recorder, self.cluster, self.config
+    recorder, cluster, driver = self.recorder, self.cluster, self.run.driver
+    num_profiled = self.config.log.profile
     self.saved_seconds = time.perf_counter()
-    self.profile_end = recorder.num_updates + config.log.profile
+    self.profile_end = recorder.num_updates + num_profiled
     meter = Meter(_local_devices(self.run))
     with contextlib.ExitStack() as profile:
-      if config.log.profile and cluster.process == 0:
+      if num_profiled and cluster.process == 0:
         path = os.path.join(self.files.workdir, 'profile')
         trace = jax.profiler.trace(path, create_perfetto_trace=True)
         profile.enter_context(trace)
@@ -383,15 +371,13 @@ class _Trainer:
           self.saved_seconds = time.perf_counter()
         if recorder.num_updates >= self.profile_end:
           profile.close()
-        reports = meter.measure(
-          functools.partial(self.run.driver.advance, num_updates, plan)
-        )
-        if cluster.is_distributed and self.run.driver.error:
-          raise self.run.driver.error  # The others would wait for its updates.
+        advance = functools.partial(driver.advance, num_updates, plan)
+        reports = meter.measure(advance)
+        if cluster.is_distributed and driver.error:
+          raise driver.error  # The others would wait for its updates.
         rate = reports[0].num_updates / reports[0].seconds
-        self.updates_per_round = max(
-          1, min(2 * self.updates_per_round, int(_ROUND_SECONDS * rate))
-        )
+        most = min(2 * self.updates_per_round, int(_ROUND_SECONDS * rate))
+        self.updates_per_round = max(1, most)
         self._add(reports)
 
   def _is_due(self, period: int) -> bool:
@@ -420,17 +406,17 @@ class _Trainer:
     num_updates = min(self.updates_per_round, *(x - num_updates for x in ends))
     return self.signals.exit_code, is_save, num_updates, self.run.driver.plan()
 
-  def _add(self, reports: Sequence[Report]) -> None:
-    """Adds the reports of all processes to the records; checks the losses."""
-    parts = [local_part(report) for report in reports]
-    gathered = self.cluster.gather([self.signals.exit_code, parts]) or []
+  def _gather(self, value: Any) -> list[Any]:
+    """Gathers JSON values in process 0, which notes the others' signals."""
+    gathered = self.cluster.gather([self.signals.exit_code, value]) or []
     for exit_code, _ in gathered:
       self.signals.note(exit_code)
-    others = [parts for _, parts in gathered[1:]]
-    merged = [
-      merge_processes(report, [parts[i] for parts in others])
-      for i, report in enumerate(reports)
-    ]
+    return [value for _, value in gathered]
+
+  def _add(self, reports: Sequence[Report]) -> None:
+    """Adds the reports of all processes to the records; checks the losses."""
+    others = self._gather([local_part(report) for report in reports])[1:]
+    merged = [merge_processes(x, parts) for x, *parts in zip(reports, *others)]
     self.recorder.add(merged)
     for i, report in enumerate(reports):
       if not report.is_finite:
@@ -443,15 +429,14 @@ class _Trainer:
   def _write_record_if_due(self) -> bool:
     """Evaluates and writes a record; false if a signal stopped it."""
     run, recorder, signals = self.run, self.recorder, self.signals
-    is_evaluation = recorder.num_updates == run.num_updates or (
-      self._is_due(run.eval_every_updates)
-    )
+    is_end = recorder.num_updates == run.num_updates
+    is_evaluation = is_end or self._is_due(run.eval_every_updates)
     is_due = is_evaluation or self._is_due(self.config.log.every_updates)
     if not is_due or not recorder.num_updates_since_record:
       return True
     outcomes = self._evaluate() if is_evaluation else []
-    if self.run.driver.error:  # An actor failed during the evaluation.
-      raise self.run.driver.error
+    if run.driver.error:  # An actor failed during the evaluation.
+      raise run.driver.error
     if outcomes is None:  # The window stays open; the resumed run evaluates.
       signals.note(self.cluster.decide(lambda: signals.exit_code))
       return False
@@ -467,7 +452,7 @@ class _Trainer:
 
     def should_stop() -> bool:
       cluster.beat()
-      return signals.is_set() or self.run.driver.error is not None
+      return signals.is_set() or run.driver.error is not None
 
     returns: list[list[float] | None] = []
     for i, rng_key in enumerate(run.eval_keys):
@@ -476,12 +461,9 @@ class _Trainer:
       rng_key = jax.random.fold_in(rng_key, self.recorder.num_updates)
       evaluation = run.evaluate(own, rng_key, should_stop)
       returns.append(evaluation and evaluation.returns.tolist())
-    gathered = cluster.gather([signals.exit_code, returns]) or []
+    parts = self._gather(returns)
 
     def merge() -> list[Record] | None:
-      for exit_code, _ in gathered:
-        signals.note(exit_code)
-      parts = [returns for _, returns in gathered]
       if any(x is None for part in parts for x in part):
         return None
       return [
