@@ -44,8 +44,13 @@ def run(workdir, *arguments, name='anakin_catch', tiny=True):
   return train.run(get_config(name), argv)
 
 
+def read_records(workdir):
+  """Reads the records of a run."""
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
 def read(workdir):
   """Reads the records and the summary of a run."""
-  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
   summary = json.loads((workdir / 'summary.json').read_text())
-  return [json.loads(line) for line in lines], summary
+  return read_records(workdir), summary

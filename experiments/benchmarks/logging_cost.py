@@ -73,7 +73,7 @@ def measure(
         recorder.add(reports)
         if recorder.num_updates_since_record >= config.log.every_updates:
           recorder.write()
-      recorder.flush()
+      recorder.progress()  # It waits until all records are written.
       return steps / (time.perf_counter() - start)
 
     try:

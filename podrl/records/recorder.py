@@ -107,6 +107,11 @@ class Window:
     self._sgd_steps_per_update = sgd_steps_per_update
     self.totals = _Totals()
 
+  @property
+  def num_updates(self) -> int:
+    """Updates of the whole run so far."""
+    return self.totals.num_updates
+
   def add(self, report: Report) -> None:
     """Adds the updates of a driver's report."""
     totals = self.totals
@@ -337,7 +342,7 @@ class Recorder:
   @property
   def num_updates(self) -> int:
     """Updates of the whole run so far."""
-    return self._windows[0].totals.num_updates
+    return self._windows[0].num_updates
 
   @property
   def num_updates_since_record(self) -> int:
@@ -370,41 +375,34 @@ class Recorder:
         file = os.path.join(path, 'metrics.jsonl')
         if not progress and os.path.exists(file) and os.path.getsize(file):
           workdir.set_aside(file)  # Of a start that reached no checkpoint.
-        self._open_sinks(path, last)
-      if self._paths:
-        self.sinks[0].append(self.terminal)
-        if os.path.exists(self._decisions_file):
-          self._open_decisions()  # It removes what a resumed run repeats.
-
-  def _open_sinks(self, path: str, last: Record) -> None:
-    """Opens the sinks of one directory and reads its last values."""
-    file = os.path.join(path, 'metrics.jsonl')
-    sinks: list[Sink] = [JsonLines(file, self._num_records)]
-    self.sinks.append(sinks)  # So that `close` closes what was opened.
-    for record in workdir.read_records(path):
-      last.update(record)
-    if self.config.log.tensorboard:
-      sinks.append(TensorBoard(path, last.get('env_steps', -1) + 1))
-    if self.config.log.wandb:
-      config = workdir.read_config(path).to_dict()
-      sinks.append(Wandb(path, self.name, config))
+        sinks: list[Sink] = [JsonLines(file, self._num_records)]
+        self.sinks.append(sinks)  # Now, so that `close` closes each of them.
+        for record in workdir.read_records(path):
+          last.update(record)
+        if self.config.log.tensorboard:
+          sinks.append(TensorBoard(path, last.get('env_steps', -1) + 1))
+        if self.config.log.wandb:
+          config = workdir.read_config(path).to_dict()
+          sinks.append(Wandb(path, self.name, config))
+    if self._paths:
+      self.sinks[0].append(self.terminal)
+      if os.path.exists(self._decisions_file):
+        self._open_decisions()  # It removes what a resumed run repeats.
 
   def _open_decisions(self) -> None:
-    sink = JsonLines(self._decisions_file, self._num_decisions)
-    self._decisions.append(sink)
+    with workdir.write_errors('the records', OSError):
+      sink = JsonLines(self._decisions_file, self._num_decisions)
+      self._decisions.append(sink)
 
   def add(self, reports: Sequence[Report]) -> None:
     """Adds a driver's reports, one per agent, and writes its decisions."""
     for window, report in zip(self._windows, reports):
       window.add(report)
-    if not self._paths or not reports[0].decisions:
-      return
-    if not self._decisions:
-      with workdir.write_errors('the records', OSError):
-        self._open_decisions()
     now = self.times() | {'num_updates': self.num_updates}
     now['env_steps'] = self._windows[0].totals.env_steps
-    for decision in reports[0].decisions:
+    for decision in reports[0].decisions if self._paths else ():
+      if not self._decisions:
+        self._open_decisions()
       self._num_decisions += 1
       self._writer.write(self._decisions, now | decision)
 
@@ -432,13 +430,9 @@ class Recorder:
     if score is not None and (self.best is None or score > self.best[0]):
       self.best = score, self.num_updates
 
-  def flush(self) -> None:
-    """Waits until all records are written."""
-    self._writer.flush()
-
   def progress(self) -> Record:
     """What `open` needs to resume from here, as JSON; writes all records."""
-    self.flush()
+    self._writer.flush()
     return self.times() | {
       'num_records': self._num_records,
       'best': self.best,

@@ -14,7 +14,6 @@ import fcntl
 import functools
 import itertools
 import json
-import math
 import os
 import re
 from typing import Any
@@ -41,7 +40,7 @@ class WriteError(RuntimeError):
 
 
 @contextlib.contextmanager
-def write_errors(what: str, kind: type = Exception) -> Iterator[None]:
+def write_errors(what: str, kind: type[Exception] = Exception) -> Iterator:
   """Turns errors of one kind into a `WriteError` that says what failed."""
   try:
     yield
@@ -65,18 +64,11 @@ def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
   return fields
 
 
-def _plain(value: Any) -> Any:
-  if isinstance(value, dict):
-    return {k: _plain(v) for k, v in value.items()}
-  if isinstance(value, np.generic):
-    value = value.item()
-  is_finite = not isinstance(value, float) or math.isfinite(value)
-  return value if is_finite else None
-
-
 def to_json(value: Any, indent: int | None = None) -> str:
   """Strict JSON; it has no NaN and no infinity, so both become null."""
-  return json.dumps(_plain(value), indent=indent, allow_nan=False)
+  text = json.dumps(value, default=np.generic.item)
+  finite = json.loads(text, parse_constant=lambda name: None)
+  return json.dumps(finite, indent=indent)
 
 
 def write_json(path: str, value: Any, *, overwrite: bool = True) -> None:

@@ -197,8 +197,12 @@ class _Trainer:
   def _train(self) -> int:
     """Trains to the end or to a signal; returns the exit code."""
     recorder, signals = self.recorder, self.signals
-    if watchdog := self.cluster.watchdog:  # Another process may fail.
-      watchdog.on_failure = lambda message: self._conclude(FAILED, message)
+
+    def on_failure(message: str) -> None:
+      self._conclude(FAILED, message)
+
+    if self.cluster.watchdog:  # Another process may fail.
+      self.cluster.watchdog.on_failure = on_failure
     else:
       signals.on_signal = self.run.driver.stop
     recorder.terminal.say('compiling')
@@ -279,11 +283,7 @@ class _Trainer:
     return outcome
 
   def _restore(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
-    """Replaces a driver's first state; see `types.Restore`.
-
-    Raises:
-      _Mistake: if the files of the run do not fit.
-    """
+    """Replaces a driver's first state; see `types.Restore`."""
     files, found, progress = self.files, None, {}
     try:
       if files.is_resumed:
@@ -386,9 +386,8 @@ class _Trainer:
   def _next_round(self) -> tuple[int | None, bool, int, dict[str, Any]]:
     """Decides in process 0 what all processes do next.
 
-    Returns:
-      An exit code if a signal ends the run, whether to write a checkpoint, how
-      many updates to run, and the driver's plan.
+    It returns an exit code if a signal ends the run, whether to write a
+    checkpoint, how many updates to run, and the driver's plan.
     """
     run, config, recorder = self.run, self.config, self.recorder
     num_updates = recorder.num_updates

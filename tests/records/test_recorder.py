@@ -223,12 +223,7 @@ def test_wandb_gets_every_record(tmp_path, monkeypatch):
   assert [r.config['seed'] for r in Fake.runs] == [0, 0, 1]  # All, then each.
   assert len({r.id for r in Fake.runs}) == 3
   for run, path in zip(Fake.runs, ('', 'seed_0', 'seed_1')):
-    records = [
-      json.loads(x)
-      for x in (tmp_path / 'run' / path / 'metrics.jsonl')
-      .read_text()
-      .splitlines()
-    ]
+    records = helpers.read_records(tmp_path / 'run' / path)
     assert run.is_finished and run.project == 'anakin_catch'
     assert [s for s, _ in run.rows] == [r['env_steps'] for r in records]
     assert run.rows[-1][1]['loss'] == pytest.approx(records[-1]['loss'])

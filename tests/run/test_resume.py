@@ -65,11 +65,6 @@ def _plain(records):
   ]
 
 
-def _read_records(workdir):
-  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
-  return [json.loads(line) for line in lines]
-
-
 def _state(workdir):
   """All arrays of the last checkpoint, as orbax reads them."""
   path = workdir / 'checkpoints' / str(checkpoint.find(str(workdir)))
@@ -248,7 +243,7 @@ def _files(workdir):
   ],
 )
 def test_a_damaged_checkpoint_is_skipped(item, damage, workdir, capsys):
-  expected = _plain(_read_records(workdir))
+  expected = _plain(helpers.read_records(workdir))
   files = (workdir / 'checkpoints' / '8' / item).rglob('*')
   path = max(filter(pathlib.Path.is_file, files), key=os.path.getsize)
   data = bytearray(path.read_bytes())
@@ -263,7 +258,7 @@ def test_a_damaged_checkpoint_is_skipped(item, damage, workdir, capsys):
   said = capsys.readouterr().err
   assert said.count('checkpoint 8 is skipped: its file') == 1
   assert 'resuming after update 4' in said and 'Traceback' not in said
-  assert _plain(_read_records(workdir)) == expected
+  assert _plain(helpers.read_records(workdir)) == expected
   assert (workdir / 'checkpoints' / '8.set_aside').is_dir()
   assert checkpoint.steps(str(workdir))[0] == 8
 
@@ -325,7 +320,7 @@ def test_lost_records_give_way_to_an_older_checkpoint(workdir, capsys):
   (workdir / 'metrics.jsonl').write_text(lines[0] + lines[1][:20])
   assert helpers.run(workdir, '--resume') == 0
   assert '1 records, but had 3' in capsys.readouterr().err
-  assert _plain(_read_records(workdir)) == _plain(map(json.loads, lines))
+  assert _plain(helpers.read_records(workdir)) == _plain(map(json.loads, lines))
 
 
 def test_what_was_written_after_the_checkpoint_is_written_again(workdir):
@@ -334,7 +329,7 @@ def test_what_was_written_after_the_checkpoint_is_written_again(workdir):
   (workdir / 'metrics.jsonl').write_text(lines + '{"env_st')
   assert helpers.run(workdir, '--resume') == 0
   expected = _plain(map(json.loads, lines.splitlines()))
-  assert _plain(_read_records(workdir)) == expected
+  assert _plain(helpers.read_records(workdir)) == expected
 
 
 def test_records_without_a_checkpoint_are_set_aside(workdir):
@@ -343,7 +338,7 @@ def test_records_without_a_checkpoint_are_set_aside(workdir):
   assert helpers.run(workdir, '--resume') == 0
   assert (workdir / 'metrics.jsonl.set_aside').read_text() == lines
   expected = _plain(map(json.loads, lines.splitlines()))
-  assert _plain(_read_records(workdir)) == expected
+  assert _plain(helpers.read_records(workdir)) == expected
 
 
 def test_two_processes_do_not_write_one_run(workdir, capsys):
