@@ -41,9 +41,8 @@ def store_key(*names: Any) -> str:
 class Watchdog:
   """Ends this process when another process of the run has died or hangs.
 
-  Args:
-    heartbeat_seconds: a process without a sign of life for this long is dead.
-    hang_seconds: a process without progress for this long hangs.
+  A process is dead after `heartbeat_seconds` without a sign of life, and hangs
+  after `hang_seconds` without progress.
   """
 
   def __init__(self, heartbeat_seconds: float, hang_seconds: float):
@@ -123,24 +122,23 @@ class Watchdog:
       silent = 0 if sign != old_sign else silent + 1
       stuck = 0 if beats != old_beats else stuck + 1
       self._late[process] = sign, beats, silent, stuck
-      if silent * _PERIOD_SECONDS > self._heartbeat_seconds:
-        seconds = f'{self._heartbeat_seconds:g} s'
-        self._end(f'process {process} is gone: no sign of life for {seconds}')
+      limit = self._heartbeat_seconds
+      if silent * _PERIOD_SECONDS > limit:
+        self._end(f'process {process} is gone: no sign of life for {limit:g} s')
       if stuck * _PERIOD_SECONDS > self._hang_seconds:
         hanging.append(str(process))
     if hanging:
-      names, seconds = ' and '.join(hanging), f'{self._hang_seconds:g} s'
-      self._end(f'process {names} hangs: no progress for {seconds}')
+      names, limit = ' and '.join(hanging), self._hang_seconds
+      self._end(f'process {names} hangs: no progress for {limit:g} s')
 
   def _watch_process_0(self) -> None:
     """Notices when `_report` gets no answer (a thread's target)."""
-    num_contacts, periods = 0, 0
+    num_contacts, periods, limit = 0, 0, self._heartbeat_seconds
     while not self._closed.wait(_PERIOD_SECONDS):
       periods = 0 if self._num_contacts != num_contacts else periods + 1
       num_contacts = self._num_contacts
-      if periods * _PERIOD_SECONDS > self._heartbeat_seconds:
-        seconds = f'{self._heartbeat_seconds:g} s'
-        self._end(f'process 0 is gone: no answer from it for {seconds}')
+      if periods * _PERIOD_SECONDS > limit:
+        self._end(f'process 0 is gone: no answer from it for {limit:g} s')
 
   def _write_verdict(self, message: str) -> None:
     """Tells the others why all processes end; only the first message counts."""
@@ -167,10 +165,8 @@ class Watchdog:
   def fail(self, message: str, *, is_suspect: bool) -> None:
     """Tells the other processes that this one ends.
 
-    Args:
-      message: text of the error.
-      is_suspect: whether another process may have caused the error, as when a
-        collective breaks. If it did, this call does not return.
+    `is_suspect` says that another process may have caused the error, as when a
+    collective breaks. If it did, this call does not return.
     """
     if is_suspect:
       time.sleep(self._heartbeat_seconds + 4 * _PERIOD_SECONDS)
@@ -221,8 +217,7 @@ class Cluster:
   def decide(self, make_decision: Callable[[], Any]) -> Any:
     """Returns to every process what `make_decision` returns in process 0.
 
-    Args:
-      make_decision: returns a JSON value. Only process 0 calls it.
+    Only process 0 calls `make_decision`, which returns a JSON value.
 
     Raises:
       ValueError: in all processes, if `make_decision` raises it.
@@ -294,11 +289,7 @@ class Cluster:
     return value
 
   def compare(self, values: dict[str, Any]) -> None:
-    """Checks that all processes have the same JSON values.
-
-    Raises:
-      ValueError: in all processes, if a value differs from that of process 0.
-    """
+    """Raises a ValueError in all processes if their JSON values differ."""
     values_of_all = self.gather(values) or []
 
     def check() -> None:
@@ -306,7 +297,7 @@ class Cluster:
       for i, others in enumerate(values_of_all):
         differing = [
           f'{k}={others.get(k)!r} where process 0 has {expected.get(k)!r}'
-          for k in {**expected, **others}
+          for k in expected | others
           if expected.get(k) != others.get(k)
         ]
         if differing:
@@ -315,10 +306,7 @@ class Cluster:
     self.decide(check)
 
   def is_preempted(self) -> bool:
-    """Whether a process got SIGTERM.
-
-    All processes must ask at the same update, and get the same answer.
-    """
+    """Whether a process got SIGTERM; all must ask at the same update."""
     self._num_rounds += 1
     ask = multihost_utils.reached_preemption_sync_point
     return self.is_distributed and ask(self._num_rounds)
@@ -341,12 +329,6 @@ def version_of_code() -> str:
   for path in sorted(root.rglob('*.py')):
     digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
   return digest.hexdigest()[:12]
-
-
-def _is_slurm_step() -> bool:
-  """Whether Slurm started this process as one of several."""
-  tasks = os.environ.get('SLURM_STEP_NUM_TASKS', '')
-  return 'SLURM_PROCID' in os.environ and tasks.isdigit() and int(tasks) > 1
 
 
 def _await_coordinator(address: str, process: int, seconds: float) -> None:
@@ -389,6 +371,9 @@ def start(
     ValueError: if the arguments do not fit, or the processes do not meet.
   """
   has_address = coordinator not in ('', 'auto')
+  tasks = os.environ.get('SLURM_STEP_NUM_TASKS', '')
+  has_tasks = tasks.isdigit() and int(tasks) > 1
+  is_slurm_step = has_tasks and 'SLURM_PROCID' in os.environ
   if {num_processes is not None, process is not None} != {has_address}:
     raise ValueError(
       'give --coordinator=HOST:PORT, --num_processes and --process_id together'
@@ -402,7 +387,7 @@ def start(
       raise ValueError(f'--coordinator={coordinator} is not HOST:PORT')
     if process:
       _await_coordinator(coordinator, process, start_seconds)
-  elif not (coordinator or _is_slurm_step()):
+  elif not (coordinator or is_slurm_step):
     return Cluster()
   name = 'this process' if process is None else f'process {process}'
   watchdog = Watchdog(heartbeat_seconds, hang_seconds)

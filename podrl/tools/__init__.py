@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 import functools
-import importlib.util
 import os
+import runpy
 import sys
 
 from absl import flags
@@ -77,12 +77,7 @@ def run_experiment_command(
 
 
 def single_path(paths: Sequence[str], what: str, example: str) -> str:
-  """Returns the only path of a command that takes exactly one.
-
-  Raises:
-    ValueError: if there is no path, or more than one. The message names `what`
-      was expected and the command line `example`, which omits `podrl`.
-  """
+  """Returns the only path; the error otherwise names `what` and an example."""
   if len(paths) != 1:
     raise ValueError(
       f'expected one {what}, got {len(paths)}; try podrl {example}'
@@ -91,11 +86,7 @@ def single_path(paths: Sequence[str], what: str, example: str) -> str:
 
 
 def make_directory(path: str) -> None:
-  """Creates the directory that `--out` names, unless it exists.
-
-  Raises:
-    ValueError: if it cannot be created or written to.
-  """
+  """Makes the directory of `--out`; a ValueError if it cannot be written."""
   try:
     os.makedirs(path, exist_ok=True)
   except OSError as error:
@@ -117,18 +108,14 @@ def read_config(
     raise ValueError(
       f'{path} is no experiment; try experiments/sebulba_cartpole.py'
     )
-  name = os.path.splitext(os.path.basename(path))[0]
   # Experiments import one another by name, from their own directory.
   sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
   try:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = runpy.run_path(path)
   finally:
     del sys.path[0]
-  if not hasattr(module, 'get_config'):
+  if 'get_config' not in module:
     raise ValueError(f'{path} is no experiment: it has no get_config')
-  config = module.get_config(values.agent, values.variant)
+  config = module['get_config'](values.agent, values.variant)
   apply_overrides(config, overrides)
   return config

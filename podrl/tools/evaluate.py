@@ -37,22 +37,20 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   low, high = bootstrap(returns)
   length = outcome.lengths.mean()
   out = values.out or os.path.join(path, 'evaluation.json')
-  workdir.write_json(
-    out,
-    {
-      'env': config.env.name,
-      'num_updates': loaded.num_updates,
-      'greedy': config.eval.greedy,
-      'seed': values.seed,
-      'episodes': len(returns),
-      'return': returns.mean(),
-      'return_low': low,
-      'return_high': high,
-      'return_std': returns.std(),
-      'length': length,
-      'returns': returns.tolist(),
-    },
-  )
+  result = {
+    'env': config.env.name,
+    'num_updates': loaded.num_updates,
+    'greedy': config.eval.greedy,
+    'seed': values.seed,
+    'episodes': len(returns),
+    'return': returns.mean(),
+    'return_low': low,
+    'return_high': high,
+    'return_std': returns.std(),
+    'length': length,
+    'returns': returns.tolist(),
+  }
+  workdir.write_json(out, result)
   print(
     f'{config.env.name}, after {loaded.num_updates} updates: '
     f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
@@ -63,30 +61,16 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 def run(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit code, as `tools.run_command`."""
   values = flags.FlagValues()
-  integer, string = flags.DEFINE_integer, flags.DEFINE_string
-  integer(
-    'episodes', 128, 'The number of episodes.', 1, 2**24, flag_values=values
-  )
-  string(
-    'checkpoint',
-    'last',
-    'The checkpoint: last, best, or its number of updates.',
-    flag_values=values,
-  )
-  flags.DEFINE_bool(
-    'greedy',
-    None,
+  text = 'The number of episodes.'
+  flags.DEFINE_integer('episodes', 128, text, 1, 2**24, values)
+  text = 'The checkpoint: last, best, or its number of updates.'
+  flags.DEFINE_string('checkpoint', 'last', text, values)
+  text = (
     "Whether to take the policy's mode rather than a sample. By default the "
-    "run's eval.greedy decides.",
-    flag_values=values,
   )
-  integer(
-    'seed',
-    0,
-    'The seed of the environments and the actions.',
-    0,
-    2**31 - 1,
-    flag_values=values,
-  )
-  string('out', '', 'The file to write, .json.', flag_values=values)
+  text += "run's eval.greedy decides."
+  flags.DEFINE_bool('greedy', None, text, values)
+  text = 'The seed of the environments and the actions.'
+  flags.DEFINE_integer('seed', 0, text, 0, 2**31 - 1, values)
+  flags.DEFINE_string('out', '', 'The file to write, .json.', values)
   return tools.run_command(argv, __doc__, values, _act)

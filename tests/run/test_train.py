@@ -453,5 +453,6 @@ def test_every_field_is_read(name, tmp_path, monkeypatch):
   for section, node in [('', config), *config.items()]:
     if isinstance(node, ConfigDict):
       unread |= {f'{section}.{k}' for k in {*node} - reads[id(node)]}
-  # Agents take their fields as keyword arguments: one too many is an error.
-  assert {x for x in unread if not x.startswith('agent.')} == set()
+  # Agents and optimisers take fields as keyword arguments: none can be unread.
+  sections = 'agent.', 'optimizer.'
+  assert {x for x in unread if not x.startswith(sections)} == set()
