@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
 
 class Statistics(NamedTuple):
-  """`Moments` or `Measured` of two quantities; `()` if it is not normalised.
+  """`Moments` or `Measured` of each quantity; `()` if it is not normalised.
 
   The discounted return is the discounted sum of an episode's rewards so far.
   """
