@@ -69,8 +69,7 @@ def find_runs(path: str) -> list[str]:
 def read_run(path: str) -> Run:
   """Reads a run, which may still be under way.
 
-  Raises:
-    ValueError: if the path is not a run, or one of its files is damaged.
+  Raises a ValueError if the path is not a run, or one of its files is damaged.
   """
   config = workdir.flatten(workdir.read_config(path).to_dict())
   records = workdir.read_records(path)
@@ -88,15 +87,14 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
   configs = [runs[0].config for runs in members.values()]
   groups = []
   for config, runs in zip(configs, members.values()):
-    name = _name(config)
-    label = [name[1]]
-    alike = [x for x in configs if _name(x) == name]
+    task, *label = _name(config)
+    alike = [x for x in configs if _name(x) == _name(config)]
     for key, value in config.items():
       # Fields that only one architecture has would fill the legend.
       is_shared = not key.startswith(_SEEDS) and all(key in x for x in alike)
       if is_shared and any(x[key] != value for x in alike):
         label.append(f'{key.rpartition(".")[2]}={value}')
-    groups.append(Group(name[0], ', '.join(label), runs))
+    groups.append(Group(task, ', '.join(label), runs))
   return groups
 
 
@@ -144,9 +142,8 @@ def draw(groups: Sequence[Group], x: str, path: str) -> None:
     axes.set(xlabel=_AXES[x], ylabel='episode return', xlim=(0, None))
     axes.xaxis.set_major_formatter(EngFormatter(sep=''))
     axes.spines[['top', 'right']].set_visible(False)
-    axes.legend(
-      frameon=False, fontsize=8, loc='upper left', bbox_to_anchor=(0, -0.2)
-    )
+    place: Any = {'loc': 'upper left', 'bbox_to_anchor': (0, -0.2)}
+    axes.legend(frameon=False, fontsize=8, **place)
   figure.tight_layout()
   figure.savefig(path, bbox_inches='tight')
   pyplot.close(figure)
@@ -161,15 +158,12 @@ def _draw_group(axes: Any, group: Group, x: str, color: str) -> None:
   if len(returns) > 1:
     label = f'95 % interval, {len(returns)} seeds'
     low, high = bootstrap(returns)
-    axes.fill_between(
-      points, low, high, color=color, alpha=0.2, lw=0, label=label
-    )
+    style = {'color': color, 'alpha': 0.2, 'lw': 0, 'label': label}
+    axes.fill_between(points, low, high, **style)
   evaluated = [run.series(x, 'eval_return') for run in group.runs]
   style = {'ms': 5, 'mec': 'white', 'clip_on': False, 'zorder': 3}
-  label = f'{group.label}: evaluation'
-  axes.plot(
-    *np.concatenate(evaluated, 1), 'o', color=color, label=label, **style
-  )
+  style |= {'color': color, 'label': f'{group.label}: evaluation'}
+  axes.plot(*np.concatenate(evaluated, 1), 'o', **style)
 
 
 def table(groups: Sequence[Group]) -> Table:

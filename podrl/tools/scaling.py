@@ -250,9 +250,8 @@ def _all_reduces() -> Callable[[], Row]:
     return x
 
   function = spmd.device_map(reduce, mesh, spmd.REPLICATED, spmd.REPLICATED)
-  vectors = spmd.place(
-    [jnp.ones(n) for n in MESSAGE_SIZES], mesh, spmd.REPLICATED
-  )
+  vectors = [jnp.ones(n) for n in MESSAGE_SIZES]
+  vectors = spmd.place(vectors, mesh, spmd.REPLICATED)
   return lambda: {
     str(x.size): _seconds(function, x)[0] / _NUM_STEPS for x in vectors
   }
@@ -505,11 +504,7 @@ def single(
 
 
 def predict(
-  base: Single,
-  learn: Work,
-  chip: Chip,
-  steps_per_core: int,
-  sizes: Sequence[int] = CORES,
+  base: Single, learn: Work, chip: Chip, num_steps: int, sizes: tuple = CORES
 ) -> list[Prediction]:
   """Predicts the update for several numbers of cores."""
   rows = []
@@ -519,13 +514,10 @@ def predict(
     reducing = learn.num_all_reduces * one
     waiting = base.deviation * expected_maximum(n)
     seconds = own + reducing + waiting
-    _, limit = max(
-      (own, base.limit), (reducing, 'interconnect'), (waiting, 'waiting')
-    )
-    efficiency, rate = base.alone / seconds, n * steps_per_core / seconds
-    rows.append(
-      Prediction(n, seconds, reducing, waiting, efficiency, rate, limit)
-    )
+    reduced = (reducing, 'interconnect')
+    _, limit = max((own, base.limit), reduced, (waiting, 'waiting'))
+    rates = base.alone / seconds, n * num_steps / seconds
+    rows.append(Prediction(n, seconds, reducing, waiting, *rates, limit))
   return rows
 
 

@@ -67,10 +67,8 @@ def record(
 ) -> Episode:
   """Records the same episode as an evaluation of one episode would run.
 
-  Args:
-    max_steps: the number of steps after which an unfinished episode is cut.
-    stride: steps between two pictures; the last step always has one.
-    max_pictures: `stride` doubles each time that there are more pictures.
+  Two pictures are `stride` steps apart, and the last step always has one.
+  `stride` doubles each time that there are more than `max_pictures`.
   """
   config, agent = loaded.config, loaded.agent
   env, act_keys = _make_env(config, rng_key)
@@ -180,13 +178,12 @@ def paint(
   """
   rows = [[np.asarray(x) for x in jax.tree.leaves(o)] for o in observations]
   shape = rows[0][0].shape if len(rows[0]) == 1 else ()
-  if len(shape) in (2, 3):
-    sides = shape[1:] if spec.channels_first else shape[:2]
-    if min(sides) > 3:
-      images = _to_images(np.concatenate(rows), spec.channels_first)
-      return [fit(x) for x in images]
-  drawing = _DRAWINGS.get((name.rpartition('/')[2].partition('-')[0], shape))
-  if drawing:
+  sides = shape[1:] if spec.channels_first else shape[:2]
+  if len(shape) in (2, 3) and min(sides) > 3:
+    images = _to_images(np.concatenate(rows), spec.channels_first)
+    return [fit(x) for x in images]
+  task = name.rpartition('/')[2].partition('-')[0].removesuffix('Continuous')
+  if drawing := _DRAWINGS.get((task, shape)):
     return [drawing(*map(float, row[0])) for row in rows]
   flat = [np.concatenate([np.ravel(x) for x in row]) for row in rows]
   return _draw_bars(np.stack(flat).astype(np.float64), actions)
@@ -287,7 +284,6 @@ _DRAWINGS: dict[tuple, Callable[..., np.ndarray]] = {
   ('CartPole', (4,)): _cart_pole,
   ('Pendulum', (3,)): _pendulum,
   ('MountainCar', (2,)): _mountain_car,
-  ('MountainCarContinuous', (2,)): _mountain_car,
   ('Acrobot', (6,)): _acrobot,
 }
 
@@ -419,11 +415,10 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 def run(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit code, as `tools.run_command`."""
   values = flags.FlagValues()
-  for name, default, text in (
-    ('out', '', 'The file to write, .gif or .mp4.'),
-    ('checkpoint', 'last', 'Which one: last, best, or its number of updates.'),
-  ):
-    flags.DEFINE_string(name, default, text, flag_values=values)
+  text = 'The file to write, .gif or .mp4.'
+  flags.DEFINE_string('out', '', text, flag_values=values)
+  text = 'Which one: last, best, or its number of updates.'
+  flags.DEFINE_string('checkpoint', 'last', text, flag_values=values)
   for name, number, text, low, high in (
     ('episodes', 1, 'The number of episodes, shown in turn.', 1, 100),
     ('seed', 0, 'The seed of environments and actions.', 0, 2**31 - 1),
