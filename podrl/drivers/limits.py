@@ -19,6 +19,49 @@ from podrl.drivers.stages import num_cores
 _SATURATED = 0.8
 OTHERS_WORTH_NAMING = 0.1  # Share of the cores that other programs use.
 _FRAMES = 200_000_000  # The number of frames in Atari papers.
+_WAITS = 'The learner waits {time_learner_waiting} of the time for data'
+_BOTH_WAIT = (
+  _WAITS + ', and the actors wait {time_actor_waiting} of the time for the '
+  'learner'
+)
+_ACTORS_WAIT = (
+  'The actors wait {time_actor_waiting} of the time for the learner, which '
+  'spends {time_update} of its time on updates'
+)
+_SENTENCES = {  # `_words` makes what stands in braces.
+  'shared cores': 'The {cores}, mostly with {most_work}: environments take '
+  '{time_environment} and choosing actions {time_inference} of the '
+  "actors' time, updates {time_update} of the learner's. Add CPU "
+  'cores{or_less_work}.',
+  'cores': _WAITS + ', and the {cores}: the environments need more cores. Add '
+  'CPU cores{or_drop_devices}.',
+  'environments': _WAITS + '. {actors_spend} {time_environment} of the time in '
+  'environments, and the {cores}: the latency of the environments is the '
+  'limit. Add actor threads (sebulba.threads_per_actor_device)'
+  '{or_env_threads}{or_drop_devices}.',
+  'inference latency': _WAITS + '. {actors_spend} {time_inference} of the time '
+  'choosing actions, and the {cores}: too few actors work at once. Add actor '
+  'threads (sebulba.threads_per_actor_device), or environments for which each '
+  'chooses (env.num_envs).',
+  'actor devices': _WAITS + ', and the {acting_devices} {busy_actor_devices} '
+  'busy{with_updates}: this is the limit. Add actor devices '
+  '(sebulba.actor_devices), or let fewer actors choose actions for more '
+  'environments each (env.num_envs, sebulba.threads_per_actor_device).',
+  'learner devices': _ACTORS_WAIT + ': the {learning_devices} the limit. '
+  '{remedy}, or use a smaller network or fewer epochs.',
+  'hand-off': _ACTORS_WAIT + ' and {time_hand_off} on handing parameters to '
+  'the actors: the hand-off is the limit. Make updates fewer and larger '
+  '(unroll_length, sebulba.unrolls_per_update, env.num_envs).',
+  'no lag': _BOTH_WAIT + ': with sebulba.max_lag=0 they work in turn. Set it '
+  'to 1, which lets acting and learning overlap (a2c needs 0; use '
+  '--agent=impala).',
+  'slowest actor': _BOTH_WAIT + ': each update takes one unroll of each of '
+  '{actors}, so the slowest is the limit. Use sebulba.mode=asynchronous, or '
+  'raise sebulba.max_lag.',
+  'lag': _BOTH_WAIT + ': at most {permits} unrolls may exist at once '
+  '(sebulba.unrolls_per_update={unrolls_per_update} x '
+  '(sebulba.max_lag={max_lag} + 1)). Raise either{or_drop_actors}.',
+}
 
 
 class System(NamedTuple):
@@ -97,27 +140,6 @@ def others(record: Mapping[str, float]) -> float:
   return _used_cores(record) - record['busy_cores']
 
 
-def _cores(record: Mapping[str, float], system: System) -> str:
-  text = (
-    f'{_are(system.num_cores, "CPU core")} {_percent(_used_cores(record))} busy'
-  )
-  if others(record) < OTHERS_WORTH_NAMING:
-    return text
-  own = _percent(record['busy_cores'])
-  return f'{text} ({own} with this run, the rest with other programs)'
-
-
-def _waits(record: Mapping[str, float]) -> str:
-  waits = _percent(record['time_learner_waiting'])
-  return f'The learner waits {waits} of the time for data'
-
-
-def _needed_actor_devices(record: Mapping[str, float], system: System) -> int:
-  """Returns how many actor devices the work of the present ones would fill."""
-  work = len(system.actor_devices) * record['busy_actor_devices']
-  return max(1, math.ceil(work / _SATURATED))
-
-
 def find_limit(record: Mapping[str, float], system: System) -> Limit:
   """Returns the resource that limits a run.
 
@@ -128,173 +150,95 @@ def find_limit(record: Mapping[str, float], system: System) -> Limit:
     system: what one process of the run works with.
   """
   system = system.with_active(record)
-  is_cpu = system.platform == 'cpu'
+  case = _find_case(record, system)
+  name = {'shared cores': 'cores', 'no lag': 'lag'}.get(case, case)
+  return Limit(name, _SENTENCES[case].format(**_words(record, system)))
+
+
+def _find_case(record: Mapping[str, float], system: System) -> str:
+  """Returns the key of the sentence that applies."""
+  is_cpu, used_cores = system.platform == 'cpu', _used_cores(record)
+  if is_cpu and used_cores >= _SATURATED:
+    return 'shared cores'
   learner = record['time_update'] + record['time_hand_off']
   actors = 1 - record['time_actor_waiting']
   busy = record['busy_actor_devices']
   # A device of the CPU says little: it is busy although cores may be free.
   is_device_busy = not is_cpu and busy >= _SATURATED
   is_updating = system.is_shared and record['time_update'] >= busy / 2
-  if is_cpu and _used_cores(record) >= _SATURATED:
-    return _shared_cores(record, system)
   if learner >= max(actors, _SATURATED) or (is_device_busy and is_updating):
-    return _learner(record, system)
-  if (
-    is_device_busy
-    and (actors >= _SATURATED or system.is_shared)
-    and busy >= _used_cores(record)
-  ):
-    return _actor_devices(record, system)
-  if actors >= _SATURATED:
-    return _environments(record, system)
-  return _both_wait(record, system)
+    is_hand_off = record['time_hand_off'] > record['time_update']
+    return 'hand-off' if is_hand_off else 'learner devices'
+  is_acting = actors >= _SATURATED or system.is_shared
+  if is_device_busy and is_acting and busy >= used_cores:
+    return 'actor devices'
+  if actors >= _SATURATED:  # The actors always work; their devices have room.
+    if used_cores >= _SATURATED:
+      return 'cores'
+    is_stepping = record['time_environment'] >= record['time_inference']
+    return 'environments' if is_stepping else 'inference latency'
+  # Nobody works all the time: the mode or the lag couples them too closely.
+  if system.max_lag == 0:
+    return 'no lag'
+  return 'slowest actor' if system.is_deterministic else 'lag'
 
 
-def _shared_cores(record: Mapping[str, float], system: System) -> Limit:
-  """Environments, inference and updates share the cores, which are busy."""
-  environments, inference, update = (
-    record[f'time_{stage}'] for stage in ('environment', 'inference', 'update')
-  )
-  thread_seconds = {
-    'environments': environments * system.num_actors * system.env_threads,
-    'choosing actions': inference * system.num_actors,
-    'updates': update * len(system.learner_devices),
+def _words(record: Mapping[str, float], system: System) -> dict[str, Any]:
+  """Returns what stands in the braces of all sentences."""
+  names = [k for k in record if k.startswith(('time_', 'busy_'))]
+  words = system._asdict() | {k: _percent(record[k]) for k in names}
+  busy, actors = words['busy_actor_devices'], count(system.num_actors, 'actor')
+  num_devices, is_cpu = len(system.actor_devices), system.platform == 'cpu'
+  cores = _are(system.num_cores, 'CPU core')
+  cores += f' {_percent(_used_cores(record))} busy'
+  if others(record) >= OTHERS_WORTH_NAMING:
+    own = words['busy_cores']
+    cores += f' ({own} with this run, the rest with other programs)'
+  num_threads = system.num_actors * system.env_threads
+  seconds = {
+    'environments': record['time_environment'] * num_threads,
+    'choosing actions': record['time_inference'] * system.num_actors,
+    'updates': record['time_update'] * len(system.learner_devices),
   }
-  most = max(thread_seconds, key=thread_seconds.__getitem__)
-  remedy = (
-    ''
-    if most == 'environments'
-    else (
-      ', or use a smaller network or fewer epochs; podrl balance measures '
-      'whether an accelerator pays'
+  permits = system.unrolls_per_update * (system.max_lag + 1)
+  words |= {
+    'cores': cores,
+    'most_work': max(seconds, key=seconds.__getitem__),
+    'or_less_work': ', or use a smaller network or fewer epochs; podrl balance '
+    'measures whether an accelerator pays',
+    'or_env_threads': ' or environment threads (sebulba.env_threads)',
+    'or_drop_devices': '',
+    'or_drop_actors': f', or drop to {count(permits, "actor")}',
+    'with_updates': f' ({words["time_update"]} with updates)',
+    'permits': permits,
+    'actors': actors,
+    'actors_spend': f'{actors} {"spends" if actors == "1 actor" else "spend"}',
+    'acting_devices': _are(num_devices, 'actor device'),
+    'learning_devices': _are(len(system.learner_devices), 'learner device'),
+    'remedy': 'Add learner devices (sebulba.learner_devices)',
+  }
+  work = num_devices * record['busy_actor_devices']
+  needed = max(1, math.ceil(work / _SATURATED))
+  if needed < num_devices and not is_cpu:
+    fewer = f'rop from {num_devices} to {count(needed, "actor device")}'
+    words['or_drop_devices'] = f', or d{fewer}, since they are {busy} busy'
+    words['remedy'] = (
+      f'D{fewer}, which are {busy} busy, and learn on the others'
     )
-  )
-  return Limit(
-    'cores',
-    f'The {_cores(record, system)}, mostly with {most}: environments take '
-    f'{_percent(environments)} and choosing actions {_percent(inference)} of '
-    f"the actors' time, updates {_percent(update)} of the learner's. Add CPU "
-    f'cores{remedy}.',
-  )
-
-
-def _learner(record: Mapping[str, float], system: System) -> Limit:
-  """The actors could deliver more than the learner uses."""
-  waits = (
-    f'The actors wait {_percent(record["time_actor_waiting"])} of the time for '
-    'the learner, which spends'
-  )
-  update = f'{_percent(record["time_update"])} of its time on updates'
-  if record['time_hand_off'] > record['time_update']:
-    return Limit(
-      'hand-off',
-      f'{waits} {update} and {_percent(record["time_hand_off"])} on handing '
-      'parameters to the actors: the hand-off is the limit. Make updates fewer '
-      'and larger (unroll_length, sebulba.unrolls_per_update, env.num_envs).',
-    )
-  num_actor_devices = len(system.actor_devices)
-  needed = _needed_actor_devices(record, system)
-  if system.platform == 'cpu':
-    remedy = (
-      f'The {_cores(record, system)}: learn on more CPU devices '
-      '(sebulba.learner_devices)'
-    )
-  elif system.is_shared:
-    remedy = 'Choose actions on a device of their own'
-  elif needed < num_actor_devices:
-    remedy = (
-      f'Drop from {num_actor_devices} to {count(needed, "actor device")}, '
-      f'which are {_percent(record["busy_actor_devices"])} busy, and learn '
-      'on the others'
-    )
-  else:
-    remedy = 'Add learner devices (sebulba.learner_devices)'
-  return Limit(
-    'learner devices',
-    f'{waits} {update}: the '
-    f'{_are(len(system.learner_devices), "learner device")} the limit. '
-    f'{remedy}, or use a smaller network or fewer epochs.',
-  )
-
-
-def _actor_devices(record: Mapping[str, float], system: System) -> Limit:
-  """Choosing actions fills the devices."""
-  busy = _percent(record['busy_actor_devices'])
-  updates = f' ({_percent(record["time_update"])} with updates)'
-  return Limit(
-    'actor devices',
-    f'{_waits(record)}, and the '
-    f'{_are(len(system.actor_devices), "actor device")} {busy} busy'
-    f'{updates if system.is_shared else ""}: this is the limit. Add actor '
-    'devices (sebulba.actor_devices), or let fewer actors choose actions for '
-    'more environments each (env.num_envs, sebulba.threads_per_actor_device).',
-  )
-
-
-def _environments(record: Mapping[str, float], system: System) -> Limit:
-  """The actors always work, and their devices have room."""
-  cores, busy = _cores(record, system), record['busy_actor_devices']
-  num_devices = len(system.actor_devices)
-  needed, drop = _needed_actor_devices(record, system), ''
-  if system.platform != 'cpu' and needed < num_devices:
-    drop = (
-      f', or drop from {num_devices} to {count(needed, "actor device")}, since '
-      f'they are {_percent(busy)} busy'
-    )
-  if _used_cores(record) >= _SATURATED:
-    return Limit(
-      'cores',
-      f'{_waits(record)}, and the {cores}: the environments need more cores. '
-      f'Add CPU cores{drop}.',
-    )
-  threads = 'Add actor threads (sebulba.threads_per_actor_device)'
-  spend = 'spends' if system.num_actors == 1 else 'spend'
-  actors = f'{_waits(record)}. {count(system.num_actors, "actor")} {spend}'
-  if record['time_environment'] >= record['time_inference']:
-    if system.num_actors * system.env_threads < system.num_cores:
-      threads += ' or environment threads (sebulba.env_threads)'
-    return Limit(
-      'environments',
-      f'{actors} {_percent(record["time_environment"])} of the time in '
-      f'environments, and the {cores}: the latency of the environments is the '
-      f'limit. {threads}{drop}.',
-    )
-  return Limit(
-    'inference latency',
-    f'{actors} {_percent(record["time_inference"])} of the time choosing '
-    f'actions, and the {cores}: too few actors work at once. {threads}, or '
-    'environments for which each chooses (env.num_envs).',
-  )
-
-
-def _both_wait(record: Mapping[str, float], system: System) -> Limit:
-  """Nobody works all the time: the mode or the lag couples them too closely."""
-  waits = (
-    f'{_waits(record)}, and the actors wait '
-    f'{_percent(record["time_actor_waiting"])} of the time for the learner'
-  )
-  max_lag, unrolls = system.max_lag, system.unrolls_per_update
-  if not max_lag:
-    return Limit(
-      'lag',
-      f'{waits}: with sebulba.max_lag=0 they work in turn. Set it to 1, which '
-      'lets acting and learning overlap (a2c needs 0; use --agent=impala).',
-    )
-  if system.is_deterministic:
-    return Limit(
-      'slowest actor',
-      f'{waits}: each update takes one unroll of each of '
-      f'{count(system.num_actors, "actor")}, so the slowest is the limit. Use '
-      'sebulba.mode=asynchronous, or raise sebulba.max_lag.',
-    )
-  permits = unrolls * (max_lag + 1)
-  drop = f', or drop to {count(permits, "actor")}'
-  return Limit(
-    'lag',
-    f'{waits}: at most {permits} unrolls may exist at once '
-    f'(sebulba.unrolls_per_update={unrolls} x (sebulba.max_lag={max_lag} + '
-    f'1)). Raise either{drop if permits < system.num_actors else ""}.',
-  )
+  if system.is_shared:
+    words['remedy'] = 'Choose actions on a device of their own'
+  if is_cpu:
+    remedy = 'learn on more CPU devices (sebulba.learner_devices)'
+    words['remedy'] = f'The {cores}: {remedy}'
+  for name, applies in (
+    ('or_less_work', words['most_work'] != 'environments'),
+    ('or_env_threads', num_threads < system.num_cores),
+    ('or_drop_actors', permits < system.num_actors),
+    ('with_updates', system.is_shared),
+  ):
+    if not applies:
+      words[name] = ''
+  return words
 
 
 def workload_ratio(record: Mapping[str, float], system: System) -> float | None:
@@ -317,13 +261,6 @@ def workload_ratio(record: Mapping[str, float], system: System) -> float | None:
   return cpu / device if device > 0 else None
 
 
-def count_compute_units(devices: Sequence[jax.Device]) -> int:
-  """Returns a GPU's multiprocessors or a TPU's cores; 0 if unknown."""
-  if devices[0].platform == 'tpu':
-    return sum(getattr(x, 'num_cores', None) or 1 for x in devices)
-  return sum(getattr(x, 'core_count', None) or 0 for x in devices)
-
-
 def summarise(
   record: Mapping[str, Any],
   devices: Sequence[jax.Device],
@@ -340,12 +277,14 @@ def summarise(
   if price_per_hour and record.get('frames_per_second'):
     hours = _FRAMES / record['frames_per_second'] / 3600
     summary['cost_of_200m_frames'] = price_per_hour * hours
-  num_units = count_compute_units(devices)
+  # A GPU's multiprocessors or a TPU's cores.
+  is_tpu = devices[0].platform == 'tpu'
+  name, default = ('num_cores', 1) if is_tpu else ('core_count', 0)
+  num_units = sum(getattr(x, name, None) or default for x in devices)
   if num_units and 'busy_cores' in record:
     summary['num_compute_units'] = num_units
     summary['threads_per_compute_unit'] = num_cores() / num_units
-    ratio = record.get('cpu_seconds_per_device_second')
-    if ratio:
+    if ratio := record.get('cpu_seconds_per_device_second'):
       summary['cpu_balance'] = num_cores() / len(devices) / ratio
   return summary
 

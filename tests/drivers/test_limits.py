@@ -388,13 +388,9 @@ def test_ratios(monkeypatch):
   assert summary['threads_per_compute_unit'] == 16 / 528
   # 4 threads per device; a device-second needs 8/3 CPU-seconds.
   assert summary['cpu_balance'] == pytest.approx(4 / (8 / 3))
-  assert (
-    limits.count_compute_units(
-      [types.SimpleNamespace(platform='tpu', num_cores=2)] * 4
-    )
-    == 8
-  )
-  assert limits.count_compute_units(jax.devices()) == 0
+  tpus = [types.SimpleNamespace(platform='tpu', num_cores=2)] * 4
+  assert limits.summarise(record, tpus, 0.0)['num_compute_units'] == 8
+  assert 'num_compute_units' not in limits.summarise(record, jax.devices(), 0.0)
   record |= {'limit': 'lag', 'limit_sentence': ''}
   rows = dict(limits.describe(record | summary))
   assert '528 compute units' in rows['balance'] and 'limit: lag' in rows
