@@ -27,15 +27,19 @@ def _open_gpus(devices: Sequence[jax.Device]) -> tuple[Any, list[Any]]:
     for device in devices:
       index = device.local_hardware_id
       name = visible[index] if visible else str(index)
-      handles.append(
-        pynvml.nvmlDeviceGetHandleByIndex(int(name))
-        if name.isdigit()
-        else pynvml.nvmlDeviceGetHandleByUUID(name)
-      )
+      if name.isdigit():
+        handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(name)))
+      else:
+        handles.append(pynvml.nvmlDeviceGetHandleByUUID(name))
       pynvml.nvmlDeviceGetTotalEnergyConsumption(handles[-1])
     return pynvml, handles
   except (pynvml.NVMLError, IndexError):  # Too old, virtual, or no driver.
     return None, []
+
+
+def _read(path: str, name: str) -> str:
+  with open(os.path.join(path, name), encoding='ascii') as file:
+    return file.read().strip()
 
 
 class Meter:
@@ -55,22 +59,16 @@ class Meter:
     # Only packages: cores and memory are parts of them, 'psys' contains them.
     for path in glob.glob(os.path.join(powercap, 'intel-rapl:*')):
       try:
-        if self._read(path, 'name').startswith('package'):
-          self._last[path] = (
-            int(self._read(path, 'energy_uj')),
-            int(self._read(path, 'max_energy_range_uj')),
-          )
+        if _read(path, 'name').startswith('package'):
+          size = int(_read(path, 'max_energy_range_uj'))
+          self._last[path] = int(_read(path, 'energy_uj')), size
       except (OSError, ValueError):  # Since 2020 only root may read it.
-        continue
+        pass
 
   @property
   def parts(self) -> list[str]:
     """What is measured: 'gpu', 'cpu', both or nothing."""
     return ['gpu'] * bool(self._gpus) + ['cpu'] * bool(self._last)
-
-  def _read(self, path: str, name: str) -> str:
-    with open(os.path.join(path, name), encoding='ascii') as file:
-      return file.read().strip()
 
   def joules(self) -> float | None:
     """Returns the energy since some moment; None if it cannot be read."""
@@ -78,7 +76,7 @@ class Meter:
       return None
     try:
       for path, (last, size) in self._last.items():
-        now = int(self._read(path, 'energy_uj'))
+        now = int(_read(path, 'energy_uj'))
         self._cpu_microjoules += (now - last) % size  # The counter wraps.
         self._last[path] = now, size
     except (OSError, ValueError):  # Training continues without it.
@@ -102,6 +100,4 @@ class Meter:
     if before is None or after is None or parts != self.parts:
       return reports
     stages = {'joules_per_second': (after - before) / len(reports)}
-    return [
-      report._replace(stages=report.stages | stages) for report in reports
-    ]
+    return [x._replace(stages=x.stages | stages) for x in reports]

@@ -64,8 +64,8 @@ class Plan(NamedTuple):
 
   unroll_length: int
   num_envs: int  # Of all actors together.
-  threads: int  # Each is an actor; so many act on each actor device.
-  env_threads: int  # They step the environments of one actor.
+  threads: int  # Of each actor device; a thread is an actor.
+  env_threads: int  # Threads that step the environments of one actor.
   actor_devices: tuple[int, ...]
   learner_devices: tuple[int, ...]
   unrolls_per_update: int  # 0 means one of each actor.
@@ -154,11 +154,10 @@ def is_candidate(
     or not all(1 / size_range <= size <= size_range for size in sizes)
   ):
     return False
-  try:
+  with contextlib.suppress(ValueError):
     build.make_run(with_fields(config, plan.overrides(base)))
-  except ValueError:
-    return False
-  return True
+    return True
+  return False
 
 
 def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
@@ -285,8 +284,7 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
     try:
       return measure(with_fields(config, fields), plan.batch, seconds)
     except Exception as error:  # Of an environment or of XLA, for example.
-      lines = str(error).splitlines() or [type(error).__name__]
-      raise ValueError(f'{name}: {lines[0]}') from error
+      raise ValueError(f'{name}: {workdir.one_line(error)}') from error
 
   return search(base, candidates, run)
 
@@ -396,13 +394,11 @@ def verdict(rates: dict[str, float]) -> str:
 @contextlib.contextmanager
 def _figure(path: str) -> Iterator[Any]:
   """Yields two axes, one above the other, and writes them to a file."""
-  import matplotlib  # The import takes a second.
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
+  from matplotlib.figure import Figure  # The import takes a second.
   from matplotlib.ticker import EngFormatter
 
-  figure, axes = pyplot.subplots(2, sharex=True, figsize=(6.4, 5), dpi=110)
+  figure = Figure(figsize=(6.4, 5), dpi=110, layout='tight')
+  axes = figure.subplots(2, sharex=True)
   axes[0].yaxis.set_major_formatter(EngFormatter(sep=''))
   yield axes
   for x in axes:
@@ -410,9 +406,7 @@ def _figure(path: str) -> Iterator[Any]:
     if x.get_legend_handles_labels()[0]:
       place = dict(loc='lower left', bbox_to_anchor=(0, 1))  # Above the axes.
       x.legend(**place, ncols=3, frameon=False, fontsize=8)
-  figure.tight_layout()
   figure.savefig(path)
-  pyplot.close(figure)
 
 
 def draw(runs: dict[Plan, Record], base: Plan, path: str) -> None:
@@ -452,14 +446,9 @@ def draw_decisions(run_directory: str, path: str) -> None:
   records = [record for record in records if 'num_actors' in record]
   if not records:
     raise ValueError(f'{run_directory} has no record yet')
-
-  def values(rows: Sequence[Record], *names: str) -> list[list[float]]:
-    return [[row[name] for row in rows] for name in names]
-
+  keys = 'wall_seconds', 'steps_per_second', 'num_actors'
+  times, speeds, counts = ([x[k] for x in records] for k in keys)
   with _figure(path) as (rates, actors):
-    times, speeds, counts = values(
-      records, 'wall_seconds', 'steps_per_second', 'num_actors'
-    )
     rates.plot(times, speeds, c=_COLORS[0])
     actors.step(times, counts, where='pre', color='0.35', label='active')
     for is_kept, marker, label, color in (
@@ -467,8 +456,8 @@ def draw_decisions(run_directory: str, path: str) -> None:
       (False, 'x', 'tried and undone', _COLORS[2]),
     ):
       tried = [x for x in decisions if x['is_kept'] == is_kept]
-      points = values(tried, 'wall_seconds', 'tried')
-      actors.plot(*points, marker, color=color, label=label)
+      times, counts = ([x[k] for x in tried] for k in ('wall_seconds', 'tried'))
+      actors.plot(times, counts, marker, color=color, label=label)
     for before, after in zip(decisions, decisions[1:]):
       if after['num_drifts'] > before['num_drifts']:
         rates.axvline(after['wall_seconds'], ls=':', color='0.5')
