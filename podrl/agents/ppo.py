@@ -78,12 +78,8 @@ def normalize(
     weight: `[...]` float32, 0 at joints, which do not count.
     mean: averages a tree over devices.
   """
-  moments = [
-    jnp.mean(weight),
-    jnp.mean(weight * advantage),
-    jnp.mean(weight * jnp.square(advantage)),
-  ]
-  share, first, second = mean(jnp.stack(moments))
+  powers = 1.0, advantage, jnp.square(advantage)
+  share, first, second = mean([jnp.mean(weight * x) for x in powers])
   share = jnp.maximum(share, 1e-8)  # It is 0 if all slots are joints.
   first, second = first / share, second / share
   deviation = jnp.sqrt(jnp.maximum(second - jnp.square(first), 0.0))
@@ -161,17 +157,15 @@ def make_agent(
     batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
     carry = jax.tree.map(lambda x: x[0], batch.carry)
     head, value, _ = network.unroll(params, batch.obs, batch.is_first, carry)
-    log_ratios = acting.log_ratio(
-      distribution.log_prob(head, batch.sample), batch.log_prob
-    )
-    policy_loss = losses.ppo_clip(
-      log_ratios, batch.advantage, batch.weight, clip=clip
-    )
-    value_loss = losses.value(value, batch.target, batch.weight)
-    entropy = losses.entropy(distribution.entropy(head), batch.weight)
+    advantage, weight = batch.advantage, batch.weight
+    log_prob = distribution.log_prob(head, batch.sample)
+    log_ratios = acting.log_ratio(log_prob, batch.log_prob)
+    policy_loss = losses.ppo_clip(log_ratios, advantage, weight, clip=clip)
+    value_loss = losses.value(value, batch.target, weight)
+    entropy = losses.entropy(distribution.entropy(head), weight)
     total = policy_loss + value_cost * value_loss - entropy_cost * entropy
     # An estimate of KL(old, new) that is never negative (Schulman 2020).
-    approx_kl = jnp.mean(batch.weight * (jnp.expm1(log_ratios) - log_ratios))
+    approx_kl = jnp.mean(weight * (jnp.expm1(log_ratios) - log_ratios))
     return total, {
       'policy_loss': policy_loss,
       'value_loss': value_loss,
