@@ -17,17 +17,12 @@ _MAX_LOG_RATIO = 20.0
 
 
 class Extras(NamedTuple):
-  """What `act` stores beside each action, `[..., B]` each.
+  """What `act` stores beside each action, `[..., B]` each."""
 
-  Attributes:
-    sample: the distribution's sample; the action is `to_action(sample)`.
-    log_prob: float32, the action's log-probability under the behaviour policy.
-    value: float32, the value of the time step, or `()`.
-  """
-
-  sample: Array
+  sample: Array  # The distribution's sample; the action is `to_action(sample)`.
+  # Float32, the action's log-probability under the behaviour policy.
   log_prob: Array
-  value: Array | tuple[()]
+  value: Array | tuple[()]  # Float32, the value of the time step, or `()`.
 
 
 def make_act(

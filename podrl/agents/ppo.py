@@ -46,26 +46,16 @@ class Batch(NamedTuple):
 
   A recurrent network keeps the sequences of the environments: N = B and S = T.
   Otherwise every slot is a sequence of one step: N = T B and S = 1.
-
-  Attributes:
-    obs: `[N, S, ...]`.
-    is_first: `[N, S]` bool.
-    carry: `[N, 1, ...]`, before the first step.
-    sample: `[N, S, ...]`, see `acting.Extras`.
-    log_prob: `[N, S]` float32, under the behaviour policy.
-    advantage: `[N, S]` float32.
-    target: `[N, S]` float32, the value target.
-    weight: `[N, S]` float32, 0 at joints.
   """
 
-  obs: Tree
-  is_first: Array
-  carry: Tree
-  sample: Array
-  log_prob: Array
-  advantage: Array
-  target: Array
-  weight: Array
+  obs: Tree  # `[N, S, ...]`.
+  is_first: Array  # `[N, S]` bool.
+  carry: Tree  # `[N, 1, ...]`, before the first step.
+  sample: Array  # `[N, S, ...]`, see `acting.Extras`.
+  log_prob: Array  # `[N, S]` float32, under the behaviour policy.
+  advantage: Array  # `[N, S]` float32.
+  target: Array  # `[N, S]` float32, the value target.
+  weight: Array  # `[N, S]` float32, 0 at joints.
 
 
 def normalize(

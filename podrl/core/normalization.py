@@ -44,17 +44,11 @@ class Moments(NamedTuple):
 
 
 class Measured(NamedTuple):
-  """Means over the slots of an unroll, around the running mean m.
+  """Means over the slots of an unroll, around the running mean m."""
 
-  Attributes:
-    share: float32 `[]`, mean weight of the slots.
-    first: float32 leaves, mean of weight (x - m).
-    second: float32 leaves, mean of weight (x - m)^2.
-  """
-
-  share: Array
-  first: Tree
-  second: Tree
+  share: Array  # Float32 `[]`, mean weight of the slots.
+  first: Tree  # Float32 leaves, mean of weight (x - m).
+  second: Tree  # Float32 leaves, mean of weight (x - m)^2.
 
 
 class Statistics(NamedTuple):

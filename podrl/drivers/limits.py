@@ -104,16 +104,12 @@ class System(NamedTuple):
 
 
 class Limit(NamedTuple):
-  """What limits a run.
+  """What limits a run."""
 
-  Attributes:
-    name: 'cores', 'environments', 'inference latency', 'actor devices',
-      'learner devices', 'hand-off', 'lag' or 'slowest actor'.
-    sentence: how the limit shows, and what to do about it.
-  """
-
+  # 'cores', 'environments', 'inference latency', 'actor devices', 'learner
+  # devices', 'hand-off', 'lag' or 'slowest actor'.
   name: str
-  sentence: str
+  sentence: str  # How the limit shows, and what to do about it.
 
 
 def count(number: int, noun: str) -> str:

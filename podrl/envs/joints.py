@@ -17,19 +17,13 @@ from podrl.types import Array, DeviceEnv, EnvSpec, HostEnv, TimeStep, Tree
 
 
 class JointState(NamedTuple):
-  """The state of one environment.
+  """The state of one environment."""
 
-  Attributes:
-    env_state: the environment's own state.
-    rng_key: fixed; each step folds `num_steps` into it.
-    num_steps: int32 `[]`, steps since the first reset, joints included.
-    is_last: bool `[]`, whether the last step ended an episode, so that the
-      next step resets.
-  """
-
-  env_state: Tree
-  rng_key: chex.PRNGKey
-  num_steps: Array
+  env_state: Tree  # The environment's own state.
+  rng_key: chex.PRNGKey  # Fixed; each step folds `num_steps` into it.
+  num_steps: Array  # Int32 `[]`, steps since the first reset, joints included.
+  # Bool `[]`, whether the last step ended an episode, so that the next step
+  # resets.
   is_last: Array
 
 

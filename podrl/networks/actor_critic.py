@@ -16,23 +16,18 @@ _JOIN_WIDTH = 256
 
 
 class Network(NamedTuple):
-  """A policy head and a value for each step of a sequence, as pure functions.
+  """A policy head and a value for each step of a sequence; pure functions."""
 
-  Attributes:
-    init: `(rng_key) -> params`.
-    initial_carry: `(batch_size) -> carry`, leaves `[B, ...]`; `()` if the
-      network is not recurrent.
-    unroll: `(params, obs, is_first, carry) -> (head, value, carry)`, from
-      observations `[T, B, ...]` and `is_first` `[T, B]` to heads
-      `[T, B, num_params]` and values `[T, B]`, both float32. The carry is the
-      one before the first step, and then the one after the last.
-    is_recurrent: whether the outputs of a step depend on earlier steps.
-  """
-
-  init: Callable[[jax.Array], Tree]
+  init: Callable[[jax.Array], Tree]  # `(rng_key) -> params`.
+  # `(batch_size) -> carry`, leaves `[B, ...]`; `()` if the network is not
+  # recurrent.
   initial_carry: Callable[[int], Tree]
+  # `(params, obs, is_first, carry) -> (head, value, carry)`, from observations
+  # `[T, B, ...]` and `is_first` `[T, B]` to heads `[T, B, num_params]` and
+  # values `[T, B]`, both float32. The carry is the one before the first step,
+  # and then the one after the last.
   unroll: Callable[[Tree, Tree, Array, Tree], tuple[Array, Array, Tree]]
-  is_recurrent: bool
+  is_recurrent: bool  # Whether the outputs of a step depend on earlier steps.
 
 
 def _merge_time(obs: Tree) -> Tree:  # [T, B, ...] to [T * B, ...].
@@ -84,24 +79,17 @@ def recurrent(
 
 
 class ActorCritic(nn.Module):
-  """A policy head and a value head on one torso, or on one torso each.
+  """A policy head and a value head on one torso, or on one torso each."""
 
-  Attributes:
-    make_torso: builds a torso, an `nn.Module`.
-    num_policy_params: width of the policy head.
-    shared_torso: whether the two heads share one torso.
-    num_constant_params: how many numbers of the policy head, the last ones, are
-      parameters with the same value in all states.
-    core: one of `cores.CORES`, placed between each torso and its head.
-    core_size: width of the core.
-  """
-
-  make_torso: Callable[[], nn.Module]
-  num_policy_params: int
-  shared_torso: bool = True
+  make_torso: Callable[[], nn.Module]  # Builds a torso, an `nn.Module`.
+  num_policy_params: int  # Width of the policy head.
+  shared_torso: bool = True  # Whether the two heads share one torso.
+  # How many numbers of the policy head, the last ones, are parameters with the
+  # same value in all states.
   num_constant_params: int = 0
+  # One of `cores.CORES`, placed between each torso and its head.
   core: str = 'none'
-  core_size: int = 64
+  core_size: int = 64  # Width of the core.
 
   @nn.compact
   def __call__(

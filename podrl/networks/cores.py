@@ -13,14 +13,10 @@ class Core(nn.Module):
   """A recurrent layer whose carry is reset to zero at each episode's start.
 
   GRU: Cho et al. 2014, arXiv:1406.1078; LSTM: Hochreiter and Schmidhuber 1997.
-
-  Attributes:
-    kind: 'gru' or 'lstm'.
-    size: width of the outputs and of the carry.
   """
 
-  kind: str
-  size: int
+  kind: str  # 'gru' or 'lstm'.
+  size: int  # Width of the outputs and of the carry.
 
   @nn.compact
   def __call__(

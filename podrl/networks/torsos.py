@@ -45,17 +45,12 @@ def standardize(image: jax.Array) -> jax.Array:
 
 
 class MLP(nn.Module):
-  """A multilayer perceptron over the flattened observation.
+  """A multilayer perceptron over the flattened observation."""
 
-  Attributes:
-    hidden_sizes: width of each layer.
-    activation: applied after each layer.
-    dtype: dtype of the arithmetic.
-  """
-
-  hidden_sizes: Sequence[int] = (64, 64)
+  hidden_sizes: Sequence[int] = (64, 64)  # Width of each layer.
+  # Applied after each layer.
   activation: Callable[[jax.Array], jax.Array] = nn.tanh
-  dtype: Any = jnp.float32
+  dtype: Any = jnp.float32  # Dtype of the arithmetic.
 
   @nn.compact
   def __call__(self, obs: Tree) -> jax.Array:
@@ -115,24 +110,16 @@ def _extract_patches(
 
 
 class Conv(nn.Module):
-  """A two-dimensional convolution, `[N, H, W, C]` to `[N, H', W', features]`.
+  """A 2D convolution from `[N, H, W, C]` to `[N, H', W', features]`."""
 
-  Attributes:
-    features: number of output channels.
-    kernel: height and width of the kernel.
-    stride: stride in both directions.
-    padding: 'VALID' or 'SAME'.
-    matmul: whether to compute one matrix product over patches, with the same
-      result; by default only if the backend is the CPU.
-    dtype: dtype of the arithmetic.
-  """
-
-  features: int
-  kernel: int
-  stride: int = 1
-  padding: str = 'VALID'
+  features: int  # Number of output channels.
+  kernel: int  # Height and width of the kernel.
+  stride: int = 1  # Stride in both directions.
+  padding: str = 'VALID'  # 'VALID' or 'SAME'.
+  # Whether to compute one matrix product over patches, with the same result; by
+  # default only if the backend is the CPU.
   matmul: bool | None = None
-  dtype: Any = jnp.float32
+  dtype: Any = jnp.float32  # Dtype of the arithmetic.
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -157,21 +144,14 @@ class Conv(nn.Module):
 
 
 class ConvNet(nn.Module):
-  """Convolutions, each with a ReLU, and one hidden layer.
+  """Convolutions, each with a ReLU, and one hidden layer."""
 
-  Attributes:
-    channels_first: whether observations are CHW.
-    layers: (features, kernel, stride) of each convolution.
-    hidden_size: width of the layer after them.
-    standardize: whether each image is standardised.
-    dtype: dtype of the arithmetic.
-  """
-
-  channels_first: bool
+  channels_first: bool  # Whether observations are CHW.
+  # (features, kernel, stride) of each convolution.
   layers: Sequence[tuple[int, int, int]]
-  hidden_size: int
-  standardize: bool = False
-  dtype: Any = jnp.float32
+  hidden_size: int  # Width of the layer after them.
+  standardize: bool = False  # Whether each image is standardised.
+  dtype: Any = jnp.float32  # Dtype of the arithmetic.
 
   @nn.compact
   def __call__(self, obs: Tree) -> jax.Array:
@@ -184,19 +164,13 @@ class ConvNet(nn.Module):
 
 
 class ImpalaResNet(nn.Module):
-  """IMPALA's residual torso (Espeholt et al. 2018, arXiv:1802.01561, fig. 3).
+  """The torso of Espeholt et al. 2018, arXiv:1802.01561, figure 3."""
 
-  Attributes:
-    channels_first: whether observations are CHW.
-    channels: channels of each section; a section halves the image.
-    hidden_size: width of the last layer.
-    dtype: dtype of the arithmetic.
-  """
-
-  channels_first: bool
+  channels_first: bool  # Whether observations are CHW.
+  # Channels of each section; a section halves the image.
   channels: Sequence[int] = (16, 32, 32)
-  hidden_size: int = 256
-  dtype: Any = jnp.float32
+  hidden_size: int = 256  # Width of the last layer.
+  dtype: Any = jnp.float32  # Dtype of the arithmetic.
 
   @nn.compact
   def __call__(self, obs: Tree) -> jax.Array:

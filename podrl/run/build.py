@@ -27,31 +27,23 @@ _MAX_UPDATES = 1024  # In one call of Anakin's training.
 
 
 class Run(NamedTuple):
-  """Everything that `train` needs.
-
-  Attributes:
-    devices: the devices of all processes that the run uses.
-    evaluate: see `make_evaluate`.
-    eval_keys: a key for each agent's evaluations; fold in the number of
-      updates.
-    eval_every_updates: updates between evaluations; 0 is only at the end.
-    checkpoint_every_updates: updates between checkpoints; 0 is by time alone.
-    params: shapes of the parameters of all agents.
-    resume_note: tells the user what a resumed run cannot continue.
-  """
+  """Everything that `train` needs."""
 
   spec: EnvSpec
   suite: str
+  # The devices of all processes that the run uses.
   devices: Sequence[jax.Device]
   driver: Driver
-  evaluate: Callable[..., Evaluation | None]
+  evaluate: Callable[..., Evaluation | None]  # See `make_evaluate`.
+  # A key for each agent's evaluations; fold in the number of updates.
   eval_keys: Sequence[chex.PRNGKey]
   num_updates: int
-  eval_every_updates: int
+  eval_every_updates: int  # Updates between evaluations; 0 is only at the end.
+  # Updates between checkpoints; 0 is by time alone.
   checkpoint_every_updates: int
-  params: Any
+  params: Any  # Shapes of the parameters of all agents.
   warnings: Sequence[str]
-  resume_note: str
+  resume_note: str  # Tells the user what a resumed run cannot continue.
 
 
 def architecture(config: ConfigDict) -> str:

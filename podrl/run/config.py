@@ -55,16 +55,11 @@ class Range(NamedTuple):
 
 
 class Field(NamedTuple):
-  """A field of the configuration.
+  """A field of the configuration."""
 
-  Attributes:
-    default: its value unless the agent or the experiment sets another one.
-    comment: one line for `--help`.
-    allowed: a range, the allowed strings, or None where the type is enough.
-  """
-
-  default: Any
-  comment: str
+  default: Any  # Its value unless the agent or the experiment sets another one.
+  comment: str  # One line for `--help`.
+  # A range, the allowed strings, or None where the type is enough.
   allowed: Range | tuple[str, ...] | None = None
 
 
@@ -350,18 +345,12 @@ class CommandLine(NamedTuple):
 
 
 class Files(NamedTuple):
-  """The files that a run starts with.
+  """The files that a run starts with."""
 
-  Attributes:
-    workdir: the run's own directory.
-    init_from: the run whose parameters it starts from, or empty.
-    is_resumed: whether it continues the run in `workdir`.
-    num_resumes: how often the run has been resumed, this time included.
-  """
-
-  workdir: str
-  init_from: str = ''
-  is_resumed: bool = False
+  workdir: str  # The run's own directory.
+  init_from: str = ''  # The run whose parameters it starts from, or empty.
+  is_resumed: bool = False  # Whether it continues the run in `workdir`.
+  # How often the run has been resumed, this time included.
   num_resumes: int = 0
 
 

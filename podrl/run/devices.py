@@ -20,23 +20,16 @@ _MAX_TUNED_THREADS = 8  # More threads would make the usual pools small.
 
 
 class Layout(NamedTuple):
-  """How Sebulba uses a host.
+  """How Sebulba uses a host."""
 
-  Attributes:
-    actor_devices: local indices of the devices that choose actions.
-    learner_devices: local indices of the devices that learn.
-    threads: threads per actor device, each of which is an actor.
-    num_actors: actors of this process.
-    unrolls_per_update: unrolls of this process that one update learns from.
-    env_threads: threads that step the environments of one actor.
-  """
-
+  # Local indices of the devices that choose actions.
   actor_devices: tuple[int, ...]
-  learner_devices: tuple[int, ...]
-  threads: int
-  num_actors: int
+  learner_devices: tuple[int, ...]  # Local indices of the devices that learn.
+  threads: int  # Threads per actor device, each of which is an actor.
+  num_actors: int  # Actors of this process.
+  # Unrolls of this process that one update learns from.
   unrolls_per_update: int
-  env_threads: int
+  env_threads: int  # Threads that step the environments of one actor.
 
 
 def _multiples_near(value: int, divisor: int) -> str:

@@ -20,31 +20,20 @@ _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
 class Evaluation(NamedTuple):
-  """The episodes of an evaluation.
+  """The episodes of an evaluation."""
 
-  Attributes:
-    returns: float32 `[N]`, undiscounted sums of raw rewards.
-    lengths: int32 `[N]`, in steps.
-  """
-
-  returns: np.ndarray
-  lengths: np.ndarray
+  returns: np.ndarray  # Float32 `[N]`, undiscounted sums of raw rewards.
+  lengths: np.ndarray  # Int32 `[N]`, in steps.
 
 
 class Settings(NamedTuple):
-  """What an evaluation does.
+  """What an evaluation does."""
 
-  Attributes:
-    num_episodes: episodes of all processes, each in its own environment.
-    max_episode_steps: a longer episode is cut here, and its return so far
-      counts.
-    greedy: whether to take the policy's mode instead of a sample.
-    process: index of this process, which runs its part of the episodes.
-  """
-
-  num_episodes: int
+  num_episodes: int  # Episodes of all processes, each in its own environment.
+  # A longer episode is cut here, and its return so far counts.
   max_episode_steps: int
-  greedy: bool
+  greedy: bool  # Whether to take the policy's mode instead of a sample.
+  # Index of this process, which runs its part of the episodes.
   process: int = 0
   num_processes: int = 1
 

@@ -44,18 +44,13 @@ def observe(spec: Tree, obs: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """A policy with its parameters on one device.
+  """A policy with its parameters on one device."""
 
-  Attributes:
-    config: the configuration of its run.
-    num_updates: the number of updates that produced its parameters.
-  """
-
-  config: ConfigDict
+  config: ConfigDict  # The configuration of its run.
   spec: EnvSpec
   agent: Agent
   params: Tree
-  num_updates: int
+  num_updates: int  # The number of updates that produced its parameters.
 
   def initial_carry(self, batch_size: int) -> Tree:
     """Returns the carry before the first step of `batch_size` episodes."""
