@@ -28,7 +28,7 @@ from podrl.types import (
 )
 
 
-def _all_mean(tree: Tree) -> Tree:
+def all_mean(tree: Tree) -> Tree:
   """Averages a tree over devices, in one all-reduce of one vector."""
   vector, unravel = ravel_pytree(tree)
   return unravel(jax.lax.pmean(vector, DEVICE_AXIS))
@@ -112,7 +112,7 @@ def make_learner(
     params = trained(state.params)
     (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
     metrics['loss'] = value
-    grads, metrics, measured = _all_mean((grads, metrics, measured))
+    grads, metrics, measured = all_mean((grads, metrics, measured))
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
     metrics['grad_norm'] = optax.tree.norm(grads)
     params = optax.apply_updates(params, updates)
@@ -148,7 +148,7 @@ def make_learner(
   def update(
     state: LearnerState, trajectory: Trajectory, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, Metrics]:
-    batch = agent.prepare(state.params, trajectory, _all_mean)
+    batch = agent.prepare(state.params, trajectory, all_mean)
     measured = agent.measure(state.params, trajectory)
     batch, measured = jax.lax.stop_gradient((batch, measured))
     if num_epochs == 1:

@@ -236,7 +236,7 @@ def _parse_literal(text: str) -> Any:
   """Reads a Python literal, true or false; any other text is a string."""
   try:
     return ast.literal_eval(text)
-  except (ValueError, SyntaxError):
+  except (ValueError, SyntaxError, TypeError):
     return {'true': True, 'false': False}.get(text.lower(), text)
 
 

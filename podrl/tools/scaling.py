@@ -47,13 +47,14 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
+from podrl.core.learner import all_mean
 from podrl.drivers import spmd
 from podrl.drivers.anakin import Actors, make_unroll
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build, cluster
 from podrl.run.config import check, check_choice
-from podrl.types import DEVICE_AXIS, Array, DeviceEnv, TimeStep, Tree
+from podrl.types import Array, DeviceEnv, TimeStep, Tree
 
 
 class Chip(NamedTuple):
@@ -246,7 +247,7 @@ def _all_reduces() -> Callable[[], Row]:
 
   def reduce(x: Array) -> Array:
     for _ in range(_NUM_STEPS):
-      x = jax.lax.pmean(x, DEVICE_AXIS)
+      x = all_mean(x)
     return x
 
   function = spmd.device_map(reduce, mesh, spmd.REPLICATED, spmd.REPLICATED)
@@ -639,7 +640,7 @@ def _act(
   chip = CHIPS.get(values.chip, local)
   if config.network.dtype == 'float32' and chip is not local:
     chip = chip._replace(peak=chip.peak / chip.float32_passes)
-  overlaps = 'sebulba' in config and config.sebulba.max_lag > 0
+  overlaps = bool(times.stages) and config.sebulba.max_lag > 0
   base = single(times, act, learn, local, chip, overlaps)
   num_envs = config.env.num_envs
   rows = predict(base, learn, chip, config.unroll_length * num_envs)
