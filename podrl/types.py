@@ -43,7 +43,7 @@ class Trajectory(NamedTuple):
   Attributes:
     timestep: leaves `[T+1, B, ...]`.
     action: `[T, B, ...]`; `action[t]` was chosen at `timestep[t]`.
-    extras: leaves `[T, B, ...]`, what `Agent.act` stored beside each action.
+    extras: leaves `[T, B, ...]`, what `Agent.act` stored with each action.
     carry: leaves `[1, B, ...]`, the agent's carry before the first step; `()`
       for an agent without one.
   """
@@ -285,7 +285,7 @@ class Driver(Protocol):
     """Returns what the driver adds to a record of metrics."""
 
   def progress(self) -> dict[str, Any]:
-    """Returns, as JSON, what a resumed run needs beside `state`."""
+    """Returns what a resumed run needs in addition to `state`, as JSON."""
 
   def stop(self) -> None:
     """Makes `advance` return early; a signal handler may call it."""

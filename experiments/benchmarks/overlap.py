@@ -27,7 +27,7 @@ from podrl.types import Discrete, EnvSpec, HostEnv, Learner, TimeStep
 _NUM_ACTORS, _NUM_ENVS, _LENGTH = 2, 8, 10
 _STEP_SECONDS = 0.05
 _COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # Time of an update over that of an unroll.
-_UPDATES = 5  # In one measurement.
+_UPDATES = 5  # One measurement has this many.
 
 
 def make_env(seconds: float) -> HostEnv:
@@ -182,7 +182,7 @@ def main() -> None:
     help='number of repeats',
   )
   repeats = parser.parse_args().repeats
-  jax.config.update('jax_cpu_enable_async_dispatch', False)  # As in a run.
+  jax.config.update('jax_cpu_enable_async_dispatch', False)  # Runs do so too.
   print(
     f'Updates per second, medians of {repeats}; an unroll sleeps '
     f'{_LENGTH * _STEP_SECONDS:g} s'

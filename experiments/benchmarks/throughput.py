@@ -69,7 +69,7 @@ _NAMES = {
   'anakin': ('CartPole-v1', 'Breakout-MinAtar', 'Pong-misc'),
   'sebulba': ('CartPole-v1', 'Pong-v5'),
 }
-_MAX_UPDATES = 64  # In one call of training.
+_MAX_UPDATES = 64  # One call of training has at most this many.
 _SECONDS = 1.0  # One measurement takes about this long.
 
 
@@ -370,7 +370,7 @@ def _rates(
       function(counts[name])
       seconds = time.perf_counter() - start
       rates[name].append(counts[name] * steps / seconds)
-      # The actors still work ahead: wait until they stop.
+      # The actors still fill the queue: wait until they stop.
       time.sleep(1.5 * ahead * seconds / counts[name])
   return {name: float(np.median(x)) for name, x in rates.items()}
 

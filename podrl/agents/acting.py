@@ -17,7 +17,7 @@ _MAX_LOG_RATIO = 20.0
 
 
 class Extras(NamedTuple):
-  """What `act` stores beside each action, `[..., B]` each."""
+  """What `act` stores with each action, `[..., B]` each."""
 
   sample: Array  # The distribution's sample; the action is `to_action(sample)`.
   # Float32, the action's log-probability under the behaviour policy.

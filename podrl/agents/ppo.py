@@ -37,7 +37,7 @@ def check(fields: Mapping[str, Any]) -> None:
 
 
 def minibatch_unit(fields: Mapping[str, Any]) -> str:
-  """What minibatches divide: steps, or with a recurrent core sequences."""
+  """What minibatches divide: steps, or environments if there is a memory."""
   return 'steps' if fields['network.recurrent'] == 'none' else 'environments'
 
 

@@ -12,7 +12,7 @@ from podrl.types import Array, Box, Discrete
 
 DISTRIBUTIONS = ('auto', 'categorical', 'gaussian', 'tanh_gaussian')
 
-_LARGEST_BOUND = 1e6  # A larger bound counts as none.
+_LARGEST_BOUND = 1e6  # A dimension with a larger bound counts as unbounded.
 _SMALLEST_SCALE = 1e-3
 # Gauss-Hermite nodes and weights: E[f(x)] for a standard normal x.
 _nodes, _weights = np.polynomial.hermite_e.hermegauss(32)
@@ -24,7 +24,7 @@ class Distribution(NamedTuple):
   """A family of distributions over actions, as pure functions.
 
   A *sample* is what the distribution draws; `to_action` maps it to the action.
-  Learning keeps the sample, because several may have the same clipped action.
+  Unrolls store the sample, because clipping maps many samples to one action.
 
   Attributes:
     num_params: width of the policy head.
@@ -120,8 +120,8 @@ def gaussian(
     field = f'network.initial_scale={initial_scale}'
     raise ValueError(f'{field} must be more than {_SMALLEST_SCALE}')
   size = low.size
-  # A dimension with a single value has no width. It keeps its own unit, like
-  # one without bounds, around the bound that it may have.
+  # A dimension whose bounds are equal has no width to scale by. It keeps its
+  # own unit, like one without bounds, centred on its bound if it has one.
   finite_low, finite_high = (
     np.where(np.abs(x) < _LARGEST_BOUND, x, 0.0) for x in (low, high)
   )

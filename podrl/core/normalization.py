@@ -25,7 +25,7 @@ from podrl.types import (
   Tree,
 )
 
-_LARGEST = 10.0  # Observations and rewards are clipped to so many deviations.
+_LARGEST = 10.0  # Values are clipped to this many deviations.
 _EPSILON = 1e-8
 
 
@@ -88,7 +88,7 @@ def measure(moments: Moments, x: Tree, weight: Array) -> Measured:
 
   def mean_power(power: int, x: Array, center: Array) -> Array:
     chex.assert_equal_shape([x[0, 0], center])
-    # Around the running mean: raw squares would lose their precision.
+    # Relative to the running mean: raw squares would lose precision.
     x = (x.astype(jnp.float32) - center[None, None]) ** power
     slot_weight = weight.reshape(*weight.shape, *[1] * center.ndim)
     return jnp.mean(x * slot_weight, (0, 1))
@@ -101,7 +101,7 @@ def measure(moments: Moments, x: Tree, weight: Array) -> Measured:
 
 
 def absorb(moments: Moments, measured: Measured) -> Moments:
-  """Joins what was measured to the moments.
+  """Updates the moments with the measured ones.
 
   Source: Chan et al. 1979, Updating Formulae and a Pairwise Algorithm for
   Computing Sample Variances, eq. 2.1.

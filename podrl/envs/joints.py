@@ -95,8 +95,8 @@ def make_host_env(
   Args:
     spec: describes one environment.
     envs: has the interface of `gymnasium.vector.VectorEnv`, and resets an
-      environment in the step after its last, as in the next-step mode. The
-      library does not say which steps are first: they follow the last ones.
+      environment in the step after its last (gymnasium's next-step mode). It
+      does not say which steps are first: they follow the last ones.
     seed: argument of the reset.
     close: see `HostEnv`.
     render: see `HostEnv`.

@@ -39,7 +39,7 @@ def as_image(
 
 def standardize(image: jax.Array) -> jax.Array:
   """Gives each of the images `[N, H, W, C]` mean 0 and deviation 1."""
-  # A uniform background would outweigh small moving things like Pong's ball.
+  # Else a uniform background outweighs small moving things like Pong's ball.
   x = image - jnp.mean(image, (1, 2, 3), keepdims=True)
   return x / (jnp.std(x, (1, 2, 3), keepdims=True) + 1e-3)
 
@@ -128,7 +128,7 @@ class Conv(nn.Module):
     zeros = nn.initializers.zeros_init()
     bias: Any = self.param('bias', zeros, (self.features,))
     x, kernel, bias = (a.astype(self.dtype) for a in (x, kernel, bias))
-    # In a gradient in a scan, XLA's CPU convolution is some ten times slower.
+    # In a gradient in a scan, XLA's CPU convolution is about ten times slower.
     matmul = self.matmul
     if matmul is None:
       matmul = jax.default_backend() == 'cpu'

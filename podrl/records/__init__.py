@@ -1,1 +1,1 @@
-"""A run as files, and on the terminal."""
+"""Writes a run to files and to the terminal, and reads its files."""

@@ -26,10 +26,10 @@ from podrl.records import workdir
 from podrl.records.workdir import Record, WriteError
 from podrl.types import LearnerState, Tree
 
-_FORMAT = 1  # Of a checkpoint; a newer version of podrl may write a larger one.
-_EXTRA_BYTES = 2**20  # What a checkpoint needs beside its arrays.
+_FORMAT = 1  # Version of the format; a newer podrl may write a larger number.
+_EXTRA_BYTES = 2**20  # A checkpoint's size without its arrays.
 
-# In one jitted call: all is copied before the next update can donate it.
+# One jitted call copies all arrays before the next update can donate them.
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
@@ -85,7 +85,7 @@ class Checkpoints:
   def __init__(self, path: str, keep: int):
     logging.set_verbosity(logging.FATAL)  # Orbax logs every file.
     self._path = path
-    self._num_updates = 0  # Of the checkpoint that is being written.
+    self._num_updates = 0  # Number of the checkpoint being written.
     self._policies: list = [checkpoint_managers.LatestN(keep)]
     policy = checkpoint_managers.AnyPreservationPolicy(self._policies)
     # Orbax calls this before it gives the checkpoint its name.
@@ -151,7 +151,7 @@ class Checkpoints:
       self._manager.close()
 
   def _errors(self) -> contextlib.AbstractContextManager[None]:
-    # Of any kind: orbax passes on all errors of the file system.
+    # Catches every kind: orbax passes on all errors of the file system.
     return workdir.write_errors(f'checkpoint {self._num_updates}')
 
 
@@ -205,15 +205,15 @@ def _read(path: str, step: int, item: str, like: Tree) -> Tree:
 
 
 def _read_progress(path: str, step: int) -> Record:
-  # Not through orbax, which would wait for the other processes.
+  # Read directly: orbax would wait for the other processes.
   return workdir.read_json(_directory(path, step, 'progress', 'metadata'))
 
 
 def count_resumes(path: str) -> int:
-  """How often a run will have been resumed if it is resumed now."""
+  """Returns the number of resumes of a run, plus one for this resume."""
   for step in steps(path):
     with contextlib.suppress(ValueError, KeyError, TypeError):
-      # Without digests: the number only selects seeds.
+      # No digest is checked: the number only selects seeds.
       return _read_progress(path, step)['num_resumes'] + 1
   return 0
 

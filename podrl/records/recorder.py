@@ -23,9 +23,9 @@ from podrl.types import Episodes, Report
 class _Reduction(NamedTuple):
   """How the values of one metric become one value."""
 
-  updates: Callable = np.mean  # Over the updates of a window.
-  processes: Callable = np.mean  # Over the processes of a run.
-  seeds: Callable = np.mean  # Over the agents of a run.
+  updates: Callable = np.mean  # Combines the updates of a window.
+  processes: Callable = np.mean  # Combines the processes of a run.
+  seeds: Callable = np.mean  # Combines the agents of a run.
 
 
 _COUNT = _Reduction(operator.itemgetter(-1), np.sum)
@@ -89,8 +89,8 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
 class _Totals:
   """Sums over the run, and over the updates since its last record; JSON."""
 
-  env_steps: int = 0  # Of the whole run so far.
-  num_updates: int = 0  # Of the whole run so far.
+  env_steps: int = 0  # Steps of the whole run so far.
+  num_updates: int = 0  # Updates of the whole run so far.
   rows: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
   episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 4)
   stages: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -245,7 +245,7 @@ Sink = JsonLines | TensorBoard | Wandb | Terminal
 
 
 class Writer:
-  """Writes records in a thread of its own, so that no sink delays training.
+  """Writes records in a separate thread, so that no sink delays training.
 
   After a sink raises, the next call of any method raises a `WriteError`.
   """
@@ -374,9 +374,9 @@ class Recorder:
       for path, last in zip(self._paths, self.last):
         file = os.path.join(path, 'metrics.jsonl')
         if not progress and os.path.exists(file) and os.path.getsize(file):
-          workdir.set_aside(file)  # Of a start that reached no checkpoint.
+          workdir.set_aside(file)  # That start reached no checkpoint.
         sinks: list[Sink] = [JsonLines(file, self._num_records)]
-        self.sinks.append(sinks)  # Now, so that `close` closes each of them.
+        self.sinks.append(sinks)  # First, so that `close` closes them.
         for record in workdir.read_records(path):
           last.update(record)
         if self.config.log.tensorboard:
@@ -447,7 +447,7 @@ class Recorder:
     try:
       self._writer.close(sinks + self._decisions)
     finally:
-      self.terminal.close()  # Without records it is in no list of sinks.
+      self.terminal.close()  # Without records, no list of sinks has it.
 
   def write_summaries(self, outcome: Record) -> None:
     """Writes each `summary.json`: the last values and `outcome`."""

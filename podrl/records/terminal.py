@@ -55,7 +55,7 @@ class Terminal:
     self._console.on_broken_pipe = self._go_silent  # type: ignore[method-assign]
     self._name = name
     self._num_updates = num_updates
-    self._start = time.perf_counter(), 0.0  # And the share done by then.
+    self._start = time.perf_counter(), 0.0  # (time, share done then)
     self._live = None
     if self._console.is_terminal and not is_silent:
       self._bar = progress.Progress(

@@ -23,7 +23,7 @@ from podrl.types import Agent, DeviceEnv, Driver, EnvSpec, HostEnv, Learner
 # Evaluation cuts episodes here if the environment never does.
 _UNLIMITED_STEPS = 10_000
 
-_MAX_UPDATES = 1024  # In one call of Anakin's training.
+_MAX_UPDATES = 1024  # One call of Anakin's training has at most this many.
 
 
 class Run(NamedTuple):
@@ -235,7 +235,7 @@ def _make_anakin(
   num_envs, unroll_length = config.env.num_envs, config.unroll_length
   steps_per_update = unroll_length * num_envs
   num_updates = _count_updates(config, steps_per_update)
-  # A call reports each of its updates, and ends with a record at the latest.
+  # A call reports each update in it, and lasts at most until the next record.
   max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
   programs = anakin.make_programs(
     make_env(config),

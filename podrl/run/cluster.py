@@ -166,7 +166,7 @@ class Watchdog:
     """Tells the other processes that this one ends.
 
     `is_suspect` says that another process may have caused the error, as when a
-    collective breaks. If it did, this call does not return.
+    collective breaks. If it did, the watchdog ends this process here.
     """
     if is_suspect:
       time.sleep(self._heartbeat_seconds + 4 * _PERIOD_SECONDS)
@@ -187,7 +187,7 @@ class Cluster:
 
   process: int = 0  # Index of this process.
   num_processes: int = 1
-  client: Any = None  # Of JAX's coordination service.
+  client: Any = None  # Client of JAX's coordination service.
   watchdog: Watchdog | None = None
 
   def __post_init__(self):
@@ -202,7 +202,7 @@ class Cluster:
   def _read(self, key: str) -> Any:
     """Waits for a value; the watchdog ends the process if none comes."""
     while True:
-      self.beat()  # Waiting for another process is not a hang of this one.
+      self.beat()  # A process that waits for another one does not hang.
       try:
         return json.loads(self.client.blocking_key_value_get(key, 1_000))
       except jax.errors.JaxRuntimeError as error:
@@ -401,7 +401,7 @@ def start(
       num_processes,
       process,
       initialization_timeout=int(start_seconds),
-      # Longer than ours: our watchdog names the process that is gone.
+      # Longer than our watchdog's: it names the process that is gone.
       heartbeat_timeout_seconds=int(2 * heartbeat_seconds + 10),
       shutdown_timeout_seconds=int(heartbeat_seconds + 10),
     )

@@ -79,7 +79,7 @@ FIELDS = {
   'seed': Field(0, 'All random numbers derive from it.', _FROM_0),
   'num_seeds': Field(1, 'Independent agents in one program.', Range(1, 2**16)),
   'num_devices': Field(
-    0, 'Per process; 0 means all, or one per core.', _DEVICES
+    0, 'Devices per process; 0: all, or one per core.', _DEVICES
   ),
   'total_env_steps': Field(1_000_000, 'Rounded up to whole updates.', Range(1)),
   'unroll_length': Field(32, 'Steps of each environment per update.', _COUNT),
@@ -111,11 +111,11 @@ FIELDS = {
   'network.shared_torso': Field(False, 'Policy and value share one torso.'),
   'network.recurrent': Field('none', 'Memory after each torso.', CORES),
   'network.distribution': Field(
-    'auto', 'Of actions; auto fits the action space.', DISTRIBUTIONS
+    'auto', 'Distribution of actions; auto fits the space.', DISTRIBUTIONS
   ),
-  'network.state_dependent_scale': Field(False, 'For Gaussian distributions.'),
+  'network.state_dependent_scale': Field(False, 'A Gaussian scale per state.'),
   'network.initial_scale': Field(
-    1.0, 'Of a Gaussian over actions from -1 to 1.', Range(0.01, 10)
+    1.0, 'Scale of a Gaussian over actions in -1 to 1.', Range(0.01, 10)
   ),
   'network.dtype': Field('float32', "Type of the torso's arithmetic.", _DTYPES),
   'optimizer.name': Field('adam', 'The optimiser.', tuple(OPTIMIZERS)),
@@ -261,11 +261,11 @@ def _parse(name: str, text: str, default: Any) -> Any:
     if is_number and (isinstance(value, int) or value.is_integer()):
       return int(value)
   elif isinstance(default, float):
-    if is_number and abs(value) < 1e300:  # Neither infinite nor NaN.
+    if is_number and abs(value) < 1e300:  # Not infinite or NaN.
       return float(value)
   elif isinstance(default, tuple):
     value = value if isinstance(value, tuple | list) else (value,)
-    types = {type(x) for x in default} or {int}  # An empty one holds indices.
+    types = {type(x) for x in default} or {int}  # Empty tuples hold indices.
     if {type(x) for x in value} <= types:
       return tuple(value)
   raise ValueError(
@@ -498,7 +498,7 @@ def resolve_config(
         'with its parameters'
       )
     for field in workdir.restore_config(config, path, requested):
-      message = f'resuming with the value of the run: config.{field}'
+      message = f'the resumed run keeps its saved value: config.{field}'
       print(message, file=sys.stderr)
     num_resumes = checkpoint.count_resumes(path)
     return config.to_dict(), Files(path, '', True, num_resumes)

@@ -13,7 +13,7 @@ import numpy as np
 from podrl.types import Agent, Array, DeviceEnv, HostEnv, TimeStep, Tree
 
 _CHUNK_STEPS = 128  # Steps between two calls of `should_stop`.
-_NUM_RESAMPLES = 2000  # Of a bootstrap interval.
+_NUM_RESAMPLES = 2000  # For a bootstrap interval.
 
 # Folds one counter into each key; keys `[N]`.
 _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
@@ -106,7 +106,7 @@ def make_evaluate(
         return None
       end = min(t + _CHUNK_STEPS, settings.max_episode_steps)
       state = run_chunk(params, keys, t, end, state)
-      if np.all(state.is_over):  # True as well if there are no episodes.
+      if np.all(state.is_over):  # Also true without episodes.
         break
     return Evaluation(np.asarray(state.returns), np.asarray(state.lengths))
 
@@ -122,7 +122,7 @@ def make_host_evaluate(
   """
   observe = None
 
-  # `observe` is that of the first pool, so that this compiles only once.
+  # All pools use `observe` of the first one, so that this compiles only once.
   @jax.jit
   def act(params, keys, t, timestep, carry):
     timestep = timestep._replace(obs=observe(timestep.obs))

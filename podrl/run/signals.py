@@ -20,7 +20,7 @@ class Signals:
     self.exit_code: int | None = None
     # The first signal calls this.
     self.on_signal: Callable[[], None] = lambda: None
-    self.grace_seconds: float | None = None  # After SIGTERM; None: unlimited.
+    self.grace_seconds: float | None = None  # After SIGTERM; None is no limit.
     self.is_distributed = False
     self._previous = {
       number: signal.signal(number, self._handle)

@@ -268,7 +268,7 @@ class _Trainer:
     return exit_code
 
   def _outcome(self, exit_code: int, error: str | None) -> Record:
-    """Makes what a summary holds beside the last values of the metrics."""
+    """Makes the entries of a summary that are not last values of metrics."""
     run, recorder = self.run, self.recorder
     outcome = recorder.times() | describe_machine(run.devices, run.suite)
     outcome['exit'] = _OUTCOMES[exit_code]
@@ -374,7 +374,7 @@ class _Trainer:
         advance = functools.partial(driver.advance, num_updates, plan)
         reports = meter.measure(advance)
         if cluster.is_distributed and driver.error:
-          raise driver.error  # The others would wait for its updates.
+          raise driver.error  # Other processes would wait for this one.
         rate = reports[0].num_updates / reports[0].seconds
         most = min(2 * self.updates_per_round, int(_ROUND_SECONDS * rate))
         self.updates_per_round = max(1, most)

@@ -27,17 +27,17 @@ from podrl.records.terminal import compact
 from podrl.run.evaluation import bootstrap
 
 _AXES = {'env_steps': 'environment steps', 'wall_seconds': 'wall time (s)'}
-# Fields, or their prefixes, in which the runs of a group may differ.
+# Fields (or prefixes of fields) in which the runs of a group may differ.
 _SEEDS = ('seed', 'num_seeds') + workdir.MOVABLE
-_NUM_POINTS = 200  # Of a curve.
+_NUM_POINTS = 200  # Points of one curve.
 _COLORS = ('#1f5fa8', '#c44e00', '#2f8f4e', '#8a4fbf', '#b8860b', '#5a5a5a')
 
 
 class Run(NamedTuple):
   """A run as read from its directory."""
 
-  config: dict[str, Any]  # The fields by their dotted names.
-  records: list[dict[str, Any]]  # Those of `metrics.jsonl`, in their order.
+  config: dict[str, Any]  # Values by dotted name: `env.num_envs`.
+  records: list[dict[str, Any]]  # The lines of `metrics.jsonl`, in order.
 
   def series(self, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
     """The values of two keys in the records that have both."""
@@ -50,7 +50,7 @@ class Group(NamedTuple):
   """Runs that differ only in their seeds."""
 
   task: str
-  label: str  # The agent, and what differs from other groups of task and agent.
+  label: str  # The agent, and the fields that differ from other groups.
   runs: list[Run]
 
 

@@ -18,7 +18,7 @@ normals. Between cores of this machine, each of an update's k all-reduces waits,
 with the deviation of the measured updates divided by sqrt(k). On another chip
 only the host's environments vary, so one update waits once. --chip=local links
 the cores in a ring, as the two processes measured here are linked. The table
-gives seconds of one update: in total, in its all-reduces, and waiting.
+gives the seconds of one update: total, in its all-reduces, and waiting.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +60,7 @@ from podrl.types import Array, DeviceEnv, TimeStep, Tree
 class Chip(NamedTuple):
   """One core and how it is linked; seconds, bytes/s and FLOP/s."""
 
-  peak: float  # Of matrix products in bfloat16.
+  peak: float  # FLOP/s of matrix products in bfloat16.
   float32_passes: int  # Such products take this many times longer in float32.
   memory_bandwidth: float
   link_bandwidth: float  # What a core sends to its pod in an all-reduce.
@@ -102,7 +102,7 @@ CHIPS = {
 
 
 def _hops(num_cores: int, torus_dims: int) -> float:
-  """Hops of an all-reduce: both ways along each axis, or up and down a tree."""
+  """Hops of an all-reduce: to and fro on each axis, or up and down a tree."""
   if not torus_dims:
     return 2 * math.log2(num_cores)
   return 2 * torus_dims * (num_cores ** (1 / torus_dims) - 1)
@@ -216,11 +216,11 @@ def read_work(config: ConfigDict) -> tuple[Work, Work]:
 
 
 MESSAGE_SIZES = (256, 65_536, 262_144, 1_048_576)  # In float32.
-_NUM_STEPS = 20  # All-reduces in one call of the probe.
+_NUM_STEPS = 20  # One measurement runs this many all-reduces.
 _SECONDS = 1.5  # One measurement of updates takes about this long.
 
 Row = dict[str, float]
-Task = tuple[str, dict[str, Any]]  # A key of `_TASKS`, and its arguments.
+Task = tuple[str, dict[str, Any]]  # (key of `_TASKS`, arguments)
 
 
 def _train(fields: dict[str, Any]) -> Callable[[], Row]:
@@ -345,7 +345,7 @@ def start(*tasks: Task) -> Iterator[Callable[..., list[Row]]]:
         rows += json.loads(line)
       return rows
 
-    run(1)  # All are ready, and have compiled.
+    run(1)  # It compiles in every process.
     yield run
 
 
@@ -371,9 +371,9 @@ def connected(task: str, **arguments: Any) -> list[Task]:
 class Times(NamedTuple):
   """Seconds of single-device updates."""
 
-  alone: np.ndarray  # `[N]`, while the other core is idle.
-  busy: np.ndarray  # `[N]`, while it does the same work, not connected.
-  # Medians of Sebulba's environment, inference and learning, without overlap.
+  alone: np.ndarray  # `[N]`, measured while the other core is idle.
+  busy: np.ndarray  # `[N]`, measured while it runs its own copy of the work.
+  # Sebulba's medians for environments, inference, learning; without overlap.
   stages: Sequence[float] = ()
 
 
@@ -426,8 +426,8 @@ CORES = tuple(2**i for i in range(12))
 class Single(NamedTuple):
   """The update of one core, in seconds."""
 
-  alone: float  # While the other cores are idle.
-  busy: float  # While other cores work too.
+  alone: float  # Measured while other cores are idle.
+  busy: float  # Measured while other cores work too.
   deviation: float  # The slowest of n is late by this x expected_maximum(n).
   limit: str  # What takes most of the time.
 
@@ -437,8 +437,8 @@ class Prediction(NamedTuple):
 
   num_cores: int
   seconds: float
-  all_reduce: float  # In the all-reduces of all optimiser steps.
-  waiting: float  # For the slowest core.
+  all_reduce: float  # Time in the all-reduces of all optimiser steps.
+  waiting: float  # Time until the slowest core is ready.
   efficiency: float  # The time of one core alone, divided by `seconds`.
   steps_per_second: float  # Environment steps of all cores.
   limit: str  # What takes most of the time.
@@ -481,7 +481,7 @@ def single(
 ) -> Single:
   """Predicts the update of one core of a chip, which may be `local`."""
   alone, busy = float(np.median(times.alone)), float(np.median(times.busy))
-  # That of the normal with the same quartiles: outliers do not count.
+  # Deviation of a normal with the same quartiles: outliers do not count.
   deviation = float(np.subtract(*np.percentile(times.busy, [75, 25]))) / 1.349
   if times.stages:
     environment, acting, learning = times.stages
@@ -492,7 +492,7 @@ def single(
   environment /= chip.host_cpus
   scaled = scale(acting, act, local, chip), scale(learning, learn, local, chip)
   (acting, _), (learning, _) = scaled
-  # Here, environments and learner share the core.
+  # On this machine, environments and learner share the core.
   overlaps = overlaps and chip is not local
   beside = learning if overlaps else acting + learning
   limit = 'environments' if environment > beside else max(scaled)[1]
@@ -603,7 +603,7 @@ def draw(rows: Sequence[Prediction], title: str, path: str) -> None:
     upper.plot(*zip(*points.items()), label=name, **style)
     relative = {n: at_8 * x / points[8] * 8 / n for n, x in points.items()}
     if len(points) > 1:
-      label = f'{name}, set equal at 8 cores'
+      label = f'{name}, scaled to match at 8 cores'
       lower.plot(*zip(*relative.items()), label=label, **style)
   upper.set(yscale='log', ylabel='steps or frames per second')
   upper.yaxis.set_major_formatter(EngFormatter(sep=''))
@@ -676,5 +676,5 @@ def run(argv: Sequence[str]) -> int:
   return tools.run_experiment_command(argv, __doc__, values, _act)
 
 
-if __name__ == '__main__':  # As `start` runs it.
+if __name__ == '__main__':  # `start` runs this.
   probe(*sys.argv[1:])

@@ -28,7 +28,7 @@ from podrl.envs import envpool
 from podrl.run import build, policy
 from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree
 
-_MAX_PICTURES = 600  # In one file, about.
+_MAX_PICTURES = 600  # A file has about this many at most.
 _MAX_FPS = 25  # More frames per second make the file larger, not better.
 _MIN_SIDE, _MAX_SIDE = 240, 320  # Pictures are scaled to about this size.
 _SIZE = (300, 200)  # Size of a drawing, in pixels.
@@ -40,7 +40,7 @@ _BLUE, _ORANGE, _GREEN, _RED = '#1f5fa8', '#c44e00', '#2f8f4e', '#c0303c'
 _CHANNEL_COLORS = (
   '#16181d #f0f0f0 #ff9e2e #54a0eb #e24a4a #65be5c #ba76db #f7d552 #4bc8c8'
 ).split()
-# Where gymnasium states no speed, or only in a module that may be missing.
+# For these, gymnasium states no speed, or in a module that may be missing.
 _STEPS_PER_SECOND = dict(
   Pong=30, Pendulum=20, Hopper=125, Walker2d=125, LunarLander=50, CarRacing=50
 )
@@ -49,7 +49,7 @@ _STEPS_PER_SECOND = dict(
 class Episode(NamedTuple):
   """An episode of T steps with K pictures."""
 
-  pictures: list[np.ndarray]  # K of them, uint8 `[H, W, 3]`.
+  pictures: list[np.ndarray]  # K pictures, uint8 `[H, W, 3]`.
   steps: list[int]  # The number of steps before each picture; the first is 0.
   returns: np.ndarray  # The return after each number of steps, `[T + 1]`.
   is_over: bool  # Whether the episode ended, rather than reached `max_steps`.
@@ -81,14 +81,14 @@ def record(
     return action, carry, jax.tree.map(lambda x: x[0], timestep.obs)
 
   returns, is_over = [0.0], False
-  moments = []  # (step, picture or None, observation, action)
+  moments = []  # Tuples (step, picture or None, observation, action).
   try:
     timestep, carry = env.reset(), agent.initial_carry(1)
     render, note = _find_renderer(env)
     for t in range(max_steps + 1):
       action, carry, obs = act(loaded.params, np.int32(t), timestep, carry)
       action = np.asarray(action)
-      # Only the next step shows for certain that this one was the last, and
+      # Draw now: only the next step proves that this was the last one, and by
       # then the library draws the next episode.
       limits = (max_steps, env.spec.max_episode_steps)
       may_be_last = not timestep.discount[0] or t in limits
@@ -174,7 +174,7 @@ def paint(
 ) -> list[np.ndarray]:
   """Makes a picture of each observation of an episode, all of one size.
 
-  An action is what was chosen at the observation, None at the end.
+  Each action is the one chosen at its observation, or None at the end.
   """
   rows = [[np.asarray(x) for x in jax.tree.leaves(o)] for o in observations]
   shape = rows[0][0].shape if len(rows[0]) == 1 else ()
@@ -273,13 +273,13 @@ def _acrobot(cos_1, sin_1, cos_2, sin_2, *_w) -> np.ndarray:
   hand_y = -cos_1 - cos_1 * cos_2 + sin_1 * sin_2
   return _draw(
     *(-3.3, 3.3, -2.2),
-    ('line', [(-9, 1), (9, 1)], _GREEN, 2),  # The hand must rise above it.
+    ('line', [(-9, 1), (9, 1)], _GREEN, 2),  # The hand's goal height.
     ('line', [(0, 0), elbow, (hand_x, hand_y)], _BLUE, 7),
     ('dots', [(0, 0), elbow], _ORANGE, 5),
   )
 
 
-# By the name without its version, and the shape of an observation.
+# Keys: the name without its version, and the shape of an observation.
 _DRAWINGS: dict[tuple, Callable[..., np.ndarray]] = {
   ('CartPole', (4,)): _cart_pole,
   ('Pendulum', (3,)): _pendulum,
