@@ -434,14 +434,11 @@ def draw_decisions(run_directory: str, path: str) -> None:
   """Draws what autotune did in a run: speed and active actors over time.
 
   Raises:
-    ValueError: if the run was not tuned, has no record yet, or is damaged.
+    ValueError: if the run has no record of active actors yet, or is damaged.
   """
-  if not os.path.exists(os.path.join(run_directory, 'decisions.jsonl')):
-    raise ValueError(
-      f'{run_directory} has no decisions.jsonl: the file is gone, or the run '
-      'did not use --config.sebulba.autotune=True'
-    )
-  decisions = workdir.read_records(run_directory, 'decisions.jsonl')
+  decisions, name = [], 'decisions.jsonl'  # The first decision makes the file.
+  if os.path.exists(os.path.join(run_directory, name)):
+    decisions = workdir.read_records(run_directory, name)
   records = workdir.read_records(run_directory)
   records = [record for record in records if 'num_actors' in record]
   if not records:

@@ -347,11 +347,6 @@ def test_the_decisions_of_a_run_are_drawn(tmp_path, capsys):
   path = tmp_path / 'run'
   fields = {'sebulba.mode': 'asynchronous', 'sebulba.autotune': True}
   workdir.make(str(path), _config(**fields))
-  assert balance.run(['balance', str(path)]) == 2
-  assert 'has no decisions.jsonl' in capsys.readouterr().err
-  (path / 'decisions.jsonl').write_text(
-    _decision(1, 2, True, 0) + _decision(2, 4, False, 1)
-  )
   (path / 'metrics.jsonl').touch()
   assert balance.run(['balance', str(path)]) == 2
   assert 'has no record yet' in capsys.readouterr().err
@@ -361,6 +356,10 @@ def test_the_decisions_of_a_run_are_drawn(tmp_path, capsys):
       f'"steps_per_second": 9, "num_actors": {n}}}\n'
       for i, n in enumerate(itertools.chain([1, 2], [2, 4]))
     )
+  )
+  assert balance.run(['balance', str(path)]) == 0  # It has decided nothing yet.
+  (path / 'decisions.jsonl').write_text(
+    _decision(1, 2, True, 0) + _decision(2, 4, False, 1)
   )
   assert balance.run(['balance', str(path)]) == 0
   assert (path / 'balance.png').read_bytes()[:4] == b'\x89PNG'
