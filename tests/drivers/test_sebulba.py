@@ -296,7 +296,7 @@ def test_nothing_is_learnt_over_a_joint():
 
 @pytest.mark.parametrize(
   'num_devices,agent_name,has_memory',
-  [(1, 'impala', True), (2, 'ppo', True), (2, 'impala', False)]
+  [(1, 'impala', True), (2, 'ppo', True)]
   + [
     pytest.param(*case, marks=pytest.mark.slow)
     for case in (
@@ -304,6 +304,7 @@ def test_nothing_is_learnt_over_a_joint():
       (1, 'ppo', True),
       (1, 'impala', False),
       (2, 'ppo', False),
+      (2, 'impala', False),
       (2, 'impala', True),
     )
   ],

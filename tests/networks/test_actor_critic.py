@@ -60,7 +60,7 @@ def test_separate_torsos_share_nothing():
   [
     ('mlp', (3, 3, 1), 'gru'),
     ('nature_cnn', (36, 36, 2), 'none'),
-    ('impala_resnet', (9, 9, 2), 'lstm'),
+    pytest.param('impala_resnet', (9, 9, 2), 'lstm', marks=pytest.mark.slow),
   ],
 )
 def test_bfloat16_torsos_keep_float32_parameters_and_heads(name, image, core):

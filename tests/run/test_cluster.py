@@ -423,9 +423,8 @@ def _assert_records_agree(alone, pod):
       np.testing.assert_allclose(a[k], b[k], rtol=1e-3, atol=1e-4, err_msg=k)
 
 
-@pytest.mark.parametrize(
-  'num_processes', [2, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('num_processes', [2, 4])
 def test_deterministic_sebulba_in_processes_is_that_of_one(
   num_processes, tmp_path
 ):

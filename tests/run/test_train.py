@@ -37,7 +37,6 @@ _TINY_HOST = [
   'name,agent',
   [
     ('sebulba_pong', 'impala'),
-    ('sebulba_half_cheetah', 'ppo'),
   ]
   + [
     pytest.param(*case, marks=pytest.mark.slow)
@@ -46,6 +45,7 @@ _TINY_HOST = [
       ('sebulba_cartpole', 'impala'),
       ('sebulba_cartpole', 'a2c'),
       ('sebulba_breakout', 'ppo'),
+      ('sebulba_half_cheetah', 'ppo'),
       ('sebulba_half_cheetah', 'impala'),
       ('sebulba_half_cheetah', 'a2c'),
       ('sebulba_pong --variant=recurrent', 'ppo'),
