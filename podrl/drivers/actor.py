@@ -18,15 +18,7 @@ import numpy as np
 from podrl.drivers import spmd
 from podrl.drivers.exchange import Closed
 from podrl.drivers.stages import PARKED, STAGES, Busy
-from podrl.types import (
-  Agent,
-  Array,
-  Episodes,
-  HostEnv,
-  TimeStep,
-  Trajectory,
-  Tree,
-)
+from podrl.types import Agent, Episodes, HostEnv, TimeStep, Trajectory, Tree
 
 _STACKED = 32  # One program stacks at most this many rows.
 
@@ -39,24 +31,17 @@ class Row(NamedTuple):
   """One step of an unroll, on the actor's device, `[B, ...]`."""
 
   obs: Tree
-  action: Array
+  action: jax.Array
   extras: Tree
 
 
 class Unroll(NamedTuple):
-  """An unroll of one actor.
-
-  Attributes:
-    shards: a `Trajectory` on each learner device.
-    version: version of the parameters that acted.
-    episodes: episodes that ended in the unroll.
-    actor: index of the actor.
-  """
+  """An unroll of one actor, with a shard on each learner device."""
 
   shards: list[Trajectory]
-  version: int
-  episodes: Episodes
-  actor: int
+  version: int  # Of the parameters that acted.
+  episodes: Episodes  # Those that ended in the unroll.
+  actor: int  # Its index.
 
 
 class ActorFunctions(NamedTuple):
@@ -90,19 +75,15 @@ def make_actor_functions(
   fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
   # In other threads, a CPU program would wait behind the learner's.
-  compiled = functools.partial(
-    jax.jit, compiler_options=spmd.in_order_options()
-  )
+  options = spmd.in_order_options()
+  compiled = functools.partial(jax.jit, compiler_options=options)
 
   # Rows stay on the device: each observation goes there only once.
   @compiled
   def step(params, keys, num_steps, timestep, carry):
-    action, extras, carry = agent.act(
-      params,
-      fold_in(keys, num_steps),
-      timestep._replace(obs=observe(timestep.obs)),
-      carry,
-    )
+    seen = timestep._replace(obs=observe(timestep.obs))
+    keys = fold_in(keys, num_steps)
+    action, extras, carry = agent.act(params, keys, seen, carry)
     return Row(timestep.obs, action, extras), carry
 
   @compiled
@@ -114,15 +95,11 @@ def make_actor_functions(
     def concatenate(*trees):
       return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
-    last = jax.tree.map(lambda x: x[None], timesteps.obs)
+    last, carry = jax.tree.map(lambda x: x[None], (timesteps.obs, carry))
     obs = concatenate(*(s.obs for s in stacks), last)
     action, extras = concatenate(*((s.action, s.extras) for s in stacks))
-    trajectory = Trajectory(
-      timesteps._replace(obs=jax.vmap(observe)(obs)),
-      action,
-      extras,
-      jax.tree.map(lambda x: x[None], carry),
-    )
+    timesteps = timesteps._replace(obs=jax.vmap(observe)(obs))
+    trajectory = Trajectory(timesteps, action, extras, carry)
     if num_shards == 1:
       return [trajectory]
     leaves, structure = jax.tree.flatten(trajectory)
@@ -243,10 +220,9 @@ class Actor:
   def compile(self, params: Tree) -> list[Trajectory]:
     """Compiles the programs; returns shards of an example of an unroll."""
     timestep, carry = self._timestep, self._carry
+    inputs = params, self._keys, np.int32(0), timestep
     for _ in range(2):  # The second call gets a carry that the first made.
-      row, carry = self._functions.step(
-        params, self._keys, np.int32(0), timestep, carry
-      )
+      row, carry = self._functions.step(*inputs, carry)
     shape = self._unroll_length + 1, timestep.is_first.size
     zeros = np.zeros(shape, np.float32)
     timesteps = TimeStep(timestep.obs, zeros, zeros, np.ones(shape, bool))

@@ -48,9 +48,7 @@ class Actors(NamedTuple):
   """The environments; every leaf is `[B, ...]`, split over devices.
 
   Attributes:
-    env_state: state of each environment.
     timestep: last time step of each environment.
-    carry: recurrent state of the agent.
     rng_key: fixed keys; the counters of updates and steps are folded in.
     episode_return: float32, sum of rewards of the present episode.
     episode_length: int32, steps of the present episode.
@@ -65,17 +63,11 @@ class Actors(NamedTuple):
 
 
 class AnakinState(NamedTuple):
-  """The state of a whole run.
-
-  Attributes:
-    learner: replicated.
-    actors: split over devices.
-    rng_key: key of the updates, replicated; `num_updates` is folded in.
-  """
+  """The state of a whole run; only the actors are split over devices."""
 
   learner: LearnerState
   actors: Actors
-  rng_key: chex.PRNGKey
+  rng_key: chex.PRNGKey  # Of the updates; `num_updates` is folded in.
 
 
 class Records(NamedTuple):
@@ -114,14 +106,10 @@ def make_unroll(
 ) -> Callable[[Tree, Actors, Array], tuple[Actors, Trajectory, Episodes]]:
   """Makes `(params, actors, num_updates) -> (actors, trajectory, episodes)`."""
 
-  def unroll(
-    params: Tree, actors: Actors, num_updates: Array
-  ) -> tuple[Actors, Trajectory, Episodes]:
+  def unroll(params, actors, num_updates):
     update_keys = _fold_in(actors.rng_key, num_updates)
     # One call for T x B keys costs little more than one for B keys.
-    keys = jax.vmap(lambda t: _fold_in(update_keys, t))(
-      jnp.arange(unroll_length)
-    )
+    keys = jax.vmap(_fold_in, (None, 0))(update_keys, jnp.arange(unroll_length))
 
     def step(actors, rng_key):
       action, extras, carry = agent.act(
@@ -142,15 +130,13 @@ def make_unroll(
       return stepped, (actors.timestep, action, extras, ended)
 
     carry = jax.tree.map(lambda x: x[None], actors.carry)
-    actors, (timesteps, actions, extras, ended) = jax.lax.scan(
-      step, actors, keys
-    )
+    actors, rows = jax.lax.scan(step, actors, keys)
+    timesteps, actions, extras, (is_first, returns, lengths) = rows
 
     def append(x, last):
       return jnp.concatenate([x, last[None]])
 
     timesteps = jax.tree.map(append, timesteps, actors.timestep)
-    is_first, returns, lengths = ended
     number = jnp.sum(is_first, dtype=jnp.int32)
     episodes = Episodes(number, number, jnp.sum(returns), jnp.sum(lengths))
     return actors, Trajectory(timesteps, actions, extras, carry), episodes
@@ -183,38 +169,29 @@ def make_programs(
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
     """Starts the environments whose global indices are `index` `[B]`."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng_key, index)
-    env_state, timestep = _strongly_typed(
-      env.reset(_fold_in(keys, _RESET_STREAM))
-    )
-    return Actors(
-      env_state,
-      timestep,
-      agent.initial_carry(index.size),
-      _fold_in(keys, _ACT_STREAM),
-      jnp.zeros(index.shape),
-      jnp.zeros(index.shape, jnp.int32),
-    )
+    first = env.reset(_fold_in(keys, _RESET_STREAM))
+    env_state, timestep = _strongly_typed(first)
+    act_keys = _fold_in(keys, _ACT_STREAM)
+    carry = agent.initial_carry(index.size)
+    returns, lengths = jnp.zeros(index.shape), jnp.zeros(index.shape, jnp.int32)
+    return Actors(env_state, timestep, carry, act_keys, returns, lengths)
 
   unroll = make_unroll(env, agent, unroll_length)
 
   def update(state: AnakinState) -> tuple[AnakinState, Metrics, Episodes]:
-    num_updates = state.learner.num_updates
-    actors, trajectory, episodes = unroll(
-      state.learner.params, state.actors, num_updates
-    )
-    learner_state, metrics = learner.update(
-      state.learner, trajectory, jax.random.fold_in(state.rng_key, num_updates)
-    )
-    return AnakinState(learner_state, actors, state.rng_key), metrics, episodes
+    before, actors, rng_key = state
+    number = before.num_updates
+    actors, trajectory, episodes = unroll(before.params, actors, number)
+    update_key = jax.random.fold_in(rng_key, number)
+    after, metrics = learner.update(before, trajectory, update_key)
+    return AnakinState(after, actors, rng_key), metrics, episodes
 
   def over_seeds(function: Callable, in_axes: Any = 0) -> Callable:
     return function if num_seeds is None else jax.vmap(function, in_axes)
 
   update_agents = over_seeds(update)
 
-  def train(
-    state: AnakinState, num_updates: Array
-  ) -> tuple[AnakinState, Records]:
+  def train(state, num_updates):
     _, *shapes = jax.eval_shape(update_agents, state)
     rows = jax.tree.map(
       lambda x: jnp.zeros((max_updates, *x.shape), x.dtype), shapes
@@ -256,21 +233,16 @@ def make_programs(
     return [jax.random.fold_in(rng_key, stream) for stream in streams]
 
   def init(rng_key: chex.PRNGKey) -> AnakinState:
-    learner_key, update_key, env_key = over_seeds(stream_keys)(rng_key)
+    learner_key, *keys = over_seeds(stream_keys)(rng_key)
     # Two batched QR factorisations (orthogonal initialisation) at the same time
     # can deadlock in XLA's CPU threads (jaxlib 0.10.2).
     learner_state = jax.jit(
       over_seeds(init_learner), compiler_options=spmd.in_order_options()
     )(learner_key)
-    actors = reset_agents(
-      spmd.place(env_key, mesh, spmd.REPLICATED),
-      spmd.place(np.arange(num_envs), mesh, spmd.BATCH),
-    )
-    return AnakinState(
-      spmd.place(learner_state, mesh, spmd.LEARNER_STATE),
-      actors,
-      spmd.place(update_key, mesh, spmd.REPLICATED),
-    )
+    learner_state = spmd.place(learner_state, mesh, spmd.LEARNER_STATE)
+    update_key, env_key = spmd.place(keys, mesh, spmd.REPLICATED)
+    index = spmd.place(np.arange(num_envs), mesh, spmd.BATCH)
+    return AnakinState(learner_state, reset_agents(env_key, index), update_key)
 
   in_specs, out_specs = (sharding, spmd.REPLICATED), (sharding, records)
   return Programs(
@@ -307,9 +279,8 @@ class Anakin:
     """Makes the state and compiles."""
     state, _ = restore(self.programs.init(self.rng_key))
     # A call of zero updates compiles: the first window then does not.
-    self.state, _ = jax.block_until_ready(
-      self.programs.train(state, np.int32(0))
-    )
+    self.state, _ = self.programs.train(state, np.int32(0))
+    jax.block_until_ready(self.state)
 
   def advance(
     self, num_updates: int, plan: Mapping[str, Any] | None = None

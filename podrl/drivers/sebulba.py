@@ -30,8 +30,6 @@ from podrl.types import (
   Restore,
 )
 
-_LEARNER_STREAM, _UPDATE_STREAM, _ACT_STREAM = range(3)
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -91,8 +89,7 @@ class Sebulba:
     self._actor_devices = list(actor_devices)
     self._settings = settings
     self._init_key, self._update_key, self._act_key = (
-      jax.random.fold_in(rng_key, stream)
-      for stream in (_LEARNER_STREAM, _UPDATE_STREAM, _ACT_STREAM)
+      jax.random.fold_in(rng_key, stream) for stream in range(3)
     )
     self._num_actors = len(self._actor_devices) * settings.actors_per_device
     self._num_active = self._num_actors  # The other actors are parked.
@@ -153,11 +150,8 @@ class Sebulba:
     """Returns what limits the run, and the CPU time that its devices need."""
     if 'busy_cores' not in record:
       return {}
-    limit = find_limit(record, self._system)
-    found: dict[str, Any] = {
-      'limit': limit.name,
-      'limit_sentence': limit.sentence,
-    }
+    name, sentence = find_limit(record, self._system)
+    found: dict[str, Any] = {'limit': name, 'limit_sentence': sentence}
     ratio = workload_ratio(record, self._system)
     if ratio is not None:
       found['cpu_seconds_per_device_second'] = ratio
@@ -165,50 +159,34 @@ class Sebulba:
 
   def start(self, restore: Restore = lambda state: (state, [])) -> None:
     """Makes the environments, compiles, and starts the actors."""
-    settings, devices = self._settings, list(self._mesh.local_devices)
-    functions = None
+    settings, mesh = self._settings, self._mesh
+    devices, functions = list(mesh.local_devices), None
+    length, key = settings.unroll_length, self._act_key
     for index in range(self._num_actors):
       env = self._make_env(index)
       device = self._actor_devices[index // settings.actors_per_device]
       functions = functions or make_actor_functions(
         self._agent, env.observe, len(devices)
       )
+      first_env = settings.first_env + index * settings.num_envs
+      clock = self._stages.clocks[device]
       actor = Actor(
-        index,
-        env,
-        functions,
-        settings.unroll_length,
-        device,
-        devices,
-        self._act_key,
-        settings.first_env + index * settings.num_envs,
-        self._stages.clocks[device],
+        index, env, functions, length, device, devices, key, first_env, clock
       )
       self._actors.append(actor)
-    params = spmd.place(  # As those that actors will get.
-      jax.jit(self._agent.init)(self._init_key), self._mesh, spmd.REPLICATED
-    )
+    params = jax.jit(self._agent.init)(self._init_key)
+    params = spmd.place(params, mesh, spmd.REPLICATED)  # As actors will get.
     for actor in self._actors:
       shards = actor.compile(spmd.to_device(params, actor.device))
-    example = spmd.join_shards(shards, self._mesh, spmd.TRAJECTORY)
+    example = spmd.join_shards(shards, mesh, spmd.TRAJECTORY)
     shape = jax.eval_shape(lambda: example)
     state = jax.jit(lambda key: self._learner.init(key, shape))(self._init_key)
-    self.state, saved = restore(
-      spmd.place(state, self._mesh, spmd.LEARNER_STATE)
-    )
+    self.state, saved = restore(spmd.place(state, mesh, spmd.LEARNER_STATE))
     if saved:
       self._resume(saved)
-    self._update_key = spmd.place(self._update_key, self._mesh, spmd.REPLICATED)
-    self._update = (
-      spmd.map_update(self._learner, self._mesh)
-      .lower(
-        self.state.params,
-        self.state._replace(params=()),
-        (example,) * settings.unrolls_per_update,
-        self._update_key,
-      )
-      .compile()
-    )
+    self._update_key = spmd.place(self._update_key, mesh, spmd.REPLICATED)
+    inputs = self._inputs((example,) * settings.unrolls_per_update)
+    self._update = spmd.map_update(self._learner, mesh).lower(*inputs).compile()
     try:
       if settings.autotune:
         self._tuner = self._make_tuner(saved[0]['num_actors'] if saved else 1)
@@ -216,12 +194,15 @@ class Sebulba:
       self._publish()
     except Closed:
       return  # A signal came.
-    for actor in self._actors:
-      thread = threading.Thread(
-        target=self._run_actor, args=(actor,), name=actor.name
-      )
+    for x in self._actors:
+      thread = threading.Thread(target=self._run_actor, args=(x,), name=x.name)
       self._threads.append(thread)
       thread.start()
+
+  def _inputs(self, trajectories: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments of one call of `map_update`'s function."""
+    rest = self.state._replace(params=())
+    return self.state.params, rest, trajectories, self._update_key
 
   def _make_tuner(self, num_actors: int) -> Tuner:
     """Each process has a tuner, but only that of process 0 is asked."""
@@ -307,11 +288,9 @@ class Sebulba:
     return taken, dropped
 
   def _learn(self) -> tuple[dict, dict, Episodes] | None:
-    """Runs one update.
+    """Runs one update; returns the learner's metrics, its own, and episodes.
 
-    Returns:
-      The learner's metrics, those of this process, and the episodes; None if
-      the loss is not finite.
+    It returns None if the loss is not finite.
     """
     spend = self._stages.spend
     self._check_hangs()
@@ -323,11 +302,9 @@ class Sebulba:
       spmd.join_shards(unroll.shards, self._mesh, spmd.TRAJECTORY)
       for unroll in taken
     )
-    rest = self.state._replace(params=())
+    inputs = self._inputs(trajectories)
     with self._stages.updating():
-      self.state, metrics = jax.block_until_ready(
-        self._update(self.state.params, rest, trajectories, self._update_key)
-      )
+      self.state, metrics = jax.block_until_ready(self._update(*inputs))
     spend('update')
     metrics = spmd.fetch(metrics)
     if not np.isfinite(metrics['loss']):
@@ -361,6 +338,7 @@ class Sebulba:
       ActorHangs: if a call of an actor takes longer than `hang_seconds`.
       BaseException: what an actor or the learner raised.
     """
+    settings = self._settings
     start, stages = self._stages.begin(), self._measure_stages()
     num_unrolls = sum(self._num_unrolls)
     rows: list[tuple[dict, dict, Episodes]] = []
@@ -376,7 +354,7 @@ class Sebulba:
           break
         rows.append(row)
         self._publish()
-        self._exchange.release(self._settings.unrolls_per_update)
+        self._exchange.release(settings.unrolls_per_update)
         self._stages.spend('hand_off')
     except Closed:
       self._stages.spend('learner_waiting')
@@ -387,6 +365,7 @@ class Sebulba:
       raise self.error
     spent = {k: x - stages[k] for k, x in self._measure_stages().items()}
     num_unrolls = sum(self._num_unrolls) - num_unrolls
+    num_steps = num_unrolls * settings.unroll_length * settings.num_envs
     end = time.perf_counter()
     decisions = []
     if self._tuner and rows:
@@ -400,18 +379,14 @@ class Sebulba:
       return jax.tree.map(lambda *x: np.asarray(x), *rows) if rows else {}
 
     episodes = np.reshape([row[2] for row in rows], (-1, len(Episodes._fields)))
-    return [
-      Report(
-        columns([row[0] for row in rows]),
-        Episodes(*episodes.T),
-        num_unrolls * self._settings.unroll_length * self._settings.num_envs,
-        end - start,
-        is_finite,
-        leave_out_parked(spent),
-        columns([row[1] for row in rows]),
-        decisions,
-      )
-    ]
+    metrics = columns([row[0] for row in rows])
+    own = columns([row[1] for row in rows])
+    sums, spent = Episodes(*episodes.T), leave_out_parked(spent)
+    seconds = end - start
+    report = Report(
+      metrics, sums, num_steps, seconds, is_finite, spent, own, decisions
+    )
+    return [report]
 
   def _measure_stages(self) -> dict[str, float]:
     return self._stages.seconds([actor.seconds() for actor in self._actors])

@@ -47,7 +47,6 @@ def device_map(
 
   Args:
     function: takes per-device shards; it may average over `DEVICE_AXIS`.
-    mesh: the mesh.
     in_specs: a partition spec, or a tree prefix of them, for each argument.
     out_specs: the same for the results.
     donate: positions of the arguments whose buffers the results may reuse.
@@ -84,18 +83,12 @@ def map_update(learner: Learner, mesh: Mesh) -> jax.stages.Wrapped:
     trajectory = jax.tree.map(
       lambda *x: jnp.concatenate(x, axis=1), *trajectories
     )
-    state = rest._replace(params=params)
-    return learner.update(
-      state, trajectory, jax.random.fold_in(rng_key, state.num_updates)
-    )
+    rng_key = jax.random.fold_in(rng_key, rest.num_updates)
+    return learner.update(rest._replace(params=params), trajectory, rng_key)
 
-  return device_map(
-    update,
-    mesh,
-    (REPLICATED, LEARNER_STATE, TRAJECTORY, REPLICATED),
-    (LEARNER_STATE, REPLICATED),
-    donate=(1,),
-  )
+  in_specs = REPLICATED, LEARNER_STATE, TRAJECTORY, REPLICATED
+  out_specs = LEARNER_STATE, REPLICATED
+  return device_map(update, mesh, in_specs, out_specs, donate=(1,))
 
 
 def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
@@ -128,15 +121,12 @@ def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 def like(tree: Tree, arrays: Tree) -> Tree:
   """Copies a tree to the devices of the arrays of another tree."""
-  return jax.tree.map(
-    lambda x, old: (
-      jax.device_put(x, old.sharding)
-      if old.is_fully_addressable
-      else _spread(x, old.sharding)
-    ),
-    tree,
-    arrays,
-  )
+
+  def copy(x: jax.Array, old: jax.Array) -> jax.Array:
+    put: Callable = jax.device_put if old.is_fully_addressable else _spread
+    return put(x, old.sharding)
+
+  return jax.tree.map(copy, tree, arrays)
 
 
 def fetch(tree: Tree) -> Tree:
@@ -156,11 +146,9 @@ def fetch(tree: Tree) -> Tree:
 
 
 def set_num_cpu_devices(num_devices: int, num_processes: int = 1) -> None:
-  """Sets the number of CPU devices; call it before the first use of a device.
+  """Sets the number of CPU devices of this process, one of `num_processes`.
 
-  Args:
-    num_devices: CPU devices of this process.
-    num_processes: processes of the run.
+  Call it before the first use of a device.
   """
   if num_processes > 1 and hasattr(os, 'SCHED_BATCH'):
     # The threads of a gloo collective must not preempt one another. With one
@@ -231,15 +219,10 @@ def to_device(tree: Tree, device: jax.Device) -> Tree:
   return jax.tree.map(part, tree)
 
 
-def join_shards(
-  shards: Sequence[Tree], mesh: Mesh, spec: PartitionSpec
-) -> Tree:
+def join_shards(shards: list[Tree], mesh: Mesh, spec: PartitionSpec) -> Tree:
   """Joins parts that lie on a mesh's devices into arrays over the mesh.
 
-  Args:
-    shards: a tree for each of this process's devices of the mesh, in its order.
-    mesh: the mesh.
-    spec: which axis is split.
+  There is a tree for each of this process's devices of the mesh, in its order.
   """
   axis = spec.index(DEVICE_AXIS)
 

@@ -21,18 +21,14 @@ _QUOTA = '/sys/fs/cgroup/cpu.max'  # Microseconds of CPU, then of wall time.
 
 def num_cores() -> int:
   """Cores that this process may use, with a container's quota rounded up."""
-  cores = (
-    len(os.sched_getaffinity(0))
-    if hasattr(os, 'sched_getaffinity')
-    else os.cpu_count() or 1
-  )
+  cores = os.cpu_count() or 1
+  if hasattr(os, 'sched_getaffinity'):
+    cores = len(os.sched_getaffinity(0))
   try:
     with open(_QUOTA, encoding='ascii') as file:
-      quota, period = file.read().split()
-    return (
-      cores if quota == 'max' else min(cores, -(-int(quota) // int(period)))
-    )
-  except (OSError, ValueError):  # Only Linux's control groups v2 have it.
+      quota, period = map(int, file.read().split())
+    return min(cores, -(-quota // period))
+  except (OSError, ValueError):  # No control groups v2, or the quota is 'max'.
     return cores
 
 
@@ -64,13 +60,9 @@ def cpu_seconds() -> float:
 
 
 def idle_core_seconds(cores: Set[int]) -> float | None:
-  """Sum over cores of the seconds in which no program used them.
+  """Returns the seconds in which no program used each core, summed.
 
-  Args:
-    cores: indices of the cores.
-
-  Returns:
-    The seconds; None if the system does not tell. Only Linux does.
+  It returns None if the system does not tell. Only Linux does.
   """
   seconds, found = 0.0, set()
   try:
@@ -93,8 +85,7 @@ class Busy:
   def __init__(self):
     self._lock = threading.Lock()
     self._num_inside = 0
-    self._since = 0.0
-    self._seconds = 0.0
+    self._since = self._seconds = 0.0
 
   def enter(self) -> None:
     """A thread begins to work."""
@@ -113,9 +104,8 @@ class Busy:
   def seconds(self) -> float:
     """Seconds so far, the present work included."""
     with self._lock:
-      if not self._num_inside:
-        return self._seconds
-      return self._seconds + time.perf_counter() - self._since
+      present = time.perf_counter() - self._since if self._num_inside else 0.0
+      return self._seconds + present
 
 
 class Stages:
@@ -123,11 +113,7 @@ class Stages:
 
   A device is busy while an actor chooses actions or the learner updates on it.
   If both do so at the same time, it counts once: one waits for the other.
-
-  Args:
-    actor_devices: actor devices of this process.
-    learner_devices: learner devices of this process; they may be the same.
-    num_cores: number of cores that the process may use.
+  All devices are those of this process, and `num_cores` is what it may use.
   """
 
   def __init__(
@@ -170,13 +156,10 @@ class Stages:
         clock.leave()
 
   def seconds(self, actors: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns seconds since the start, by the keys of records.
+    """Returns seconds since the start, from those of each actor in each stage.
 
     `time_*` of the actors are means over them. `busy_*` are means over devices,
     and for cores CPU seconds divided by their number.
-
-    Args:
-      actors: seconds of each actor in each stage.
     """
 
     def mean(clocks: Sequence[Busy]) -> float:
@@ -197,11 +180,8 @@ class Stages:
 
 def leave_out_parked(stages: Mapping[str, float]) -> dict[str, float]:
   """Makes the actors' means those over the actors that were not parked."""
+  means = {**stages}
+  parked = means.pop(f'time_{PARKED}')
   names = [f'time_{stage}' for stage in STAGES]
-  active = max(sum(stages[name] for name in names), 1e-9)
-  scale = 1 + stages[f'time_{PARKED}'] / active
-  return {
-    k: x * scale if k in names else x
-    for k, x in stages.items()
-    if k != f'time_{PARKED}'
-  }
+  scale = 1 + parked / max(sum(means[name] for name in names), 1e-9)
+  return means | {name: means[name] * scale for name in names}

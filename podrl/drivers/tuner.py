@@ -101,13 +101,7 @@ class Tuner:
     return self._window.num_actors
 
   def _start_window(self, before: int = 0, queue_depth: int = 0) -> None:
-    """Starts a window.
-
-    Args:
-      before: the number of actors until now, whose effects must end first; 0
-        if there is nothing to wait for.
-      queue_depth: unrolls that wait for the learner.
-    """
+    """Starts a window, once the effects of `before` actors have ended."""
     self._before, self._depth = before, queue_depth
     self._passed, self._num_updates = 0.0, 0
 
@@ -211,15 +205,10 @@ class Tuner:
   def _compare(
     self, tried: int, rate: float | None
   ) -> Generator[_Window, float, tuple[bool, bool, float | None]]:
-    """Compares a number of actors with the best one.
+    """Compares a number with the best one, whose `rate` may be known already.
 
-    Args:
-      tried: that number.
-      rate: rate of the best number, if it was just measured.
-
-    Returns:
-      Whether the number is to be kept; whether the rates of both differ; and
-      the last window's rate, if what is now the best acted in it.
+    It returns whether the number is to be kept, whether the rates of both
+    differ, and the last window's rate, if what is now the best acted in it.
     """
     best = self.best
     logs: tuple[list[float], list[float]] = [], []
@@ -242,11 +231,9 @@ class Tuner:
     is_more = gain > _WORTH and (tried < best or gain > 1.5 * error)
     is_kept = is_more == (tried > best)
     rates = math.exp(mean), math.exp(mean_tried)
-    self._decisions.append(
-      Decision(
-        self._seconds, best, tried, is_kept, *rates, num_pairs, self._num_drifts
-      )
-    )
+    counts = num_pairs, self._num_drifts
+    decision = Decision(self._seconds, best, tried, is_kept, *rates, *counts)
+    self._decisions.append(decision)
     is_uneven = gain > _WORTH or gain < -max(_WORTH, 2 * error)
     return is_kept, is_uneven, last[1] if last[0] == is_kept else None
 
