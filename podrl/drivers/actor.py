@@ -45,21 +45,16 @@ class Unroll(NamedTuple):
 
 
 class ActorFunctions(NamedTuple):
-  """The compiled programs of an actor, on one device.
+  """The compiled programs of an actor, on one device."""
 
-  Attributes:
-    initial_carry: the agent's function.
-    step: `(params, keys, num_steps, timestep, carry) -> (Row, carry)`, one
-      dispatch per step; `num_steps` counts the steps of an environment.
-    stack: `(rows) -> Row`, leaves `[N, B, ...]`.
-    finish: `(stacks, timesteps, carry) -> [Trajectory]`, a shard for each
-      learner device. `timesteps` holds `[T+1, B]` rewards, discounts and
-      `is_first`, but only the last observation.
-  """
-
-  initial_carry: Callable[[int], Tree]
+  initial_carry: Callable[[int], Tree]  # The agent's function.
+  # `(params, keys, num_steps, timestep, carry) -> (Row, carry)`, one dispatch
+  # per step; `num_steps` counts the steps of an environment.
   step: Callable[..., tuple[Row, Tree]]
-  stack: Callable[[list[Row]], Row]
+  stack: Callable[[list[Row]], Row]  # `(rows) -> Row`, leaves `[N, B, ...]`.
+  # `(stacks, timesteps, carry) -> [Trajectory]`, a shard for each learner
+  # device. `timesteps` holds `[T+1, B]` rewards, discounts and `is_first`, but
+  # only the last observation.
   finish: Callable[[list[Row], TimeStep, Tree], list[Trajectory]]
 
 

@@ -45,21 +45,15 @@ _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
 class Actors(NamedTuple):
-  """The environments; every leaf is `[B, ...]`, split over devices.
-
-  Attributes:
-    timestep: last time step of each environment.
-    rng_key: fixed keys; the counters of updates and steps are folded in.
-    episode_return: float32, sum of rewards of the present episode.
-    episode_length: int32, steps of the present episode.
-  """
+  """The environments; every leaf is `[B, ...]`, split over devices."""
 
   env_state: Tree
-  timestep: TimeStep
+  timestep: TimeStep  # Last time step of each environment.
   carry: Tree
+  # Fixed keys; the counters of updates and steps are folded in.
   rng_key: chex.PRNGKey
-  episode_return: Array
-  episode_length: Array
+  episode_return: Array  # Float32, sum of rewards of the present episode.
+  episode_length: Array  # Int32, steps of the present episode.
 
 
 class AnakinState(NamedTuple):
@@ -74,30 +68,23 @@ class Records(NamedTuple):
   """What a call of `Programs.train` reports, one row per update.
 
   Rows after the last update are zero. For S seeds, arrays have a last axis S.
-
-  Attributes:
-    metrics: float32 `[max_updates]` each, the learner's metrics.
-    episodes: `[max_updates, num_devices]` each.
-    is_finite: bool `[]`, false if the loss of the last update was NaN or
-      infinite. The call ends at such an update.
   """
 
-  metrics: Metrics
-  episodes: Episodes
+  metrics: Metrics  # Float32 `[max_updates]` each, the learner's metrics.
+  episodes: Episodes  # `[max_updates, num_devices]` each.
+  # Bool `[]`, false if the loss of the last update was NaN or infinite. The
+  # call ends at such an update.
   is_finite: Array
 
 
 class Programs(NamedTuple):
-  """Anakin's compiled programs.
+  """Anakin's compiled programs."""
 
-  Attributes:
-    init: `(rng_key) -> AnakinState`, placed on the devices; keys `[S]` for
-      several seeds.
-    train: `(state, num_updates) -> (state, Records)`. It compiles once for any
-      int32 `num_updates` up to `max_updates`, and donates the state's buffers.
-  """
-
+  # `(rng_key) -> AnakinState`, placed on the devices; keys `[S]` for several
+  # seeds.
   init: Callable[[chex.PRNGKey], AnakinState]
+  # `(state, num_updates) -> (state, Records)`. It compiles once for any int32
+  # `num_updates` up to `max_updates`, and donates the state's buffers.
   train: Callable[[AnakinState, Any], tuple[AnakinState, Records]]
 
 

@@ -33,33 +33,25 @@ from podrl.types import (
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """How Sebulba uses a host.
+  """How Sebulba uses a host."""
 
-  Attributes:
-    num_envs: environments of each actor; the learner devices divide it.
-    unroll_length: T, steps of an unroll.
-    actors_per_device: threads for each actor device.
-    unrolls_per_update: unrolls that one update learns from.
-    deterministic: whether the mode is deterministic instead of asynchronous.
-    max_lag: the most calls of `update` between the parameters that acted and
-      those that learn.
-    hang_seconds: an actor hangs if one call of it takes longer than this.
-    first_env: global index of this host's first environment.
-    env_threads: threads that step each actor's environments; only used to say
-      what limits the run.
-    autotune: whether the driver tunes the number of actors that act. The mode
-      must be asynchronous.
-  """
-
-  num_envs: int
-  unroll_length: int
-  actors_per_device: int
-  unrolls_per_update: int
+  num_envs: int  # Environments of each actor; the learner devices divide it.
+  unroll_length: int  # T, steps of an unroll.
+  actors_per_device: int  # Threads for each actor device.
+  unrolls_per_update: int  # Unrolls that one update learns from.
+  # Whether the mode is deterministic instead of asynchronous.
   deterministic: bool
+  # The most calls of `update` between the parameters that acted and those that
+  # learn.
   max_lag: int
+  # An actor hangs if one call of it takes longer than this.
   hang_seconds: float
-  first_env: int = 0
+  first_env: int = 0  # Global index of this host's first environment.
+  # Threads that step each actor's environments; only used to say what limits
+  # the run.
   env_threads: int = 1
+  # Whether the driver tunes the number of actors that act. The mode must be
+  # asynchronous.
   autotune: bool = False
 
 

@@ -22,27 +22,16 @@ _DRIFT, _DRIFT_NOISE, _NUM_DRIFTED = 0.06, 2.5, 3
 
 
 class Decision(NamedTuple):
-  """A comparison of two numbers of actors, and its result.
+  """A comparison of two numbers of actors, and its result."""
 
-  Attributes:
-    seconds: seconds of training before it.
-    num_actors: number of actors that acted before.
-    tried: the other number.
-    is_kept: whether the other number stays.
-    rate: samples learned per second with `num_actors`.
-    rate_tried: samples learned per second with `tried`.
-    num_pairs: pairs of windows that were compared.
-    num_drifts: how often the settled rate had changed before.
-  """
-
-  seconds: float
-  num_actors: int
-  tried: int
-  is_kept: bool
-  rate: float
-  rate_tried: float
-  num_pairs: int
-  num_drifts: int
+  seconds: float  # Seconds of training before it.
+  num_actors: int  # Number of actors that acted before.
+  tried: int  # The other number.
+  is_kept: bool  # Whether the other number stays.
+  rate: float  # Samples learned per second with `num_actors`.
+  rate_tried: float  # Samples learned per second with `tried`.
+  num_pairs: int  # Pairs of windows that were compared.
+  num_drifts: int  # How often the settled rate had changed before.
 
 
 class _Window(NamedTuple):
