@@ -24,8 +24,8 @@ class Network(NamedTuple):
   initial_carry: Callable[[int], Tree]
   # `(params, obs, is_first, carry) -> (head, value, carry)`, from observations
   # `[T, B, ...]` and `is_first` `[T, B]` to heads `[T, B, num_params]` and
-  # values `[T, B]`, both float32. The carry is the one before the first step,
-  # and then the one after the last.
+  # values `[T, B]`, both float32. It takes the carry before the first
+  # step and returns the carry after the last.
   unroll: Callable[[Tree, Tree, Array, Tree], tuple[Array, Array, Tree]]
   is_recurrent: bool  # Whether the outputs of a step depend on earlier steps.
 
@@ -84,8 +84,8 @@ class ActorCritic(nn.Module):
   make_torso: Callable[[], nn.Module]  # Builds a torso, an `nn.Module`.
   num_policy_params: int  # Width of the policy head.
   shared_torso: bool = True  # Whether the two heads share one torso.
-  # How many numbers of the policy head, the last ones, are parameters with the
-  # same value in all states.
+  # Length of the last part of the policy head, which consists of parameters
+  # with the same value in all states.
   num_constant_params: int = 0
   # One of `cores.CORES`, placed between each torso and its head.
   core: str = 'none'

@@ -227,7 +227,7 @@ class Wandb:
   """
 
   def __init__(self, path: str, project: str, config: dict[str, Any]):
-    import wandb  # An extra.
+    import wandb  # The extra `wandb` installs it.
 
     name = os.path.abspath(path).strip(os.sep).replace(os.sep, '-')[-120:]
     names = {'project': project, 'name': name, 'id': name, 'dir': path}
@@ -431,7 +431,7 @@ class Recorder:
       self.best = score, self.num_updates
 
   def progress(self) -> Record:
-    """What `open` needs to resume from here, as JSON; writes all records."""
+    """Writes all records; returns what `open` needs to resume, as JSON."""
     self._writer.flush()
     return self.times() | {
       'num_records': self._num_records,

@@ -38,8 +38,8 @@ class Run(NamedTuple):
   # A key for each agent's evaluations; fold in the number of updates.
   eval_keys: Sequence[chex.PRNGKey]
   num_updates: int
-  eval_every_updates: int  # Updates between evaluations; 0 is only at the end.
-  # Updates between checkpoints; 0 is by time alone.
+  eval_every_updates: int  # Updates between evaluations; 0: only at the end.
+  # Updates between checkpoints; 0 means that only time decides.
   checkpoint_every_updates: int
   params: Any  # Shapes of the parameters of all agents.
   warnings: Sequence[str]

@@ -52,8 +52,8 @@ class Watchdog:
     self._client: Any = None
     self._num_beats = 0  # How often the main thread reported progress.
     self._num_contacts = 0  # How often process 0 answered.
-    # The last sign and beat of each process, and for how many periods each of
-    # the two has stayed the same.
+    # For each process: its last sign of life, its last beat, and the number of
+    # periods since each of the two changed.
     self._late: dict[int, tuple[int, int, int, int]] = {}
     self._threads: list[threading.Thread] = []
     self._closed = threading.Event()
@@ -237,7 +237,7 @@ class Cluster:
       text = json.dumps(decision)
       self.client.key_value_set(key, text)
       self._decided.append(key)
-      decision = json.loads(text)  # So that all processes get equal values.
+      decision = json.loads(text)  # All processes then get equal values.
     if 'error' in decision:
       raise ValueError(decision['error'])
     return decision['value']

@@ -42,7 +42,7 @@ _BLUE, _ORANGE, _GREEN, _RED = '#1f5fa8', '#c44e00', '#2f8f4e', '#c0303c'
 _CHANNEL_COLORS = (
   '#16181d #f0f0f0 #ff9e2e #54a0eb #e24a4a #65be5c #ba76db #f7d552 #4bc8c8'
 ).split()
-# For these, gymnasium states no speed, or in a module that may be missing.
+# For these, gymnasium states no speed, or its module may be missing.
 _STEPS_PER_SECOND = dict(
   Pong=30, Pendulum=20, Hopper=125, Walker2d=125, LunarLander=50, CarRacing=50
 )
