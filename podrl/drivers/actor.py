@@ -1,4 +1,4 @@
-"""An actor of Sebulba: parameters in, trajectory out.
+"""An actor of Sebulba: it takes parameters and returns trajectories.
 
 It steps a pool of environments on the host, chooses actions on one device and
 gathers the unroll there. It only runs programs of that one device.
@@ -194,9 +194,9 @@ class Actor:
     return seconds | {stage: seconds[stage] + time.perf_counter() - since}
 
   def hang(self, hang_seconds: float) -> str:
-    """Returns a sentence if one call took this long, also a second ago.
+    """Returns a sentence if a call is late in two checks, a second apart.
 
-    One late look is not enough: after a suspended process resumes, every actor
+    One check is not enough: after a suspended process resumes, every actor
     looks late.
     """
     stage, since, _ = self._times
@@ -216,7 +216,7 @@ class Actor:
     """Compiles the programs; returns shards of an example of an unroll."""
     timestep, carry = self._timestep, self._carry
     inputs = params, self._keys, np.int32(0), timestep
-    for _ in range(2):  # The second call gets a carry that the first made.
+    for _ in range(2):  # The second call takes the first one's carry.
       row, carry = self._functions.step(*inputs, carry)
     shape = self._unroll_length + 1, timestep.is_first.size
     zeros = np.zeros(shape, np.float32)
@@ -272,7 +272,7 @@ class Actor:
     return jax.block_until_ready(list(placed))
 
   def close(self) -> None:
-    """Frees the environments; prints an exception, since others must follow."""
+    """Frees the environments; prints errors, so that other actors close too."""
     try:
       self._env.close()
     except Exception:

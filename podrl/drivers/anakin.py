@@ -255,7 +255,7 @@ class Anakin:
   max_updates: int
   predictions_per_update: int
   state: Any = None  # An AnakinState.
-  error: BaseException | None = None  # Always None: there are no threads.
+  error: BaseException | None = None  # Stays None: Anakin has no threads.
 
   @property
   def learner(self) -> LearnerState | None:
@@ -265,7 +265,7 @@ class Anakin:
   def start(self, restore: Restore = lambda state: (state, [])) -> None:
     """Makes the state and compiles."""
     state, _ = restore(self.programs.init(self.rng_key))
-    # A call of zero updates compiles: the first window then does not.
+    # Compile with zero updates, so that the first window does not compile.
     self.state, _ = self.programs.train(state, np.int32(0))
     jax.block_until_ready(self.state)
 

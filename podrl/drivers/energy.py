@@ -1,4 +1,4 @@
-"""The energy that a run takes, where the machine lets it be read."""
+"""Measures the energy of a run, if the machine allows it."""
 
 from collections.abc import Callable, Sequence
 import glob

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Closed(Exception):
-  """The other side has ended."""
+  """Raised when the other side has ended."""
 
 
 class Monitor:
@@ -28,7 +28,7 @@ class Monitor:
     is_ready: Callable[[], Any] = lambda: True,
     timeout_seconds: float | None = None,
   ) -> Iterator[None]:
-    """Holds the lock as soon as `is_ready()`; then wakes all who wait.
+    """Waits for `is_ready()`, holds the lock, then wakes all waiting threads.
 
     Raises:
       Closed: if the monitor is closed, or becomes so while waiting.
@@ -128,10 +128,10 @@ class Deterministic:
 class Asynchronous:
   """Actors use the newest parameters; the learner takes any finished unroll.
 
-  An actor needs a permit for each unroll. There are as many permits as unrolls
-  can be learned from, in the order of their starts, before the newest exceeds
-  `max_lag`. An unroll that others overtook may still exceed it; the learner
-  sees that by its version.
+  An actor needs a permit for each unroll. The number of permits is such that
+  no unroll exceeds `max_lag` if unrolls are learned from in the order of their
+  starts. An unroll that others overtook may still exceed it; the learner sees
+  that by its version.
 
   Args:
     unrolls_per_update: number of unrolls that one update learns from.
@@ -159,7 +159,7 @@ class Asynchronous:
       return *self._newest, waited
 
   def put(self, actor: int, unroll: Any) -> None:
-    """Adds an unroll; there is room for all that have a permit."""
+    """Adds an unroll; there is room for each unroll that has a permit."""
     del actor
     self._unrolls.put(unroll)
 

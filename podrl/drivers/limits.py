@@ -2,7 +2,7 @@
 
 The limit is the part with the highest utilisation: if that part were faster,
 the run would be faster. If no part is near 1, the parts wait for one another.
-The functions are pure: they read a record's shares and what the run works with.
+The functions are pure: they read a record's shares and a `System`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ import jax
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 
-# A part that works this share of the time leaves at most a quarter to gain
-# elsewhere. Costs vary, so even a clear limit does not reach 1.
+# If a part works this share of the time, faster other parts gain at most a
+# quarter. Costs vary, so even a clear limit does not reach 1.
 _SATURATED = 0.8
 OTHERS_WORTH_NAMING = 0.1  # Share of the cores that other programs use.
 _FRAMES = 200_000_000  # The number of frames in Atari papers.
@@ -28,7 +28,7 @@ _ACTORS_WAIT = (
   'The actors wait {time_actor_waiting} of the time for the learner, which '
   'spends {time_update} of its time on updates'
 )
-_SENTENCES = {  # `_words` makes what stands in braces.
+_SENTENCES = {  # `_words` fills the braces.
   'shared cores': 'The {cores}, mostly with {most_work}: environments take '
   '{time_environment} and choosing actions {time_inference} of the '
   "actors' time, updates {time_update} of the learner's. Add CPU "
@@ -65,7 +65,7 @@ _SENTENCES = {  # `_words` makes what stands in braces.
 
 
 class System(NamedTuple):
-  """What a process of a Sebulba run works with.
+  """Resources and settings of one process of a Sebulba run.
 
   Attributes:
     platform: platform of the devices; those of 'cpu' share the cores.
@@ -77,7 +77,7 @@ class System(NamedTuple):
     max_lag: the most calls of `update` between the parameters that acted and
       those that learn.
     is_deterministic: whether the mode is deterministic instead of asynchronous.
-    num_processes: processes of the run; each has as much.
+    num_processes: processes of the run; each has the same resources.
   """
 
   platform: str
@@ -113,7 +113,7 @@ class Limit(NamedTuple):
 
 
 def count(number: int, noun: str) -> str:
-  """Returns a number of things in words."""
+  """Returns a count and its noun, like '1 actor' or '2 actors'."""
   return f'{number} {noun}{"s" * (number != 1)}'
 
 
@@ -173,14 +173,14 @@ def _find_case(record: Mapping[str, float], system: System) -> str:
       return 'cores'
     is_stepping = record['time_environment'] >= record['time_inference']
     return 'environments' if is_stepping else 'inference latency'
-  # Nobody works all the time: the mode or the lag couples them too closely.
+  # No part works all the time: the mode or the lag couples them too closely.
   if system.max_lag == 0:
     return 'no lag'
   return 'slowest actor' if system.is_deterministic else 'lag'
 
 
 def _words(record: Mapping[str, float], system: System) -> dict[str, Any]:
-  """Returns what stands in the braces of all sentences."""
+  """Returns the texts for the braces of all sentences."""
   names = [k for k in record if k.startswith(('time_', 'busy_'))]
   words = system._asdict() | {k: _percent(record[k]) for k in names}
   busy, actors = words['busy_actor_devices'], count(system.num_actors, 'actor')
@@ -241,8 +241,8 @@ def workload_ratio(record: Mapping[str, float], system: System) -> float | None:
   """Returns CPU-seconds of environments per device-second of the networks.
 
   A device that is never idle needs this much CPU time. A pool's step counts for
-  all of its threads, but in total at most what the process used. A device that
-  acts and learns counts once. None if no device was busy.
+  all of its threads; the sum is at most the CPU time of the process. A device
+  that acts and learns counts once. None if no device was busy.
 
   Source: Inci et al. 2020, arXiv:2012.04210.
   """
@@ -273,7 +273,7 @@ def summarise(
   if price_per_hour and record.get('frames_per_second'):
     hours = _FRAMES / record['frames_per_second'] / 3600
     summary['cost_of_200m_frames'] = price_per_hour * hours
-  # A GPU's multiprocessors or a TPU's cores.
+  # Compute units: a GPU's multiprocessors or a TPU's cores.
   is_tpu = devices[0].platform == 'tpu'
   name, default = ('num_cores', 1) if is_tpu else ('core_count', 0)
   num_units = sum(getattr(x, name, None) or default for x in devices)

@@ -92,7 +92,7 @@ class Sebulba:
       if settings.deterministic
       else Asynchronous(unrolls, max_lag)
     )
-    self._tuner: Tuner | None = None  # From `start` on, if it is to tune.
+    self._tuner: Tuner | None = None  # `start` sets it if autotune is on.
     self._system = System(
       platform=self._actor_devices[0].platform,
       num_cores=num_cores(),
@@ -109,9 +109,9 @@ class Sebulba:
     self._threads: list[threading.Thread] = []
     self._stopper: threading.Thread | None = None
     self.error: BaseException | None = None  # What ended an actor or learning.
-    self.state: Any = None  # A LearnerState, from `start` on.
+    self.state: Any = None  # A LearnerState; `start` sets it.
     self._num_updates = self._num_dropped = self._num_waits = 0
-    self._num_unrolls = [0] * self._num_actors  # Of each actor, dropped or not.
+    self._num_unrolls = [0] * self._num_actors  # Per actor; dropped ones count.
     self._stages = Stages(self._actor_devices, mesh.local_devices, num_cores())
     self._end_seconds = time.perf_counter()  # End of the last `advance`.
 
@@ -167,7 +167,7 @@ class Sebulba:
       )
       self._actors.append(actor)
     params = jax.jit(self._agent.init)(self._init_key)
-    params = spmd.place(params, mesh, spmd.REPLICATED)  # As actors will get.
+    params = spmd.place(params, mesh, spmd.REPLICATED)  # As in training.
     for actor in self._actors:
       shards = actor.compile(spmd.to_device(params, actor.device))
     example = spmd.join_shards(shards, mesh, spmd.TRAJECTORY)
@@ -197,10 +197,10 @@ class Sebulba:
     return self.state.params, rest, trajectories, self._update_key
 
   def _make_tuner(self, num_actors: int) -> Tuner:
-    """Each process has a tuner, but only that of process 0 is asked."""
+    """Makes a tuner; only the tuner of process 0 decides."""
     settings = self._settings
     unrolls = settings.unrolls_per_update
-    # More actors than permits could only wait.
+    # More actors than permits gain nothing: some would always wait.
     max_actors = min(self._num_actors, unrolls * (settings.max_lag + 1))
     samples = settings.unroll_length * settings.num_envs * unrolls
     samples *= jax.process_count()
@@ -224,7 +224,7 @@ class Sebulba:
 
   def _publish(self) -> None:
     """Gives the actors the parameters, ready on their devices."""
-    # No copy on a device that also learns: parameters are never donated.
+    # Devices that also learn need no copy: parameters are never donated.
     params = {
       device: jax.block_until_ready(spmd.to_device(self.state.params, device))
       for device in self._actor_devices
@@ -320,7 +320,7 @@ class Sebulba:
   def advance(
     self, num_updates: int, plan: Mapping[str, Any] | None = None
   ) -> list[Report]:
-    """Runs `num_updates` updates, or fewer if it is stopped; one report.
+    """Runs `num_updates` updates, fewer if it is stopped; returns one report.
 
     Args:
       num_updates: number of updates.
@@ -353,7 +353,7 @@ class Sebulba:
     except Exception as error:
       self.error = self.error or error
       self._stop()
-    if self.error and not rows:  # With rows, the next call raises it.
+    if self.error and not rows:  # Else the next call raises it.
       raise self.error
     spent = {k: x - stages[k] for k, x in self._measure_stages().items()}
     num_unrolls = sum(self._num_unrolls) - num_unrolls
@@ -397,7 +397,7 @@ class Sebulba:
       actor.is_stopped = True
 
   def close(self) -> list[str]:
-    """Ends the threads and frees the environments; returns who hangs."""
+    """Ends threads and frees environments; returns the actors that hang."""
     self._stop()
     if self._stopper:
       self._stopper.join()

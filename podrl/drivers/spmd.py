@@ -19,7 +19,7 @@ import numpy as np
 
 from podrl.types import DEVICE_AXIS, Learner, LearnerState, Tree
 
-# Any: in a tree of specs, they stand in the place of arrays.
+# Typed as Any, because trees of specs are typed like trees of arrays.
 REPLICATED: Any = PartitionSpec()
 BATCH: Any = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
 TRAJECTORY: Any = PartitionSpec(None, DEVICE_AXIS)  # Time, then the batch.
@@ -109,7 +109,7 @@ def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
 def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
   """Places an array that each process has on devices of several processes."""
   if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-    # The data of a key has one axis more, at the end.
+    # A key's data has one more axis, at the end.
     return jax.random.wrap_key_data(
       _spread(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x)
     )

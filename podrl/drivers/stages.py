@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 # An actor's stages, and those of the learner. PARKED is an actor's stage too,
-# while it is not to act.
+# while it must not act.
 STAGES = ('environment', 'inference', 'actor_waiting')
 PARKED = 'parked'
 _LEARNER = ('update', 'learner_waiting', 'hand_off')
@@ -62,7 +62,7 @@ def cpu_seconds() -> float:
 def idle_core_seconds(cores: Set[int]) -> float | None:
   """Returns the seconds in which no program used each core, summed.
 
-  It returns None if the system does not tell. Only Linux does.
+  It returns None if the system does not report them. Only Linux does.
   """
   seconds, found = 0.0, set()
   try:
@@ -179,7 +179,7 @@ class Stages:
 
 
 def leave_out_parked(stages: Mapping[str, float]) -> dict[str, float]:
-  """Makes the actors' means those over the actors that were not parked."""
+  """Converts means over all actors to means over those that were not parked."""
   means = {**stages}
   parked = means.pop(f'time_{PARKED}')
   names = [f'time_{stage}' for stage in STAGES]

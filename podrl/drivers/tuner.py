@@ -1,9 +1,9 @@
 """Finds out while training how many actors should act.
 
-GA3C's scheduler (Babaeizadeh et al. 2017, arXiv:1611.06256) walks at random and
-counts calls of training; one window decides, however noisy. This tuner compares
-two counts by windows in turn, A B B A ..., of samples learned per second. It
-waits after each change, and only a difference beyond the noise counts.
+GA3C's scheduler (Babaeizadeh et al. 2017, arXiv:1611.06256) changes the number
+at random, and one noisy window of training calls decides. This tuner compares
+two numbers by their samples learned per second, in alternating windows A B B A.
+It waits after each change, and only a difference beyond the noise counts.
 """
 
 from collections.abc import Generator
@@ -24,7 +24,7 @@ _DRIFT, _DRIFT_NOISE, _NUM_DRIFTED = 0.06, 2.5, 3
 class Decision(NamedTuple):
   """A comparison of two numbers of actors, and its result."""
 
-  seconds: float  # Seconds of training before it.
+  seconds: float  # Seconds of training before the comparison.
   num_actors: int  # Number of actors that acted before.
   tried: int  # The other number.
   is_kept: bool  # Whether the other number stays.
@@ -46,7 +46,7 @@ _Search = Generator[_Window, float, None]
 
 
 class Tuner:
-  """Finds the number of actors with which most is learned per second.
+  """Finds the number of actors that gives the most samples learned per second.
 
   It has no clock and no thread. It doubles the number until that gains nothing,
   then halves the interval that is left. From then on it only watches, and
@@ -62,7 +62,7 @@ class Tuner:
     max_actors: the most actors that can act.
     samples_per_update: samples that one update learns from, of all processes.
     unrolls_per_update: unrolls that one update learns from, of this process.
-    num_actors: where the search begins; clipped to 1 and `max_actors`.
+    num_actors: where the search begins; clipped to [1, max_actors].
   """
 
   def __init__(
@@ -110,7 +110,7 @@ class Tuner:
       pause_seconds: how long the learner paused before it. Actors may have
         filled the queue, so a long pause begins a new window.
     """
-    # A pause that returns before every call affects all windows alike.
+    # A pause before every call affects all windows equally.
     if pause_seconds > max(_PAUSE_SECONDS, 4 * self._last_pause):
       self._start_window(self.num_actors)
     self._last_pause = pause_seconds
@@ -129,7 +129,7 @@ class Tuner:
       self._passed >= scale * _WINDOW_SECONDS
       and self._num_updates >= scale * _WINDOW_UPDATES
     ):
-      # A queue that empties hides for a while that too few actors act.
+      # While a queue empties, the rate hides that too few actors act.
       drained = max(0, self._depth - queue_depth) / self._unrolls_per_update
       num_learned = max(self._num_updates - drained, 0.1)
       rate = num_learned * self._samples_per_update / self._passed
@@ -148,9 +148,9 @@ class Tuner:
     return math.sqrt(squares / number)
 
   def _update_noise(self, log_rate: float, other: float) -> None:
-    """Updates the noise by two windows of the same number of actors."""
+    """Updates the noise from two windows of the same number of actors."""
     squares, number = self._noise
-    # Old values fade. An outlier, which is no noise, counts for three
+    # Old values fade. An outlier is not noise, so it counts for three
     # deviations at most.
     square = min((log_rate - other) ** 2 / 2, 9 * squares / number)
     self._noise = 0.95 * squares + square, 0.95 * number + 1
@@ -165,10 +165,10 @@ class Tuner:
 
   def _find_best(self) -> _Search:
     """Searches until `best` is the best number."""
-    # `low` is worse than the best, `high` is not better. A hump may lie between
-    # the best and `high` if `may_rise`.
+    # `low` is worse than the best, `high` is no better. If `may_rise`, a number
+    # between the best and `high` may be better.
     low, high, may_rise = 0, 0, False
-    rate = None  # Rate of the last window, if the best number acted in it.
+    rate = None  # Rate of the last window if it measured `best`.
     while True:
       best, step = self.best, max(1, self.best // 8)
       if not high and best < self._max_actors:
@@ -196,8 +196,8 @@ class Tuner:
   ) -> Generator[_Window, float, tuple[bool, bool, float | None]]:
     """Compares a number with the best one, whose `rate` may be known already.
 
-    It returns whether the number is to be kept, whether the rates of both
-    differ, and the last window's rate, if what is now the best acted in it.
+    It returns whether to keep the number, whether the two rates differ, and the
+    last window's rate if it measured the number that is now the best.
     """
     best = self.best
     logs: tuple[list[float], list[float]] = [], []
@@ -216,7 +216,7 @@ class Tuner:
       error = self._deviation() * math.sqrt(2 / num_pairs)
       if abs(gain - _WORTH) > _CLEAR * error or error <= _PRECISION:
         break
-    # Starting actors needs certainty; parking them only a tendency.
+    # Starting actors needs a clear gain; parking them only a likely one.
     is_more = gain > _WORTH and (tried < best or gain > 1.5 * error)
     is_kept = is_more == (tried > best)
     rates = math.exp(mean), math.exp(mean_tried)

@@ -116,7 +116,7 @@ def make(
   if mode == 'async':
     # A fork would copy the locks of JAX's threads.
     vector_kwargs['context'] = 'spawn'
-    # Otherwise the first process starts the tracker, and that lifts the mask.
+    # Starting the resource tracker lifts the mask below, so start it first.
     resource_tracker.ensure_running()
   # The processes inherit the mask: only this process may end them.
   signals = (signal.SIGINT, signal.SIGTERM)

@@ -116,8 +116,8 @@ class Conv(nn.Module):
   kernel: int  # Height and width of the kernel.
   stride: int = 1  # Stride in both directions.
   padding: str = 'VALID'  # 'VALID' or 'SAME'.
-  # Whether to compute one matrix product over patches, with the same result; by
-  # default only if the backend is the CPU.
+  # Whether to compute one matrix product over patches; the result is the same.
+  # None means only if the backend is the CPU.
   matmul: bool | None = None
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
 

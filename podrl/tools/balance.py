@@ -47,7 +47,7 @@ from podrl.run.config import base_config
 from podrl.run.devices import make_layout
 
 MAX_PLANS, FINAL_ROUNDS = 12, 3
-RUNG_SECONDS = (1.0, 2.0, 2.0)  # The length of a run in each rung.
+RUNG_SECONDS = (1.0, 2.0, 2.0)  # Length of a run in each round of `search`.
 _NUM_SHOWN, _MAX_RANGE = 5, 64
 _PAYS = 1.2  # An accelerator pays from this speed-up on.
 _BUSY = dict(cores='cores', act='actor_devices', learn='learner_devices')
@@ -63,23 +63,23 @@ class Plan(NamedTuple):
   """How Sebulba uses a host."""
 
   unroll_length: int
-  num_envs: int  # Of all actors together.
-  threads: int  # Of each actor device; a thread is an actor.
+  num_envs: int  # Total of all actors.
+  threads: int  # Actor threads per actor device.
   env_threads: int  # Threads that step the environments of one actor.
   actor_devices: tuple[int, ...]
   learner_devices: tuple[int, ...]
-  unrolls_per_update: int  # 0 means one of each actor.
+  unrolls_per_update: int  # 0 means one per actor.
 
   @property
   def sizes(self) -> tuple[int, int, int, int]:
-    """Actors, environments of each, T and environment threads."""
+    """Numbers of actors, environments per actor, steps T and env threads."""
     num_actors = len(self.actor_devices) * self.threads
     num_envs = self.num_envs // num_actors
     return num_actors, num_envs, self.unroll_length, self.env_threads
 
   @property
   def batch(self) -> int:
-    """T x environments of one update."""
+    """Environment steps that one update learns from."""
     num_actors, num_envs, length, _ = self.sizes
     return length * num_envs * (self.unrolls_per_update or num_actors)
 
@@ -114,8 +114,8 @@ def with_fields(config: ConfigDict, fields: dict[str, Any]) -> ConfigDict:
 def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
   """Returns the plans one step from `plan` along each axis, unchecked.
 
-  A step along the unroll length keeps the batch, and one along the threads
-  keeps the environments of all actors together.
+  A step in the unroll length keeps the size of the batch. A step in the
+  threads keeps the total number of environments.
   """
   num_envs, length = plan.num_envs, plan.unroll_length
   steps: list[dict[str, Any]] = [
@@ -210,13 +210,13 @@ def search(
   """Finds fast plans by successive halving.
 
   Source: Jamieson and Talwalkar 2016, arXiv:1502.07943, figure 1. Here the
-  first rung chooses its plans as it goes: next comes a neighbour of the fastest
-  plan that still has one.
+  first round does not know its plans in advance: it always continues with a new
+  neighbour of the fastest plan that has one.
 
   Args:
-    base: the configured plan, which every rung measures.
+    base: the configured plan, which every round measures.
     neighbours_of: `(plan) -> plans` that differ from a plan in one axis.
-    run: `(plan, seconds) -> record`, a run of about that length.
+    run: `(plan, seconds) -> record`, which runs a plan for about that long.
 
   Returns:
     The record of each plan, the best plan first. The configured one is first or
@@ -283,7 +283,7 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
     fields = plan.overrides(base)
     try:
       return measure(with_fields(config, fields), plan.batch, seconds)
-    except Exception as error:  # Of an environment or of XLA, for example.
+    except Exception as error:  # From an environment or XLA, for example.
       raise ValueError(f'{name}: {workdir.one_line(error)}') from error
 
   return search(base, candidates, run)
@@ -356,7 +356,7 @@ def compare(
 ) -> list[str]:
   """Measures the other ways to run an experiment here; returns lines to print.
 
-  `rate` is the steps per second of `plan`, the best one of Sebulba.
+  `rate`: steps per second of `plan`, the fastest plan of Sebulba.
   """
   platform, anakin = jax.default_backend(), _anakin_config(config, plan)
   rates = {f'Sebulba on {platform}': rate}
