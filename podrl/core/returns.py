@@ -79,7 +79,7 @@ def vtrace(
   _, errors = jax.lax.scan(
     backward, jnp.zeros_like(deltas[0]), (deltas, decays), reverse=True
   )
-  # The return after step t: corrected from step t + 1, weighted by lambda.
+  # The return after step t: the value at t + 1 plus lambda x its correction.
   following = values[1:] + lambda_ * jnp.concatenate(
     [errors[1:], jnp.zeros_like(errors[:1])]
   )

@@ -485,7 +485,7 @@ def single(
   deviation = float(np.subtract(*np.percentile(times.busy, [75, 25]))) / 1.349
   if times.stages:
     environment, acting, learning = times.stages
-  else:  # Anakin: one program, whose parts are as long as their rooflines.
+  else:  # Anakin is one program: split its time by the rooflines of its parts.
     parts = [roofline(x, local)[0] for x in (act, learn)]
     environment = 0.0
     acting, learning = (alone * part / sum(parts) for part in parts)
