@@ -148,9 +148,9 @@ def make_programs(
     num_envs: environments over all devices; the devices divide it.
     unroll_length: T, steps of an unroll.
     max_updates: the most updates in one call.
-    num_seeds: number of independent agents in the one program. Keys and the
-      state's leaves then have this axis in front, and rows of records behind.
-      None is one agent without the axis.
+    num_seeds: S, the number of independent agents in the program. S is the
+      first axis of keys and of the state's leaves, and the last axis of
+      records. None is one agent, without this axis.
   """
 
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
