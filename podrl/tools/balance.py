@@ -475,7 +475,8 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
     for name, text in limits.describe(workdir.read_json(summary)):
       _CONSOLE.print(f'{name}: {text}')
   else:
-    _CONSOLE.print(f'{path} has not ended; its summary will say what limits it')
+    text = f'{path} has not ended; its summary will say what limits it'
+    _CONSOLE.print(text, soft_wrap=True)
   if config.sebulba.autotune:
     tools.make_directory(out)
     picture = os.path.join(out, 'balance.png')
