@@ -68,7 +68,11 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
   has_devices = jax.config.jax_num_cpu_devices > 0  # type: ignore
   has_devices |= 'device_count' in os.environ.get('XLA_FLAGS', '')
   if not has_devices and not spmd.has_accelerator():
-    num_devices = devices.num_cpu_devices(config, num_processes)
+    num_devices = (
+      devices.num_cpu_devices(config, num_processes)
+      if is_anakin
+      else devices.num_named_devices(config)
+    )
     spmd.set_num_cpu_devices(num_devices, num_processes)
     # An actor's small programs are faster in the actor's own thread.
     jax.config.update('jax_cpu_enable_async_dispatch', is_anakin)

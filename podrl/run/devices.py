@@ -62,11 +62,14 @@ def _check_minibatches(
     )
 
 
+def num_named_devices(config: ConfigDict) -> int:
+  """Counts each process's CPU devices that a Sebulba run names."""
+  fields = config.sebulba
+  return 1 + max((*fields.actor_devices, *fields.learner_devices), default=0)
+
+
 def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
-  """Counts each process's CPU devices, by the indices or the batch of a run."""
-  if 'sebulba' in config:
-    fields = config.sebulba
-    return 1 + max((*fields.actor_devices, *fields.learner_devices), default=0)
+  """Counts each process's CPU devices that fit the batch of an Anakin run."""
   if config.num_devices:
     return config.num_devices
   fitting = [1]
