@@ -88,8 +88,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
     return obs
 
   def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
-    obs, env_state = env.reset_env(rng_key, params)
-    return observe(obs), env_state
+    return env.reset_env(rng_key, params)
 
   def step(
     rng_key: chex.PRNGKey, env_state: Tree, action: Array
@@ -98,14 +97,14 @@ def make(name: str, **options: Any) -> DeviceEnv:
       rng_key, env_state, action, params
     )
     truncated = env.is_truncated(env_state, params)
-    return observe(obs), env_state, reward, terminated, truncated
+    return obs, env_state, reward, terminated, truncated
 
   spec = EnvSpec(
     # The spaces of some environments declare other dtypes than they return.
-    obs=jax.eval_shape(reset, jax.random.key(0))[0],
+    obs=jax.eval_shape(lambda key: observe(reset(key)[0]), jax.random.key(0)),
     channels_first=False,
     action=_action_space(env.action_space(params)),
     frame_skip=1,
     max_episode_steps=max_steps,
   )
-  return joints.make_device_env(spec, reset, step)
+  return joints.make_device_env(spec, reset, step, observe)
