@@ -27,7 +27,7 @@ _SECTIONS = {
 
 
 def _number(value: float) -> str:
-  """A bound as a person writes it; powers of two stay powers."""
+  """A bound as a person writes it; a large power of two becomes 2^N."""
   for offset, suffix in ((0, ''), (1, ' - 1')):
     exponent = math.log2(value + offset) if value > 2**15 else 0.5
     if exponent.is_integer():

@@ -78,7 +78,7 @@ def find_gpus() -> list[str]:
 
 
 def find_port() -> int:
-  """Returns a free port below those that outgoing connections take."""
+  """Returns a free port below the system's range for outgoing connections."""
   for port in random.sample(range(20_000, 32_000), 100):
     with socket.socket() as listener, contextlib.suppress(OSError):
       listener.bind(('127.0.0.1', port))

@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# A run of several processes on this machine; --help says how.
+# Starts a run of several processes on this machine; --help explains how.
 exec python3 -I "${0%.sh}.py" "$@"

@@ -14,9 +14,10 @@ keeps the run: if the slice is preempted, the script creates another slice and t
 run resumes there.
 
   --accelerator=TYPE   v4-8, v5e-256, v5p-32, v6e-8, tpu7x-8 ...
-  --project, --bucket  of Google Cloud; the slice's service account must be allowed
-                       to write to the bucket (a hierarchical namespace makes
-                       renaming a directory a single step)
+  --project            project of Google Cloud
+  --bucket             bucket of Google Cloud; the slice's service account must be
+                       allowed to write to it (in a bucket with a hierarchical
+                       namespace, renaming a directory is a single step)
   --name=NAME          name of the slice and the run; the same name resumes the run
                        [podrl-DATE-TIME]
   --zone=ZONE          [a zone that has the accelerator]
@@ -106,8 +107,8 @@ run() {
   fi
 }
 
-# Deletes a thing; it is no error if the thing does not exist. (It always returns
-# a status: in a trap, a bare return gives the status from before the trap.)
+# Runs a command that deletes a resource. A resource that does not exist is no
+# error. (In a trap, a bare return would give the status from before the trap.)
 run_delete() {
   [[ $dry_run ]] && { quote "$@"; return 0; }
   run "$@" 2>"$scratch/delete" && return 0

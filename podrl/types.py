@@ -122,8 +122,9 @@ class DeviceEnv(NamedTuple):
     reset: `(rng_key[B]) -> (env_state[B], TimeStep[B])`. In the time steps,
       `is_first` is true, the reward is 0 and the discount is 1.
     step: `(env_state[B], action[B]) -> (env_state[B], TimeStep[B])`. The step
-      after an episode's last ignores its action and returns the next episode's
-      first time step, as in dm_env. Its random numbers come from `env_state`.
+      after the last step of an episode ignores its action and returns the first
+      time step of the next one, as in dm_env. Random numbers come from
+      `env_state`.
   """
 
   spec: EnvSpec
@@ -138,8 +139,8 @@ class HostEnv(NamedTuple):
     spec: describes one environment.
     reset: `() -> TimeStep`, leaves `[B, ...]`, `is_first` true. Called once.
     step: `(action) -> TimeStep`, actions `[B, ...]`. The caller owns the arrays
-      that it returns. The step after an episode's last ignores its action and
-      returns the next episode's first time step.
+      that it returns. The step after the last step of an episode ignores its
+      action and returns the first time step of the next one.
     close: `() -> None`, frees the environments.
     observe: `(obs) -> obs`, traced on the device. It converts the observations
       of `reset` and `step` to those of `spec.obs`: a category becomes one-hot.

@@ -6,8 +6,8 @@
 One driver trains CartPole with the settings of its experiment, in pairs of
 turns. In one turn it writes records to metrics.jsonl, TensorBoard, the terminal
 and, with --wandb, Weights & Biases (offline); in the other turn it writes none.
-The order of the two changes from pair to pair. The program prints the median
-ratio of the rates in steps per second, with records over without.
+The order of the two changes from pair to pair. The program prints the median of
+the rate with records divided by the rate without, both in steps per second.
 """
 
 from collections.abc import Sequence
@@ -105,8 +105,8 @@ def main(argv: Sequence[str]) -> None:
   )
   low, middle, high = np.percentile(ratios, [25, 50, 75])
   print(
-    f'{_ARCHITECTURE.value}: with all sinks {middle:.3f} of the rate without '
-    f'(quartiles {low:.3f} and {high:.3f}, {len(ratios)} pairs)'
+    f'{_ARCHITECTURE.value}: the rate with records is {middle:.3f} times the '
+    f'rate without (quartiles {low:.3f} and {high:.3f}, {len(ratios)} pairs)'
   )
 
 

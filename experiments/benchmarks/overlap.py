@@ -7,7 +7,7 @@ learner's update sleeps too, from a quarter to four times as long as an unroll.
 For each such cost and both modes, the table has medians of updates per second:
 of the environments alone; of acting alone, which is inference on an observation
 that does not change; of the update alone; and of training. Training cannot be
-faster than the slowest part; the nearer it is, the better the overlap.
+faster than the slowest part. If it is nearly as fast, the parts overlap well.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from podrl.types import Discrete, EnvSpec, HostEnv, Learner, TimeStep
 
 _NUM_ACTORS, _NUM_ENVS, _LENGTH = 2, 8, 10
 _STEP_SECONDS = 0.05
-_COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # Time of an update over that of an unroll.
-_UPDATES = 5  # One measurement has this many.
+_COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # Time of an update / time of an unroll.
+_UPDATES = 5  # Updates in one measurement.
 
 
 def make_env(seconds: float) -> HostEnv:

@@ -100,7 +100,7 @@ def get_config(name: str, num_envs: int) -> ConfigDict:
   config.env.num_envs = num_envs
   config.unroll_length = 128
   config.num_epochs = 4
-  # Four minibatches of 64 environments; for more, minibatches of 4,096 steps.
+  # At least 4 minibatches; from 128 environments on, each has 4,096 steps.
   config.num_minibatches = max(4, num_envs // 32)
   config.network.name = 'mlp'
   config.num_devices = _NUM_DEVICES.value

@@ -14,9 +14,9 @@ class AgentEntry(NamedTuple):
 
   Attributes:
     make_agent: `(network, distribution, **fields) -> Agent`.
-    defaults: configuration fields by dotted name that the agent adds to the
-      base configuration or sets to another value. Fields of an architecture
-      that the run does not use are skipped.
+    defaults: values of configuration fields, by dotted name. The agent adds
+      these fields to the base configuration or changes their values. Fields
+      of an architecture that the run does not use are skipped.
     comments: one line for `--help` on each field that the agent adds.
     check: `(fields) -> None`, raises a ValueError if the configuration does
       not fit the agent. `fields` is the flat configuration by dotted name.

@@ -107,8 +107,8 @@ def make_agent(
     params: Tree, trajectory: Trajectory, mean: Callable[[Tree], Tree]
   ) -> Batch:
     timestep = trajectory.timestep
-    # Acting stored all values but that of the last step. Only a recurrent
-    # network needs the other steps to compute it.
+    # `act` stored the values of all steps but the last. Only a recurrent
+    # network needs the other steps to compute the last value.
     obs, is_first = timestep.obs, timestep.is_first
     if not network.is_recurrent:
       obs, is_first = jax.tree.map(lambda x: x[-1:], (obs, is_first))

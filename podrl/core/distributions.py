@@ -86,8 +86,9 @@ def gaussian(
   """A diagonal Gaussian over a box, clipped to it or squashed by tanh.
 
   A sample x uses units in which the bounds are -1 and 1. A dimension without
-  bounds keeps its own unit. The action is the clipped sample, whose density is
-  the Gaussian's before clipping, or tanh(x), with the density
+  bounds keeps its own unit. The action is the clipped sample or tanh(x). The
+  density of a clipped sample is that of the Gaussian before clipping, and the
+  density of tanh(x) is
 
     log p(a) = log N(x; mean, scale) - log(1 - tanh(x)^2) - log((high - low)/2).
 

@@ -3,8 +3,8 @@
 The statistics are part of the agent's parameters, so they are saved, copied and
 replicated together. Every step that is learned from counts once. The first
 unroll is an exception: it gives only the first mean, because a variance around
-a mean of 0 would be inexact. An update uses the statistics from before it and
-changes them at its end. Without policy lag, they are those that acting used.
+a mean of 0 would be inexact. An update first uses the statistics, and changes
+them at its end. Without policy lag, acting has used the same statistics.
 """
 
 from collections.abc import Callable

@@ -39,9 +39,9 @@ class Unroll(NamedTuple):
   """An unroll of one actor, with a shard on each learner device."""
 
   shards: list[Trajectory]
-  version: int  # Of the parameters that acted.
-  episodes: Episodes  # Those that ended in the unroll.
-  actor: int  # Its index.
+  version: int  # Version of the parameters that acted.
+  episodes: Episodes  # Episodes that ended in the unroll.
+  actor: int  # Index of the actor.
 
 
 class ActorFunctions(NamedTuple):

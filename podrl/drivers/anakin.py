@@ -52,8 +52,8 @@ class Actors(NamedTuple):
   carry: Tree
   # Fixed keys; the counters of updates and steps are folded in.
   rng_key: chex.PRNGKey
-  episode_return: Array  # Float32, sum of rewards of the present episode.
-  episode_length: Array  # Int32, steps of the present episode.
+  episode_return: Array  # Float32, sum of rewards in this episode.
+  episode_length: Array  # Int32, steps so far in this episode.
 
 
 class AnakinState(NamedTuple):
@@ -61,7 +61,7 @@ class AnakinState(NamedTuple):
 
   learner: LearnerState
   actors: Actors
-  rng_key: chex.PRNGKey  # Of the updates; `num_updates` is folded in.
+  rng_key: chex.PRNGKey  # Fixed; each update folds in `num_updates`.
 
 
 class Records(NamedTuple):
@@ -147,7 +147,7 @@ def make_programs(
   Args:
     num_envs: environments over all devices; the devices divide it.
     unroll_length: T, steps of an unroll.
-    max_updates: the most updates in one call.
+    max_updates: the largest number of updates in one call.
     num_seeds: S, the number of independent agents in the program. S is the
       first axis of keys and of the state's leaves, and the last axis of
       records. None is one agent, without this axis.
@@ -244,7 +244,7 @@ class Anakin:
   Attributes:
     programs: what `make_programs` returned.
     rng_key: key of the whole run; `[S]` for several seeds.
-    max_updates: the most updates in one call.
+    max_updates: the largest number of updates in one call.
     predictions_per_update: actions that this process's environments take in
       one update.
     state: the whole run, once started; the next `advance` deletes its buffers.

@@ -109,7 +109,7 @@ class Deterministic:
     self._unrolls[actor].put(unroll)
 
   def take(self, i: int, timeout_seconds: float) -> Any:
-    """Returns the unroll for place i of an update, which is that of actor i."""
+    """Returns the unroll for place i in an update; actor i made it."""
     return self._unrolls[i].get(timeout_seconds)
 
   def release(self, num_unrolls: int) -> None:
@@ -135,8 +135,8 @@ class Asynchronous:
 
   Args:
     unrolls_per_update: number of unrolls that one update learns from.
-    max_lag: the most calls of `update` between the parameters that acted and
-      those that learn.
+    max_lag: the largest number of calls of `update` between the parameters
+      that acted and those that learn.
   """
 
   def __init__(self, unrolls_per_update: int, max_lag: int):
@@ -164,7 +164,7 @@ class Asynchronous:
     self._unrolls.put(unroll)
 
   def take(self, i: int, timeout_seconds: float) -> Any:
-    """Returns the oldest unroll, for any place of an update."""
+    """Returns the oldest unroll; it may fill any place in an update."""
     del i
     return self._unrolls.get(timeout_seconds)
 

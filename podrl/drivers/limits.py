@@ -19,14 +19,14 @@ from podrl.drivers.stages import num_cores
 _SATURATED = 0.8
 OTHERS_WORTH_NAMING = 0.1  # Share of the cores that other programs use.
 _FRAMES = 200_000_000  # The number of frames in Atari papers.
-_WAITS = 'The learner waits {time_learner_waiting} of the time for data'
+_WAITS = 'The learner waits for data {time_learner_waiting} of the time'
 _BOTH_WAIT = (
-  _WAITS + ', and the actors wait {time_actor_waiting} of the time for the '
-  'learner'
+  _WAITS + ', and the actors wait for the learner {time_actor_waiting} of the '
+  'time'
 )
 _ACTORS_WAIT = (
-  'The actors wait {time_actor_waiting} of the time for the learner, which '
-  'spends {time_update} of its time on updates'
+  'The actors wait for the learner {time_actor_waiting} of the time, and the '
+  'learner spends {time_update} of its time on updates'
 )
 _SENTENCES = {  # `_words` fills the braces.
   'shared cores': 'The {cores}, mostly with {most_work}: environments take '
@@ -41,8 +41,8 @@ _SENTENCES = {  # `_words` fills the braces.
   '{or_env_threads}{or_drop_devices}.',
   'inference latency': _WAITS + '. {actors_spend} {time_inference} of the time '
   'choosing actions, and the {cores}: too few actors work at once. Add actor '
-  'threads (sebulba.threads_per_actor_device), or environments for which each '
-  'chooses (env.num_envs).',
+  'threads (sebulba.threads_per_actor_device), or environments for each actor '
+  '(env.num_envs).',
   'actor devices': _WAITS + ', and the {acting_devices} {busy_actor_devices} '
   'busy{with_updates}: this is the limit. Add actor devices '
   '(sebulba.actor_devices), or let fewer actors choose actions for more '
@@ -74,8 +74,8 @@ class System(NamedTuple):
     env_threads: threads that step the environments of one actor.
     actor_devices, learner_devices: indices of devices; they may overlap.
     unrolls_per_update: unrolls that one update learns from.
-    max_lag: the most calls of `update` between the parameters that acted and
-      those that learn.
+    max_lag: the largest number of calls of `update` between the parameters
+      that acted and those that learn.
     is_deterministic: whether the mode is deterministic instead of asynchronous.
     num_processes: processes of the run; each has the same resources.
   """
@@ -140,9 +140,9 @@ def find_limit(record: Mapping[str, float], system: System) -> Limit:
   """Returns the resource that limits a run.
 
   Args:
-    record: shares of a window, from 0 to 1: `time_*` of the actors (means over
-      them) and of the learner, `busy_*` of cores and devices, and, if known,
-      `idle_cores`, which no program uses. `num_actors` counts active actors.
+    record: shares of a window, from 0 to 1: `time_*` of the learner and of the
+      mean actor, `busy_*` of cores and devices, and, if known, `idle_cores`,
+      the cores that no program uses. `num_actors` counts the active actors.
     system: what one process of the run works with.
   """
   system = system.with_active(record)

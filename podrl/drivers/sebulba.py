@@ -1,7 +1,7 @@
 """Sebulba: actor threads on the host feed a learner on accelerators.
 
 Hessel et al. 2021, arXiv:2104.06272, section 4. Each actor has a thread. The
-learner joins unrolls on the batch axis and calls `Learner.update`, as Anakin.
+learner joins unrolls on the batch axis and calls `Learner.update`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +41,8 @@ class Settings:
   unrolls_per_update: int  # Unrolls that one update learns from.
   # Whether the mode is deterministic instead of asynchronous.
   deterministic: bool
-  # The most calls of `update` between the parameters that acted and those that
-  # learn.
+  # The largest number of calls of `update` between the parameters that acted
+  # and those that learn.
   max_lag: int
   # An actor hangs if one call of it takes longer than this.
   hang_seconds: float
@@ -320,7 +320,7 @@ class Sebulba:
   def advance(
     self, num_updates: int, plan: Mapping[str, Any] | None = None
   ) -> list[Report]:
-    """Runs `num_updates` updates, fewer if it is stopped; returns one report.
+    """Runs `num_updates` updates, or fewer after `stop`; returns one report.
 
     Args:
       num_updates: number of updates.

@@ -10,8 +10,8 @@ import time
 import jax
 import numpy as np
 
-# An actor's stages, and those of the learner. PARKED is an actor's stage too,
-# while it must not act.
+# The stages of an actor and of the learner. An actor that must not act is in
+# one more stage, PARKED.
 STAGES = ('environment', 'inference', 'actor_waiting')
 PARKED = 'parked'
 _LEARNER = ('update', 'learner_waiting', 'hand_off')
@@ -156,10 +156,10 @@ class Stages:
         clock.leave()
 
   def seconds(self, actors: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns seconds since the start, from those of each actor in each stage.
+    """Returns seconds since the start; `actors` has those of each actor.
 
-    `time_*` of the actors are means over them. `busy_*` are means over devices,
-    and for cores CPU seconds divided by their number.
+    `time_*` of the actors are means over the actors. `busy_*` of devices are
+    means over the devices. `busy_cores` is CPU seconds per core.
     """
 
     def mean(clocks: Sequence[Busy]) -> float:

@@ -25,7 +25,7 @@ class Decision(NamedTuple):
   """A comparison of two numbers of actors, and its result."""
 
   seconds: float  # Seconds of training before the comparison.
-  num_actors: int  # Number of actors that acted before.
+  num_actors: int  # Number of actors before the comparison.
   tried: int  # The other number.
   is_kept: bool  # Whether the other number stays.
   rate: float  # Samples learned per second with `num_actors`.
@@ -50,8 +50,8 @@ class Tuner:
 
   It has no clock and no thread. It doubles the number until that gains nothing,
   then halves the interval that is left. From then on it only watches, and
-  searches again in both directions when the rate changes. Of numbers that are
-  equally fast it takes the lowest, whose unrolls are the least stale.
+  searches again in both directions when the rate changes. If several numbers
+  are equally fast, it takes the lowest, whose unrolls are the least stale.
 
   Attributes:
     best: the best number so far.
@@ -59,7 +59,7 @@ class Tuner:
     is_settled: whether it only watches.
 
   Args:
-    max_actors: the most actors that can act.
+    max_actors: the largest number of actors that can act.
     samples_per_update: samples that one update learns from, of all processes.
     unrolls_per_update: unrolls that one update learns from, of this process.
     num_actors: where the search begins; clipped to [1, max_actors].
@@ -107,8 +107,8 @@ class Tuner:
       seconds: training time, without the pause.
       num_updates: updates in that time, one or more.
       queue_depth: unrolls that waited for the learner before the last update.
-      pause_seconds: how long the learner paused before it. Actors may have
-        filled the queue, so a long pause begins a new window.
+      pause_seconds: how long the learner paused before that time. Actors may
+        have filled the queue, so a long pause begins a new window.
     """
     # A pause before every call affects all windows equally.
     if pause_seconds > max(_PAUSE_SECONDS, 4 * self._last_pause):

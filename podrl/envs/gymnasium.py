@@ -59,7 +59,7 @@ def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
-  """The `EnvSpec` of an environment, which is made for a moment; see `make`.
+  """Makes an environment only to read its `EnvSpec`; see `make`.
 
   Raises:
     ValueError: if the name or an option is unknown, the environment refuses an

@@ -1,7 +1,7 @@
 """Joints: how every adapter presents the end of an episode.
 
-The step after an episode's last is the *joint*: its action is ignored, and it
-returns the first time step of the next episode, as in dm_env.
+The step after the last step of an episode is the *joint*: its action is
+ignored, and it returns the first time step of the next episode, as in dm_env.
 """
 
 from collections.abc import Callable
@@ -37,8 +37,8 @@ def make_device_env(
 ) -> DeviceEnv:
   """Builds a batch of environments from the functions of a single one.
 
-  Both branches are computed in each step, the step and the reset, and the right
-  one is selected.
+  Each step of the batch computes both a step and a reset of every environment,
+  and selects the right one.
 
   Args:
     spec: describes the environment.
@@ -100,9 +100,9 @@ def make_host_env(
   Args:
     spec: describes one environment.
     envs: has the interface of `gymnasium.vector.VectorEnv`, and resets an
-      environment in the step after its last (gymnasium's next-step mode). It
-      does not say which steps are first: they follow the last ones.
-    seed: argument of the reset.
+      environment in the step after the last one of an episode (gymnasium's
+      next-step mode). It need not mark the first steps of episodes.
+    seed: the seed that `envs.reset` gets.
     close: see `HostEnv`.
     render: see `HostEnv`.
   """

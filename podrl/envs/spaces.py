@@ -100,8 +100,8 @@ def env_spec(
 def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
   """Builds the function from actions `[B, ...]` to the library's actions.
 
-  It adds the start of a category. It casts the numbers of a box to the dtype of
-  the space, and rounds them if that is an integer dtype.
+  For a category, the function adds the `start` of the space. For a box, it
+  casts to the dtype of the space, and rounds if that is an integer dtype.
   """
   if type(space).__name__ == 'Discrete':
     start = int(space.start)

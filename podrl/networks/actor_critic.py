@@ -11,7 +11,7 @@ from podrl.networks import cores
 from podrl.networks.torsos import MLP, TwinMLP, as_vector
 from podrl.types import Array, Tree
 
-# For wider observations, two joined first layers are faster (on a CPU).
+# For wider observations, joining two first layers is faster on a CPU.
 _JOIN_WIDTH = 256
 
 
@@ -95,7 +95,7 @@ class ActorCritic(nn.Module):
   def __call__(
     self, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Array, Tree]:
-    """Computes `Network.unroll`; the carry is a list with one for each core."""
+    """Computes `Network.unroll`; the carry is a list, one element per core."""
     features = self._features(_merge_time(obs))
     shape = is_first.shape
     if self.core != 'none':

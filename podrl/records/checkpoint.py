@@ -111,9 +111,9 @@ class Checkpoints:
   ) -> None:
     """Writes a checkpoint in the background, unless it exists already.
 
-    The driver may continue at once. `progress` is what a resumed run needs
-    beside the state, as JSON. `best` is the number of updates at the best
-    evaluation; orbax keeps its checkpoint.
+    The driver may continue at once. `progress` is JSON that a resumed run needs
+    in addition to the state. `best` is the number of updates at the best
+    evaluation; orbax keeps that checkpoint.
     """
     if best is not None:
       self._policies[1:] = [checkpoint_managers.CustomSteps([best])]
@@ -141,7 +141,7 @@ class Checkpoints:
         raise ValueError('there is a newer one')
 
   def wait(self) -> None:
-    """Waits until all are written; raises a `WriteError` if one cannot be."""
+    """Waits until all checkpoints are written, or raises a `WriteError`."""
     with self._errors():
       self._manager.wait_until_finished()
 
@@ -242,7 +242,7 @@ def newest_intact(
 ) -> tuple[int, Record] | None:
   """Finds the newest intact checkpoint: its number of updates and `progress`.
 
-  Damaged ones that are newer are reported and renamed
+  Newer checkpoints are damaged: they are reported and renamed
   `checkpoints/NUM_UPDATES.set_aside`. Without any checkpoint, it returns None.
 
   Args:

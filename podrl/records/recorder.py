@@ -191,7 +191,7 @@ class JsonLines:
 class TensorBoard:
   """TensorBoard events over environment steps.
 
-  TensorBoard ignores what earlier processes wrote from `purge_step` on.
+  TensorBoard ignores older events of steps from `purge_step` on.
   """
 
   def __init__(self, path: str, purge_step: int = 0):
@@ -210,7 +210,7 @@ class TensorBoard:
     self._writer.flush()
 
   def write(self, record: Record) -> None:
-    summary = self._summary()  # A summary per metric takes many times as long.
+    summary = self._summary()  # One summary per metric would be much slower.
     for name, value in record.items():
       if not isinstance(value, str):
         summary.value.add(tag=name, simple_value=value)
@@ -299,7 +299,7 @@ class Recorder:
   """Records a run of one or several agents, each with its own seed.
 
   A run of several agents has a directory for each, and its own directory has
-  the mean of all agents. Of several processes, only the first one writes.
+  the mean of all agents. Only the first process of a run writes.
 
   Attributes:
     sinks: sinks of each directory.
@@ -374,7 +374,7 @@ class Recorder:
       for path, last in zip(self._paths, self.last):
         file = os.path.join(path, 'metrics.jsonl')
         if not progress and os.path.exists(file) and os.path.getsize(file):
-          workdir.set_aside(file)  # That start reached no checkpoint.
+          workdir.set_aside(file)  # The earlier start reached no checkpoint.
         sinks: list[Sink] = [JsonLines(file, self._num_records)]
         self.sinks.append(sinks)  # First, so that `close` closes them.
         for record in workdir.read_records(path):
@@ -387,7 +387,7 @@ class Recorder:
     if self._paths:
       self.sinks[0].append(self.terminal)
       if os.path.exists(self._decisions_file):
-        self._open_decisions()  # It removes what a resumed run repeats.
+        self._open_decisions()  # Drops the lines that this run will repeat.
 
   def _open_decisions(self) -> None:
     with workdir.write_errors('the records', OSError):

@@ -76,7 +76,7 @@ class Terminal:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
   def resume(self, num_updates: int) -> None:
-    """Starts with `num_updates` updates done."""
+    """Shows that `num_updates` updates are already done."""
     self._start = time.perf_counter(), num_updates / self._num_updates
     if self._live:
       self._bar.update(self._task, completed=num_updates)

@@ -231,8 +231,8 @@ def restore_config(
 ) -> list[str]:
   """Copies the configuration of a run, except `MOVABLE` fields, into `config`.
 
-  It returns the fields that changed, as `NAME=VALUE`. Fields that the command
-  line sets are `overridden`: they must not differ from those of the run.
+  It returns the fields that changed, as `NAME=VALUE`. `overridden` names the
+  fields that the command line sets; they must not differ from those of the run.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
   differing = [

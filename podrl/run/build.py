@@ -64,7 +64,7 @@ def architecture(config: ConfigDict) -> str:
 def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
   """Configures JAX for a run; call it before the first use of a device."""
   is_anakin = architecture(config) == 'anakin'
-  # CPU devices that a test or XLA_FLAGS made stay as they are.
+  # Keep the CPU devices that a test or XLA_FLAGS made.
   has_devices = jax.config.jax_num_cpu_devices > 0  # type: ignore
   has_devices |= 'device_count' in os.environ.get('XLA_FLAGS', '')
   if not has_devices and not spmd.has_accelerator():
@@ -159,7 +159,7 @@ def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
 def make_evaluate(
   config: ConfigDict, spec: EnvSpec, agent: Agent
 ) -> Callable[..., Evaluation | None]:
-  """Builds the evaluation of an agent that the configuration asks for.
+  """Builds the evaluation of an agent, as the configuration says.
 
   It is `(params, rng_key, should_stop) -> Evaluation | None`; see `evaluation`.
   """

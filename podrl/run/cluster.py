@@ -166,7 +166,7 @@ class Watchdog:
     """Tells the other processes that this one ends.
 
     `is_suspect` says that another process may have caused the error, as when a
-    collective breaks. If it did, the watchdog ends this process here.
+    collective breaks. The watchdog then has time to end this process first.
     """
     if is_suspect:
       time.sleep(self._heartbeat_seconds + 4 * _PERIOD_SECONDS)

@@ -79,7 +79,7 @@ FIELDS = {
   'seed': Field(0, 'All random numbers derive from it.', _FROM_0),
   'num_seeds': Field(1, 'Independent agents in one program.', Range(1, 2**16)),
   'num_devices': Field(
-    0, 'Devices per process; 0: all, or one per core.', _DEVICES
+    0, 'Devices per process; 0 means all (CPU: one per core).', _DEVICES
   ),
   'total_env_steps': Field(1_000_000, 'Rounded up to whole updates.', Range(1)),
   'unroll_length': Field(32, 'Steps of each environment per update.', _COUNT),
@@ -94,18 +94,22 @@ FIELDS = {
   'env.num_envs': Field(64, 'Total over devices and processes.', _COUNT),
   'env.options': Field({}, 'Options that are passed to the library.'),
   'agent.gamma': Field(0.99, 'Discount per step.', _FRACTION),
-  'agent.lambda_': Field(1.0, 'One-step (0) to full returns (1).', _FRACTION),
+  'agent.lambda_': Field(
+    1.0, 'Mixes one-step (0) and full (1) returns.', _FRACTION
+  ),
   'agent.entropy_cost': Field(0.01, 'Weight of the entropy bonus.', _FROM_0),
   'agent.value_cost': Field(0.5, 'Weight of the value loss.', _FROM_0),
   'agent.reward_clip': Field(0.0, 'Bound of rewards; 0 means none.', _FROM_0),
   'agent.normalize_observation': Field(
     False, 'Standardises observations by running statistics.'
   ),
-  'agent.normalize_reward': Field(False, 'Divides by a running deviation.'),
+  'agent.normalize_reward': Field(
+    False, 'Divides rewards by a running deviation.'
+  ),
   'network.name': Field('auto', 'Torso; auto fits the observation.', TORSOS),
   'network.hidden_sizes': Field(
     (64, 64),
-    "Widths of layers; the last is any torso's output width.",
+    "Widths of hidden layers; the last is the torso's output width.",
     Range(1),
   ),
   'network.shared_torso': Field(False, 'Policy and value share one torso.'),
@@ -134,16 +138,16 @@ FIELDS = {
   'log.profile': Field(0, 'Number of updates to trace.', Range(0, 10**6)),
   'checkpoint.every_seconds': Field(300.0, 'Period; 0 means off.', _FROM_0),
   'checkpoint.every_env_steps': Field(0, 'Period; 0 means off.', _FROM_0),
-  'checkpoint.keep': Field(2, 'Newest ones; the best is kept as well.', _COUNT),
+  'checkpoint.keep': Field(2, 'Keeps this many newest and the best.', _COUNT),
   'checkpoint.grace_seconds': Field(
     30.0, 'Seconds to save a checkpoint after SIGTERM.', _SECONDS
   ),
   'sebulba.actor_devices': Field((), 'Empty means the first quarter.', _INDEX),
   'sebulba.learner_devices': Field((), 'Empty means all others.', _INDEX),
   'sebulba.threads_per_actor_device': Field(
-    0, 'Actors per device, or the most with autotune; 0 fits the cores.', _FEW
+    0, 'Actors per device (with autotune: at most); 0 fits the cores.', _FEW
   ),
-  'sebulba.env_threads': Field(0, 'Per actor; 0 shares the cores.', _FEW),
+  'sebulba.env_threads': Field(0, 'Per actor; 0 splits the cores.', _FEW),
   'sebulba.unrolls_per_update': Field(0, '0 means one per actor.', _FEW),
   'sebulba.mode': Field(
     'deterministic',
@@ -265,7 +269,7 @@ def _parse(name: str, text: str, default: Any) -> Any:
       return float(value)
   elif isinstance(default, tuple):
     value = value if isinstance(value, tuple | list) else (value,)
-    types = {type(x) for x in default} or {int}  # Empty tuples hold indices.
+    types = {type(x) for x in default} or {int}  # () holds indices.
     if {type(x) for x in value} <= types:
       return tuple(value)
   raise ValueError(
@@ -324,7 +328,7 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
     if name == 'agent.name':
       raise ValueError(
         f'config.agent.name={text} cannot be overridden, because the defaults '
-        f'that go with the agent would not follow; use --agent={text}'
+        f'of other fields depend on the agent; use --agent={text}'
       )
     node = config[section] if section else config
     node[field] = _parse(name, text, node[field])
@@ -375,7 +379,7 @@ def _make_flags() -> flags.FlagValues:
   for name, seconds, comment in (
     ('start_seconds', 120.0, 'time that processes wait for one another.'),
     ('heartbeat_seconds', 10.0, 'time after which a silent process is dead.'),
-    ('hang_seconds', 600.0, 'time without progress after which it hangs.'),
+    ('hang_seconds', 600.0, 'time after which a stuck process ends the run.'),
   ):
     flags.DEFINE_float(name, seconds, comment, 1.0, flag_values=values)
   return values

@@ -218,7 +218,7 @@ class _Trainer:
     is_finished = self._loop()
     self._save()
     if recorder.num_updates_since_record:
-      recorder.write()  # The checkpoint holds the window, so that it continues.
+      recorder.write()  # A resumed run continues the window of the checkpoint.
     self.checkpoints.wait()
     if is_finished:
       return DONE
@@ -241,7 +241,7 @@ class _Trainer:
           self._save()  # For example an environment failed: the state is valid.
       if self.recorder.num_updates_since_record:
         self.recorder.write()
-    if watchdog:  # The others end too: no collective can follow.
+    if watchdog:  # The others end too, so no collective can follow.
       _exit(self._conclude(FAILED, error))
     return error
 
@@ -386,8 +386,8 @@ class _Trainer:
   def _next_round(self) -> tuple[int | None, bool, int, dict[str, Any]]:
     """Decides in process 0 what all processes do next.
 
-    It returns an exit code if a signal ends the run, whether to write a
-    checkpoint, how many updates to run, and the driver's plan.
+    It returns four values: the exit code if a signal ends the run, or None;
+    whether to save; the number of updates to run; and the driver's plan.
     """
     run, config, recorder = self.run, self.config, self.recorder
     num_updates = recorder.num_updates
@@ -436,7 +436,7 @@ class _Trainer:
     outcomes = self._evaluate() if is_evaluation else []
     if run.driver.error:  # An actor failed during the evaluation.
       raise run.driver.error
-    if outcomes is None:  # The window stays open; the resumed run evaluates.
+    if outcomes is None:  # The resumed run evaluates and writes the record.
       signals.note(self.cluster.decide(lambda: signals.exit_code))
       return False
     recorder.write(outcomes)

@@ -8,7 +8,7 @@ EXPERIMENT is a file such as experiments/sebulba_pong.py. Short runs measure at
 most 12 plans. A plan sets the number of actors, the environments of each actor
 (envs), the unroll length (T), the threads that step the environments of one
 actor (thr.), and the devices that act and learn. Paste the overrides of the
-best plan, or run the experiment with them by --apply.
+best plan, or add --apply to run the experiment with them.
 
 RUN is the directory of a run. The command prints what limited the run, and
 draws what autotune did.
@@ -114,8 +114,8 @@ def with_fields(config: ConfigDict, fields: dict[str, Any]) -> ConfigDict:
 def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
   """Returns the plans one step from `plan` along each axis, unchecked.
 
-  A step in the unroll length keeps the size of the batch. A step in the
-  threads keeps the total number of environments.
+  A plan with another unroll length has the same batch size. A plan with another
+  number of threads has the same total number of environments.
   """
   num_envs, length = plan.num_envs, plan.unroll_length
   steps: list[dict[str, Any]] = [
@@ -258,8 +258,8 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
 
   Args:
     config: the configuration of a Sebulba run.
-    size_range: how many times smaller or larger than configured T and the batch
-      may be; others would need another learning rate.
+    size_range: the factor by which T and the batch may differ from the
+      configuration; a larger one would need another learning rate.
 
   Raises:
     ValueError: if the configuration does not fit this machine, or a run fails.
@@ -283,7 +283,7 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
     fields = plan.overrides(base)
     try:
       return measure(with_fields(config, fields), plan.batch, seconds)
-    except Exception as error:  # From an environment or XLA, for example.
+    except Exception as error:  # An environment or XLA can raise anything.
       raise ValueError(f'{name}: {workdir.one_line(error)}') from error
 
   return search(base, candidates, run)
@@ -554,13 +554,13 @@ def _act(
 
 
 def run(argv: Sequence[str]) -> int:
-  """Runs the command and returns its exit code, as `tools.run_command`."""
+  """Runs the command and returns its exit code; see `tools.run_command`."""
   values = flags.FlagValues()
   text = 'Directory of the picture and balance.txt.'
   flags.DEFINE_string('out', None, text, flag_values=values)
-  text = 'The most updates of policy lag.'
+  text = 'The largest policy lag, in updates.'
   flags.DEFINE_integer('max_lag', None, text, 0, flag_values=values)
-  text = 'times smaller or larger than configured T and the batch may be.'
-  flags.DEFINE_float('size_range', 2.0, f'How many {text}', flag_values=values)
+  text = 'The largest factor by which T and the batch may change.'
+  flags.DEFINE_float('size_range', 2.0, text, flag_values=values)
   flags.DEFINE_bool('apply', False, 'Run it with plan 1.', flag_values=values)
   return tools.run_experiment_command(argv, __doc__, values, _act)

@@ -59,7 +59,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-  """Runs the command and returns its exit code, as `tools.run_command`."""
+  """Runs the command and returns its exit code; see `tools.run_command`."""
   values = flags.FlagValues()
   text = 'The number of episodes.'
   flags.DEFINE_integer('episodes', 128, text, 1, 2**24, values)

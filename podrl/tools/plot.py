@@ -124,7 +124,7 @@ def training_curve(
 
 def draw(groups: Sequence[Group], x: str, path: str) -> None:
   """Draws the curves of the groups, one panel per task, into a file."""
-  import matplotlib  # Takes a second.
+  import matplotlib  # The import takes a second.
 
   matplotlib.use('Agg')
   from matplotlib import pyplot
@@ -216,7 +216,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-  """Runs the command and returns its exit code, as `tools.run_command`."""
+  """Runs the command and returns its exit code; see `tools.run_command`."""
   values = flags.FlagValues()
   text = 'The horizontal axis.'
   flags.DEFINE_enum('x', 'env_steps', list(_AXES), text, flag_values=values)

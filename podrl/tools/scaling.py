@@ -12,7 +12,7 @@ what JAX calls a device.
 The command measures update(1) here, on one CPU core. For two cores and more it
 measures while another core does the same work, because cores share caches and
 memory. For another chip it multiplies by the ratio of the rooflines (FLOPs and
-bytes of the compiled program), with a least time per operation. waiting(n) is
+bytes of the compiled program); each operation takes a least time. waiting(n) is
 the time until the slowest of n cores is ready: the expected maximum of n
 normals. Between cores of this machine, each of an update's k all-reduces waits,
 with the deviation of the measured updates divided by sqrt(k). On another chip
@@ -67,7 +67,7 @@ class Chip(NamedTuple):
   torus_dims: int  # 1 is a ring, 0 is a switch that is used as a tree.
   pod_size: int  # Cores in a pod.
   far_bandwidth: float  # What a core sends to other pods.
-  host_cpus: float  # Virtual CPUs of a host for each core.
+  host_cpus: float  # Virtual CPUs that the host has per core.
   operation_seconds: float  # The least time of one operation of a program.
   hop_seconds: float  # Latency between neighbours.
   far_hop_seconds: float  # Latency between pods.
@@ -142,7 +142,7 @@ class Work(NamedTuple):
 
 
 def num_operations(text: str) -> int:
-  """Counts the instructions of a compiled program's entry that do work."""
+  """Counts the instructions that do work in a compiled program's entry."""
   entry = text[text.index('ENTRY') :].partition('\n}')[0]
   kinds = re.findall(r'^\s+(?:ROOT )?%?\S+ = .*?([\w-]+)\(', entry, re.M)
   return sum(kind not in _NO_OPERATION for kind in kinds)
@@ -345,7 +345,7 @@ def start(*tasks: Task) -> Iterator[Callable[..., list[Row]]]:
         rows += json.loads(line)
       return rows
 
-    run(1)  # It compiles in every process.
+    run(1)  # The first run compiles, in every process.
     yield run
 
 
@@ -372,7 +372,7 @@ class Times(NamedTuple):
   """Seconds of single-device updates."""
 
   alone: np.ndarray  # `[N]`, measured while the other core is idle.
-  busy: np.ndarray  # `[N]`, measured while it runs its own copy of the work.
+  busy: np.ndarray  # `[N]`, measured while the other core does the same.
   # Sebulba's medians for environments, inference, learning; without overlap.
   stages: Sequence[float] = ()
 
@@ -458,7 +458,7 @@ def roofline(work: Work, chip: Chip) -> tuple[float, str]:
 
   max(FLOPs / peak, bytes / bandwidth, operations x the least time of one).
 
-  Source: Williams et al. 2009, Roofline, without the term of operations.
+  Source: Williams et al. 2009, Roofline; the term of operations is added here.
   """
   return max(
     (work.flops / chip.peak, 'compute'),
@@ -665,7 +665,7 @@ def _act(
 
 
 def run(argv: Sequence[str]) -> int:
-  """Runs the command; returns its exit code, as `tools.run_command`."""
+  """Runs the command and returns its exit code; see `tools.run_command`."""
   values = flags.FlagValues()
   text = f'one of {", ".join(("local", *CHIPS))}.'
   flags.DEFINE_string('chip', 'local', text, flag_values=values)

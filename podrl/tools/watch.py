@@ -42,7 +42,7 @@ _BLUE, _ORANGE, _GREEN, _RED = '#1f5fa8', '#c44e00', '#2f8f4e', '#c0303c'
 _CHANNEL_COLORS = (
   '#16181d #f0f0f0 #ff9e2e #54a0eb #e24a4a #65be5c #ba76db #f7d552 #4bc8c8'
 ).split()
-# For these, gymnasium states no speed, or its module may be missing.
+# gymnasium states no speed for these tasks, or their module may be missing.
 _STEPS_PER_SECOND = dict(
   Pong=30, Pendulum=20, Hopper=125, Walker2d=125, LunarLander=50, CarRacing=50
 )
@@ -54,7 +54,7 @@ class Episode(NamedTuple):
   pictures: list[np.ndarray]  # K pictures, uint8 `[H, W, 3]`.
   steps: list[int]  # The number of steps before each picture; the first is 0.
   returns: np.ndarray  # The return after each number of steps, `[T + 1]`.
-  is_over: bool  # Whether the episode ended, rather than reached `max_steps`.
+  is_over: bool  # Whether the episode ended by itself, before `max_steps`.
   note: str  # Why the library drew no pictures, or ''.
 
 
@@ -109,7 +109,7 @@ def record(
   steps, pictures, observations, actions = map(list, zip(*moments))
   if not render:
     if steps[-1] == len(returns) - 1:
-      actions[-1] = None  # The episode was over, so it was never taken.
+      actions[-1] = None  # The episode was over: the action was never taken.
     pictures = paint(config.env.name, env.spec, observations, actions)
   return Episode(pictures, steps, np.asarray(returns), is_over, note)
 
@@ -435,7 +435,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-  """Runs the command and returns its exit code, as `tools.run_command`."""
+  """Runs the command and returns its exit code; see `tools.run_command`."""
   values = flags.FlagValues()
   text = 'The file to write, .gif or .mp4.'
   flags.DEFINE_string('out', '', text, flag_values=values)
@@ -444,7 +444,7 @@ def run(argv: Sequence[str]) -> int:
   for name, number, text, low, high in (
     ('episodes', 1, 'The number of episodes, shown in turn.', 1, 100),
     ('seed', 0, 'The seed of environments and actions.', 0, 2**31 - 1),
-    ('max_steps', 1000, 'The most steps of an episode.', 1, 10**9),
+    ('max_steps', 1000, 'The largest number of steps per episode.', 1, 10**9),
   ):
     flags.DEFINE_integer(name, number, text, low, high, flag_values=values)
   text = "Take the policy's mode, not a sample; by default as in the run."

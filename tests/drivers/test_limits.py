@@ -54,13 +54,13 @@ _FREE = _GPU._replace(is_deterministic=False)
     # 6 devices that are 45 % busy do the work of 4 at 68 %.
     (
       'cores',
-      ('waits 43 %', 'Add CPU cores', 'from 6 to 4 actor devices'),
+      ('waits for data 43 %', 'Add CPU cores', 'from 6 to 4 actor devices'),
       _record(0.8, 0.19, 0.55, cores=0.95, actor_devices=0.45),
       _SIX,
     ),
     (
       'environments',
-      ('waits 43 %', 'threads_per_actor_device', '16 CPU cores'),
+      ('waits for data 43 %', 'threads_per_actor_device', '16 CPU cores'),
       _record(0.8, 0.19, 0.55, cores=0.3, actor_devices=0.7),
       _GPU,
     ),
@@ -85,7 +85,7 @@ _FREE = _GPU._replace(is_deterministic=False)
     ),
     (
       'actor devices',
-      ('2 actor devices are 97 % busy', 'waits 43 %'),
+      ('2 actor devices are 97 % busy', 'waits for data 43 %'),
       _record(0.2, 0.79, 0.55, cores=0.4, actor_devices=0.97),
       _GPU,
     ),
@@ -98,7 +98,7 @@ _FREE = _GPU._replace(is_deterministic=False)
     ),
     (
       'learner devices',
-      ('actors wait 60 %', 'smaller network'),
+      ('actors wait for the learner 60 %', 'smaller network'),
       _record(0.3, 0.1, 0.95, actor_devices=0.9),
       _GPU,
     ),
