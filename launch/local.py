@@ -93,7 +93,7 @@ def share(items: Sequence, index: int, count: int) -> Sequence:
 def start(
   count: int, command: Sequence[str], gpus: Sequence[str]
 ) -> Iterator[subprocess.Popen]:
-  """Starts the processes, each in a group that a terminal's Ctrl-C spares."""
+  """Starts the processes in groups that a terminal's Ctrl-C does not reach."""
   port, cores = find_port(), []
   if hasattr(os, 'sched_getaffinity'):  # Not on macOS.
     cores = sorted(os.sched_getaffinity(0))

@@ -63,7 +63,7 @@ parse_accelerator() {
   hosts=$((size > 8 ? size / units : 1))
   zone=${zone:-$default_zone}
   is_group || return 0
-  # Of 8, 16, 32 ... 2,048 cores, two on each chip.
+  # Default topologies for 8, 16, 32 ... 2,048 cores, with two cores on each chip.
   shapes=(2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16)
   while ((8 << index < size)); do index=$((index + 1)); done
   ((8 << index == size)) && topology=${topology:-${shapes[index]-}}
@@ -85,7 +85,7 @@ quote() {
   echo "${line# }"
 }
 
-# Runs a command where bash answers signals at once; a trap ends `children`.
+# Runs a command so that bash answers signals at once; a trap ends `children`.
 background() {
   "$@" </dev/null &
   children=($!)
@@ -117,7 +117,7 @@ run_delete() {
   return 1
 }
 
-# Asks the cloud: sets `answer`, to the error if the command fails.
+# Asks the cloud: sets `answer` to the output, or to the error of a failed command.
 ask() {
   answer=$("$@" 2>"$scratch/error" </dev/null) && return
   answer=$(<"$scratch/error")
@@ -139,7 +139,7 @@ create_slice() {
       "--runtime-version=$runtime" "$scopes" ${spot:+--spot}
     return
   fi
-  # This script deletes what is stopped.
+  # Google stops a preempted machine, and this script deletes it.
   [[ $spot ]] && spot_flags=(
     --provisioning-model=SPOT --instance-termination-action=STOP)
   run gcloud compute instance-templates create "$name" \
@@ -497,7 +497,7 @@ while :; do
   say 'preempted; the run resumes on another slice'
   delete_slice
   started=''
-  # A run that is never able to print a line is not preempted by chance.
+  # A run that fails before it prints a line was probably not preempted.
   if (($(wc -l <"$scratch/seen") > 1)); then failures=0; else count_failure; fi
 done
 fetch

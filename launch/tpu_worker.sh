@@ -18,7 +18,7 @@ fail() {
   exit 1
 }
 
-# In its first minutes, a new machine's own updates hold apt's lock.
+# A new machine updates itself in its first minutes, and holds apt's lock meanwhile.
 apt_get() {
   { sudo DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=600 "$@"
   } >>"$HOME/podrl-setup.log" 2>&1 || fail "apt-get $1 failed; see podrl-setup.log"
@@ -91,7 +91,7 @@ start() {
   stop
   rm -f "$run".*
   : >"$run.log"
-  # A session of its own outlives the connection.
+  # In its own session, the run outlives the connection.
   setsid nohup bash "$0" run "$@" </dev/null >>"$run.log" 2>&1 &
   until [[ -s $run.pid ]]; do sleep 0.1; done
 }

@@ -329,7 +329,7 @@ def sebulba_programs(
 
 
 def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
-  """Measures a row: median steps per second of each part, and the share."""
+  """Measures a row: the median rate of each part, and training's share."""
   make = sebulba_programs if _is_sebulba(config) else programs
   functions, num_params, close = make(config)
   try:

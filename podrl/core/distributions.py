@@ -28,8 +28,8 @@ class Distribution(NamedTuple):
 
   Attributes:
     num_params: width of the policy head.
-    num_constant_params: how many of those numbers, the last ones, a network may
-      hold as its own parameters, equal in every state.
+    num_constant_params: length of the last part of the head. A network may hold
+      this part as its own parameters, with the same values in every state.
     sample: `(rng_key, head[num_params]) -> sample`, unbatched.
     mode: `(head[..., num_params]) -> sample[...]`, the greedy choice.
     to_action: `(sample[...]) -> action[...]`, within the action space.
@@ -121,8 +121,8 @@ def gaussian(
     field = f'network.initial_scale={initial_scale}'
     raise ValueError(f'{field} must be more than {_SMALLEST_SCALE}')
   size = low.size
-  # A dimension whose bounds are equal has no width to scale by. It keeps its
-  # own unit, like one without bounds, centred on its bound if it has one.
+  # A dimension without bounds, or with equal bounds, has no width to scale by.
+  # It keeps its own unit. Its centre is its bound, or 0 if it has no bound.
   finite_low, finite_high = (
     np.where(np.abs(x) < _LARGEST_BOUND, x, 0.0) for x in (low, high)
   )

@@ -2,7 +2,7 @@
 
 This is the only module that calls a collective. The compiled update has one
 all-reduce per optimiser step, of one vector: the gradients, the loss's metrics
-and the measured statistics. It has the size of the parameters and statistics
+and the measured statistics. It is as large as the parameters and statistics,
 plus at most 1 KB. If `prepare` uses `mean`, there is one more small all-reduce
 per unroll.
 """

@@ -1,8 +1,8 @@
 """Losses: weighted means over slots.
 
-The arguments have any one shape; a weight is 0 at joints. A mean divides by the
-number of slots, not by the number of valid ones: a mean of ratios would depend
-on how the batch is spread over devices.
+All arguments have the same shape; a weight is 0 at joints. A mean divides by
+the number of slots, not by the number of valid ones: a mean of ratios would
+depend on how the batch is spread over devices.
 """
 
 import chex

@@ -189,7 +189,7 @@ class Actor:
     self._times = stage, time.perf_counter(), self.seconds()
 
   def seconds(self) -> dict[str, float]:
-    """Returns the seconds spent in each stage, the present one included."""
+    """Returns the seconds spent in each stage, the current one included."""
     stage, since, seconds = self._times  # One read: another thread may write.
     return seconds | {stage: seconds[stage] + time.perf_counter() - since}
 

@@ -121,7 +121,7 @@ class Sebulba:
     return self.state
 
   def progress(self) -> dict[str, Any]:
-    """Returns what a resumed run needs beside the state."""
+    """Returns what a resumed run needs in addition to the state."""
     return {
       'num_unrolls': [*self._num_unrolls],
       'num_dropped': self._num_dropped,
@@ -280,7 +280,7 @@ class Sebulba:
     return taken, dropped
 
   def _learn(self) -> tuple[dict, dict, Episodes] | None:
-    """Runs one update; returns the learner's metrics, its own, and episodes.
+    """Runs one update; returns `metrics`, `own` and `episodes` of a `Report`.
 
     It returns None if the loss is not finite.
     """

@@ -1,7 +1,7 @@
 """Mapping over devices: a mesh of one axis, and jit(shard_map) over it.
 
 `jax.pmap` itself does the same since JAX 0.8. Only this file makes meshes and
-says how arrays lie on them.
+decides how arrays are split over them.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ def device_map(
 def in_order_options() -> dict[str, str]:
   """Compiler options with which a CPU runs a program's steps one by one.
 
-  Without donated arguments, such a program stays in the thread that calls it.
+  Without donated arguments, such a program runs in the thread that calls it.
   """
   if jax.default_backend() != 'cpu':
     return {}
@@ -178,8 +178,8 @@ def _sees_accelerator() -> bool:
 def has_accelerator() -> bool:
   """Whether JAX finds an accelerator.
 
-  If it finds none, `set_num_cpu_devices` still works afterwards. Arrays that
-  exist already are lost then.
+  If it finds none, `set_num_cpu_devices` still works afterwards, but existing
+  arrays are lost.
 
   Raises:
     ValueError: if the machine does not have what JAX_PLATFORMS asks for.
@@ -220,9 +220,9 @@ def to_device(tree: Tree, device: jax.Device) -> Tree:
 
 
 def join_shards(shards: list[Tree], mesh: Mesh, spec: PartitionSpec) -> Tree:
-  """Joins parts that lie on a mesh's devices into arrays over the mesh.
+  """Joins parts that are on a mesh's devices into arrays over the mesh.
 
-  There is a tree for each of this process's devices of the mesh, in its order.
+  `shards` has a tree for each mesh device of this process, in the mesh's order.
   """
   axis = spec.index(DEVICE_AXIS)
 

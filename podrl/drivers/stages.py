@@ -71,7 +71,7 @@ def idle_core_seconds(cores: Set[int]) -> float | None:
         name, *fields = line.split()
         core = name.removeprefix('cpu')
         if name != core and core.isdigit() and int(core) in cores:
-          # Idle, and waiting for a disk.
+          # Idle time, and time that waits for a disk.
           seconds += sum(map(int, fields[3:5])) / os.sysconf('SC_CLK_TCK')
           found.add(int(core))
   except (OSError, ValueError):
@@ -102,7 +102,7 @@ class Busy:
         self._seconds += time.perf_counter() - self._since
 
   def seconds(self) -> float:
-    """Seconds so far, the present work included."""
+    """Seconds so far, the current work included."""
     with self._lock:
       present = time.perf_counter() - self._since if self._num_inside else 0.0
       return self._seconds + present

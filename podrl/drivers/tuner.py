@@ -17,7 +17,7 @@ _PAUSE_SECONDS = 0.1  # A longer pause of the learner begins a new window.
 _WORTH = 0.02  # Log of the gain that justifies more actors.
 _CLEAR = 2.5  # No further pair is needed beyond this many standard errors.
 _PRECISION, _MAX_PAIRS = 0.03, 4  # Pairs stop at this standard error.
-_PRIOR_NOISE, _PRIOR_NUMBER = 0.03, 3  # Deviation of the log of a rate.
+_PRIOR_NOISE, _PRIOR_NUMBER = 0.03, 3  # Deviation of log rates, and its weight.
 _DRIFT, _DRIFT_NOISE, _NUM_DRIFTED = 0.06, 2.5, 3
 
 
@@ -129,7 +129,7 @@ class Tuner:
       self._passed >= scale * _WINDOW_SECONDS
       and self._num_updates >= scale * _WINDOW_UPDATES
     ):
-      # While a queue empties, the rate hides that too few actors act.
+      # While the queue empties, the learner is faster than the actors allow.
       drained = max(0, self._depth - queue_depth) / self._unrolls_per_update
       num_learned = max(self._num_updates - drained, 0.1)
       rate = num_learned * self._samples_per_update / self._passed

@@ -24,8 +24,8 @@ import numpy as np
 
 Record = dict[str, Any]
 
-# A resumed run may change these fields: they do not change what it learns, or
-# only by rounding.
+# A resumed run may change these fields: they change what it learns by rounding
+# at most.
 MOVABLE = tuple(
   'compilation_cache price_per_hour eval. log. checkpoint. num_devices '
   'sebulba.actor_devices sebulba.learner_devices sebulba.env_threads '

@@ -126,7 +126,7 @@ FIELDS = {
   'optimizer.learning_rate': Field(1e-3, 'Initial learning rate.', _ABOVE_0),
   'optimizer.anneal': Field(True, 'The learning rate falls linearly to 0.'),
   'optimizer.max_grad_norm': Field(0.5, 'Global norm; 0 means off.', _FROM_0),
-  'eval.num_episodes': Field(128, 'One for each environment.', _COUNT),
+  'eval.num_episodes': Field(128, 'Each has its own environment.', _COUNT),
   'eval.every_env_steps': Field(0, 'Period; 0 means only at the end.', _FROM_0),
   'eval.greedy': Field(True, "Takes the policy's mode instead of a sample."),
   'eval.max_episode_steps': Field(
@@ -142,8 +142,8 @@ FIELDS = {
   'checkpoint.grace_seconds': Field(
     30.0, 'Seconds to save a checkpoint after SIGTERM.', _SECONDS
   ),
-  'sebulba.actor_devices': Field((), 'Empty means the first quarter.', _INDEX),
-  'sebulba.learner_devices': Field((), 'Empty means all others.', _INDEX),
+  'sebulba.actor_devices': Field((), 'Empty: first quarter of all.', _INDEX),
+  'sebulba.learner_devices': Field((), 'Empty: all other devices.', _INDEX),
   'sebulba.threads_per_actor_device': Field(
     0, 'Actors per device (with autotune: at most); 0 fits the cores.', _FEW
   ),

@@ -25,7 +25,7 @@ class Layout(NamedTuple):
   # Local indices of the devices that choose actions.
   actor_devices: tuple[int, ...]
   learner_devices: tuple[int, ...]  # Local indices of the devices that learn.
-  threads: int  # Threads per actor device, each of which is an actor.
+  threads: int  # Threads per actor device; each thread is an actor.
   num_actors: int  # Actors of this process.
   # Unrolls of this process that one update learns from.
   unrolls_per_update: int
@@ -201,7 +201,7 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
 
 
 def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
-  """Returns one line for each fact that a user should know of the layout."""
+  """Returns one line for each fact that a user should know about the layout."""
   fields, num_local = config.sebulba, len(jax.local_devices())
   num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
   warnings = []

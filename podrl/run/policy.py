@@ -69,8 +69,8 @@ class Policy:
     Args:
       obs: leaves `[B, *obs_shape]`, as the environment's library gives them.
       carry: what the last call returned; None at the start of episodes.
-      is_first: bool `[B]`, whether an episode starts; by default whether
-        `carry` is None.
+      is_first: bool `[B]`, whether an episode starts; by default, it is true
+        if `carry` is None.
       rng_key: samples actions; by default they are the policy's mode.
 
     Returns:

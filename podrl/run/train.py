@@ -323,8 +323,8 @@ class _Trainer:
     """Raises an error if a checkpoint does not fit the run or its records."""
     if progress['total_updates'] != self.run.num_updates:
       raise checkpoint.IncompatibleError(
-        f'the run has {progress["total_updates"]} updates, but '
-        f'{self.run.num_updates} on these devices'
+        f'the run has {progress["total_updates"]} updates, but on these '
+        f'devices it would have {self.run.num_updates}; use the same devices'
       )
     self.recorder.check_files(progress)
 

@@ -562,5 +562,5 @@ def run(argv: Sequence[str]) -> int:
   flags.DEFINE_integer('max_lag', None, text, 0, flag_values=values)
   text = 'The largest factor by which T and the batch may change.'
   flags.DEFINE_float('size_range', 2.0, text, flag_values=values)
-  flags.DEFINE_bool('apply', False, 'Run it with plan 1.', flag_values=values)
+  flags.DEFINE_bool('apply', False, 'Train with plan 1.', flag_values=values)
   return tools.run_experiment_command(argv, __doc__, values, _act)

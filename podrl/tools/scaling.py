@@ -76,16 +76,16 @@ class Chip(NamedTuple):
 # A core is half a chip of TPU v3, with half of its figures, or a whole chip.
 # Every TPU: Google Cloud, Cloud TPU documentation, pages "TPU v3" to "TPU v6e":
 # peak, memory bandwidth and size of a pod. Links: all-reduce bandwidth of a pod
-# over its chips (v3 340 TB/s over 1,024, v4 1.1 PB/s over 4,096, v5e 51.2 and
-# v6e 102.4 TB/s over 256; v5p 4,800 Gbps a chip). Between pods: data-centre
-# bandwidth of a pod over its chips (v5e 6.4, v6e 25.6 Tbps over 256). A TPU
+# / its chips (v3 340 TB/s / 1,024, v4 1.1 PB/s / 4,096, v5e 51.2 and v6e 102.4
+# TB/s / 256; v5p 4,800 Gbps per chip). Between pods: data-centre bandwidth of a
+# pod / its chips (v5e 6.4, v6e 25.6 Tbps / 256). A TPU
 # multiplies float32 in one bfloat16 pass by default. A hop takes 1 us: Austin
 # et al. 2025, How to Scale Your Model.
 # a100: NVIDIA's datasheet, 40 GB; TF32 is JAX's default for float32; NVLink's
 # 600 GB/s count both directions; DGX A100 has 200 Gb/s of network for each GPU.
 # h100: NVIDIA's SXM datasheet, dense; NVLink 900 GB/s; DGX H100 400 Gb/s. About
 # 5 us for a hop over a network: NCCL, src/graph/tuning.cc.
-# CPUs: Google Cloud, machine types, vCPUs of a host over its chips (n1 of v3-8;
+# CPUs: Google Cloud, machine types, vCPUs of a host / its chips (n1 of v3-8;
 # ct4p, ct5lp, ct5p, ct6e; a2-highgpu, a3-highgpu).
 # Nobody publishes three of the figures, so they are assumed: 1 us for an
 # operation on a TPU, 3 us on a GPU, and 20 us for a hop between TPU pods.
@@ -290,8 +290,8 @@ _TASKS: dict[str, Callable] = dict(
 def probe(core: str, task: str, arguments: str) -> None:
   """Runs a process that `start` started, pinned to a core.
 
-  It makes the task ready. Then it runs the task as often as each line of its
-  standard input says, and answers with a line of JSON: the rows.
+  It makes the task ready. Each line of its standard input is a number: it runs
+  the task that many times, and answers with the rows as a line of JSON.
   """
   os.sched_setaffinity(0, {int(core)})  # Before JAX starts its threads.
   # PR_SET_PDEATHSIG: without its parent, an all-reduce would wait for ever.
@@ -373,7 +373,7 @@ class Times(NamedTuple):
 
   alone: np.ndarray  # `[N]`, measured while the other core is idle.
   busy: np.ndarray  # `[N]`, measured while the other core does the same.
-  # Sebulba's medians for environments, inference, learning; without overlap.
+  # Sebulba's median times of environments, inference, learning; no overlap.
   stages: Sequence[float] = ()
 
 

@@ -339,7 +339,7 @@ def _draw_bars(
 
 
 def add_caption(picture: np.ndarray, left: str, right: str) -> np.ndarray:
-  """Puts a picture below a line with two texts; both sides become even."""
+  """Puts a picture below two texts; width and height become even numbers."""
   height, width = picture.shape[:2]
   total = max(width + width % 2, 160)  # The texts need some width.
   image = Image.new('RGB', (total, 18 + height + height % 2), '#20242a')
@@ -439,7 +439,7 @@ def run(argv: Sequence[str]) -> int:
   values = flags.FlagValues()
   text = 'The file to write, .gif or .mp4.'
   flags.DEFINE_string('out', '', text, flag_values=values)
-  text = 'Which one: last, best, or its number of updates.'
+  text = 'The checkpoint: last, best, or its number of updates.'
   flags.DEFINE_string('checkpoint', 'last', text, flag_values=values)
   for name, number, text, low, high in (
     ('episodes', 1, 'The number of episodes, shown in turn.', 1, 100),
