@@ -216,14 +216,18 @@ def make(path: str, config: ConfigDict) -> None:
 @contextlib.contextmanager
 def lock(path: str) -> Iterator[None]:
   """Locks a run; raises a ValueError if another process is writing to it."""
-  with open(os.path.join(path, 'config.json'), encoding='utf-8') as file:
+  # The directory, not a file in it: files are replaced while the run is locked.
+  directory = os.open(path, os.O_RDONLY)
+  try:
     try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise ValueError(
         f'another process is writing to {path}; stop that process first'
       ) from error
     yield
+  finally:
+    os.close(directory)
 
 
 def restore_config(

@@ -344,10 +344,10 @@ def test_records_without_a_checkpoint_are_set_aside(workdir):
 def test_two_processes_do_not_write_one_run(workdir, capsys):
   before = _files(workdir)
   code = (
-    'import fcntl, sys, time; file = open(sys.argv[1]); '
+    'import fcntl, os, sys, time; file = os.open(sys.argv[1], os.O_RDONLY); '
     'fcntl.flock(file, fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)'
   )
-  command = [sys.executable, '-c', code, str(workdir / 'config.json')]
+  command = [sys.executable, '-c', code, str(workdir)]
   with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
     process.stdout.readline()
     assert helpers.run(workdir, '--resume') == train.MISTAKE
