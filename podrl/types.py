@@ -14,6 +14,7 @@ import numpy as np
 Array: TypeAlias = jax.Array | np.ndarray
 Tree: TypeAlias = Any  # A nested structure whose leaves are arrays.
 Metrics = dict[str, Array]
+Hyperparams = dict[str, Array]  # Float32 `[]` by name.
 
 # The only mesh axis; batches are split over it.
 DEVICE_AXIS = 'devices'
@@ -54,26 +55,40 @@ class Trajectory(NamedTuple):
   carry: Tree
 
 
-class Tracked(NamedTuple):
-  """Parameters that are trained, and statistics that `Agent.absorb` changes."""
+class Variables(NamedTuple):
+  """What all functions of an agent take first; replicated over devices.
+
+  Attributes:
+    params: what the optimiser changes.
+    statistics: what `Agent.absorb` changes, for example running moments, or
+      `()`. The statistics of a wrapper contain those of the agent inside it.
+    hyperparams: numbers such as 'gamma'. They are values of the compiled
+      programs, so a change of one compiles nothing.
+  """
 
   params: Tree
   statistics: Tree
+  hyperparams: Hyperparams
+
+  def with_hyperparams(self, values: Hyperparams) -> 'Variables':
+    """Returns these variables with some hyperparameters replaced."""
+    return self._replace(hyperparams=self.hyperparams | values)
 
 
 class LearnerState(NamedTuple):
   """Everything that learning changes; replicated over devices.
 
   Attributes:
-    params: the agent's parameters, possibly `Tracked`.
-    target_params: a periodic copy of `params`, or `()`.
+    variables: the agent's; those of the optimiser, for example
+      'learning_rate', are among its `hyperparams`.
+    target_params: a periodic copy of `variables.params`, or `()`.
     opt_state: the optax state.
     num_updates: int32 `[]`, calls of `Learner.update`.
     num_sgd_steps: int32 `[]`, optimiser steps.
     memory: `[capacity, T, B, ...]`, sharded on axis 2, or `()`.
   """
 
-  params: Tree
+  variables: Variables
   target_params: Tree
   opt_state: Tree
   num_updates: Array
@@ -160,31 +175,36 @@ class Agent(NamedTuple):
   """A learning algorithm, as pure functions.
 
   Attributes:
-    init: `(rng_key) -> params`.
+    init: `(rng_key) -> Variables`.
     initial_carry: `(batch_size) -> carry`, leaves `[B, ...]`.
-    act: `(params, rng_key, timestep, carry, *, greedy=False) -> (action,
+    act: `(variables, rng_key, timestep, carry, *, greedy=False) -> (action,
       extras, carry)`, all `[B, ...]`. `rng_key` holds one key for each
       environment, so that the actions of an environment do not depend on the
       rest of the batch.
-    prepare: `(params, trajectory, mean) -> batch`, called once per unroll,
+    prepare: `(variables, trajectory, mean) -> batch`, called once per unroll,
       without gradients. `mean` averages a small tree over all devices.
       Minibatches divide the leading axis of every leaf of `batch`.
-    loss: `(params, target_params, batch, rng_key) -> (scalar, metrics)`; the
-      scalar is a mean over the slots of the batch.
-    measure: `(params, trajectory) -> tree` of float32: the means over this
-      device's shard from which the statistics of `Tracked` parameters are
-      updated. The learner averages them over devices.
-    absorb: `(params, measured) -> params`, with updated statistics; called once
-      per update, after the optimiser's steps.
+    loss: `(variables, target_params, batch, rng_key) -> (scalar, metrics)`; the
+      scalar is a mean over the slots of the batch. The learner differentiates
+      it by `variables.params`.
+    measure: `(variables, trajectory) -> tree` of float32: the means over this
+      device's shard from which the statistics are updated. The learner averages
+      them over devices.
+    absorb: `(variables, measured) -> variables`, with updated statistics;
+      called once per update, after the optimiser's steps.
   """
 
-  init: Callable[[chex.PRNGKey], Tree]
+  init: Callable[[chex.PRNGKey], Variables]
   initial_carry: Callable[[int], Tree]
   act: Callable[..., tuple[Array, Tree, Tree]]
-  prepare: Callable[[Tree, Trajectory, Callable[[Tree], Tree]], Tree]
-  loss: Callable[[Tree, Tree, Tree, chex.PRNGKey], tuple[Array, Metrics]]
-  measure: Callable[[Tree, Trajectory], Tree] = lambda params, trajectory: ()
-  absorb: Callable[[Tree, Tree], Tree] = lambda params, measured: params
+  prepare: Callable[[Variables, Trajectory, Callable[[Tree], Tree]], Tree]
+  loss: Callable[[Variables, Tree, Tree, chex.PRNGKey], tuple[Array, Metrics]]
+  measure: Callable[[Variables, Trajectory], Tree] = (
+    lambda variables, trajectory: ()
+  )
+  absorb: Callable[[Variables, Tree], Variables] = lambda variables, measured: (
+    variables
+  )
 
 
 class Learner(NamedTuple):

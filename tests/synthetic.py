@@ -16,7 +16,7 @@ import optax
 
 from podrl.core.learner import make_learner
 from podrl.drivers import sebulba, spmd
-from podrl.types import Agent, Discrete, EnvSpec, HostEnv, TimeStep
+from podrl.types import Agent, Discrete, EnvSpec, HostEnv, TimeStep, Variables
 
 
 @dataclasses.dataclass
@@ -119,7 +119,7 @@ class Host:
   def make_agent(self) -> Agent:
     """Makes an agent with one parameter, which never changes."""
 
-    def act(params, rng_key, timestep, carry, *, greedy=False):
+    def act(variables, rng_key, timestep, carry, *, greedy=False):
       del rng_key, greedy
       num_envs = timestep.is_first.shape[0]
       zero = self._call(
@@ -127,19 +127,19 @@ class Host:
         'inference',
         num_envs,
         'inference_per_env',
-        params + timestep.reward[0],
+        variables.params + timestep.reward[0],
       )
       return jnp.zeros(num_envs, jnp.int32) + zero.astype(jnp.int32), (), carry
 
-    def loss(params, target_params, batch, rng_key):
+    def loss(variables, target_params, batch, rng_key):
       del target_params, batch, rng_key
-      return 0.0 * params, {}
+      return 0.0 * variables.params, {}
 
     return Agent(
-      lambda rng_key: jnp.zeros(()),
+      lambda rng_key: Variables(jnp.zeros(()), (), {}),
       lambda num_envs: (),
       act,
-      lambda params, trajectory, mean: trajectory.timestep.reward,
+      lambda variables, trajectory, mean: trajectory.timestep.reward,
       loss,
     )
 
@@ -157,7 +157,9 @@ class Host:
         trajectory.timestep.reward[0, 0] + trajectory.action[0, 0],
       )
       state, metrics = learner.update(state, trajectory, rng_key)
-      return state._replace(params=state.params + zero), metrics
+      variables = state.variables
+      variables = variables._replace(params=variables.params + zero)
+      return state._replace(variables=variables), metrics
 
     return learner._replace(update=update)
 

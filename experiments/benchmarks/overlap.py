@@ -81,7 +81,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
   mesh = spmd.make_mesh([device])
   agent = build.make_agent(config, make_env(0).spec)
   learner = slow(
-    build.learner_for(config, agent, num_updates=1),
+    build.make_learner(config, agent),
     cost * _LENGTH * _STEP_SECONDS,
   )
   settings = sebulba.Settings(
@@ -103,7 +103,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
     jax.random.key(0),
   )
 
-  params = jax.jit(agent.init)(jax.random.key(1))
+  variables = jax.jit(agent.init)(jax.random.key(1))
   functions = actor_lib.make_actor_functions(agent, lambda x: x, 1)
   actors = [
     actor_lib.Actor(
@@ -118,7 +118,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
     )
     for i in range(_NUM_ACTORS)
   ]
-  shards = [actor.compile(params) for actor in actors]
+  shards = [actor.compile(variables) for actor in actors]
   pools = [make_env(_STEP_SECONDS) for _ in actors]
   update = spmd.map_update(learner, mesh)
   trajectories = tuple(
@@ -148,13 +148,13 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
 
   def act(i: int, num_updates: int) -> None:
     for _ in range(num_updates):
-      actors[i].unroll(params, 0)
+      actors[i].unroll(variables, 0)
 
   def learn(num_updates: int) -> None:
     nonlocal state
     for _ in range(num_updates):
       state, _ = jax.block_until_ready(
-        update(state.params, state._replace(params=()), trajectories, key)
+        update(state.variables, state._replace(variables=()), trajectories, key)
       )
 
   def train(num_updates: int) -> None:

@@ -119,7 +119,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   env = build.make_env(config)
   agent = build.make_agent(config, env.spec)
   mesh = spmd.make_mesh(layout.anakin_devices(config))
-  learner = build.learner_for(config, agent, num_updates=1)
+  learner = build.make_learner(config, agent)
   driver = make_programs(
     env,
     agent,
@@ -149,18 +149,18 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
     return learner.update(state, trajectory, jax.random.fold_in(rng_key, i))[0]
 
   whole = driver.init(jax.random.key(0))
-  params = whole.learner.params
+  variables = whole.learner.variables
   state_specs = (spmd.REPLICATED, spmd.BATCH, spmd.REPLICATED)
   unroll = spmd.device_map(
-    lambda params, actors: act(params, actors, 0)[1],
+    lambda variables, actors: act(variables, actors, 0)[1],
     mesh,
     state_specs[:2],
     spmd.TRAJECTORY,
   )
-  trajectory = unroll(params, whole.actors)
+  trajectory = unroll(variables, whole.actors)
   rollouts = {
     name: spmd.device_map(
-      repeat(lambda i, actors, params, f=f: used(*f(params, actors, i)[:2])),
+      repeat(lambda i, actors, agent, f=f: used(*f(agent, actors, i)[:2])),
       mesh,
       (spmd.REPLICATED, spmd.BATCH, spmd.REPLICATED),
       spmd.BATCH,
@@ -187,22 +187,22 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   learner_state = jax.tree.map(jnp.copy, whole.learner)
   parts = {
     name: lambda n, f=f: jax.block_until_ready(
-      f(np.int32(n), actors, learner_state.params)
+      f(np.int32(n), actors, learner_state.variables)
     )
     for name, f in rollouts.items()
   }
   parts['update'] = lambda n: jax.block_until_ready(
     updates(np.int32(n), learner_state, trajectory, key)
   )
-  num_params = sum(x.size for x in jax.tree.leaves(params))
+  num_params = sum(x.size for x in jax.tree.leaves(variables.params))
   return parts | {'training': train}, num_params, lambda: None
 
 
 def _random_act(env: DeviceEnv) -> Callable:
   """Makes an `Agent.act` of uniformly random actions, without a network."""
 
-  def act(params, rng_key, timestep, carry, *, greedy=False):
-    del params, timestep, greedy
+  def act(variables, rng_key, timestep, carry, *, greedy=False):
+    del variables, timestep, greedy
     action = jax.vmap(
       lambda key: jax.random.randint(key, (), 0, env.spec.action.num_actions)
     )(rng_key)
@@ -230,12 +230,12 @@ def sebulba_programs(
   learner_devices = [devices[i] for i in plan.learner_devices]
   mesh = spmd.make_mesh(learner_devices)
   agent = build.make_agent(config, spec)
-  learner = build.learner_for(config, agent, num_updates=1)
+  learner = build.make_learner(config, agent)
   pools = [
     build.make_host_env(config, num_envs, i * num_envs, plan.env_threads)
     for i in range(plan.num_actors)
   ]
-  params = jax.jit(agent.init)(jax.random.key(0))
+  variables = jax.jit(agent.init)(jax.random.key(0))
 
   def make_still(pool):
     timestep = pool.reset()
@@ -258,7 +258,7 @@ def sebulba_programs(
     for i, pool in enumerate(pools)
   ]
   shards = [
-    actor.compile(jax.device_put(params, actor.device)) for actor in actors
+    actor.compile(jax.device_put(variables, actor.device)) for actor in actors
   ]
   trajectories = tuple(
     spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards
@@ -291,7 +291,7 @@ def sebulba_programs(
 
   def acting(num_updates: int) -> None:
     def run(i):
-      local = jax.device_put(params, actors[i].device)
+      local = jax.device_put(variables, actors[i].device)
       for _ in range(num_updates):
         actors[i].unroll(local, 0)
 
@@ -301,7 +301,7 @@ def sebulba_programs(
     nonlocal state
     for _ in range(num_updates):
       state, _ = jax.block_until_ready(
-        update(state.params, state._replace(params=()), trajectories, key)
+        update(state.variables, state._replace(variables=()), trajectories, key)
       )
 
   run = build.make_run(config)
@@ -323,7 +323,7 @@ def sebulba_programs(
       'update': learn,
       'training': train,
     },
-    sum(x.size for x in jax.tree.leaves(params)),
+    sum(x.size for x in jax.tree.leaves(variables.params)),
     close,
   )
 

@@ -72,7 +72,6 @@ class AgentEntry(NamedTuple):
       spec.obs,
       observations=observations,
       rewards=rewards,
-      gamma=fields['gamma'],
     )
 
 

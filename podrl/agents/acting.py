@@ -1,4 +1,4 @@
-"""What the actor-critic agents share: acting and ratios."""
+"""What the actor-critic agents share: variables, acting and ratios."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from podrl.core.distributions import Distribution
 from podrl.networks.actor_critic import Network
-from podrl.types import Array, TimeStep, Tree
+from podrl.types import Array, TimeStep, Tree, Variables
 
 # Larger log-ratios are far beyond every clip. Continuous actions have them, and
 # an infinite ratio times a weight of 0 is NaN.
@@ -25,13 +25,25 @@ class Extras(NamedTuple):
   value: Array | tuple[()]  # Float32, the value of the time step, or `()`.
 
 
+def make_init(
+  init: Callable[[chex.PRNGKey], Tree], **hyperparams: float
+) -> Callable[[chex.PRNGKey], Variables]:
+  """Builds `Agent.init` from a network's `init` and hyperparameters."""
+
+  def init_variables(rng_key: chex.PRNGKey) -> Variables:
+    values = {k: jnp.float32(x) for k, x in hyperparams.items()}
+    return Variables(init(rng_key), (), values)
+
+  return init_variables
+
+
 def make_act(
   network: Network, distribution: Distribution, *, stores_value: bool
 ) -> Callable[..., tuple[Array, Extras, Tree]]:
   """Builds `Agent.act`; its `Extras` contain the value if `stores_value`."""
 
   def act(
-    params: Tree,
+    variables: Variables,
     rng_key: chex.PRNGKey,
     timestep: TimeStep,
     carry: Tree,
@@ -41,7 +53,7 @@ def make_act(
     obs, is_first = jax.tree.map(
       lambda x: x[None], (timestep.obs, timestep.is_first)
     )
-    head, value, carry = network.unroll(params, obs, is_first, carry)
+    head, value, carry = network.unroll(variables.params, obs, is_first, carry)
     head, value = head[0], value[0]
     if greedy:
       sample = distribution.mode(head)

@@ -8,7 +8,7 @@ from podrl.agents import acting
 from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
 from podrl.networks.actor_critic import Network
-from podrl.types import Agent, Array, Metrics, Trajectory, Tree
+from podrl.types import Agent, Array, Metrics, Trajectory, Tree, Variables
 
 DEFAULTS = {
   'unroll_length': 32,
@@ -46,14 +46,18 @@ def make_agent(
   Source: Espeholt et al. 2018, arXiv:1802.01561, section 4.2.
   """
 
-  def prepare(params: Tree, trajectory: Trajectory, mean) -> Tree:
-    del params, mean
+  def prepare(variables: Variables, trajectory: Trajectory, mean) -> Tree:
+    del variables, mean
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trajectory)
 
   def loss(
-    params: Tree, target_params: Tree, batch: Tree, rng_key: chex.PRNGKey
+    variables: Variables,
+    target_params: Tree,
+    batch: Tree,
+    rng_key: chex.PRNGKey,
   ) -> tuple[Array, Metrics]:
     del target_params, rng_key
+    params, _, hyperparams = variables
     trajectory = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
     timestep = trajectory.timestep
     carry = jax.tree.map(lambda x: x[0], trajectory.carry)
@@ -69,19 +73,27 @@ def make_agent(
     errors, advantages = returns.vtrace(
       jax.lax.stop_gradient(values),
       acting.clip_reward(timestep.reward[1:], reward_clip),
-      gamma * timestep.discount[1:],
+      hyperparams['gamma'] * timestep.discount[1:],
       jax.lax.stop_gradient(ratio),
-      lambda_=lambda_,
+      lambda_=hyperparams['lambda_'],
     )
     policy_loss = losses.policy_gradient(log_prob, advantages, weight)
     value_loss = losses.value(values[:-1], values[:-1] + errors, weight)
     entropy = losses.entropy(distribution.entropy(head), weight)
-    total = policy_loss + value_cost * value_loss - entropy_cost * entropy
+    total = policy_loss + hyperparams['value_cost'] * value_loss
+    total -= hyperparams['entropy_cost'] * entropy
     return total, {
       'policy_loss': policy_loss,
       'value_loss': value_loss,
       'entropy': entropy,
     }
 
+  init = acting.make_init(
+    network.init,
+    gamma=gamma,
+    lambda_=lambda_,
+    entropy_cost=entropy_cost,
+    value_cost=value_cost,
+  )
   act = acting.make_act(network, distribution, stores_value=False)
-  return Agent(network.init, network.initial_carry, act, prepare, loss)
+  return Agent(init, network.initial_carry, act, prepare, loss)

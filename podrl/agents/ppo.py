@@ -12,7 +12,7 @@ from podrl.agents import acting
 from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
 from podrl.networks.actor_critic import Network
-from podrl.types import Agent, Array, Metrics, Trajectory, Tree
+from podrl.types import Agent, Array, Metrics, Trajectory, Tree, Variables
 
 DEFAULTS = {
   'unroll_length': 64,
@@ -104,8 +104,9 @@ def make_agent(
   """
 
   def prepare(
-    params: Tree, trajectory: Trajectory, mean: Callable[[Tree], Tree]
+    variables: Variables, trajectory: Trajectory, mean: Callable[[Tree], Tree]
   ) -> Batch:
+    params, _, hyperparams = variables
     timestep = trajectory.timestep
     # `act` stored the values of all steps but the last. Only a recurrent
     # network needs the other steps to compute the last value.
@@ -119,9 +120,9 @@ def make_agent(
     advantage = returns.vtrace(
       values,
       acting.clip_reward(timestep.reward[1:], reward_clip),
-      gamma * timestep.discount[1:],
+      hyperparams['gamma'] * timestep.discount[1:],
       weight,
-      lambda_=lambda_,
+      lambda_=hyperparams['lambda_'],
     ).errors
     target = values[:-1] + advantage
     if normalize_advantage:
@@ -141,19 +142,26 @@ def make_agent(
     return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), batch)
 
   def loss(
-    params: Tree, target_params: Tree, batch: Batch, rng_key: chex.PRNGKey
+    variables: Variables,
+    target_params: Tree,
+    batch: Batch,
+    rng_key: chex.PRNGKey,
   ) -> tuple[Array, Metrics]:
     del target_params, rng_key
+    params, _, hyperparams = variables
     batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
     carry = jax.tree.map(lambda x: x[0], batch.carry)
     head, value, _ = network.unroll(params, batch.obs, batch.is_first, carry)
     advantage, weight = batch.advantage, batch.weight
     log_prob = distribution.log_prob(head, batch.sample)
     log_ratios = acting.log_ratio(log_prob, batch.log_prob)
-    policy_loss = losses.ppo_clip(log_ratios, advantage, weight, clip=clip)
+    policy_loss = losses.ppo_clip(
+      log_ratios, advantage, weight, clip=hyperparams['clip']
+    )
     value_loss = losses.value(value, batch.target, weight)
     entropy = losses.entropy(distribution.entropy(head), weight)
-    total = policy_loss + value_cost * value_loss - entropy_cost * entropy
+    total = policy_loss + hyperparams['value_cost'] * value_loss
+    total -= hyperparams['entropy_cost'] * entropy
     # An estimate of KL(old, new) that is never negative (Schulman 2020).
     approx_kl = jnp.mean(weight * (jnp.expm1(log_ratios) - log_ratios))
     return total, {
@@ -163,5 +171,13 @@ def make_agent(
       'approx_kl': approx_kl,
     }
 
+  init = acting.make_init(
+    network.init,
+    gamma=gamma,
+    lambda_=lambda_,
+    clip=clip,
+    entropy_cost=entropy_cost,
+    value_cost=value_cost,
+  )
   act = acting.make_act(network, distribution, stores_value=True)
-  return Agent(network.init, network.initial_carry, act, prepare, loss)
+  return Agent(init, network.initial_carry, act, prepare, loss)

@@ -22,7 +22,6 @@ from podrl.types import (
   Learner,
   LearnerState,
   Metrics,
-  Tracked,
   Trajectory,
   Tree,
 )
@@ -36,16 +35,6 @@ def all_mean(tree: Tree) -> Tree:
 
 def _mean_rows(tree: Tree) -> Tree:
   return jax.tree.map(lambda x: jnp.mean(x, axis=0), tree)
-
-
-def trained(params: Tree) -> Tree:
-  """The part of an agent's parameters that the optimiser changes."""
-  return params.params if isinstance(params, Tracked) else params
-
-
-def _with_trained(params: Tree, part: Tree) -> Tree:
-  """Replaces the part of the parameters that the optimiser changes."""
-  return params._replace(params=part) if isinstance(params, Tracked) else part
 
 
 def shuffle(rng_key: chex.PRNGKey, size: int) -> Array:
@@ -73,7 +62,8 @@ def make_learner(
 
   Args:
     agent: the agent whose loss is minimised.
-    optimizer: an optax transformation.
+    optimizer: an optax transformation. If its `update` takes an argument
+      `hyperparams`, it gets those of the agent's variables.
     num_epochs: passes over each unroll.
     num_minibatches: optimiser steps in each pass. It must divide the leading
       axis of the agent's batch on each device.
@@ -85,18 +75,20 @@ def make_learner(
     `grad_norm`, averaged over devices and optimiser steps.
   """
 
+  optimizer = optax.with_extra_args_support(optimizer)
+
   def init(
     rng_key: chex.PRNGKey, example_trajectory: Trajectory
   ) -> LearnerState:
     del example_trajectory  # Learners with a memory use it.
-    params, target_params = agent.init(rng_key), ()
+    variables, target_params = agent.init(rng_key), ()
     if target_period is not None:
       # Copied: donating one buffer under two names crashes.
-      target_params = jax.tree.map(jnp.copy, params)
+      target_params = jax.tree.map(jnp.copy, variables.params)
     return LearnerState(
-      params=params,
+      variables=variables,
       target_params=target_params,
-      opt_state=optimizer.init(trained(params)),
+      opt_state=optimizer.init(variables.params),
       num_updates=jnp.zeros((), jnp.int32),
       num_sgd_steps=jnp.zeros((), jnp.int32),
       memory=(),
@@ -105,19 +97,23 @@ def make_learner(
   def sgd_step(
     state: LearnerState, batch: Tree, measured: Tree, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
-    def loss(part: Tree) -> tuple[Array, Metrics]:
-      params = _with_trained(state.params, part)
-      return agent.loss(params, state.target_params, batch, rng_key)
+    variables = state.variables
 
-    params = trained(state.params)
+    def loss(params: Tree) -> tuple[Array, Metrics]:
+      changed = variables._replace(params=params)
+      return agent.loss(changed, state.target_params, batch, rng_key)
+
+    params = variables.params
     (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
     metrics['loss'] = value
     grads, metrics, measured = all_mean((grads, metrics, measured))
-    updates, opt_state = optimizer.update(grads, state.opt_state, params)
+    updates, opt_state = optimizer.update(
+      grads, state.opt_state, params, hyperparams=variables.hyperparams
+    )
     metrics['grad_norm'] = optax.tree.norm(grads)
     params = optax.apply_updates(params, updates)
     return state._replace(
-      params=_with_trained(state.params, params),
+      variables=variables._replace(params=params),
       opt_state=opt_state,
       num_sgd_steps=state.num_sgd_steps + 1,
     ), (metrics, measured)
@@ -148,8 +144,8 @@ def make_learner(
   def update(
     state: LearnerState, trajectory: Trajectory, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, Metrics]:
-    batch = agent.prepare(state.params, trajectory, all_mean)
-    measured = agent.measure(state.params, trajectory)
+    batch = agent.prepare(state.variables, trajectory, all_mean)
+    measured = agent.measure(state.variables, trajectory)
     batch, measured = jax.lax.stop_gradient((batch, measured))
     if num_epochs == 1:
       state, (metrics, measured) = epoch(state, batch, measured, rng_key)
@@ -160,11 +156,12 @@ def make_learner(
       )
       metrics, measured = _mean_rows(rows)
     # Absorbed last, so that all steps of the update see the same statistics.
-    state = state._replace(params=agent.absorb(state.params, measured))
+    variables = agent.absorb(state.variables, measured)
+    state = state._replace(variables=variables)
     num_updates = state.num_updates + 1
     if target_period is not None:
       copy = functools.partial(jnp.where, num_updates % target_period == 0)
-      target_params = jax.tree.map(copy, state.params, state.target_params)
+      target_params = jax.tree.map(copy, variables.params, state.target_params)
       state = state._replace(target_params=target_params)
     return state._replace(num_updates=num_updates), metrics
 

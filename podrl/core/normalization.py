@@ -1,10 +1,10 @@
 """Running normalisation of observations and rewards, as a wrapper of an agent.
 
-The statistics are part of the agent's parameters, so they are saved, copied and
-replicated together. Every step that is learned from counts once. The first
-unroll is an exception: it gives only the first mean, because a variance around
-a mean of 0 would be inexact. An update first uses the statistics, and changes
-them at its end. Without policy lag, acting has used the same statistics.
+The statistics are part of the agent's variables, so they are saved, copied and
+replicated with the parameters. Every step that is learned from counts once. The
+first unroll is an exception: it gives only the first mean, because a variance
+around a mean of 0 would be inexact. An update first uses the statistics, and
+changes them at its end. Without policy lag, acting has used the same statistics.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from podrl.types import (
   Array,
   Metrics,
   TimeStep,
-  Tracked,
   Trajectory,
   Tree,
+  Variables,
 )
 
 _LARGEST = 10.0  # Values are clipped to this many deviations.
@@ -55,8 +55,10 @@ class Statistics(NamedTuple):
   """`Moments` or `Measured` of each quantity; `()` if it is not normalised.
 
   The discounted return is the discounted sum of an episode's rewards so far.
+  `agent` holds the statistics of the agent inside the wrapper.
   """
 
+  agent: Tree
   obs: Tree
   discounted_return: Tree
 
@@ -157,13 +159,14 @@ def as_float(obs: Tree) -> Tree:
 
 
 def normalize(
-  agent: Agent, obs: Tree, *, observations: bool, rewards: bool, gamma: float
+  agent: Agent, obs: Tree, *, observations: bool, rewards: bool
 ) -> Agent:
   """Wraps an agent so that it sees normalised observations or rewards.
 
   Observations have their running mean subtracted and are divided by their
   running deviation. Rewards are divided by the running deviation of the
-  discounted return so far, over all environments. Both are clipped to plus and
+  discounted return so far, over all environments, which uses the
+  hyperparameter 'gamma'. Both are clipped to plus and
   minus 10.
 
   Args:
@@ -171,10 +174,10 @@ def normalize(
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
     observations: whether to normalise observations.
     rewards: whether to normalise rewards.
-    gamma: discount per step of the discounted return.
 
   Returns:
-    An agent with `Tracked` parameters, or `agent` if nothing is normalised.
+    An agent whose statistics are `Statistics`, or `agent` if nothing is
+    normalised.
 
   Source: Engstrom et al. 2020, arXiv:2005.12729, section 3 and algorithm 1.
   """
@@ -186,58 +189,68 @@ def normalize(
       return timestep
     return timestep._replace(obs=_standardize(statistics.obs, timestep.obs))
 
-  def accumulate(before: Array, timestep: TimeStep) -> Array:
+  def accumulate(gamma: Array, before: Array, timestep: TimeStep) -> Array:
     """The discounted return on arrival; `[B]`."""
     return jnp.where(timestep.is_first, 0.0, gamma * before + timestep.reward)
 
-  def init_params(rng_key: chex.PRNGKey) -> Tracked:
+  def inner(variables: Variables) -> Variables:
+    return variables._replace(statistics=variables.statistics.agent)
+
+  def init_all(rng_key: chex.PRNGKey) -> Variables:
+    variables = agent.init(rng_key)
     of_obs = init(obs) if observations else ()
     of_return = init(jnp.zeros(())) if rewards else ()
-    return Tracked(agent.init(rng_key), Statistics(of_obs, of_return))
+    statistics = Statistics(variables.statistics, of_obs, of_return)
+    return variables._replace(statistics=statistics)
 
   def initial_carry(batch_size: int) -> Carry:
     discounted_return = jnp.zeros(batch_size) if rewards else ()
     return Carry(agent.initial_carry(batch_size), discounted_return)
 
   def act(
-    params: Tracked,
+    variables: Variables,
     rng_key: chex.PRNGKey,
     timestep: TimeStep,
     carry: Carry,
     *,
     greedy: bool = False,
   ) -> tuple[Array, Tree, Carry]:
-    normalized = normalize_obs(params.statistics, timestep)
+    normalized = normalize_obs(variables.statistics, timestep)
     action, extras, agent_carry = agent.act(
-      params.params, rng_key, normalized, carry.agent, greedy=greedy
+      inner(variables), rng_key, normalized, carry.agent, greedy=greedy
     )
     discounted_return = carry.discounted_return
     if rewards:
-      discounted_return = accumulate(discounted_return, timestep)
+      gamma = variables.hyperparams['gamma']
+      discounted_return = accumulate(gamma, discounted_return, timestep)
     return action, extras, Carry(agent_carry, discounted_return)
 
-  def prepare(
-    params: Tracked, trajectory: Trajectory, mean: Callable[[Tree], Tree]
-  ) -> Tree:
-    timestep = normalize_obs(params.statistics, trajectory.timestep)
+  def normalize_all(variables: Variables, trajectory: Trajectory) -> Trajectory:
+    """The trajectory as the agent inside sees it."""
+    timestep = normalize_obs(variables.statistics, trajectory.timestep)
     if rewards:
-      moments = params.statistics.discounted_return
+      moments = variables.statistics.discounted_return
       scale = _scale(moments.mean, moments.variance)
       timestep = timestep._replace(reward=_clip(timestep.reward * scale))
     carry = trajectory.carry.agent
-    trajectory = trajectory._replace(timestep=timestep, carry=carry)
-    return agent.prepare(params.params, trajectory, mean)
+    return trajectory._replace(timestep=timestep, carry=carry)
 
-  def loss(
-    params: Tracked, target_params: Tree, batch: Tree, rng_key: chex.PRNGKey
-  ) -> tuple[Array, Metrics]:
-    target = target_params.params if target_params else ()
-    return agent.loss(params.params, target, batch, rng_key)
+  def prepare(
+    variables: Variables, trajectory: Trajectory, mean: Callable[[Tree], Tree]
+  ) -> Tree:
+    seen = normalize_all(variables, trajectory)
+    return agent.prepare(inner(variables), seen, mean)
 
-  def measure_all(params: Tracked, trajectory: Trajectory) -> Statistics:
+  def loss(variables: Variables, *arguments: Tree) -> tuple[Array, Metrics]:
+    return agent.loss(inner(variables), *arguments)
+
+  def measure_all(variables: Variables, trajectory: Trajectory) -> Statistics:
+    of_agent = agent.measure(
+      inner(variables), normalize_all(variables, trajectory)
+    )
     # The last time step is the first one of the next unroll.
     timestep = jax.tree.map(lambda x: x[:-1], trajectory.timestep)
-    statistics = params.statistics
+    statistics = variables.statistics
     of_obs: Tree = ()
     of_return: Tree = ()
     if observations:
@@ -246,20 +259,22 @@ def normalize(
     if rewards:
 
       def step(before, timestep):
-        after = accumulate(before, timestep)
+        gamma = variables.hyperparams['gamma']
+        after = accumulate(gamma, before, timestep)
         return after, after
 
       first = trajectory.carry.discounted_return[0]
       _, discounted = jax.lax.scan(step, first, timestep._replace(obs=()))
       weight = 1.0 - timestep.is_first.astype(jnp.float32)
       of_return = measure(statistics.discounted_return, discounted, weight)
-    return Statistics(of_obs, of_return)
+    return Statistics(of_agent, of_obs, of_return)
 
-  def absorb_all(params: Tracked, measured: Statistics) -> Tracked:
-    pairs = zip(params.statistics, measured, strict=True)
-    statistics = [absorb(old, new) if new else () for old, new in pairs]
-    return params._replace(statistics=Statistics(*statistics))
+  def absorb_all(variables: Variables, measured: Statistics) -> Variables:
+    of_agent = agent.absorb(inner(variables), measured.agent).statistics
+    pairs = zip(variables.statistics[1:], measured[1:], strict=True)
+    moments = [absorb(old, new) if new else () for old, new in pairs]
+    return variables._replace(statistics=Statistics(of_agent, *moments))
 
   return Agent(
-    init_params, initial_carry, act, prepare, loss, measure_all, absorb_all
+    init_all, initial_carry, act, prepare, loss, measure_all, absorb_all
   )

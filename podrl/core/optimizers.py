@@ -1,29 +1,60 @@
 """The optimisers that a configuration can name."""
 
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
 import optax
 
-OPTIMIZERS = {
-  'adam': lambda rate: optax.adam(rate, eps=1e-5),
-  'rmsprop': lambda rate: optax.rmsprop(rate, decay=0.99, eps=1e-5),
-  'sgd': optax.sgd,
+from podrl.types import Array, Hyperparams, Tree
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+  'adam': lambda: optax.scale_by_adam(eps=1e-5),
+  'rmsprop': lambda: optax.scale_by_rms(decay=0.99, eps=1e-5),
+  'sgd': optax.identity,
 }
 
 
 def make_optimizer(
-  name: str, *, learning_rate: float, anneal: int, max_grad_norm: float
-) -> optax.GradientTransformation:
+  name: str, *, learning_rate: float, anneal: bool, max_grad_norm: float
+) -> optax.GradientTransformationExtraArgs:
   """Makes an optimiser.
+
+  Its `update` takes an argument `hyperparams`. Step t uses the learning rate
+
+    learning_rate * max(0, 1 - t / anneal_steps)
+
+  with the 'learning_rate' and the 'anneal_steps' of `hyperparams`.
 
   Args:
     name: a key of `OPTIMIZERS`.
-    learning_rate: the initial learning rate.
-    anneal: steps over which the rate falls linearly to 0; 0 keeps it constant.
+    learning_rate: the initial learning rate, where `hyperparams` has none.
+    anneal: whether the rate falls to 0; otherwise it stays constant, and
+      'anneal_steps' is not needed.
     max_grad_norm: bound of the gradient's global norm; 0 disables it.
   """
-  rate = learning_rate
-  if anneal:
-    rate = optax.linear_schedule(learning_rate, 0.0, anneal)
-  optimizer = OPTIMIZERS[name](rate)
-  if not max_grad_norm:
-    return optimizer
-  return optax.chain(optax.clip_by_global_norm(max_grad_norm), optimizer)
+
+  def scale(
+    updates: Tree,
+    num_steps: Array,
+    params: Tree = None,
+    *,
+    hyperparams: Hyperparams | None = None,
+    **others: Tree,
+  ) -> tuple[Tree, Array]:
+    del params, others
+    values = {'learning_rate': learning_rate, **(hyperparams or {})}
+    rate = values['learning_rate']
+    if anneal:
+      rate *= jnp.maximum(0.0, 1.0 - num_steps / values['anneal_steps'])
+    return jax.tree.map(lambda x: -rate * x, updates), num_steps + 1
+
+  steps = [
+    OPTIMIZERS[name](),
+    optax.GradientTransformationExtraArgs(
+      lambda params: jnp.zeros((), jnp.int32), scale
+    ),
+  ]
+  if max_grad_norm:
+    steps.insert(0, optax.clip_by_global_norm(max_grad_norm))
+  return optax.with_extra_args_support(optax.chain(*steps))

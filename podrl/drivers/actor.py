@@ -18,7 +18,15 @@ import numpy as np
 from podrl.drivers import spmd
 from podrl.drivers.exchange import Closed
 from podrl.drivers.stages import PARKED, STAGES, Busy
-from podrl.types import Agent, Episodes, HostEnv, TimeStep, Trajectory, Tree
+from podrl.types import (
+  Agent,
+  Episodes,
+  HostEnv,
+  TimeStep,
+  Trajectory,
+  Tree,
+  Variables,
+)
 
 _STACKED = 32  # One program stacks at most this many rows.
 
@@ -48,8 +56,8 @@ class ActorFunctions(NamedTuple):
   """The compiled programs of an actor, on one device."""
 
   initial_carry: Callable[[int], Tree]  # The agent's function.
-  # `(params, keys, num_steps, timestep, carry) -> (Row, carry)`, one dispatch
-  # per step; `num_steps` counts the steps of an environment.
+  # `(variables, keys, num_steps, timestep, carry) -> (Row, carry)`, one
+  # dispatch per step; `num_steps` counts the steps of an environment.
   step: Callable[..., tuple[Row, Tree]]
   stack: Callable[[list[Row]], Row]  # `(rows) -> Row`, leaves `[N, B, ...]`.
   # `(stacks, timesteps, carry) -> [Trajectory]`, a shard for each learner
@@ -75,10 +83,10 @@ def make_actor_functions(
 
   # Rows stay on the device: each observation goes there only once.
   @compiled
-  def step(params, keys, num_steps, timestep, carry):
+  def step(variables, keys, num_steps, timestep, carry):
     seen = timestep._replace(obs=observe(timestep.obs))
     keys = fold_in(keys, num_steps)
-    action, extras, carry = agent.act(params, keys, seen, carry)
+    action, extras, carry = agent.act(variables, keys, seen, carry)
     return Row(timestep.obs, action, extras), carry
 
   @compiled
@@ -212,10 +220,10 @@ class Actor:
       f'more than sebulba.hang_seconds={hang_seconds:g}'
     )
 
-  def compile(self, params: Tree) -> list[Trajectory]:
+  def compile(self, variables: Variables) -> list[Trajectory]:
     """Compiles the programs; returns shards of an example of an unroll."""
     timestep, carry = self._timestep, self._carry
-    inputs = params, self._keys, np.int32(0), timestep
+    inputs = variables, self._keys, np.int32(0), timestep
     for _ in range(2):  # The second call takes the first one's carry.
       row, carry = self._functions.step(*inputs, carry)
     shape = self._unroll_length + 1, timestep.is_first.size
@@ -223,8 +231,8 @@ class Actor:
     timesteps = TimeStep(timestep.obs, zeros, zeros, np.ones(shape, bool))
     return self._finish([row] * self._unroll_length, timesteps, carry)
 
-  def unroll(self, params: Tree, version: int) -> Unroll:
-    """Acts for T steps with `params`, which are on the actor's device.
+  def unroll(self, variables: Variables, version: int) -> Unroll:
+    """Acts for T steps with `variables`, which are on the actor's device.
 
     Raises:
       Closed: if the actor is stopped.
@@ -244,7 +252,7 @@ class Actor:
       if self.is_stopped:
         raise Closed
       row, self._carry = self._functions.step(
-        params, self._keys, np.int32(self._num_steps), timestep, self._carry
+        variables, self._keys, np.int32(self._num_steps), timestep, self._carry
       )
       rows.append(row)
       self._num_steps += 1

@@ -21,6 +21,7 @@ from podrl.types import (
   Array,
   DeviceEnv,
   Episodes,
+  Hyperparams,
   Learner,
   LearnerState,
   Metrics,
@@ -80,9 +81,9 @@ class Records(NamedTuple):
 class Programs(NamedTuple):
   """Anakin's compiled programs."""
 
-  # `(rng_key) -> AnakinState`, placed on the devices; keys `[S]` for several
-  # seeds.
-  init: Callable[[chex.PRNGKey], AnakinState]
+  # `(rng_key, hyperparams={}) -> AnakinState`, placed on the devices; keys
+  # `[S]` for several seeds. `hyperparams` replaces those of `Agent.init`.
+  init: Callable[..., AnakinState]
   # `(state, num_updates) -> (state, Records)`. It compiles once for any int32
   # `num_updates` up to `max_updates`, and donates the state's buffers.
   train: Callable[[AnakinState, Any], tuple[AnakinState, Records]]
@@ -91,16 +92,19 @@ class Programs(NamedTuple):
 def make_unroll(
   env: DeviceEnv, agent: Agent, unroll_length: int
 ) -> Callable[[Tree, Actors, Array], tuple[Actors, Trajectory, Episodes]]:
-  """Makes `(params, actors, num_updates) -> (actors, trajectory, episodes)`."""
+  """Makes the function that acts for T steps.
 
-  def unroll(params, actors, num_updates):
+  It is `(variables, actors, num_updates) -> (actors, trajectory, episodes)`.
+  """
+
+  def unroll(variables, actors, num_updates):
     update_keys = _fold_in(actors.rng_key, num_updates)
     # One call for T x B keys costs little more than one for B keys.
     keys = jax.vmap(_fold_in, (None, 0))(update_keys, jnp.arange(unroll_length))
 
     def step(actors, rng_key):
       action, extras, carry = agent.act(
-        params, rng_key, actors.timestep, actors.carry
+        variables, rng_key, actors.timestep, actors.carry
       )
       env_state, timestep = _strongly_typed(env.step(actors.env_state, action))
       is_first, length = timestep.is_first, actors.episode_length
@@ -168,7 +172,7 @@ def make_programs(
   def update(state: AnakinState) -> tuple[AnakinState, Metrics, Episodes]:
     before, actors, rng_key = state
     number = before.num_updates
-    actors, trajectory, episodes = unroll(before.params, actors, number)
+    actors, trajectory, episodes = unroll(before.variables, actors, number)
     update_key = jax.random.fold_in(rng_key, number)
     after, metrics = learner.update(before, trajectory, update_key)
     return AnakinState(after, actors, rng_key), metrics, episodes
@@ -209,23 +213,26 @@ def make_programs(
     over_seeds(reset, (0, None)), mesh, (spmd.REPLICATED, spmd.BATCH), batch
   )
 
-  def init_learner(rng_key: chex.PRNGKey) -> LearnerState:
+  def init_learner(rng_key: chex.PRNGKey, hyperparams: Tree) -> LearnerState:
     actors = jax.eval_shape(reset, rng_key, np.arange(num_envs))
-    params = jax.eval_shape(agent.init, rng_key)
-    _, trajectory, _ = jax.eval_shape(unroll, params, actors, 0)
-    return learner.init(rng_key, trajectory)
+    variables = jax.eval_shape(agent.init, rng_key)
+    _, trajectory, _ = jax.eval_shape(unroll, variables, actors, 0)
+    state = learner.init(rng_key, trajectory)
+    variables = state.variables.with_hyperparams(hyperparams)
+    return state._replace(variables=variables)
 
   def stream_keys(rng_key: chex.PRNGKey) -> list[chex.PRNGKey]:
     streams = _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM
     return [jax.random.fold_in(rng_key, stream) for stream in streams]
 
-  def init(rng_key: chex.PRNGKey) -> AnakinState:
+  def init(rng_key: chex.PRNGKey, hyperparams: Hyperparams = {}) -> AnakinState:
     learner_key, *keys = over_seeds(stream_keys)(rng_key)
     # Two batched QR factorisations (orthogonal initialisation) at the same time
     # can deadlock in XLA's CPU threads (jaxlib 0.10.2).
     learner_state = jax.jit(
-      over_seeds(init_learner), compiler_options=spmd.in_order_options()
-    )(learner_key)
+      over_seeds(init_learner, (0, None)),
+      compiler_options=spmd.in_order_options(),
+    )(learner_key, hyperparams)
     learner_state = spmd.place(learner_state, mesh, spmd.LEARNER_STATE)
     update_key, env_key = spmd.place(keys, mesh, spmd.REPLICATED)
     index = spmd.place(np.arange(num_envs), mesh, spmd.BATCH)
@@ -247,6 +254,7 @@ class Anakin:
     max_updates: the largest number of updates in one call.
     predictions_per_update: actions that this process's environments take in
       one update.
+    hyperparams: see `Programs.init`.
     state: the whole run, once started; the next `advance` deletes its buffers.
   """
 
@@ -254,6 +262,7 @@ class Anakin:
   rng_key: chex.PRNGKey
   max_updates: int
   predictions_per_update: int
+  hyperparams: Hyperparams = dataclasses.field(default_factory=dict)
   state: Any = None  # An AnakinState.
   error: BaseException | None = None  # Stays None: Anakin has no threads.
 
@@ -264,7 +273,7 @@ class Anakin:
 
   def start(self, restore: Restore = lambda state: (state, [])) -> None:
     """Makes the state and compiles."""
-    state, _ = restore(self.programs.init(self.rng_key))
+    state, _ = restore(self.programs.init(self.rng_key, self.hyperparams))
     # Compile with zero updates, so that the first window does not compile.
     self.state, _ = self.programs.train(state, np.int32(0))
     jax.block_until_ready(self.state)

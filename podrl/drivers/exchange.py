@@ -88,21 +88,21 @@ class Deterministic:
   """
 
   def __init__(self, num_actors: int, max_lag: int):
-    self._params = [Channel(max_lag + 1) for _ in range(num_actors)]
+    self._variables = [Channel(max_lag + 1) for _ in range(num_actors)]
     self._unrolls = [Channel(1) for _ in range(num_actors)]
     self._num_copies = max_lag + 1  # The first parameters act this many times.
 
-  def publish(self, params: Any, version: int) -> None:
+  def publish(self, variables: Any, version: int) -> None:
     """Gives parameters to all actors."""
     for _ in range(self._num_copies):
-      for channel in self._params:
-        channel.put((params, version))
+      for channel in self._variables:
+        channel.put((variables, version))
     self._num_copies = 1
 
   def fetch(self, actor: int) -> tuple[Any, int, bool]:
     """Returns an actor's parameters, their version, and whether it waited."""
-    waited = not len(self._params[actor])
-    return *self._params[actor].get(), waited
+    waited = not len(self._variables[actor])
+    return *self._variables[actor].get(), waited
 
   def put(self, actor: int, unroll: Any) -> None:
     """Adds an actor's unroll; waits until the learner took the last one."""
@@ -121,7 +121,7 @@ class Deterministic:
 
   def close(self) -> None:
     """Ends both sides."""
-    for channel in self._params + self._unrolls:
+    for channel in self._variables + self._unrolls:
       channel.close()
 
 
@@ -145,10 +145,10 @@ class Asynchronous:
     self._actors = Monitor()
     self._unrolls = Channel(self.num_permits)
 
-  def publish(self, params: Any, version: int) -> None:
+  def publish(self, variables: Any, version: int) -> None:
     """Replaces the newest parameters."""
     with self._actors.when():
-      self._newest = params, version
+      self._newest = variables, version
 
   def fetch(self, actor: int) -> tuple[Any, int, bool]:
     """Returns the newest parameters, their version, and whether it waited."""

@@ -24,6 +24,7 @@ from podrl.types import (
   Agent,
   Episodes,
   HostEnv,
+  Hyperparams,
   Learner,
   LearnerState,
   Report,
@@ -62,6 +63,7 @@ class Sebulba:
     make_env: makes the pool of environments of the actor with a given index.
     mesh: mesh of the learner devices.
     rng_key: key of the whole run.
+    hyperparams: replaces those of `Agent.init`.
   """
 
   def __init__(
@@ -73,6 +75,7 @@ class Sebulba:
     actor_devices: Sequence[jax.Device],
     settings: Settings,
     rng_key: chex.PRNGKey,
+    hyperparams: Hyperparams = {},
   ):
     self._make_env = make_env
     self._agent = agent
@@ -80,6 +83,7 @@ class Sebulba:
     self._mesh = mesh
     self._actor_devices = list(actor_devices)
     self._settings = settings
+    self._hyperparams = hyperparams
     self._init_key, self._update_key, self._act_key = (
       jax.random.fold_in(rng_key, stream) for stream in range(3)
     )
@@ -166,13 +170,25 @@ class Sebulba:
         index, env, functions, length, device, devices, key, first_env, clock
       )
       self._actors.append(actor)
-    params = jax.jit(self._agent.init)(self._init_key)
-    params = spmd.place(params, mesh, spmd.REPLICATED)  # As in training.
+    agent, learner = self._agent, self._learner
+
+    @jax.jit
+    def init(key, hyperparams):
+      return agent.init(key).with_hyperparams(hyperparams)
+
+    variables = init(self._init_key, self._hyperparams)
+    # Placed as in training.
+    variables = spmd.place(variables, mesh, spmd.REPLICATED)
     for actor in self._actors:
-      shards = actor.compile(spmd.to_device(params, actor.device))
+      shards = actor.compile(spmd.to_device(variables, actor.device))
     example = spmd.join_shards(shards, mesh, spmd.TRAJECTORY)
     shape = jax.eval_shape(lambda: example)
-    state = jax.jit(lambda key: self._learner.init(key, shape))(self._init_key)
+
+    @jax.jit
+    def init_rest(key):
+      return learner.init(key, shape)._replace(variables=())
+
+    state = init_rest(self._init_key)._replace(variables=variables)
     self.state, saved = restore(spmd.place(state, mesh, spmd.LEARNER_STATE))
     if saved:
       self._resume(saved)
@@ -193,8 +209,8 @@ class Sebulba:
 
   def _inputs(self, trajectories: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the arguments of one call of `map_update`'s function."""
-    rest = self.state._replace(params=())
-    return self.state.params, rest, trajectories, self._update_key
+    rest = self.state._replace(variables=())
+    return self.state.variables, rest, trajectories, self._update_key
 
   def _make_tuner(self, num_actors: int) -> Tuner:
     """Makes a tuner; only the tuner of process 0 decides."""
@@ -223,13 +239,14 @@ class Sebulba:
     self._num_unrolls = unrolls
 
   def _publish(self) -> None:
-    """Gives the actors the parameters, ready on their devices."""
-    # Devices that also learn need no copy: parameters are never donated.
-    params = {
-      device: jax.block_until_ready(spmd.to_device(self.state.params, device))
+    """Gives the actors the variables, ready on their devices."""
+    # Devices that also learn need no copy: variables are never donated.
+    variables = self.state.variables
+    copies = {
+      device: jax.block_until_ready(spmd.to_device(variables, device))
       for device in self._actor_devices
     }
-    self._exchange.publish(params, self._num_updates)
+    self._exchange.publish(copies, self._num_updates)
 
   def _run_actor(self, actor: Actor) -> None:
     """Runs in the actor's thread."""
@@ -243,9 +260,9 @@ class Sebulba:
           with self._parking.when(lambda: place < self._num_active):
             pass
           actor.enter('actor_waiting')
-        params, version, waited = self._exchange.fetch(actor.index)
+        variables, version, waited = self._exchange.fetch(actor.index)
         actor.num_waits += waited
-        unroll = actor.unroll(params[actor.device], version)
+        unroll = actor.unroll(variables[actor.device], version)
         actor.enter('actor_waiting')
         self._exchange.put(actor.index, unroll)
     except Closed:

@@ -73,18 +73,19 @@ def map_update(learner: Learner, mesh: Mesh) -> jax.stages.Wrapped:
   """Maps `Learner.update` for a driver whose actors use the parameters.
 
   Returns:
-    `(params, rest, trajectories, rng_key) -> (LearnerState, metrics)`. `rest`
-    is the learner's state without parameters. It is donated; the parameters are
-    not, so that actors may still use them. The tuple of trajectories is joined
-    on the batch axis on each device.
+    `(variables, rest, trajectories, rng_key) -> (LearnerState, metrics)`.
+    `rest` is the learner's state without variables. It is donated; the
+    variables are not, so that actors may still use them. The tuple of
+    trajectories is joined on the batch axis on each device.
   """
 
-  def update(params, rest, trajectories, rng_key):
+  def update(variables, rest, trajectories, rng_key):
     trajectory = jax.tree.map(
       lambda *x: jnp.concatenate(x, axis=1), *trajectories
     )
     rng_key = jax.random.fold_in(rng_key, rest.num_updates)
-    return learner.update(rest._replace(params=params), trajectory, rng_key)
+    state = rest._replace(variables=variables)
+    return learner.update(state, trajectory, rng_key)
 
   in_specs = REPLICATED, LEARNER_STATE, TRAJECTORY, REPLICATED
   out_specs = LEARNER_STATE, REPLICATED

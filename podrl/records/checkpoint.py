@@ -1,9 +1,10 @@
 """Checkpoints: orbax writes the state of a run while training continues.
 
 A checkpoint is a directory `checkpoints/NUM_UPDATES` with three items:
-`params`, all that a policy needs; `state`, the rest of the driver's state; and
-`progress`, JSON. It gets its name only when it is complete, with SHA-256
-digests of its files: orbax itself does not notice a flipped bit.
+`variables`, all that a policy needs; `state`, the rest of the driver's state;
+and `progress`, JSON. It gets its name only when it is complete, with SHA-256
+digests of its files: orbax itself does not notice a flipped bit. The
+hyperparameters are not saved, because the configuration has them.
 """
 
 from collections.abc import Callable
@@ -24,9 +25,9 @@ from orbax.checkpoint import checkpoint_managers
 
 from podrl.records import workdir
 from podrl.records.workdir import Record, WriteError
-from podrl.types import LearnerState, Tree
+from podrl.types import LearnerState, Tree, Variables
 
-_FORMAT = 1  # Version of the format; a newer podrl may write a larger number.
+_FORMAT = 2  # Version of the format; another podrl may write another number.
 _EXTRA_BYTES = 2**20  # A checkpoint's size without its arrays.
 
 # One jitted call copies all arrays before the next update can donate them.
@@ -42,9 +43,9 @@ def learner_of(state: Tree) -> LearnerState:
   return state if isinstance(state, LearnerState) else state.learner
 
 
-def with_params(state: Tree, params: Tree) -> Tree:
-  """A driver's state with other parameters."""
-  learner = learner_of(state)._replace(params=params)
+def with_variables(state: Tree, variables: Tree) -> Tree:
+  """A driver's state with other variables of the agent."""
+  learner = learner_of(state)._replace(variables=variables)
   is_whole = isinstance(state, LearnerState)
   return learner if is_whole else state._replace(learner=learner)
 
@@ -68,9 +69,9 @@ def _digests(directory: str) -> dict[str, str]:
 def _verify(directory: str) -> None:
   """Raises a ValueError if a checkpoint's files differ from its digests."""
   contents = workdir.read_json(os.path.join(directory, 'digests.json'))
-  if contents['format'] > _FORMAT:
+  if contents['format'] != _FORMAT:
     raise IncompatibleError(
-      f'{directory} has format {contents["format"]}, of a newer version of '
+      f'{directory} has format {contents["format"]}, of another version of '
       f'podrl; this version reads format {_FORMAT}'
     )
   written, found = contents['sha256'], _digests(directory)
@@ -133,8 +134,10 @@ class Checkpoints:
       self._num_updates = num_updates
       state = _copy(state)  # The next update deletes or overwrites the state.
       items = ocp.args.Composite(
-        params=ocp.args.StandardSave(learner_of(state).params),
-        state=ocp.args.StandardSave(with_params(state, ())),
+        variables=ocp.args.StandardSave(
+          learner_of(state).variables._replace(hyperparams={})
+        ),
+        state=ocp.args.StandardSave(with_variables(state, ())),
         progress=ocp.args.JsonSave(progress),
       )
       if not self._manager.save(num_updates, args=items):
@@ -218,16 +221,19 @@ def count_resumes(path: str) -> int:
   return 0
 
 
-def read_params(path: str, step: int, like: Tree) -> Tree:
-  """Reads the parameters of one checkpoint to this process's first device.
+def read_variables(path: str, step: int, like: Variables) -> Variables:
+  """Reads the variables of one checkpoint to this process's first device.
 
-  `like` holds a `jax.ShapeDtypeStruct` for each parameter.
+  `like` holds a `jax.ShapeDtypeStruct` for each array. The hyperparameters of
+  the result are empty.
   """
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  shapes = jax.tree.map(lambda x: x.update(sharding=device), like)
+  shapes = jax.tree.map(
+    lambda x: x.update(sharding=device), like._replace(hyperparams={})
+  )
   try:
     _verify(_directory(path, step))
-    return _read(path, step, 'params', shapes)
+    return _read(path, step, 'variables', shapes)
   except IncompatibleError:
     raise
   except Exception as error:  # Damaged files can make orbax raise anything.
@@ -272,7 +278,12 @@ def newest_intact(
 
 
 def read_state(path: str, step: int, like: Tree) -> Tree:
-  """Reads a driver's state, with the shardings of `like`, in all processes."""
-  state = _read(path, step, 'state', with_params(like, ()))
-  params = _read(path, step, 'params', learner_of(like).params)
-  return with_params(state, params)
+  """Reads a driver's state in all processes.
+
+  It has the shardings and the hyperparameters of `like`.
+  """
+  state = _read(path, step, 'state', with_variables(like, ()))
+  ours = learner_of(like).variables
+  variables = _read(path, step, 'variables', ours._replace(hyperparams={}))
+  variables = variables._replace(hyperparams=ours.hyperparams)
+  return with_variables(state, variables)

@@ -8,9 +8,10 @@ import chex
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
+import numpy as np
 
 from podrl.agents import AGENTS
-from podrl.core.learner import make_learner
+from podrl.core import learner
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
@@ -18,7 +19,16 @@ from podrl.envs import SUITES
 from podrl.run import devices, evaluation
 from podrl.run.config import check, check_choice
 from podrl.run.evaluation import Evaluation
-from podrl.types import Agent, DeviceEnv, Driver, EnvSpec, HostEnv, Learner
+from podrl.types import (
+  Agent,
+  DeviceEnv,
+  Driver,
+  EnvSpec,
+  HostEnv,
+  Hyperparams,
+  Learner,
+  Variables,
+)
 
 # Evaluation cuts episodes here if the environment never does.
 _UNLIMITED_STEPS = 10_000
@@ -41,7 +51,7 @@ class Run(NamedTuple):
   eval_every_updates: int  # Updates between evaluations; 0: only at the end.
   # Updates between checkpoints; 0 means that only time decides.
   checkpoint_every_updates: int
-  params: Any  # Shapes of the parameters of all agents.
+  variables: Variables  # Shapes of the variables of all agents.
   warnings: Sequence[str]
   resume_note: str  # Tells the user what a resumed run cannot continue.
 
@@ -132,16 +142,26 @@ def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
     raise ValueError(f'config.env.name={config.env.name}: {error}') from error
 
 
-def learner_for(config: ConfigDict, agent: Agent, num_updates: int) -> Learner:
-  """Makes the learner of an agent for a run of `num_updates` updates."""
-  num_epochs, num_minibatches = config.num_epochs, config.num_minibatches
-  num_steps = num_updates * num_epochs * num_minibatches
-  fields = config.optimizer.to_dict()
-  fields['anneal'] = num_steps if fields['anneal'] else 0
-  optimizer = make_optimizer(**fields)
-  return make_learner(
-    agent, optimizer, num_epochs=num_epochs, num_minibatches=num_minibatches
+def make_learner(config: ConfigDict, agent: Agent) -> Learner:
+  """Makes the learner of an agent; it needs the values of `hyperparams`."""
+  return learner.make_learner(
+    agent,
+    make_optimizer(**config.optimizer.to_dict()),
+    num_epochs=config.num_epochs,
+    num_minibatches=config.num_minibatches,
   )
+
+
+def hyperparams(
+  config: ConfigDict, agent: Agent, num_updates: int
+) -> Hyperparams:
+  """Returns the values of a run that its compiled programs take as inputs."""
+  variables = jax.eval_shape(agent.init, jax.random.key(0))
+  values = {name: config.agent[name] for name in variables.hyperparams}
+  num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
+  values['learning_rate'] = config.optimizer.learning_rate
+  values['anneal_steps'] = max(1, num_sgd_steps)
+  return {name: np.float32(value) for name, value in values.items()}
 
 
 def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
@@ -161,7 +181,8 @@ def make_evaluate(
 ) -> Callable[..., Evaluation | None]:
   """Builds the evaluation of an agent, as the configuration says.
 
-  It is `(params, rng_key, should_stop) -> Evaluation | None`; see `evaluation`.
+  It is `(variables, rng_key, should_stop) -> Evaluation | None`; see
+  `evaluation`.
   """
   limit = spec.max_episode_steps
   if not 0 < limit < 2**31 - 1:  # The environment has no limit.
@@ -240,11 +261,11 @@ def _make_anakin(
   steps_per_update = unroll_length * num_envs
   num_updates = _count_updates(config, steps_per_update)
   # A call reports each update in it, and lasts at most until the next record.
-  max_updates = min(config.log.every_updates, num_updates, _MAX_UPDATES)
+  max_updates = min(config.log.every_updates, _MAX_UPDATES)
   programs = anakin.make_programs(
     make_env(config),
     agent,
-    learner_for(config, agent, num_updates),
+    make_learner(config, agent),
     spmd.make_mesh(run_devices),
     num_envs=num_envs,
     unroll_length=unroll_length,
@@ -252,7 +273,13 @@ def _make_anakin(
     num_seeds=config.num_seeds if config.num_seeds > 1 else None,
   )
   steps_per_host = steps_per_update // jax.process_count()
-  driver = anakin.Anakin(programs, init_key, max_updates, steps_per_host)
+  driver = anakin.Anakin(
+    programs,
+    init_key,
+    max_updates,
+    steps_per_host,
+    hyperparams(config, agent, num_updates),
+  )
   return driver, run_devices, steps_per_update, []
 
 
@@ -295,11 +322,12 @@ def _make_sebulba(
   driver = sebulba.Sebulba(
     make_pool,
     agent,
-    learner_for(config, agent, _count_updates(config, steps_per_update)),
+    make_learner(config, agent),
     spmd.make_mesh(devices.on_all_hosts(layout.learner_devices)),
     [local[i] for i in layout.actor_devices],
     settings,
     init_key,
+    hyperparams(config, agent, _count_updates(config, steps_per_update)),
   )
   used = sorted({*layout.actor_devices, *layout.learner_devices})
   warnings = devices.layout_warnings(config, layout)

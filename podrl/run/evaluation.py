@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.types import Agent, Array, DeviceEnv, HostEnv, TimeStep, Tree
+from podrl.types import (
+  Agent,
+  Array,
+  DeviceEnv,
+  HostEnv,
+  TimeStep,
+  Tree,
+  Variables,
+)
 
 _CHUNK_STEPS = 128  # Steps between two calls of `should_stop`.
 _NUM_RESAMPLES = 2000  # For a bootstrap interval.
@@ -61,8 +69,8 @@ def make_evaluate(
   """Builds an evaluation of an agent on one device.
 
   Returns:
-    `(params, rng_key, should_stop) -> Evaluation`, or None if `should_stop()`
-    became true before the end.
+    `(variables, rng_key, should_stop) -> Evaluation`, or None if
+    `should_stop()` became true before the end.
   """
   act = functools.partial(agent.act, greedy=settings.greedy)
 
@@ -81,13 +89,13 @@ def make_evaluate(
     return state, act_keys
 
   @jax.jit
-  def run_chunk(params, keys, t, end, state):
+  def run_chunk(variables, keys, t, end, state):
     def is_running(loop: tuple[Array, _State]) -> Array:
       return (loop[0] < end) & ~jnp.all(loop[1].is_over)
 
     def step(loop: tuple[Array, _State]) -> tuple[Array, _State]:
       t, (env_state, timestep, carry, is_over, returns, lengths) = loop
-      action, _, carry = act(params, _fold_in(keys, t), timestep, carry)
+      action, _, carry = act(variables, _fold_in(keys, t), timestep, carry)
       env_state, timestep = env.step(env_state, action)
       is_over = jnp.logical_or(is_over, timestep.is_first)
       returns += jnp.where(is_over, 0.0, timestep.reward)
@@ -98,14 +106,14 @@ def make_evaluate(
     return jax.lax.while_loop(is_running, step, (t, state))[1]
 
   def evaluate(
-    params: Tree, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
+    variables: Variables, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
   ) -> Evaluation | None:
     state, keys = start(rng_key)
     for t in range(0, settings.max_episode_steps, _CHUNK_STEPS):
       if should_stop():
         return None
       end = min(t + _CHUNK_STEPS, settings.max_episode_steps)
-      state = run_chunk(params, keys, t, end, state)
+      state = run_chunk(variables, keys, t, end, state)
       if np.all(state.is_over):  # Also true without episodes.
         break
     return Evaluation(np.asarray(state.returns), np.asarray(state.lengths))
@@ -124,14 +132,16 @@ def make_host_evaluate(
 
   # All pools use `observe` of the first one, so that this compiles only once.
   @jax.jit
-  def act(params, keys, t, timestep, carry):
+  def act(variables, keys, t, timestep, carry):
     timestep = timestep._replace(obs=observe(timestep.obs))
     keys, greedy = _fold_in(keys, t), settings.greedy
-    action, _, carry = agent.act(params, keys, timestep, carry, greedy=greedy)
+    action, _, carry = agent.act(
+      variables, keys, timestep, carry, greedy=greedy
+    )
     return action, carry
 
   def evaluate(
-    params: Tree, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
+    variables: Variables, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
   ) -> Evaluation | None:
     nonlocal observe
     seed_key, act_key = jax.random.split(rng_key)
@@ -150,7 +160,7 @@ def make_host_evaluate(
       for t in range(settings.max_episode_steps):
         if should_stop():
           return None
-        action, carry = act(params, keys, np.int32(t), timestep, carry)
+        action, carry = act(variables, keys, np.int32(t), timestep, carry)
         timestep = env.step(np.asarray(action))
         is_over |= timestep.is_first
         returns += np.where(is_over, 0.0, timestep.reward)

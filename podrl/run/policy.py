@@ -12,7 +12,7 @@ import numpy as np
 
 from podrl.records import checkpoint, workdir
 from podrl.run import build
-from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree
+from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree, Variables
 
 
 def observe(spec: Tree, obs: Tree) -> Tree:
@@ -44,12 +44,12 @@ def observe(spec: Tree, obs: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """A policy with its parameters on one device."""
+  """A policy with its variables on one device."""
 
   config: ConfigDict  # The configuration of its run.
   spec: EnvSpec
   agent: Agent
-  params: Tree
+  variables: Variables
   num_updates: int  # The number of updates that produced its parameters.
 
   def initial_carry(self, batch_size: int) -> Tree:
@@ -85,18 +85,19 @@ class Policy:
       is_first = np.full(batch_size, carry is None)
     if carry is None:
       carry = self.initial_carry(batch_size)
-    return self._act(self.params, obs, carry, jnp.asarray(is_first), rng_key)
+    return self._act(self.variables, obs, carry, jnp.asarray(is_first), rng_key)
 
   @functools.cached_property
   def _act(self):
     @jax.jit
-    def act(params, obs, carry, is_first, rng_key):
+    def act(variables, obs, carry, is_first, rng_key):
       greedy, shape = rng_key is None, is_first.shape
       keys = jax.random.split(jax.random.key(0) if greedy else rng_key, shape)
       obs = observe(self.spec.obs, obs)
       timestep = TimeStep(obs, jnp.zeros(shape), jnp.ones(shape), is_first)
-      outcome = self.agent.act(params, keys, timestep, carry, greedy=greedy)
-      action, _, carry = outcome
+      action, _, carry = self.agent.act(
+        variables, keys, timestep, carry, greedy=greedy
+      )
       return action, carry
 
     return act
@@ -122,7 +123,10 @@ def load(
   is_single = num_seeds == 1
   keys = jax.random.split(jax.random.key(0), () if is_single else num_seeds)
   init = agent.init if is_single else jax.vmap(agent.init)
-  params = checkpoint.read_params(path, step, jax.eval_shape(init, keys))
+  like = jax.eval_shape(init, keys)
+  variables = checkpoint.read_variables(path, step, like)
   if not is_single:
-    params = jax.tree.map(lambda x: x[seed], params)
-  return Policy(config, spec, agent, params, step)
+    variables = jax.tree.map(lambda x: x[seed], variables)
+  hyperparams = build.hyperparams(config, agent, num_updates=step)
+  variables = variables._replace(hyperparams=hyperparams)
+  return Policy(config, spec, agent, variables, step)

@@ -19,7 +19,6 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.core.learner import trained
 from podrl.drivers import limits, spmd
 from podrl.drivers.energy import Meter
 from podrl.records import checkpoint, workdir
@@ -38,7 +37,7 @@ from podrl.run.signals import (
   PREEMPTED,
   Signals,
 )
-from podrl.types import Report, Tree
+from podrl.types import Report, Tree, Variables
 
 _ROUND_SECONDS = 0.5  # A signal waits at most about this long.
 
@@ -89,7 +88,7 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     if cluster.is_distributed:
       platforms = [x.platform for x in jax.local_devices()]
       cluster.compare({'num_processes': num_processes, 'devices': platforms})
-    built, params = cluster.attempt(
+    built, variables = cluster.attempt(
       lambda: _build(config, files, cluster.process == 0, exit_stack)
     )
     recorder = Recorder(
@@ -103,7 +102,9 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
       cluster.process == 0,
     )
     signals.grace_seconds = config.checkpoint.grace_seconds
-    trainer = _Trainer(config, built, files, params, recorder, signals, cluster)
+    trainer = _Trainer(
+      config, built, files, variables, recorder, signals, cluster
+    )
     exit_code = trainer.train()
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
@@ -139,19 +140,21 @@ def _exit(exit_code: int) -> None:
 
 def _build(
   config: ConfigDict, files: Files, is_first: bool, stack: contextlib.ExitStack
-) -> tuple[build.Run, Tree | None]:
-  """Builds the run, creates its directory, and reads initial parameters."""
+) -> tuple[build.Run, Variables | None]:
+  """Builds the run, creates its directory, and reads initial variables."""
   built = build.make_run(config, files.num_resumes)
   for warning in built.warnings:
     print(f'warning: {warning}', file=sys.stderr)
-  params = None
+  variables = None
   if files.init_from:
     step = checkpoint.find(files.init_from)
-    params = checkpoint.read_params(files.init_from, step, built.params)
+    variables = checkpoint.read_variables(
+      files.init_from, step, built.variables
+    )
   if is_first and not files.is_resumed:
     workdir.make(files.workdir, config)
     stack.enter_context(workdir.lock(files.workdir))
-  return built, params
+  return built, variables
 
 
 @dataclasses.dataclass
@@ -161,7 +164,7 @@ class _Trainer:
   config: ConfigDict
   run: build.Run
   files: Files
-  params: Tree | None  # Initial parameters, from another run.
+  variables: Variables | None  # Initial ones, from another run.
   recorder: Recorder
   signals: Signals
   cluster: Cluster
@@ -213,7 +216,7 @@ class _Trainer:
     self.run.driver.start(self._restore)
     keep = self.config.checkpoint.keep
     self.checkpoints = checkpoint.Checkpoints(self.files.workdir, keep)
-    if self.params is not None:  # No other file of this run has them.
+    if self.variables is not None:  # No other file of this run has them.
       self._save()
     is_finished = self._loop()
     self._save()
@@ -278,7 +281,7 @@ class _Trainer:
     if error:
       outcome['error'] = error
     if run.driver.learner is not None:
-      leaves = jax.tree.leaves(trained(run.driver.learner.params))
+      leaves = jax.tree.leaves(run.driver.learner.variables.params)
       outcome['num_params'] = sum(x.size for x in leaves) // len(run.eval_keys)
     return outcome
 
@@ -288,9 +291,12 @@ class _Trainer:
     try:
       if files.is_resumed:
         found = self.cluster.decide(self._find_checkpoint)
-      if self.params is not None:
-        params = checkpoint.learner_of(state).params
-        state = checkpoint.with_params(state, spmd.like(self.params, params))
+      if self.variables is not None:
+        ours = checkpoint.learner_of(state).variables
+        hyperparams = ours.hyperparams
+        variables = self.variables._replace(hyperparams=hyperparams)
+        variables = spmd.like(variables, ours)
+        state = checkpoint.with_variables(state, variables)
       if found:
         step, progress = found
         state = self.cluster.attempt(
@@ -447,7 +453,7 @@ class _Trainer:
     run, signals, cluster = self.run, self.signals, self.cluster
     self.recorder.terminal.say('evaluating')
     assert run.driver.learner is not None
-    params = spmd.copy_to_first_device(run.driver.learner.params)
+    variables = spmd.copy_to_first_device(run.driver.learner.variables)
 
     def should_stop() -> bool:
       cluster.beat()
@@ -456,7 +462,9 @@ class _Trainer:
     returns: list[list[float] | None] = []
     for i, rng_key in enumerate(run.eval_keys):
       is_single = len(run.eval_keys) == 1
-      own = params if is_single else jax.tree.map(lambda x: x[i], params)
+      own = variables
+      if not is_single:
+        own = jax.tree.map(lambda x: x[i], variables)
       rng_key = jax.random.fold_in(rng_key, self.recorder.num_updates)
       evaluation = run.evaluate(own, rng_key, should_stop)
       returns.append(evaluation and evaluation.returns.tolist())

@@ -31,7 +31,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     config.eval.greedy = values.greedy
   evaluate = build.make_evaluate(config, loaded.spec, loaded.agent)
   key = jax.random.key(values.seed)
-  outcome = evaluate(loaded.params, key, should_stop=lambda: False)
+  outcome = evaluate(loaded.variables, key, should_stop=lambda: False)
   assert outcome is not None  # It was not stopped.
   returns = outcome.returns.astype(np.float64)
   low, high = bootstrap(returns)

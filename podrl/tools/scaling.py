@@ -182,7 +182,7 @@ def read_work(config: ConfigDict) -> tuple[Work, Work]:
   env = _make_env(config)
   agent = build.make_agent(config, env.spec)
   key = jax.eval_shape(lambda: jax.random.key(0))
-  params = jax.eval_shape(agent.init, key)
+  variables = jax.eval_shape(agent.init, key)
   length, num_envs = config.unroll_length, config.env.num_envs
 
   def reset(n: int) -> Actors:
@@ -192,9 +192,9 @@ def read_work(config: ConfigDict) -> tuple[Work, Work]:
 
   actors = jax.eval_shape(lambda: reset(num_envs))
   function: Any = agent.act
-  inputs: Any = (params, actors.rng_key, actors.timestep, actors.carry)
+  inputs: Any = (variables, actors.rng_key, actors.timestep, actors.carry)
   if build.architecture(config) == 'anakin':
-    function, inputs = make_unroll(env, agent, 1), (params, actors, 0)
+    function, inputs = make_unroll(env, agent, 1), (variables, actors, 0)
   act = _read(jax.jit(function).lower(*inputs), length)
   # The learner takes one step of one minibatch; `share` corrects for rounding.
   num_steps = config.num_epochs * config.num_minibatches
@@ -202,15 +202,15 @@ def read_work(config: ConfigDict) -> tuple[Work, Work]:
   share = num_envs / (config.num_minibatches * envs)
   step = config.copy_and_resolve_references()
   step.num_epochs = step.num_minibatches = 1
-  learner = build.learner_for(step, agent, 1)
+  learner = build.make_learner(step, agent)
   actors = jax.eval_shape(lambda: reset(envs))
   unroll = make_unroll(env, agent, length)
-  _, trajectory, _ = jax.eval_shape(unroll, params, actors, 0)
+  _, trajectory, _ = jax.eval_shape(unroll, variables, actors, 0)
   state = jax.eval_shape(learner.init, key, trajectory)
   update: Any = spmd.map_update(learner, spmd.make_mesh(jax.devices()[:1]))
-  rest = state._replace(params=())
-  lowered = update.lower(params, rest, (trajectory,), key)
-  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+  rest = state._replace(variables=())
+  lowered = update.lower(variables, rest, (trajectory,), key)
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables))
   learn = _read(lowered, num_steps * share)._replace(all_reduce_bytes=size)
   return act, learn._replace(num_all_reduces=num_steps)
 

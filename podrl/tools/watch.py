@@ -26,7 +26,7 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 from podrl import tools
 from podrl.envs import envpool
 from podrl.run import build, policy
-from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree
+from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree, Variables
 
 # gymnax draws these itself, and needs no further package for it.
 _DRAWN_BY_GYMNAX = ('FourRooms-misc', 'MetaMaze-misc', 'PointRobot-misc')
@@ -76,10 +76,12 @@ def record(
   env, act_keys = _make_env(config, rng_key)
 
   @jax.jit
-  def act(params: Tree, t: Array, timestep: TimeStep, carry: Tree):
+  def act(variables: Variables, t: Array, timestep: TimeStep, carry: Tree):
     timestep = timestep._replace(obs=env.observe(timestep.obs))
     keys = jax.vmap(jax.random.fold_in, (0, None))(act_keys, t)
-    action, _, carry = agent.act(params, keys, timestep, carry, greedy=greedy)
+    action, _, carry = agent.act(
+      variables, keys, timestep, carry, greedy=greedy
+    )
     return action, carry, jax.tree.map(lambda x: x[0], timestep.obs)
 
   returns, is_over = [0.0], False
@@ -88,7 +90,7 @@ def record(
     timestep, carry = env.reset(), agent.initial_carry(1)
     render, note = _find_renderer(env)
     for t in range(max_steps + 1):
-      action, carry, obs = act(loaded.params, np.int32(t), timestep, carry)
+      action, carry, obs = act(loaded.variables, np.int32(t), timestep, carry)
       action = np.asarray(action)
       # Draw now: only the next step proves that this was the last one, and by
       # then the library draws the next episode.

@@ -58,20 +58,28 @@ def _steps(seed=0):
   )
 
 
+def _scaled(factor, variables):
+  """The variables with larger or smaller parameters."""
+  params = jax.tree.map(lambda x: factor * x, variables.params)
+  return variables._replace(params=params)
+
+
 def _prepare(agent):
   """Compiled, for one device."""
   return jax.jit(
-    lambda params, trajectory: agent.prepare(params, trajectory, lambda x: x)
+    lambda variables, trajectory: agent.prepare(
+      variables, trajectory, lambda x: x
+    )
   )
 
 
-def _act_through(agent, params, steps):
+def _act_through(agent, variables, steps):
   """Acts one step at a time, from a carry that is not zero."""
   first = carry = jax.tree.map(lambda x: x + 0.5, agent.initial_carry(_B))
   rows, act = [], jax.jit(agent.act)
   for t in range(_T):
     action, extras, carry = act(
-      params,
+      variables,
       jax.random.split(jax.random.key(t), _B),
       jax.tree.map(lambda x: x[t], steps),
       carry,
@@ -95,11 +103,12 @@ def _act_through(agent, params, steps):
 )
 def test_steps_act_as_the_unrolled_network_does(name, core, space):
   network, dist, agent = _agent(name, core, space)
-  params = jax.jit(agent.init)(jax.random.key(0))
+  variables = jax.jit(agent.init)(jax.random.key(0))
   # Far from uniform: the first policy head is close to zero.
-  params = jax.tree.map(lambda x: 3.0 * x, params)
+  variables = _scaled(3.0, variables)
+  params = variables.params
   steps = _steps()
-  trajectory, carry = _act_through(agent, params, steps)
+  trajectory, carry = _act_through(agent, variables, steps)
   unroll = jax.jit(network.unroll)
   head, values, _ = unroll(
     params,
@@ -119,11 +128,11 @@ def test_steps_act_as_the_unrolled_network_does(name, core, space):
   _, last, _ = unroll(
     params, *jax.tree.map(lambda x: x[-1:], (steps.obs, steps.is_first)), carry
   )
-  batch = _prepare(agent)(params, trajectory)
+  batch = _prepare(agent)(variables, trajectory)
   shape = (_B, _T) if core != 'none' else (_B * _T, 1)
   assert batch.log_prob.shape == batch.advantage.shape == shape
   bare = ppo.make_agent(network, dist, normalize_advantage=False)
-  targets = _prepare(bare)(params, trajectory).target
+  targets = _prepare(bare)(variables, trajectory).target
   final = (
     targets.reshape(_B, _T)[:, -1]
     if core != 'none'
@@ -139,14 +148,14 @@ def test_steps_act_as_the_unrolled_network_does(name, core, space):
 
 def test_greedy_acting_takes_the_mode():
   network, dist, agent = _agent('ppo', 'lstm', 'box')
-  params = jax.jit(agent.init)(jax.random.key(0))
+  variables = jax.jit(agent.init)(jax.random.key(0))
   steps = _steps()
   first = jax.tree.map(lambda x: x[0], steps)
   keys = jax.random.split(jax.random.key(0), _B)
   carry = agent.initial_carry(_B)
-  action, extras, _ = agent.act(params, keys, first, carry, greedy=True)
+  action, extras, _ = agent.act(variables, keys, first, carry, greedy=True)
   head, _, _ = network.unroll(
-    params, first.obs[None], first.is_first[None], carry
+    variables.params, first.obs[None], first.is_first[None], carry
   )
   np.testing.assert_allclose(extras.sample, head[0, :, :2], atol=1e-6)
   np.testing.assert_allclose(action, dist.to_action(head[0, :, :2]), atol=1e-6)
@@ -157,10 +166,8 @@ def test_greedy_acting_takes_the_mode():
 )
 def test_actions_stay_inside_their_bounds(name, dist_name):
   _, _, agent = _agent(name, 'gru', 'box', dist_name)
-  params = jax.tree.map(
-    lambda x: 20.0 * x, jax.jit(agent.init)(jax.random.key(0))
-  )
-  trajectory, _ = _act_through(agent, params, _steps())
+  variables = _scaled(20.0, jax.jit(agent.init)(jax.random.key(0)))
+  trajectory, _ = _act_through(agent, variables, _steps())
   box = _SPACES['box']
   action = np.asarray(trajectory.action)
   assert np.all(action >= box.low) and np.all(action <= box.high)
@@ -190,10 +197,8 @@ def _mixed(before, after):
 def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
   kwargs = {'normalize_advantage': False} if name == 'ppo' else {}
   _, _, agent = _agent(name, core, space, **kwargs)
-  params = jax.tree.map(
-    lambda x: 3.0 * x, jax.jit(agent.init)(jax.random.key(0))
-  )
-  acting = jax.tree.map(lambda x: 0.9 * x, params)
+  variables = _scaled(3.0, jax.jit(agent.init)(jax.random.key(0)))
+  acting = _scaled(0.9, variables)
   runs = []
   for seed in (0, 1):
     trajectory, _ = _act_through(agent, acting, _steps(seed))
@@ -202,10 +207,13 @@ def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
 
   @jax.jit
   def gradient(trajectory):
-    batch = agent.prepare(params, trajectory, lambda x: x)
-    return jax.grad(lambda p: agent.loss(p, (), batch, jax.random.key(0))[0])(
-      params
-    )
+    batch = agent.prepare(variables, trajectory, lambda x: x)
+
+    def loss(params):
+      changed = variables._replace(params=params)
+      return agent.loss(changed, (), batch, jax.random.key(0))[0]
+
+    return jax.grad(loss)(variables.params)
 
   (a, b) = runs
   aa, ab, ba, bb = map(gradient, (a, _mixed(a, b), _mixed(b, a), b))
@@ -220,16 +228,16 @@ def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
 
 def test_a_ratio_that_overflows_is_bounded():
   _, _, agent = _agent('impala', 'none', 'box')
-  params = jax.jit(agent.init)(jax.random.key(0))
-  trajectory, _ = _act_through(agent, params, _steps())
+  variables = jax.jit(agent.init)(jax.random.key(0))
+  trajectory, _ = _act_through(agent, variables, _steps())
   log_prob = trajectory.extras.log_prob.at[_JOINT - 1, 0].set(-500.0)
   trajectory = trajectory._replace(
     extras=trajectory.extras._replace(log_prob=log_prob)
   )
   loss, _ = agent.loss(
-    params,
+    variables,
     (),
-    agent.prepare(params, trajectory, lambda x: x),
+    agent.prepare(variables, trajectory, lambda x: x),
     jax.random.key(0),
   )
   assert np.isfinite(loss)

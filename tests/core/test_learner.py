@@ -15,7 +15,7 @@ from podrl.core import learner as learner_lib
 from podrl.drivers import spmd
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
-from podrl.types import Agent, Box, TimeStep, Trajectory
+from podrl.types import Agent, Box, TimeStep, Trajectory, Variables
 
 _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
 _T, _B = 12, 8
@@ -47,7 +47,7 @@ def _agent(name, is_full=False):
   make_agent = {'ppo': ppo, 'impala': impala, 'a2c': a2c}[name].make_agent
   agent = make_agent(network, dist)
   return normalization.normalize(
-    agent, _OBS, observations=is_full, rewards=is_full, gamma=0.9
+    agent, _OBS, observations=is_full, rewards=is_full
   )
 
 
@@ -107,10 +107,17 @@ def _with_idle_leaf(agent):
   """The agent with one parameter that its loss does not use."""
 
   def unused(function):
-    return lambda params, *args, **kw: function(params['used'], *args, **kw)
+    return lambda variables, *args, **kw: function(
+      variables._replace(params=variables.params['used']), *args, **kw
+    )
+
+  def init(key):
+    variables = agent.init(key)
+    params = {'used': variables.params, 'idle': jnp.ones(3)}
+    return variables._replace(params=params)
 
   return agent._replace(
-    init=lambda key: {'used': agent.init(key), 'idle': jnp.ones(3)},
+    init=init,
     act=unused(agent.act),
     prepare=unused(agent.prepare),
     loss=unused(agent.loss),
@@ -136,21 +143,20 @@ def test_one_two_and_four_devices_agree(name, is_full):
     learner, update = make_update(agent, optax.sgd(1.0), num_devices)
     state = jax.jit(learner.init)(jax.random.key(0), trajectory)
     if is_full:  # The first unroll would give no variance.
-      state = state._replace(
-        params=state.params._replace(
-          statistics=normalization.Statistics(
-            *(x._replace(count=jnp.ones(())) for x in state.params.statistics)
-          )
-        )
-      )
+      _, *moments = state.variables.statistics
+      moments = [x._replace(count=jnp.ones(())) for x in moments]
+      statistics = normalization.Statistics((), *moments)
+      variables = state.variables._replace(statistics=statistics)
+      state = state._replace(variables=variables)
     new, metrics = update(state, trajectory, jax.random.key(1))
-    change = jax.tree.map(lambda a, b: a - b, state.params, new.params)
-    outcomes.append(jax.device_get((change, new.params, metrics)))
+    before, after = (x.variables._replace(hyperparams={}) for x in (state, new))
+    change = jax.tree.map(lambda a, b: a - b, before, after)
+    outcomes.append(jax.device_get((change, after, metrics)))
   change = outcomes[0][0]
   if is_full:
     assert all(map(np.any, jax.tree.leaves(change)))  # Statistics included.
   else:
-    assert not np.any(change['idle'])
+    assert not np.any(change.params['idle'])
   assert max(np.abs(x).max() for x in jax.tree.leaves(change)) > 0.01
   for other in outcomes[1:]:
     for a, b in zip(jax.tree.leaves(outcomes[0]), jax.tree.leaves(other)):
@@ -163,12 +169,16 @@ def test_an_update_is_the_gradient_of_the_loss():
   learner, update = make_update(agent, optax.sgd(1.0), 1)
   state = jax.jit(learner.init)(jax.random.key(0), trajectory)
   new, _ = update(state, trajectory, jax.random.key(1))
-  batch = agent.prepare(state.params, trajectory, lambda x: x)
-  grads = jax.grad(lambda p: agent.loss(p, (), batch, jax.random.key(0))[0])(
-    state.params
-  )
+  variables = state.variables
+  batch = agent.prepare(variables, trajectory, lambda x: x)
+
+  def loss(params):
+    changed = variables._replace(params=params)
+    return agent.loss(changed, (), batch, jax.random.key(0))[0]
+
+  grads = jax.grad(loss)(variables.params)
   for old, new, grad in zip(
-    *map(jax.tree.leaves, (state.params, new.params, grads))
+    *map(jax.tree.leaves, (variables.params, new.variables.params, grads))
   ):
     np.testing.assert_allclose(new, old - grad, atol=1e-6)
   assert int(state.num_updates) == 0
@@ -232,7 +242,7 @@ def test_collectives_of_the_compiled_update(
   compiled = update.lower(state, trajectory, jax.random.key(1)).compile()
   found = sorted(_all_reduces(compiled.as_text()), key=lambda x: x[1])
   assert {kind for kind, _ in found} == {'all-reduce'}
-  num_bytes = sum(x.size * 4 for x in jax.tree.leaves(state.params))
+  num_bytes = sum(x.size * 4 for x in jax.tree.leaves(state.variables[:2]))
   *small, (_, largest) = found
   # The scans hold one instruction for all their steps.
   assert num_bytes <= largest <= num_bytes + 1024
@@ -243,8 +253,8 @@ def test_collectives_of_the_compiled_update(
 def test_the_hlo_reader_sees_a_collective_too_many():
   agent = _agent('a2c')
   wasteful = agent._replace(
-    prepare=lambda params, trajectory, mean: agent.prepare(
-      params,
+    prepare=lambda variables, trajectory, mean: agent.prepare(
+      variables,
       jax.tree.map(
         lambda x: x + mean(x) if x.dtype == jnp.float32 else x, trajectory
       ),
@@ -272,12 +282,12 @@ def test_shuffle_is_a_permutation_and_differs(size):
 def _counting_agent():
   """Its gradient is the sum of the rows seen: each row has a bit of its own."""
   return Agent(
-    init=lambda key: jnp.zeros(16),
+    init=lambda key: Variables(jnp.zeros(16), (), {}),
     initial_carry=lambda n: (),
     act=None,
-    prepare=lambda params, trajectory, mean: trajectory,
-    loss=lambda params, target, batch, key: (
-      -jnp.sum(params * jnp.sum(batch, 0)),
+    prepare=lambda variables, trajectory, mean: trajectory,
+    loss=lambda variables, target, batch, key: (
+      -jnp.sum(variables.params * jnp.sum(batch, 0)),
       {'target': jnp.sum(target) if not isinstance(target, tuple) else 0.0},
     ),
   )
@@ -298,7 +308,9 @@ def test_an_epoch_learns_from_every_row_once(num_epochs, num_minibatches):
     jnp.eye(16)[:, None].swapaxes(0, 1).reshape(16, 16),
     jax.random.key(1),
   )
-  np.testing.assert_array_equal(state.params, num_epochs * np.ones(16))
+  np.testing.assert_array_equal(
+    state.variables.params, num_epochs * np.ones(16)
+  )
   assert int(state.num_sgd_steps) == num_epochs * num_minibatches
   assert int(state.num_updates) == 1
 

@@ -30,7 +30,6 @@ def _agent(*, observations=True, rewards=True, make=ppo.make_agent, **kwargs):
     _OBS,
     observations=observations,
     rewards=rewards,
-    gamma=_GAMMA,
   )
 
 
@@ -48,7 +47,7 @@ def _steps(length=40, batch=4, seed=0):
   return TimeStep(obs, reward, np.ones(shape, np.float32), is_first)
 
 
-def _unrolls(agent, params, steps, length=8):
+def _unrolls(agent, variables, steps, length=8):
   """Acts through the steps; unrolls share their first and last step."""
   act = jax.jit(agent.act)
   batch = steps.is_first.shape[1]
@@ -57,7 +56,7 @@ def _unrolls(agent, params, steps, length=8):
     first, rows = carry, []
     for t in range(start, start + length):
       action, extras, carry = act(
-        params,
+        variables,
         jax.random.split(jax.random.key(t), batch),
         jax.tree.map(lambda x: x[t], steps),
         carry,
@@ -94,10 +93,10 @@ def test_moments_are_those_of_all_steps_so_far(num_devices):
     agent, optax.sgd(0.1), num_devices, num_epochs=2, num_minibatches=2
   )
   state = learner.init(jax.random.key(0), ())
-  unrolls = _unrolls(agent, state.params, steps)
+  unrolls = _unrolls(agent, state.variables, steps)
   for i, trajectory in enumerate(unrolls):
     state, _ = update(state, trajectory, jax.random.key(i))
-    statistics = state.params.statistics
+    statistics = state.variables.statistics
     # The first unroll gives only a mean, and does not count afterwards.
     seen = slice(8 if i else 0, 8 * (i + 1))
     for name, x in steps.obs.items():
@@ -123,12 +122,12 @@ def test_moments_are_those_of_all_steps_so_far(num_devices):
 
 
 def _with_statistics(agent):
-  """Parameters whose statistics are not those of the start."""
-  params = agent.init(jax.random.key(0))
-  statistics = params.statistics
+  """Variables whose statistics are not those of the start."""
+  variables = agent.init(jax.random.key(0))
+  statistics = variables.statistics
   mean = {'a': jnp.asarray([1.0, 5e3, -2.0]), 'b': jnp.full((2, 2), 100.0)}
   variance = {'a': jnp.asarray([4.0, 1.0, 100.0]), 'b': jnp.full((2, 2), 1e3)}
-  return params._replace(
+  return variables._replace(
     statistics=statistics._replace(
       obs=statistics.obs
       and statistics.obs._replace(mean=mean, variance=variance),
@@ -151,9 +150,9 @@ def test_the_agent_sees_what_was_normalised_by_hand(make):
     distributions.categorical(3),
     gamma=_GAMMA,
   )
-  params = _with_statistics(wrapped)
+  variables = _with_statistics(wrapped)
   steps = _steps(17)
-  (trajectory, _) = _unrolls(wrapped, params, steps)
+  (trajectory, _) = _unrolls(wrapped, variables, steps)
   a = np.clip((steps.obs['a'] - [1.0, 5e3, -2.0]) / [2.0, 1.0, 10.0], -10, 10)
   b = np.clip((steps.obs['b'] - 100.0) / 1e3**0.5, -10, 10)
   assert np.abs(a).max() < 10  # The clip is tested below.
@@ -161,7 +160,8 @@ def test_the_agent_sees_what_was_normalised_by_hand(make):
     obs={'a': a.astype(np.float32), 'b': b.astype(np.float32)},
     reward=steps.reward / np.float32(5),
   )  # None reaches 10.
-  (expected, _) = _unrolls(plain, params.params, by_hand)
+  bare = variables._replace(statistics=())
+  (expected, _) = _unrolls(plain, bare, by_hand)
   for x, y in zip(
     jax.tree.leaves(trajectory.extras), jax.tree.leaves(expected.extras)
   ):
@@ -170,21 +170,21 @@ def test_the_agent_sees_what_was_normalised_by_hand(make):
     action=trajectory.action, extras=trajectory.extras
   )
 
-  def loss(agent, params, trajectory):
-    batch = agent.prepare(params, trajectory, lambda x: x)
-    return agent.loss(params, (), batch, jax.random.key(0))[0]
+  def loss(agent, variables, trajectory):
+    batch = agent.prepare(variables, trajectory, lambda x: x)
+    return agent.loss(variables, (), batch, jax.random.key(0))[0]
 
   np.testing.assert_allclose(
-    loss(wrapped, params, trajectory),
-    loss(plain, params.params, expected),
+    loss(wrapped, variables, trajectory),
+    loss(plain, bare, expected),
     rtol=1e-3,
   )
 
 
 def test_far_observations_are_clipped():
   agent = _agent(rewards=False)
-  params = _with_statistics(agent)
-  assert params.statistics.discounted_return == ()
+  variables = _with_statistics(agent)
+  assert variables.statistics.discounted_return == ()
   near, far = (
     TimeStep(
       {
@@ -199,11 +199,11 @@ def test_far_observations_are_clipped():
   )
   keys = jax.random.split(jax.random.key(0), 1)
   carry = agent.initial_carry(1)
-  _, a, _ = agent.act(params, keys, near, carry)
-  _, b, _ = agent.act(params, keys, far, carry)
+  _, a, _ = agent.act(variables, keys, near, carry)
+  _, b, _ = agent.act(variables, keys, far, carry)
   np.testing.assert_allclose(a.value, b.value, rtol=1e-5)
   other = near._replace(obs=near.obs | {'a': jnp.zeros((1, 3))})
-  _, c, _ = agent.act(params, keys, other, carry)
+  _, c, _ = agent.act(variables, keys, other, carry)
   assert not np.allclose(a.value, c.value, rtol=1e-3)
 
 
@@ -211,13 +211,13 @@ def test_an_update_sees_the_statistics_that_acting_saw():
   agent = _agent(normalize_advantage=False)
   learner, update = make_update(agent, optax.sgd(0.1), 1)
   state = learner.init(jax.random.key(0), ())
-  first, second, *_ = _unrolls(agent, state.params, _steps())
+  first, second, *_ = _unrolls(agent, state.variables, _steps())
   after, metrics = update(state, first, jax.random.key(1))
   # One step of SGD: every ratio is 1 when it is taken.
   np.testing.assert_allclose(metrics['approx_kl'], 0.0, atol=1e-8)
   # With the statistics of the unroll itself they would not be.
   stale = state._replace(
-    params=state.params._replace(statistics=after.params.statistics)
+    variables=state.variables._replace(statistics=after.variables.statistics)
   )
   _, metrics = update(stale, first, jax.random.key(1))
   assert metrics['approx_kl'] > 1e-5
@@ -225,19 +225,21 @@ def test_an_update_sees_the_statistics_that_acting_saw():
 
 def test_the_optimizer_leaves_the_statistics_alone():
   agent = _agent(rewards=False)
-  still = agent._replace(absorb=lambda params, measured: params)
+  still = agent._replace(absorb=lambda variables, measured: variables)
   learner, update = make_update(still, optax.adamw(0.1, weight_decay=0.5), 1)
   state = learner.init(jax.random.key(0), ())
-  trajectory, *_ = _unrolls(agent, state.params, _steps())
+  trajectory, *_ = _unrolls(agent, state.variables, _steps())
   new, _ = update(state, trajectory, jax.random.key(1))
   for x, y in zip(
-    *map(jax.tree.leaves, (new.params.statistics, state.params.statistics))
+    *map(
+      jax.tree.leaves, (new.variables.statistics, state.variables.statistics)
+    )
   ):
     np.testing.assert_array_equal(x, y)
   assert any(
     np.any(x != y)
     for x, y in zip(
-      *map(jax.tree.leaves, (new.params.params, state.params.params))
+      *map(jax.tree.leaves, (new.variables.params, state.variables.params))
     )
   )
 
@@ -247,9 +249,9 @@ def test_an_unroll_of_joints_does_not_change_the_return_statistics():
   steps = _steps(9)._replace(is_first=np.ones((9, 4), bool))
   learner, update = make_update(agent, optax.sgd(0.1), 1)
   state = learner.init(jax.random.key(0), ())
-  (trajectory,) = _unrolls(agent, state.params, steps)
+  (trajectory,) = _unrolls(agent, state.variables, steps)
   new, _ = update(state, trajectory, jax.random.key(1))
-  moments = new.params.statistics.discounted_return
+  moments = new.variables.statistics.discounted_return
   assert (
     float(moments.mean),
     float(moments.variance),
@@ -269,9 +271,9 @@ def test_a_constant_looks_the_same_whatever_the_devices(constant):
     steps.obs['a'][..., 0] = constant
     learner, update = make_update(agent, optax.sgd(0.0), num_devices)
     state = learner.init(jax.random.key(0), ())
-    for i, trajectory in enumerate(_unrolls(agent, state.params, steps)):
+    for i, trajectory in enumerate(_unrolls(agent, state.variables, steps)):
       state, _ = update(state, trajectory, jax.random.key(i))
-    batch = agent.prepare(state.params, trajectory, lambda x: x)
+    batch = agent.prepare(state.variables, trajectory, lambda x: x)
     seen.append(batch.obs['a'])
     np.testing.assert_allclose(batch.obs['a'][..., 0], 0, atol=1e-3)
   np.testing.assert_allclose(seen[0], seen[1], atol=1e-3)
@@ -286,13 +288,13 @@ def test_rewards_are_clipped_and_unscaled_until_there_are_some():
   steps.reward[:] = 0
   learner, update = make_update(agent, optax.sgd(0.0), 1)
   state = learner.init(jax.random.key(0), ())
-  for trajectory in _unrolls(agent, state.params, steps):
+  for trajectory in _unrolls(agent, state.variables, steps):
     state, _ = update(state, trajectory, jax.random.key(1))
-  assert state.params.statistics.discounted_return.variance == 0.0
+  assert state.variables.statistics.discounted_return.variance == 0.0
   timestep = trajectory.timestep
   rare = jnp.zeros_like(timestep.reward).at[3, 0].set(4.0).at[4, 0].set(-99.0)
   batch = agent.prepare(
-    state.params,
+    state.variables,
     trajectory._replace(timestep=timestep._replace(reward=rare)),
     lambda x: x,
   )

@@ -8,7 +8,14 @@ import pytest
 
 from podrl.core import learner as learner_lib
 from podrl.drivers import anakin, spmd
-from podrl.types import Agent, DeviceEnv, Discrete, EnvSpec, TimeStep
+from podrl.types import (
+  Agent,
+  DeviceEnv,
+  Discrete,
+  EnvSpec,
+  TimeStep,
+  Variables,
+)
 
 # Episodes of n steps with rewards 1, 2 ... n, then a joint; observation t.
 _SPEC = EnvSpec(
@@ -39,16 +46,16 @@ def _counting_env(num_steps):
 def _agent(loss=lambda p: 0.0 * p):
   """Acts at random; notes its key's bits and the observation."""
 
-  def act(params, rng_key, timestep, carry, *, greedy=False):
+  def act(variables, rng_key, timestep, carry, *, greedy=False):
     bits = jax.vmap(lambda k: jax.random.bits(k, (), jnp.uint32))(rng_key)
     return (bits % 2).astype(jnp.int32), (bits, timestep.obs), carry
 
   return Agent(
-    init=lambda key: jnp.zeros(()),
+    init=lambda key: Variables(jnp.zeros(()), (), {}),
     initial_carry=lambda n: (),
     act=act,
-    prepare=lambda params, trajectory, mean: trajectory,
-    loss=lambda params, target, batch, key: (loss(params), {}),
+    prepare=lambda variables, trajectory, mean: trajectory,
+    loss=lambda variables, *rest: (loss(variables.params), {}),
   )
 
 
@@ -114,8 +121,8 @@ def test_an_unroll_is_fence_posts_and_rails():
 def test_each_unroll_keeps_what_was_carried_into_it():
   agent = _agent()
 
-  def act(params, rng_key, timestep, carry, *, greedy=False):
-    action, extras, _ = agent.act(params, rng_key, timestep, carry)
+  def act(variables, rng_key, timestep, carry, *, greedy=False):
+    action, extras, _ = agent.act(variables, rng_key, timestep, carry)
     return action, extras, jnp.where(timestep.is_first, 0, carry) + 1
 
   counting = agent._replace(
@@ -167,7 +174,7 @@ def test_calls_may_be_divided_in_any_way():
     for num_updates in calls:
       state, records = driver.train(state, np.int32(num_updates))
       rows.append(np.asarray(records.metrics['loss'])[:num_updates])
-    return np.asarray(state.learner.params), np.concatenate(rows)
+    return np.asarray(state.learner.variables.params), np.concatenate(rows)
 
   whole, divided = run(7), run(1, 4, 0, 2)
   assert whole[0] != 0.0 and len(np.unique(whole[1])) == 7

@@ -140,7 +140,7 @@ def test_deterministic_runs_are_bitwise_equal(max_lag, has_memory):
     )
     driver.start()
     reports = _advance(driver, 20)
-    outcome = jax.device_get(driver.learner.params)
+    outcome = jax.device_get(driver.learner.variables.params)
     assert driver.close() == [] and not _podrl_threads()
     lags = np.concatenate([r.own['policy_lag'] for r in reports])
     np.testing.assert_array_equal(lags, np.minimum(np.arange(20), max_lag))
@@ -156,7 +156,7 @@ def test_actors_on_two_devices_learn_as_on_one():
     driver = _driver(num_actor_devices=num_actor_devices)
     driver.start()
     _advance(driver, 5)
-    outcome = jax.device_get(driver.learner.params)
+    outcome = jax.device_get(driver.learner.variables.params)
     assert driver.close() == []
     return outcome
 
@@ -345,14 +345,17 @@ def test_one_trajectory_through_both_drivers(
   )
   placed = spmd.place(before, mesh, spmd.LEARNER_STATE)
   ours, _ = spmd.map_update(learner, mesh)(
-    placed.params,
-    placed._replace(params=()),
+    placed.variables,
+    placed._replace(variables=()),
     (spmd.place(trajectory, mesh, spmd.TRAJECTORY),),
     jax.random.wrap_key_data(key),
   )
   changed = False
   for x, y, z in zip(
-    *map(jax.tree.leaves, (ours.params, state.learner.params, before.params))
+    *map(
+      jax.tree.leaves,
+      (x.variables.params for x in (ours, state.learner, before)),
+    )
   ):
     np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
     changed |= bool(np.abs(np.asarray(x) - z).max() > 1e-3)
@@ -383,8 +386,8 @@ def test_unrolls_are_joined_into_one_trajectory(agent_name, num_devices):
 
   # Two unrolls, joined on each device.
   ours, _ = spmd.map_update(learner, mesh)(
-    jax.tree.map(jnp.copy, state.params),
-    jax.tree.map(jnp.copy, state._replace(params=())),
+    jax.tree.map(jnp.copy, state.variables),
+    jax.tree.map(jnp.copy, state._replace(variables=())),
     tuple(parts),
     key,
   )
@@ -405,7 +408,7 @@ def test_unrolls_are_joined_into_one_trajectory(agent_name, num_devices):
   assert isinstance(whole, Trajectory) and whole.action.shape == (_T, 16)
   changed = False
   for x, y, z in zip(
-    *map(jax.tree.leaves, (ours.params, theirs.params, state.params))
+    *map(jax.tree.leaves, (x.variables.params for x in (ours, theirs, state)))
   ):
     np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
     changed |= bool(np.abs(np.asarray(x) - np.asarray(z)).max() > 1e-3)

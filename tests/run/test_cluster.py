@@ -357,7 +357,7 @@ def _until(path, num_records):
 
 
 def _params(path):
-  return jax.tree.leaves(podrl.load(str(path)).params)
+  return jax.tree.leaves(podrl.load(str(path)).variables)
 
 
 def _run_alone(path, name, *arguments):

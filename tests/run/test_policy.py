@@ -62,7 +62,7 @@ def test_a_policy_chooses_what_the_agent_does(runs):
       obs.astype(bool), jnp.zeros(3), jnp.ones(3), jnp.full(3, is_first)
     )
     expected, _, agent_carry = chosen.agent.act(
-      chosen.params,
+      chosen.variables,
       jax.random.split(jax.random.key(9), 3),
       timestep,
       agent_carry,
@@ -85,7 +85,7 @@ def test_samples_follow_the_policy(runs):
     obs.astype(bool), jnp.zeros(4000), jnp.ones(4000), jnp.ones(4000, bool)
   )
   _, extras, _ = chosen.agent.act(
-    chosen.params,
+    chosen.variables,
     jax.random.split(jax.random.key(2), 4000),
     timestep,
     chosen.initial_carry(4000),
@@ -124,7 +124,7 @@ def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
   for x, y in zip(
     *map(
       jax.tree.leaves,
-      (drivers[0].learner.params, podrl.load(tmp_path / 'run').params),
+      (drivers[0].learner.variables, podrl.load(tmp_path / 'run').variables),
     )
   ):
     np.testing.assert_array_equal(x, y)
@@ -160,8 +160,8 @@ def test_seeds_in_one_program_are_the_single_runs(tmp_path):
     for name in x:
       if not name.endswith(('_second', '_seconds')):
         np.testing.assert_allclose(x[name], y[name], atol=1e-5, err_msg=name)
-  params = podrl.load(single).params, podrl.load(member).params
-  for x, y in zip(*map(jax.tree.leaves, params)):
+  both = podrl.load(single).variables, podrl.load(member).variables
+  for x, y in zip(*map(jax.tree.leaves, both)):
     np.testing.assert_allclose(x, y, atol=1e-5)
   records, summary = helpers.read(tmp_path / 'many')
   each = [helpers.read(tmp_path / 'many' / f'seed_{i}')[0] for i in range(2)]
@@ -183,9 +183,9 @@ def test_a_nan_names_its_seed(tmp_path, capsys, monkeypatch):
   def make_agent(config, spec):
     agent = make(config, spec)
 
-    def loss(params, target_params, batch, rng_key):
-      value, metrics = agent.loss(params, target_params, batch, rng_key)
-      leaf = jax.tree.leaves(params)[1]  # A kernel: it tells seeds apart.
+    def loss(variables, target_params, batch, rng_key):
+      value, metrics = agent.loss(variables, target_params, batch, rng_key)
+      leaf = jax.tree.leaves(variables)[1]  # A kernel: it tells seeds apart.
       return value + jnp.where(
         leaf.ravel()[0] == marked[0], jnp.nan, 0.0
       ), metrics
@@ -200,7 +200,7 @@ def test_a_nan_names_its_seed(tmp_path, capsys, monkeypatch):
   apply_overrides(fields, [*helpers.TINY, config[0]])
   run = build.make_run(fields)
   run.driver.start()
-  params = spmd.copy_to_first_device(run.driver.learner.params)
+  params = spmd.copy_to_first_device(run.driver.learner.variables.params)
   marked[0] = float(jax.tree.leaves(params)[1][1].ravel()[0])
   assert helpers.run(tmp_path / 'run', *config) == 1
   assert 'of seed 1 is NaN or infinite at update 1' in capsys.readouterr().err

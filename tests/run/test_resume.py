@@ -69,7 +69,7 @@ def _state(workdir):
   """All arrays of the last checkpoint, as orbax reads them."""
   path = workdir / 'checkpoints' / str(checkpoint.find(str(workdir)))
   with ocp.StandardCheckpointer() as reader:
-    return [reader.restore(path / item) for item in ('params', 'state')]
+    return [reader.restore(path / item) for item in ('variables', 'state')]
 
 
 def _assert_close(a, b, atol):
@@ -237,9 +237,9 @@ def _files(workdir):
   [
     ('state', 'flipped'),
     ('progress', 'deleted'),
-    *(_slow(x, 'truncated') for x in ('params', 'state', 'progress')),
-    *(_slow(x, 'flipped') for x in ('params', 'progress')),
-    *(_slow(x, 'deleted') for x in ('params', 'state')),
+    *(_slow(x, 'truncated') for x in ('variables', 'state', 'progress')),
+    *(_slow(x, 'flipped') for x in ('variables', 'progress')),
+    *(_slow(x, 'deleted') for x in ('variables', 'state')),
   ],
 )
 def test_a_damaged_checkpoint_is_skipped(item, damage, workdir, capsys):
@@ -284,7 +284,7 @@ def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):
   digests = workdir / 'checkpoints' / '8' / 'digests.json'
   newer = json.loads(digests.read_text()) | {'format': 99}
   digests.write_text(json.dumps(newer))
-  assert_refused('of a newer version of podrl')
+  assert_refused('of another version of podrl')
   for step in '48':  # Both checkpoints.
     (workdir / 'checkpoints' / step / 'digests.json').write_text('{')
   assert_refused('no checkpoint of')
@@ -379,9 +379,9 @@ def test_init_from_takes_only_the_parameters(
   assert checkpoint.steps(str(tmp_path / 'new')) == [0]
   (state,) = states
   assert int(state.num_updates) == 0
-  expected = podrl.load(original).params
-  for params in state.params, podrl.load(tmp_path / 'new').params:
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+  expected = podrl.load(original).variables.params
+  for variables in state.variables, podrl.load(tmp_path / 'new').variables:
+    jax.tree.map(np.testing.assert_array_equal, variables.params, expected)
   assert helpers.run(tmp_path / 'new', '--resume', *arguments) == 0
   capsys.readouterr()
   for arguments, message in (

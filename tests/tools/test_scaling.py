@@ -181,7 +181,7 @@ def test_the_program_as_compiled(module, agent):
   config = _small(module, agent)
   act, learn = scaling.read_work(config)
   agent = build.make_agent(config, build.make_spec(config))
-  params = jax.eval_shape(agent.init, jax.random.key(0))
+  params = jax.eval_shape(agent.init, jax.random.key(0)).params
   # Actor and critic each: 4 x 16 and 16, 16 x 8 and 8; heads for 2 and 1.
   num_params = 2 * (80 + 136) + 18 + 9
   assert sum(x.size for x in jax.tree.leaves(params)) == num_params

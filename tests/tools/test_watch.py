@@ -117,7 +117,7 @@ def test_an_episode_is_that_of_an_evaluation_of_one(
   loaded.config.eval.update(num_episodes=1, greedy=greedy)
   evaluate = build.make_evaluate(loaded.config, loaded.spec, loaded.agent)
   key = jax.random.key(1)
-  expected = evaluate(loaded.params, key, lambda: False)
+  expected = evaluate(loaded.variables, key, lambda: False)
   episode = watch.record(loaded, key, greedy=greedy, max_steps=500)
   num_steps = expected.lengths[0]
   assert len(episode.returns) == num_steps + 1 > 2 and episode.is_over
