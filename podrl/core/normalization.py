@@ -4,7 +4,7 @@ The statistics are part of the agent's variables, so they are saved, copied and
 replicated with the parameters. Every step that is learned from counts once. The
 first unroll is an exception: it gives only the first mean, because a variance
 around a mean of 0 would be inexact. An update first uses the statistics, and
-changes them at its end. Without policy lag, acting has used the same statistics.
+changes them at its end. Without policy lag, acting has used the same ones.
 """
 
 from collections.abc import Callable

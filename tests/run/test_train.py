@@ -142,6 +142,36 @@ def test_a_second_run_is_equal_and_finds_its_programs_compiled(tmp_path):
   assert a == b != c
 
 
+@pytest.mark.parametrize(
+  'name,arguments',
+  [
+    ('anakin_catch', helpers.TINY),
+    pytest.param('sebulba_cartpole', _TINY_HOST, marks=pytest.mark.slow),
+  ],
+)
+def test_other_hyperparameters_compile_nothing(name, arguments, tmp_path):
+  cache = tmp_path / 'cache'
+  arguments = [*arguments, f'--config.compilation_cache={cache}']
+  options = {'name': name, 'tiny': False}
+  assert helpers.run(tmp_path / 'one', *arguments, **options) == 0
+  programs = set(os.listdir(cache))
+  assert programs
+  values = (
+    'total_env_steps=1024',
+    'optimizer.learning_rate=0.002',
+    'agent.gamma=0.9',
+    'agent.lambda_=0.8',
+    'agent.entropy_cost=0.1',
+    'agent.value_cost=0.2',
+    'agent.clip=0.3',
+  )
+  arguments += [f'--config.{x}' for x in values]
+  assert helpers.run(tmp_path / 'two', *arguments, **options) == 0
+  assert set(os.listdir(cache)) == programs
+  one, two = (helpers.read_records(tmp_path / x) for x in ('one', 'two'))
+  assert len(two) > len(one) and one[0]['loss'] != two[0]['loss']
+
+
 def test_parameters_are_bitwise_reproducible():
   def params(num_calls):
     config = helpers.get_config('anakin_catch')()
