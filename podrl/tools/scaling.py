@@ -183,6 +183,7 @@ def read_work(config: ConfigDict) -> tuple[Work, Work]:
   agent = build.make_agent(config, env.spec)
   key = jax.eval_shape(lambda: jax.random.key(0))
   variables = jax.eval_shape(agent.init, key)
+  variables = variables.with_hyperparams(build.hyperparams(config, agent, 1))
   length, num_envs = config.unroll_length, config.env.num_envs
 
   def reset(n: int) -> Actors:
@@ -210,7 +211,7 @@ def read_work(config: ConfigDict) -> tuple[Work, Work]:
   update: Any = spmd.map_update(learner, spmd.make_mesh(jax.devices()[:1]))
   rest = state._replace(variables=())
   lowered = update.lower(variables, rest, (trajectory,), key)
-  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables))
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables[:2]))
   learn = _read(lowered, num_steps * share)._replace(all_reduce_bytes=size)
   return act, learn._replace(num_all_reduces=num_steps)
 
