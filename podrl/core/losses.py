@@ -27,7 +27,7 @@ def policy_gradient(log_prob: Array, advantage: Array, weight: Array) -> Array:
 
 
 def ppo_clip(
-  log_ratio: Array, advantage: Array, weight: Array, *, clip: float
+  log_ratio: Array, advantage: Array, weight: Array, *, clip: float | Array
 ) -> Array:
   """PPO's clipped surrogate, -E[weight min(r A, clip(r, 1 - c, 1 + c) A)].
 

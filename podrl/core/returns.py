@@ -38,7 +38,7 @@ def vtrace(
   discounts: Array,
   ratios: Array,
   *,
-  lambda_: float = 1.0,
+  lambda_: float | Array = 1.0,
   clip_ratio: float = 1.0,
   clip_policy_gradient_ratio: float = 1.0,
 ) -> VTrace:

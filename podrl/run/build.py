@@ -161,7 +161,7 @@ def hyperparams(
   num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
   values['learning_rate'] = config.optimizer.learning_rate
   values['anneal_steps'] = max(1, num_sgd_steps)
-  return {name: np.float32(value) for name, value in values.items()}
+  return {name: np.asarray(value, np.float32) for name, value in values.items()}
 
 
 def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
