@@ -212,13 +212,18 @@ def _read_progress(path: str, step: int) -> Record:
   return workdir.read_json(_directory(path, step, 'progress', 'metadata'))
 
 
-def count_resumes(path: str) -> int:
-  """Returns the number of resumes of a run, plus one for this resume."""
+def last_progress(path: str) -> tuple[int, int, int]:
+  """Returns how far a run has come, from its newest readable checkpoint.
+
+  Returns:
+    How often the run has been resumed, the coming resume included; its number
+    of updates; and environment steps per update. (0, 0, 1) without checkpoints.
+  """
   for step in steps(path):
     with contextlib.suppress(ValueError, KeyError, TypeError):
-      # No digest is checked: the number only selects seeds.
-      return _read_progress(path, step)['num_resumes'] + 1
-  return 0
+      progress = _read_progress(path, step)  # No digest is checked.
+      return progress['num_resumes'] + 1, step, progress['steps_per_update']
+  return 0, 0, 1
 
 
 def read_variables(path: str, step: int, like: Variables) -> Variables:

@@ -31,6 +31,9 @@ MOVABLE = tuple(
   'sebulba.actor_devices sebulba.learner_devices sebulba.env_threads '
   'sebulba.hang_seconds'.split()
 )
+# It may change these only where its command line sets them; `config.json` then
+# gets the new value.
+CHANGEABLE = ('total_env_steps',)
 _TASK = {'env.name', 'env.suite', 'agent.name'}
 _REQUIRED = {'agent.name', 'env.name', 'network.name', 'optimizer.name'}
 
@@ -102,10 +105,15 @@ def is_run(path: str) -> bool:
   return os.path.exists(os.path.join(path, 'config.json'))
 
 
-def is_finished(path: str) -> bool:
-  """Whether the run in a directory has done all its updates."""
-  summary = os.path.join(path, 'summary.json')
-  return os.path.exists(summary) and read_json(summary).get('exit') == 'done'
+def is_finished(path: str, total_env_steps: int) -> bool:
+  """Whether the run in a directory has done all its updates.
+
+  A run that is being extended still has the summary of its smaller total.
+  """
+  file = os.path.join(path, 'summary.json')
+  summary = read_json(file) if os.path.exists(file) else {}
+  is_done = summary.get('exit') == 'done'
+  return is_done and summary.get('total_env_steps') == total_env_steps
 
 
 def run_of_agent(path: str) -> str | None:
@@ -213,6 +221,20 @@ def make(path: str, config: ConfigDict) -> None:
     ) from error
 
 
+def update_config(path: str, config: ConfigDict) -> None:
+  """Writes the values of `CHANGEABLE` fields to the files of a run."""
+  fields = flatten(config.to_dict())
+  values = {name: fields[name] for name in CHANGEABLE}
+  # The run's own file comes first: a run that is killed in between resumes with
+  # the new values, and writes the other files then.
+  directories = [x for _, x in seed_directories(path, config)]
+  for directory in dict.fromkeys([path, *directories]):
+    saved = read_config(directory)
+    if not values.items() <= flatten(saved.to_dict()).items():
+      saved.update_from_flattened_dict(values)
+      write_json(os.path.join(directory, 'config.json'), saved.to_dict())
+
+
 @contextlib.contextmanager
 def lock(path: str) -> Iterator[None]:
   """Locks a run; raises a ValueError if another process is writing to it."""
@@ -235,8 +257,9 @@ def restore_config(
 ) -> list[str]:
   """Copies the configuration of a run, except `MOVABLE` fields, into `config`.
 
-  It returns the fields that changed, as `NAME=VALUE`. `overridden` names the
-  fields that the command line sets; they must not differ from those of the run.
+  `overridden` names the fields that the command line sets; they must not differ
+  from those of the run, unless they are `CHANGEABLE`. It returns a message for
+  each field that differed.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
   differing = [
@@ -244,11 +267,12 @@ def restore_config(
     for name, value in theirs.items()
     if name in ours and value != ours[name] and not name.startswith(MOVABLE)
   ]
+  changed = overridden & {*differing} & {*CHANGEABLE}
   is_other_task = not _TASK.isdisjoint(differing)
   if refused := '; '.join(
     f'config.{name} is {theirs[name]} there, {ours[name]} here'
     for name in differing
-    if name in overridden or is_other_task
+    if name not in changed and (name in overridden or is_other_task)
   ):
     raise ValueError(
       f'{path} was run with another configuration: {refused}; '
@@ -259,12 +283,20 @@ def restore_config(
       f'{path} has fields that this experiment does not have: {unknown}; '
       'resume it with the experiment and the version of podrl that wrote it'
     )
+  messages = []
   for name in differing:
+    value = theirs[name]
+    if name in changed:
+      messages.append(f'config.{name}={ours[name]} replaces {value}')
+      continue
+    messages.append(
+      f'the resumed run keeps its saved value: config.{name}={value}'
+    )
     *parents, field = name.split('.')
     try:
-      functools.reduce(getattr, parents, config)[field] = theirs[name]
+      functools.reduce(getattr, parents, config)[field] = value
     except TypeError as error:
       raise ValueError(
-        f'{path}/config.json has {name}={theirs[name]!r}: {error}'
+        f'{path}/config.json has {name}={value!r}: {error}'
       ) from error
-  return [f'{name}={theirs[name]}' for name in differing]
+  return messages

@@ -47,6 +47,7 @@ class Run(NamedTuple):
   evaluate: Callable[..., Evaluation | None]  # See `make_evaluate`.
   # A key for each agent's evaluations; fold in the number of updates.
   eval_keys: Sequence[chex.PRNGKey]
+  steps_per_update: int  # Environment steps, joints included.
   num_updates: int
   eval_every_updates: int  # Updates between evaluations; 0: only at the end.
   # Updates between checkpoints; 0 means that only time decides.
@@ -238,6 +239,7 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
     driver,
     make_evaluate(config, spec, agent),
     eval_keys,
+    steps_per_update,
     _count_updates(config, steps_per_update),
     -(-config.eval.every_env_steps // steps_per_update),
     -(-config.checkpoint.every_env_steps // steps_per_update),

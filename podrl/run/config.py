@@ -469,7 +469,7 @@ def resolve_config(
     config = get_config(agent, values.variant)
     requested = apply_overrides(config, command_line.overrides)
     if values.variant:
-      requested |= set(flatten(config.to_dict()))
+      requested |= {*flatten(config.to_dict())} - {*workdir.CHANGEABLE}
     if values.resume and (not values.workdir or values.init_from):
       raise ValueError(
         '--resume continues a run: it needs --workdir, and it does not fit '
@@ -496,15 +496,23 @@ def resolve_config(
         f'--workdir={path} is one agent of {parent}; resume that run'
       )
     exit_stack.enter_context(workdir.lock(path))  # Before reading the run.
-    if workdir.is_finished(path):
+    messages = workdir.restore_config(config, path, requested)
+    total = config.total_env_steps
+    if workdir.is_finished(path, total):
       raise ValueError(
-        f'--workdir={path} is finished; --init_from={path} starts another run '
-        'with its parameters'
+        f'--workdir={path} is finished; to extend it, set '
+        f'config.total_env_steps to more than {total}; to start another run '
+        f'with its parameters, use --init_from={path}'
       )
-    for field in workdir.restore_config(config, path, requested):
-      message = f'the resumed run keeps its saved value: config.{field}'
+    num_resumes, num_updates, steps_per_update = checkpoint.last_progress(path)
+    if -(-total // steps_per_update) < num_updates:
+      raise ValueError(
+        f'config.total_env_steps={total} is less than the '
+        f'{num_updates * steps_per_update} steps that {path} has done; set it '
+        'to more'
+      )
+    for message in messages:
       print(message, file=sys.stderr)
-    num_resumes = checkpoint.count_resumes(path)
     return config.to_dict(), Files(path, '', True, num_resumes)
 
   fields, files = cluster.decide(find_files)

@@ -275,6 +275,7 @@ class _Trainer:
     run, recorder = self.run, self.recorder
     outcome = recorder.times() | describe_machine(run.devices, run.suite)
     outcome['exit'] = _OUTCOMES[exit_code]
+    outcome['total_env_steps'] = self.config.total_env_steps
     if self.cluster.process == 0:
       last, price = recorder.last[0], self.config.price_per_hour
       outcome |= limits.summarise(last, _local_devices(run), price)
@@ -303,6 +304,9 @@ class _Trainer:
           lambda: checkpoint.read_state(files.workdir, step, state)
         )
       if files.is_resumed:
+        if self.cluster.process == 0:
+          with workdir.write_errors('config.json', OSError):
+            workdir.update_config(files.workdir, self.config)
         self.recorder.open(progress)
     except ValueError as error:
       raise _Mistake(str(error)) from error
@@ -312,7 +316,7 @@ class _Trainer:
     """Finds the checkpoint to resume from and prints its number of updates."""
     path, num_devices = self.files.workdir, len(self.run.devices)
     found = checkpoint.newest_intact(path, self._check_progress)
-    message = f'{path}: no checkpoint yet, the run starts again'
+    message = f'{path}: no checkpoint yet, so it starts from the beginning'
     if found:
       step, progress = found
       message = f'{path}: resuming after update {step}{self.run.resume_note}'
@@ -327,10 +331,11 @@ class _Trainer:
 
   def _check_progress(self, progress: Record) -> None:
     """Raises an error if a checkpoint does not fit the run or its records."""
-    if progress['total_updates'] != self.run.num_updates:
+    before, now = progress['steps_per_update'], self.run.steps_per_update
+    if before != now:
       raise checkpoint.IncompatibleError(
-        f'the run has {progress["total_updates"]} updates, but on these '
-        f'devices it would have {self.run.num_updates}; use the same devices'
+        f'an update of the run has {before} environment steps, but on these '
+        f'devices it would have {now}; use the same devices'
       )
     self.recorder.check_files(progress)
 
@@ -340,7 +345,7 @@ class _Trainer:
     assert self.checkpoints is not None
     drivers = self.cluster.gather(run.driver.progress())
     progress = recorder.progress() | {
-      'total_updates': run.num_updates,
+      'steps_per_update': run.steps_per_update,
       'drivers': drivers,
       'num_resumes': self.files.num_resumes,
       'num_devices': len(run.devices),

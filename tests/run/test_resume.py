@@ -124,6 +124,54 @@ def test_anakin_resumes_bitwise(
   _assert_close(_state(parts), _state(whole), 0)
 
 
+@pytest.mark.parametrize('num_seeds', [1, _slow(2)])
+def test_a_finished_run_is_extended(num_seeds, tmp_path, monkeypatch, capsys):
+  arguments = (
+    '--config.optimizer.anneal=False --config.log.every_updates=4 '
+    f'--config.eval.every_env_steps=512 --config.num_seeds={num_seeds}'
+  ).split()
+  seeds = [f'seed_{i}' for i in range(num_seeds)] if num_seeds > 1 else []
+  whole, parts, killed = (tmp_path / x for x in ('whole', 'parts', 'killed'))
+  longer = ['--config.total_env_steps=1024']
+  assert helpers.run(whole, *arguments, *longer) == 0
+  assert helpers.run(parts, *arguments) == 0
+  before = _files(parts)
+  for total, message in (
+    (512, 'is finished; to extend it, set config.total_env_steps to more than'),
+    (448, 'config.total_env_steps=448 is less than the 512 steps'),
+  ):
+    total = [f'--config.total_env_steps={total}', '--resume']
+    assert helpers.run(parts, *total) == train.MISTAKE
+    said = capsys.readouterr().err
+    assert message in said and said.count('\n') == 1
+  assert _files(parts) == before
+  advance, calls = Anakin.advance, iter(range(100))
+
+  def copy_and_advance(self, *args):
+    if next(calls) == 1:  # What `kill -9` leaves.
+      shutil.copytree(parts, killed)
+    return advance(self, *args)
+
+  monkeypatch.setattr(Anakin, 'advance', copy_and_advance)
+  assert helpers.run(parts, *arguments, *longer, '--resume') == 0
+  assert 'total_env_steps=1024 replaces 512' in capsys.readouterr().err
+  # Its summary is still that of the first 512 steps.
+  assert json.loads((killed / 'summary.json').read_text())['exit'] == 'done'
+  options = [*helpers.TINY[1:], *arguments, '--resume']  # Without the total.
+  assert helpers.run(killed, *options, tiny=False) == 0
+  assert 'resuming after update 8' in capsys.readouterr().err
+  for path in parts, killed:
+    _assert_close(_state(path), _state(whole), 0)
+    for name in '', *seeds:
+      expected, _ = helpers.read(whole / name)
+      records, summary = helpers.read(path / name)
+      assert _plain(records) == _plain(expected)
+      assert [r['num_updates'] for r in records] == [4, 8, 12, 16]
+      assert summary['num_updates'] == 16
+      config = json.loads((path / name / 'config.json').read_text())
+      assert config['total_env_steps'] == 1024
+
+
 def test_anakin_resumes_on_other_devices(tmp_path, monkeypatch, capfd):
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   sgd = ['--agent=impala', '--config.optimizer.name=sgd']
@@ -188,6 +236,12 @@ def test_sebulba_resumes(tmp_path, monkeypatch):
   counts = [int(x) for x in leaves if x.dtype == np.int32]
   assert counts == [int(last.num_sgd_steps)] * 2  # Moments and schedule.
   assert progress[0]['num_unrolls'] == [20, 20]
+  more = ['--config.total_env_steps=1600', '--resume']
+  assert helpers.run(workdir, *_HOST, *more, **arguments) == 0
+  records, summary = helpers.read(workdir)
+  assert [r['num_updates'] for r in records[6:]] == [20, 21, 24, 25]
+  assert summary['exit'] == 'done' and summary['num_updates'] == 25
+  assert states[-1][1][0]['num_unrolls'] == [25, 25]
 
 
 def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
@@ -294,7 +348,9 @@ def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):
   (workdir / 'config.json').write_text(json.dumps(config | {'field': 1}))
   assert_refused('does not have: field')
   (workdir / 'config.json').write_text(json.dumps(config))
-  (workdir / 'summary.json').write_text('{"exit": "done"}')
+  (workdir / 'summary.json').write_text(
+    '{"exit": "done", "total_env_steps": 512}'
+  )
   assert_refused('is finished')
 
 
