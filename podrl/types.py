@@ -1,7 +1,8 @@
 """The types that every part of podrl shares.
 
-An unroll has T + 1 time steps and the T actions between them, like fence-posts
-and rails. In shapes, T is time and B is the batch of environments.
+An unroll has T + 1 time steps and T actions; action t leads from step t to step
+t + 1. In shapes, T is time and B is the batch of environments. A *slot* is one
+of the T x B places of an unroll.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +15,23 @@ import numpy as np
 Array: TypeAlias = jax.Array | np.ndarray
 Tree: TypeAlias = Any  # A nested structure whose leaves are arrays.
 Metrics = dict[str, Array]
-Hyperparams = dict[str, Array]  # Float32 `[]` by name.
+Hyperparams = dict[str, Array]  # A float32 `[]` for each name.
 
-# The only mesh axis; batches are split over it.
+# The mesh of devices has only this axis; batches are split over it.
 DEVICE_AXIS = 'devices'
 
 
 class TimeStep(NamedTuple):
-  """What an environment returns on arrival in a state.
+  """What an environment returns when it arrives in a state.
 
   Attributes:
-    obs: `[..., *obs_shape]`, in the smallest dtype that holds it exactly.
-    reward: `[...]` float32, raw; 0 where `is_first`.
+    obs: `[..., *obs_shape]`; its dtype is the smallest one that is exact.
+    reward: `[...]` float32, the environment's own reward; 0 where `is_first`.
     discount: `[...]` float32, 0 if the episode terminated, else 1. It is 1 on
       truncation and does not include the agent's gamma.
-    is_first: `[...]` bool, the first step of an episode. The transition into it
-      is the joint between two episodes: the environment ignored its action.
+    is_first: `[...]` bool, whether the step is the first of an episode. The
+      transition into a first step is the joint between two episodes; the
+      environment ignored the action of this transition.
   """
 
   obs: Tree
@@ -44,9 +46,9 @@ class Trajectory(NamedTuple):
   Attributes:
     timestep: leaves `[T+1, B, ...]`.
     action: `[T, B, ...]`; `action[t]` was chosen at `timestep[t]`.
-    extras: leaves `[T, B, ...]`, what `Agent.act` stored with each action.
+    extras: leaves `[T, B, ...]`, the extras that `Agent.act` returned.
     carry: leaves `[1, B, ...]`, the agent's carry before the first step; `()`
-      for an agent without one.
+      for an agent without a carry.
   """
 
   timestep: TimeStep
@@ -56,14 +58,14 @@ class Trajectory(NamedTuple):
 
 
 class Variables(NamedTuple):
-  """What all functions of an agent take first; replicated over devices.
+  """The variables of an agent; replicated over devices.
 
   Attributes:
-    params: what the optimiser changes.
-    statistics: what `Agent.absorb` changes, for example running moments, or
+    params: the optimiser changes them.
+    statistics: `Agent.absorb` changes them; for example running moments, or
       `()`. The statistics of a wrapper contain those of the agent inside it.
-    hyperparams: numbers such as 'gamma'. They are values of the compiled
-      programs, so a change of one compiles nothing.
+    hyperparams: numbers such as 'gamma'. They are inputs of the compiled
+      programs, so a new value does not compile a program again.
   """
 
   params: Tree
@@ -79,13 +81,13 @@ class LearnerState(NamedTuple):
   """Everything that learning changes; replicated over devices.
 
   Attributes:
-    variables: the agent's; those of the optimiser, for example
-      'learning_rate', are among its `hyperparams`.
+    variables: the agent's variables. Their `hyperparams` also contain those of
+      the optimiser, for example 'learning_rate'.
     target_params: a periodic copy of `variables.params`, or `()`.
     opt_state: the optax state.
-    num_updates: int32 `[]`, calls of `Learner.update`.
-    num_sgd_steps: int32 `[]`, optimiser steps.
-    memory: `[capacity, T, B, ...]`, sharded on axis 2, or `()`.
+    num_updates: int32 `[]`, number of calls of `Learner.update`.
+    num_sgd_steps: int32 `[]`, number of optimiser steps.
+    memory: stored unrolls, `[capacity, T, B, ...]`, sharded on axis 2; or `()`.
   """
 
   variables: Variables
@@ -97,13 +99,13 @@ class LearnerState(NamedTuple):
 
 
 class Discrete(NamedTuple):
-  """Actions 0, 1 ... num_actions - 1, as int32 `[]`."""
+  """The actions 0, 1 ... num_actions - 1; each is an int32 `[]`."""
 
   num_actions: int
 
 
 class Box(NamedTuple):
-  """Float32 actions of a shape, between the arrays `low` and `high`."""
+  """Float32 actions `[*shape]`; `low` and `high` are arrays of their bounds."""
 
   shape: tuple[int, ...]
   low: np.ndarray
@@ -111,14 +113,14 @@ class Box(NamedTuple):
 
 
 class EnvSpec(NamedTuple):
-  """What an agent and a driver need to know of one environment.
+  """What an agent and a driver need to know about one environment.
 
   Attributes:
     obs: tree of `jax.ShapeDtypeStruct`, without a batch axis.
     channels_first: whether images are CHW (Atari) rather than HWC.
     action: the action space.
     frame_skip: raw frames per environment step.
-    max_episode_steps: the length at which an episode is truncated; 0 or
+    max_episode_steps: an episode of this many steps is truncated; 0 or
       2**31 - 1 means never.
   """
 
@@ -152,15 +154,17 @@ class HostEnv(NamedTuple):
 
   Attributes:
     spec: describes one environment.
-    reset: `() -> TimeStep`, leaves `[B, ...]`, `is_first` true. Called once.
-    step: `(action) -> TimeStep`, actions `[B, ...]`. The caller owns the arrays
-      that it returns. The step after the last step of an episode ignores its
+    reset: `() -> TimeStep`, with leaves `[B, ...]` and `is_first` true. It is
+      called once.
+    step: `(action) -> TimeStep`, for actions `[B, ...]`. The caller owns the
+      returned arrays. The step after the last step of an episode ignores its
       action and returns the first time step of the next one.
     close: `() -> None`, frees the environments.
-    observe: `(obs) -> obs`, traced on the device. It converts the observations
-      of `reset` and `step` to those of `spec.obs`: a category becomes one-hot.
-    render: `() -> uint8 [H, W, 3]`, a picture of the first environment, or
-      None. It raises the library's error if the environment cannot be drawn.
+    observe: `(obs) -> obs`, runs on the device, in a compiled program. It
+      converts the observations of `reset` and `step` to those of `spec.obs`;
+      for example, a category becomes a one-hot vector.
+    render: `() -> uint8 [H, W, 3]`, draws the first environment, or raises the
+      library's error. None if no picture is available.
   """
 
   spec: EnvSpec
@@ -185,11 +189,11 @@ class Agent(NamedTuple):
       without gradients. `mean` averages a small tree over all devices.
       Minibatches divide the leading axis of every leaf of `batch`.
     loss: `(variables, target_params, batch, rng_key) -> (scalar, metrics)`; the
-      scalar is a mean over the slots of the batch. The learner differentiates
-      it by `variables.params`.
-    measure: `(variables, trajectory) -> tree` of float32: the means over this
-      device's shard from which the statistics are updated. The learner averages
-      them over devices.
+      scalar is a mean over the slots of the batch. The learner computes its
+      gradient with respect to `variables.params`.
+    measure: `(variables, trajectory) -> tree` of float32, means over this
+      device's shard. The learner averages them over devices, and `absorb`
+      updates the statistics with them.
     absorb: `(variables, measured) -> variables`, with updated statistics;
       called once per update, after the optimiser's steps.
   """
@@ -208,12 +212,13 @@ class Agent(NamedTuple):
 
 
 class Learner(NamedTuple):
-  """Changes an agent's parameters, as pure functions.
+  """Pure functions that change an agent's parameters.
 
   Attributes:
     init: `(rng_key, example_trajectory) -> LearnerState`.
-    update: `(state, trajectory, rng_key) -> (state, metrics)`. Call it under a
-      mapping over `DEVICE_AXIS`, with this device's shard of the trajectory.
+    update: `(state, trajectory, rng_key) -> (state, metrics)`. It runs on each
+      device, mapped over `DEVICE_AXIS`, with that device's shard of the
+      trajectory.
   """
 
   init: Callable[[chex.PRNGKey, Trajectory], LearnerState]
@@ -223,7 +228,7 @@ class Learner(NamedTuple):
 
 
 class Episodes(NamedTuple):
-  """Sums over the episodes that ended in unrolls; any leading axes.
+  """Sums over the episodes that ended during unrolls; leaves `[...]`.
 
   Attributes:
     num_episodes: int, number of episodes that ended.
@@ -244,7 +249,7 @@ class Report(NamedTuple):
   Attributes:
     metrics: float32 `[N]` each, the learner's metrics. They are the same in
       all processes.
-    episodes: leaves `[N, ...]`.
+    episodes: leaves `[N, ...]`, one row for each update.
     num_predictions: number of actions that the agent chose, joints included.
     seconds: wall time of the call.
     is_finite: false if one more update ran and its loss was NaN or infinite.
@@ -269,18 +274,18 @@ class Report(NamedTuple):
     return len(self.episodes.num_joints)
 
 
-# Takes the first state of a run. Returns the state to start from, and what
-# `Driver.progress` returned in each process of the resumed run; the list is
-# empty if the run is new.
+# Takes the initial state of a run. Returns the state to start from, and a list
+# of what `Driver.progress` returned in each process of the saved run. The list
+# is empty if the run is new.
 Restore = Callable[[Tree], tuple[Tree, list[dict[str, Any]]]]
 
 
 class Driver(Protocol):
-  """An architecture, as far as the training loop knows it.
+  """The interface between an architecture and the training loop.
 
   Attributes:
     state: arrays of the whole run, which a checkpoint stores; None before
-      `start`. The next `advance` may delete their buffers.
+      `start`. The next `advance` may delete these arrays.
     learner: the learner's part of `state`.
     error: the exception that ended one of the driver's threads, if any.
   """
@@ -294,22 +299,22 @@ class Driver(Protocol):
   def learner(self) -> LearnerState | None: ...
 
   def start(self, restore: Restore) -> None:
-    """Makes the first state, restores it, and compiles."""
+    """Makes the initial state, calls `restore` with it, and compiles."""
 
   def plan(self) -> dict[str, Any]:
-    """Returns JSON for every process's `advance`; only process 0 calls it."""
+    """Makes `advance`'s plan, as JSON, in process 0 for all processes."""
 
   def advance(self, num_updates: int, plan: Mapping[str, Any]) -> list[Report]:
     """Runs at most `num_updates` updates; returns a report for each agent."""
 
   def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the driver adds to a record of metrics."""
+    """Returns the fields that the driver adds to a record of metrics."""
 
   def progress(self) -> dict[str, Any]:
     """Returns what a resumed run needs in addition to `state`, as JSON."""
 
   def stop(self) -> None:
-    """Makes `advance` return early; a signal handler may call it."""
+    """Makes `advance` return early; a signal handler may call `stop`."""
 
   def close(self) -> list[str]:
-    """Ends all threads and returns the names of those that hang."""
+    """Ends all threads; returns the names of the threads that hang."""

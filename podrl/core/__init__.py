@@ -1,1 +1,1 @@
-"""How anything learns, as pure functions."""
+"""The mathematics of learning, as pure functions."""

@@ -1,4 +1,4 @@
-"""Distributions over actions, whose parameters a policy head gives."""
+"""Distributions over actions; a policy head outputs their parameters."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ DISTRIBUTIONS = ('auto', 'categorical', 'gaussian', 'tanh_gaussian')
 
 _LARGEST_BOUND = 1e6  # A dimension with a larger bound counts as unbounded.
 _SMALLEST_SCALE = 1e-3
-# Gauss-Hermite nodes and weights: E[f(x)] for a standard normal x.
+# Gauss-Hermite nodes and weights give E[f(x)] for a standard normal x.
 _nodes, _weights = np.polynomial.hermite_e.hermegauss(32)
 _NODES = _nodes.astype(np.float32)
 _WEIGHTS = (_weights / _weights.sum()).astype(np.float32)
@@ -28,13 +28,13 @@ class Distribution(NamedTuple):
 
   Attributes:
     num_params: width of the policy head.
-    num_constant_params: length of the last part of the head. A network may hold
-      this part as its own parameters, with the same values in every state.
-    sample: `(rng_key, head[num_params]) -> sample`, unbatched.
+    num_constant_params: number of values at the end of the head that a network
+      may hold as parameters of its own, with the same values in every state.
+    sample: `(rng_key, head[num_params]) -> sample`, without a batch axis.
     mode: `(head[..., num_params]) -> sample[...]`, the greedy choice.
     to_action: `(sample[...]) -> action[...]`, within the action space.
-    log_prob: `(head[..., num_params], sample[...]) -> float32 [...]`, the
-      action's log-probability; a log-density in nats if it is continuous.
+    log_prob: `(head[..., num_params], sample[...]) -> float32 [...]`, the log
+      of the action's probability, or of its density for a continuous action.
     entropy: `(head[..., num_params]) -> float32 [...]`, in nats.
   """
 
@@ -52,7 +52,7 @@ def categorical(num_actions: int) -> Distribution:
 
   def log_prob(logits: Array, action: Array) -> Array:
     chex.assert_equal_shape_prefix([logits, action], action.ndim)
-    # A product with the one-hot action: gathering has a slower gradient.
+    # A product with the one-hot action has a faster gradient than an index.
     one_hot = jax.nn.one_hot(action, num_actions)
     return jnp.sum(jax.nn.log_softmax(logits) * one_hot, axis=-1)
 
@@ -72,7 +72,7 @@ def categorical(num_actions: int) -> Distribution:
 
 
 def _log_slope(x: Array) -> Array:
-  """log d tanh(x) / dx = log(1 - tanh(x)^2), exact for large x too."""
+  """Returns log(1 - tanh(x)^2), the log of tanh's slope; exact for large x."""
   return 2.0 * (np.log(2.0) - x - jax.nn.softplus(-2.0 * x))
 
 
@@ -83,30 +83,31 @@ def gaussian(
   state_dependent_scale: bool = False,
   initial_scale: float = 1.0,
 ) -> Distribution:
-  """A diagonal Gaussian over a box, clipped to it or squashed by tanh.
+  """A diagonal Gaussian whose samples are clipped to a box, or mapped by tanh.
 
   A sample x uses units in which the bounds are -1 and 1. A dimension without
   bounds keeps its own unit. The action is the clipped sample or tanh(x). The
-  density of a clipped sample is that of the Gaussian before clipping, and the
-  density of tanh(x) is
+  density of a clipped action is that of the Gaussian before clipping, and the
+  density of a tanh action a is
 
     log p(a) = log N(x; mean, scale) - log(1 - tanh(x)^2) - log((high - low)/2).
 
-  The head holds the means and then the numbers from which softplus computes the
-  scales. The entropy of the tanh form has no closed form, and a random estimate
-  would depend on how the batch is spread over devices. It is computed by
-  Gauss-Hermite quadrature, with an error of 0.003 up to a scale of 3 and of
-  0.03 up to 5.
+  The head holds the means, followed by the numbers from which softplus computes
+  the scales. The entropy with tanh has no closed form, and a random estimate
+  would depend on how the batch is split over devices. Gauss-Hermite quadrature
+  computes this entropy. Its error is at most 0.003 for scales up to 3, and 0.03
+  for scales up to 5.
 
   Args:
     box: the action space.
-    squash: whether to apply tanh, which needs bounds, rather than clip.
-    state_dependent_scale: whether the head gives the scales in each state; if
-      not, they are parameters of the network.
+    squash: whether to apply tanh, which needs bounds, instead of clipping.
+    state_dependent_scale: whether the scales depend on the state; if not, they
+      are parameters of the network.
     initial_scale: the scale for a head of zeros; more than 0.001.
 
   Raises:
-    ValueError: if `squash` and a bound is missing, or the scale is too small.
+    ValueError: if `initial_scale` is too small, or if `squash` is true and the
+      box has a dimension without bounds.
 
   Source: Haarnoja et al. 2018, arXiv:1801.01290, appendix C (tanh).
   """
@@ -121,7 +122,7 @@ def gaussian(
     field = f'network.initial_scale={initial_scale}'
     raise ValueError(f'{field} must be more than {_SMALLEST_SCALE}')
   size = low.size
-  # A dimension without bounds, or with equal bounds, has no width to scale by.
+  # A dimension without bounds, or with equal bounds, has no width for scaling.
   # It keeps its own unit. Its centre is its bound, or 0 if it has no bound.
   finite_low, finite_high = (
     np.where(np.abs(x) < _LARGEST_BOUND, x, 0.0) for x in (low, high)
@@ -186,7 +187,7 @@ def gaussian(
 def for_action_space(
   action: Discrete | Box, name: str = 'auto', **options: Any
 ) -> Distribution:
-  """The distribution over an action space.
+  """Builds the distribution over an action space.
 
   Args:
     action: the action space.

@@ -1,10 +1,10 @@
-"""The learner core: how parameters change, for every agent and every driver.
+"""The learner core: every agent and every driver changes parameters here.
 
 This is the only module that calls a collective. The compiled update has one
-all-reduce per optimiser step, of one vector: the gradients, the loss's metrics
-and the measured statistics. It is as large as the parameters and statistics,
-plus at most 1 KB. If `prepare` uses `mean`, there is one more small all-reduce
-per unroll.
+all-reduce per optimiser step. It averages one vector: the gradients, the loss's
+metrics and the measured statistics. This vector is as large as the parameters
+and statistics, plus at most 1 KB. If `prepare` uses `mean`, each unroll needs
+one more small all-reduce.
 """
 
 import functools
@@ -41,7 +41,7 @@ def shuffle(rng_key: chex.PRNGKey, size: int) -> Array:
   """A random permutation of 0 ... size - 1, as int32 or uint32 `[size]`.
 
   If size is a power of two, the permutation is i -> (a i + b) mod size with a
-  random odd a and a random b. It avoids the sort of a uniform permutation.
+  random odd a and a random b. It needs no sort, but it is not uniform.
   """
   if size & (size - 1):
     return jax.random.permutation(rng_key, size)
@@ -66,13 +66,13 @@ def make_learner(
       `hyperparams`, it gets those of the agent's variables.
     num_epochs: passes over each unroll.
     num_minibatches: optimiser steps in each pass. It must divide the leading
-      axis of the agent's batch on each device.
+      axis of the batch that `Agent.prepare` returns on each device.
     target_period: number of calls of `update` after which the parameters are
       copied to `target_params`; None keeps no target parameters.
 
   Returns:
-    A `Learner`. Its metrics are the metrics of the agent's loss, `loss` and
-    `grad_norm`, averaged over devices and optimiser steps.
+    A `Learner`. Its metrics are `loss`, `grad_norm` and the metrics of the
+    agent's loss, averaged over devices and optimiser steps.
   """
 
   optimizer = optax.with_extra_args_support(optimizer)
@@ -83,7 +83,7 @@ def make_learner(
     del example_trajectory  # Learners with a memory use it.
     variables, target_params = agent.init(rng_key), ()
     if target_period is not None:
-      # Copied: donating one buffer under two names crashes.
+      # Copied, because donating one buffer as two arguments crashes.
       target_params = jax.tree.map(jnp.copy, variables.params)
     return LearnerState(
       variables=variables,
@@ -155,7 +155,7 @@ def make_learner(
         lambda state, key: epoch(state, batch, measured, key), state, keys
       )
       metrics, measured = _mean_rows(rows)
-    # Absorbed last, so that all steps of the update see the same statistics.
+    # Absorb last, so that all steps of the update see the same statistics.
     variables = agent.absorb(state.variables, measured)
     state = state._replace(variables=variables)
     num_updates = state.num_updates + 1

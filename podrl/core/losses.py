@@ -1,8 +1,8 @@
 """Losses: weighted means over slots.
 
 All arguments have the same shape; a weight is 0 at joints. A mean divides by
-the number of slots, not by the number of valid ones: a mean of ratios would
-depend on how the batch is spread over devices.
+the number of all slots, joints included. A mean over the other slots would
+depend on how the batch is split over devices.
 """
 
 import chex
@@ -32,10 +32,11 @@ def ppo_clip(
   """PPO's clipped surrogate, -E[weight min(r A, clip(r, 1 - c, 1 + c) A)].
 
   Args:
-    log_ratio: `[...]` float32, log of target over behaviour probability.
+    log_ratio: `[...]` float32, log of the action's probability under the
+      current policy divided by that under the behaviour policy.
     advantage: `[...]` float32; no gradient flows through it.
     weight: `[...]` float32.
-    clip: the distance from 1 beyond which the ratio gains nothing.
+    clip: c; the loss rewards no change of the ratio beyond 1 - c or 1 + c.
 
   Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
   """
@@ -47,7 +48,7 @@ def ppo_clip(
 
 
 def value(prediction: Array, target: Array, weight: Array) -> Array:
-  """Half the squared error of the value, E[weight (v - target)^2 / 2].
+  """Half the squared error of the value v, E[weight (v - target)^2 / 2].
 
   No gradient flows through the target.
   """

@@ -1,10 +1,10 @@
 """Running normalisation of observations and rewards, as a wrapper of an agent.
 
 The statistics are part of the agent's variables, so they are saved, copied and
-replicated with the parameters. Every step that is learned from counts once. The
-first unroll is an exception: it gives only the first mean, because a variance
-around a mean of 0 would be inexact. An update first uses the statistics, and
-changes them at its end. Without policy lag, acting has used the same ones.
+replicated with the parameters. Every step that the agent learns from counts
+once. The first unroll is an exception: it gives only the first mean, because a
+variance around a mean of 0 would be inexact. An update uses the old statistics
+and changes them at its end. Without policy lag, acting used them too.
 """
 
 from collections.abc import Callable
@@ -30,25 +30,25 @@ _EPSILON = 1e-8
 
 
 class Moments(NamedTuple):
-  """Running moments of a tree.
+  """Running mean and variance of each leaf of a tree.
 
   Attributes:
     mean: float32 leaves.
     variance: float32 leaves; 1 until the second unroll.
-    count: float32 `[]`, in unrolls; the first counts next to nothing.
+    count: float32 `[]`, number of unrolls; the first one adds almost 0.
   """
 
   mean: Tree
   variance: Tree
-  count: Array  # type: ignore[assignment]  # It shadows tuple.count.
+  count: Array  # type: ignore[assignment]  # It hides `tuple.count`.
 
 
 class Measured(NamedTuple):
   """Means over the slots of an unroll, around the running mean m."""
 
-  share: Array  # Float32 `[]`, mean weight of the slots.
-  first: Tree  # Float32 leaves, mean of weight (x - m).
-  second: Tree  # Float32 leaves, mean of weight (x - m)^2.
+  share: Array  # Float32 `[]`, mean of the weights.
+  first: Tree  # Float32 leaves, mean of weight * (x - m).
+  second: Tree  # Float32 leaves, mean of weight * (x - m)^2.
 
 
 class Statistics(NamedTuple):
@@ -80,17 +80,17 @@ def init(obs: Tree) -> Moments:
 
 
 def measure(moments: Moments, x: Tree, weight: Array) -> Measured:
-  """Measures the slots of an unroll for `absorb`.
+  """Computes the means over the slots of an unroll that `absorb` needs.
 
   Args:
-    moments: the moments so far.
+    moments: the moments before this unroll.
     x: leaves `[T, B, ...]`.
     weight: `[T, B]` float32.
   """
 
   def mean_power(power: int, x: Array, center: Array) -> Array:
     chex.assert_equal_shape([x[0, 0], center])
-    # Relative to the running mean: raw squares would lose precision.
+    # Subtract the running mean first: squares of x would lose precision.
     x = (x.astype(jnp.float32) - center[None, None]) ** power
     slot_weight = weight.reshape(*weight.shape, *[1] * center.ndim)
     return jnp.mean(x * slot_weight, (0, 1))
@@ -128,10 +128,10 @@ def absorb(moments: Moments, measured: Measured) -> Moments:
 
 
 def _scale(mean: Array, variance: Array) -> Array:
-  """One over the deviation, or 1 for a quantity that has hardly varied.
+  """Returns 1 / deviation, or 1 for a quantity that is almost constant.
 
-  The deviation of a constant is rounding error. Division by it would enlarge
-  other rounding errors, which differ with the number of devices.
+  The deviation of a constant is a rounding error. Division by it would enlarge
+  other rounding errors, which depend on the number of devices.
   """
   has_varied = variance > _EPSILON + jnp.square(1e-5 * mean)
   scale = jax.lax.rsqrt(jnp.maximum(variance, _EPSILON))
@@ -143,7 +143,7 @@ def _clip(x: Array) -> Array:
 
 
 def _standardize(moments: Moments, obs: Tree) -> Tree:
-  """Converts observations `[..., *obs_shape]` to deviations, and clips them."""
+  """Normalises and clips observations `[..., *obs_shape]`."""
 
   def leaf(x: Array, mean: Array, variance: Array) -> Array:
     shape = (1,) * (x.ndim - mean.ndim) + mean.shape
@@ -154,7 +154,7 @@ def _standardize(moments: Moments, obs: Tree) -> Tree:
 
 
 def as_float(obs: Tree) -> Tree:
-  """The specification of the observations after normalisation."""
+  """Returns the shapes and dtypes of normalised observations."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), obs)
 
 
@@ -163,14 +163,13 @@ def normalize(
 ) -> Agent:
   """Wraps an agent so that it sees normalised observations or rewards.
 
-  Observations have their running mean subtracted and are divided by their
-  running deviation. Rewards are divided by the running deviation of the
-  discounted return so far, over all environments, which uses the
-  hyperparameter 'gamma'. Both are clipped to plus and
-  minus 10.
+  The wrapper subtracts the running mean from observations and divides them by
+  their running deviation. It divides rewards by the running deviation, over all
+  environments, of an episode's discounted return so far. This return uses the
+  hyperparameter 'gamma'. Both results are clipped to [-10, 10].
 
   Args:
-    agent: made for `as_float(obs)` if observations are normalised.
+    agent: the agent, made for `as_float(obs)` if observations are normalised.
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
     observations: whether to normalise observations.
     rewards: whether to normalise rewards.
@@ -190,7 +189,7 @@ def normalize(
     return timestep._replace(obs=_standardize(statistics.obs, timestep.obs))
 
   def accumulate(gamma: Array, before: Array, timestep: TimeStep) -> Array:
-    """The discounted return on arrival; `[B]`."""
+    """Returns the discounted return after this time step, `[B]`."""
     return jnp.where(timestep.is_first, 0.0, gamma * before + timestep.reward)
 
   def inner(variables: Variables) -> Variables:
@@ -226,7 +225,7 @@ def normalize(
     return action, extras, Carry(agent_carry, discounted_return)
 
   def normalize_all(variables: Variables, trajectory: Trajectory) -> Trajectory:
-    """The trajectory as the agent inside sees it."""
+    """Returns the trajectory as the agent inside the wrapper sees it."""
     timestep = normalize_obs(variables.statistics, trajectory.timestep)
     if rewards:
       moments = variables.statistics.discounted_return

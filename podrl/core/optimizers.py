@@ -1,4 +1,4 @@
-"""The optimisers that a configuration can name."""
+"""The optimisers that a configuration can choose."""
 
 from collections.abc import Callable
 
@@ -28,10 +28,10 @@ def make_optimizer(
 
   Args:
     name: a key of `OPTIMIZERS`.
-    learning_rate: the initial learning rate, where `hyperparams` has none.
+    learning_rate: initial learning rate if `hyperparams` does not contain it.
     anneal: whether the rate falls to 0; otherwise it stays constant, and
       'anneal_steps' is not needed.
-    max_grad_norm: bound of the gradient's global norm; 0 disables it.
+    max_grad_norm: the largest global norm of the gradient; 0 means no bound.
   """
 
   def scale(

@@ -1,4 +1,4 @@
-"""Returns: one recursion for V-trace and for GAE, across episode ends."""
+"""Returns: one recursion computes V-trace and GAE, also over episode ends."""
 
 from typing import NamedTuple
 
@@ -14,9 +14,9 @@ class VTrace(NamedTuple):
 
   Attributes:
     errors: `[T, ...]` float32; `values[:-1] + errors` are the value targets.
-      If every importance ratio is 0 or 1, they are the GAE advantages.
-    advantages: `[T, ...]` float32, for the policy gradient; they include the
-      clipped importance ratio.
+      If every importance ratio is 0 or 1, the errors are the GAE advantages.
+    advantages: `[T, ...]` float32, for the policy gradient. The clipped
+      importance ratio is a factor of them.
   """
 
   errors: Array
@@ -47,21 +47,23 @@ def vtrace(
     delta_t = min(clip_ratio, ratio_t) (r_t + discount_t v_{t+1} - v_t)
     error_t = delta_t + discount_t lambda min(1, ratio_t) error_{t+1}
 
-  A ratio of 0 marks a joint: its error is 0, and no later error passes it. If
-  every other ratio is 1, the errors are those of GAE(lambda).
+  A ratio of 0 marks a joint. The error of a joint is 0, so errors of the next
+  episode do not reach the previous one. If every other ratio is 1, the errors
+  are the advantages of GAE(lambda).
 
   Args:
     values: `[T+1, ...]` float32, the values of all time steps.
     rewards: `[T, ...]` float32, received on arrival at step t + 1.
     discounts: `[T, ...]` float32, gamma included; 0 where terminated.
-    ratios: `[T, ...]` float32, target over behaviour probability of the
-      action at step t, times its weight.
+    ratios: `[T, ...]` float32, importance ratio of the action at step t, times
+      its weight. The ratio is its probability under the current policy divided
+      by its probability under the behaviour policy.
     lambda_: mixes one-step (0) and full (1) returns.
-    clip_ratio: bound of the ratio in the temporal difference (rho bar).
-    clip_policy_gradient_ratio: bound of the ratio in the advantages.
+    clip_ratio: the largest ratio in the temporal difference delta (rho bar).
+    clip_policy_gradient_ratio: the largest ratio in the advantages.
 
   Returns:
-    A `VTrace`; no gradient flows through it.
+    A `VTrace`; no gradient flows through its arrays.
 
   Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and remark 1 (V-trace),
   section 4.2 (advantages); Schulman et al. 2015, arXiv:1506.02438, eq. 16.
@@ -79,7 +81,7 @@ def vtrace(
   _, errors = jax.lax.scan(
     backward, jnp.zeros_like(deltas[0]), (deltas, decays), reverse=True
   )
-  # The return after step t: the value at t + 1 plus lambda x its correction.
+  # The return from step t + 1 is its value plus lambda times its error.
   following = values[1:] + lambda_ * jnp.concatenate(
     [errors[1:], jnp.zeros_like(errors[:1])]
   )
