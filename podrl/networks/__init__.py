@@ -1,1 +1,1 @@
-"""Flax modules, from observations to heads."""
+"""Flax modules that map observations to a policy head and a value."""

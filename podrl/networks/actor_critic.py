@@ -11,26 +11,26 @@ from podrl.networks import cores
 from podrl.networks.torsos import MLP, TwinMLP, as_vector
 from podrl.types import Array, Tree
 
-# For wider observations, joining two first layers is faster on a CPU.
+# For wider observations, one joint first layer for both torsos is faster (CPU).
 _JOIN_WIDTH = 256
 
 
 class Network(NamedTuple):
-  """A policy head and a value for each step of a sequence; pure functions."""
+  """Pure functions that compute a policy head and a value for each step."""
 
   init: Callable[[jax.Array], Tree]  # `(rng_key) -> params`.
   # `(batch_size) -> carry`, leaves `[B, ...]`; `()` if the network is not
   # recurrent.
   initial_carry: Callable[[int], Tree]
-  # `(params, obs, is_first, carry) -> (head, value, carry)`, from observations
+  # `(params, obs, is_first, carry) -> (head, value, carry)`. It maps `obs`
   # `[T, B, ...]` and `is_first` `[T, B]` to heads `[T, B, num_params]` and
-  # values `[T, B]`, both float32. It takes the carry before the first
-  # step and returns the carry after the last.
+  # values `[T, B]`, both float32. It takes the carry before the first step and
+  # returns the carry after the last step.
   unroll: Callable[[Tree, Tree, Array, Tree], tuple[Array, Array, Tree]]
   is_recurrent: bool  # Whether the outputs of a step depend on earlier steps.
 
 
-def _merge_time(obs: Tree) -> Tree:  # [T, B, ...] to [T * B, ...].
+def _merge_time(obs: Tree) -> Tree:  # From [T, B, ...] to [T * B, ...].
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)
 
 
@@ -40,7 +40,7 @@ def feed_forward(module: nn.Module, obs: Tree) -> Network:
   Args:
     module: maps observations `[N, ...]` to a policy head `[N, num_params]` and
       values `[N]`.
-    obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
+    obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
   """
   apply: Callable[..., Any] = module.apply
 
@@ -65,7 +65,7 @@ def recurrent(
 
   Args:
     module: computes `Network.unroll`; it resets its carry where `is_first`.
-    obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
+    obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
     initial_carry: `(batch_size) -> carry`.
   """
   apply: Callable[..., Any] = module.apply
@@ -79,13 +79,13 @@ def recurrent(
 
 
 class ActorCritic(nn.Module):
-  """A policy head and a value head on one torso, or on one torso each."""
+  """A policy head and a value head, with one torso for both or one for each."""
 
   make_torso: Callable[[], nn.Module]  # Builds a torso, an `nn.Module`.
   num_policy_params: int  # Width of the policy head.
   shared_torso: bool = True  # Whether the two heads share one torso.
-  # Length of the last part of the policy head, which consists of parameters
-  # with the same value in all states.
+  # Number of values at the end of the policy head that are parameters, with the
+  # same value in all states.
   num_constant_params: int = 0
   # One of `cores.CORES`, placed between each torso and its head.
   core: str = 'none'
@@ -116,7 +116,7 @@ class ActorCritic(nn.Module):
     return [carry] if self.shared_torso else [carry, carry]
 
   def _features(self, obs: Tree) -> list[Array]:
-    """The features `[N, F]`: one for both heads, or one for each."""
+    """Returns features `[N, F]`: one array for both heads, or one for each."""
     torso: Any = self.make_torso()
     if self.shared_torso:
       return [torso(obs)]
@@ -129,10 +129,10 @@ class ActorCritic(nn.Module):
   def _heads(
     self, policy_features: Array, value_features: Array
   ) -> tuple[Array, Array]:
-    """Maps features `[..., F]` to the policy head `[..., P]` and values."""
+    """Maps features `[..., F]` to heads `[..., P]` and values `[..., 1]`."""
     orthogonal = nn.initializers.orthogonal
     num_outputs = self.num_policy_params - self.num_constant_params
-    # A small policy head starts the policy close to uniform.
+    # With small initial weights, the first policy is close to uniform.
     dense = nn.Dense(num_outputs, kernel_init=orthogonal(0.01))
     policy = dense(policy_features)
     if size := self.num_constant_params:
@@ -154,7 +154,7 @@ def make_network(
 
   Args:
     make_torso: builds a torso, an `nn.Module`.
-    obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
+    obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
     num_policy_params: width of the policy head.
     **options: the other attributes of `ActorCritic`.
   """

@@ -1,4 +1,4 @@
-"""Recurrent cores: GRU and LSTM over a sequence with episode ends."""
+"""Recurrent cores: GRU and LSTM over sequences that contain episode ends."""
 
 import flax.linen as nn
 import jax

@@ -1,9 +1,9 @@
-"""Torsos: from an observation to features.
+"""Torsos: networks that map an observation to features.
 
 A torso is a flax module from `[N, *obs_shape]` to `[N, features]`. It takes the
 observations as environments return them (bool, uint8, CHW) and converts them in
-the compiled program, so that only the small dtype is stored and moved. `dtype`
-is the dtype of the arithmetic; parameters are float32.
+the compiled program, so that podrl stores and copies only the small dtype.
+`dtype` is the dtype of the arithmetic; parameters are float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def as_vector(obs: Tree, dtype: Any = jnp.float32) -> jax.Array:
 def as_image(
   obs: Tree, channels_first: bool, dtype: Any = jnp.float32
 ) -> jax.Array:
-  """Converts an image to `[N, H, W, C]`; uint8 is scaled to 0 ... 1."""
+  """Converts images to `[N, H, W, C]`, and uint8 values to 0 ... 1."""
   (image,) = jax.tree.leaves(obs)
   scale = 255.0 if image.dtype == jnp.uint8 else 1.0
   image = jnp.moveaxis(image, 1, -1) if channels_first else image
@@ -38,14 +38,14 @@ def as_image(
 
 
 def standardize(image: jax.Array) -> jax.Array:
-  """Gives each of the images `[N, H, W, C]` mean 0 and deviation 1."""
-  # Else a uniform background outweighs small moving things like Pong's ball.
+  """Scales each of the images `[N, H, W, C]` to mean 0 and deviation 1."""
+  # A uniform background would otherwise hide small objects like Pong's ball.
   x = image - jnp.mean(image, (1, 2, 3), keepdims=True)
   return x / (jnp.std(x, (1, 2, 3), keepdims=True) + 1e-3)
 
 
 class MLP(nn.Module):
-  """A multilayer perceptron over the flattened observation."""
+  """A multilayer perceptron that takes the flattened observation."""
 
   hidden_sizes: Sequence[int] = (64, 64)  # Width of each layer.
   # Applied after each layer.
@@ -61,10 +61,10 @@ class MLP(nn.Module):
 
 
 class TwinMLP(nn.Module):
-  """Two separate MLPs over one observation, with one product for both inputs.
+  """Two separate MLPs for one observation; one matrix product for both inputs.
 
-  It computes what two `MLP`s do, with the same number of parameters, but reads
-  and converts a wide observation only once. The attributes are those of `MLP`.
+  It computes the same as two `MLP`s, with the same number of parameters, but it
+  reads and converts a wide observation only once. It has `MLP`'s attributes.
   """
 
   hidden_sizes: Sequence[int] = (64, 64)
@@ -93,7 +93,7 @@ class TwinMLP(nn.Module):
 def _extract_patches(
   x: jax.Array, kernel: int, stride: int, padding: str
 ) -> jax.Array:
-  """`[N, H, W, C]` to `[N, H', W', kernel * kernel * C]`, as strided slices."""
+  """Maps `[N, H, W, C]` to patches `[N, H', W', kernel * kernel * C]`."""
   if padding == 'SAME':
     pads = []
     for size in x.shape[1:3]:
@@ -116,8 +116,8 @@ class Conv(nn.Module):
   kernel: int  # Height and width of the kernel.
   stride: int = 1  # Stride in both directions.
   padding: str = 'VALID'  # 'VALID' or 'SAME'.
-  # Whether to compute one matrix product over patches; the result is the same.
-  # None means only if the backend is the CPU.
+  # Whether to compute the convolution as a matrix product over patches; the
+  # result is the same. None means yes on a CPU, and no on other backends.
   matmul: bool | None = None
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
 
@@ -128,7 +128,7 @@ class Conv(nn.Module):
     zeros = nn.initializers.zeros_init()
     bias: Any = self.param('bias', zeros, (self.features,))
     x, kernel, bias = (a.astype(self.dtype) for a in (x, kernel, bias))
-    # In a gradient in a scan, XLA's CPU convolution is about ten times slower.
+    # XLA's CPU convolution is about ten times slower in a gradient in a scan.
     matmul = self.matmul
     if matmul is None:
       matmul = jax.default_backend() == 'cpu'
@@ -144,12 +144,12 @@ class Conv(nn.Module):
 
 
 class ConvNet(nn.Module):
-  """Convolutions, each with a ReLU, and one hidden layer."""
+  """Convolutions, each followed by a ReLU, and then one hidden layer."""
 
   channels_first: bool  # Whether observations are CHW.
   # (features, kernel, stride) of each convolution.
   layers: Sequence[tuple[int, int, int]]
-  hidden_size: int  # Width of the layer after them.
+  hidden_size: int  # Width of the layer after the convolutions.
   standardize: bool = False  # Whether each image is standardised.
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
 
@@ -167,7 +167,7 @@ class ImpalaResNet(nn.Module):
   """The torso of Espeholt et al. 2018, arXiv:1802.01561, figure 3."""
 
   channels_first: bool  # Whether observations are CHW.
-  # Channels of each section; a section halves the image.
+  # Channels of each section. Each section halves the image's height and width.
   channels: Sequence[int] = (16, 32, 32)
   hidden_size: int = 256  # Width of the last layer.
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
@@ -188,14 +188,14 @@ class ImpalaResNet(nn.Module):
     return nn.relu(dense(x))
 
 
-# Mnih et al. 2015, methods.
+# Source: Mnih et al. 2015, Human-level control, methods.
 _NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
-# 'conv' takes MinAtar's network for small images (Young and Tian 2019,
-# arXiv:1903.03176). For larger ones it takes two strided layers of about the
-# same cost over standardised images, which run without an accelerator.
+# For small images, 'conv' is MinAtar's network (Young and Tian 2019,
+# arXiv:1903.03176). For larger images, it standardises the image and has two
+# strided layers that cost about the same, so it is fast without an accelerator.
 _SMALL_LAYERS = ((16, 3, 1),)
 _STRIDED_LAYERS = ((16, 3, 3), (32, 4, 2))
-_MIN_NATURE_SIZE = 36  # The last convolution does not fit a smaller image.
+_MIN_NATURE_SIZE = 36  # A smaller image is too small for the last convolution.
 _MIN_SIZE = 3
 
 TORSOS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
@@ -213,7 +213,7 @@ def make_torso(
     name: one of `TORSOS`; 'auto' is 'nature_cnn' for images of at least
       36 x 36, 'conv' for smaller images, and otherwise 'mlp'.
     spec: describes the environment.
-    hidden_sizes: widths of the MLP's layers; the last is also the width of the
+    hidden_sizes: widths of the MLP's layers. The last width is also that of the
       layer after the convolutions.
     dtype: dtype of the torso's arithmetic.
 
@@ -234,7 +234,7 @@ def make_torso(
   if size < smallest:
     raise ValueError(
       f'network.name={name} needs an image of at least {smallest} x '
-      f'{smallest}, and observations are {shapes}; try network.name=auto'
+      f'{smallest}, but observations are {shapes}; use network.name=auto'
     )
   fields = {'hidden_size': hidden_sizes[-1], 'dtype': dtype}
   if name == 'impala_resnet':
