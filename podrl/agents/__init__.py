@@ -1,4 +1,4 @@
-"""The agents: a table of learning algorithms, each in a file of its own."""
+"""The agents: a table of learning algorithms. Each one has its own file."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,14 +10,14 @@ from podrl.types import Agent, EnvSpec
 
 
 class AgentEntry(NamedTuple):
-  """What the rest of podrl knows of an agent.
+  """What the rest of podrl knows about an agent.
 
   Attributes:
     make_agent: `(network, distribution, **fields) -> Agent`.
     defaults: values of configuration fields, by dotted name. The agent adds
       these fields to the base configuration or changes their values. Fields
       of an architecture that the run does not use are skipped.
-    comments: one line for `--help` on each field that the agent adds.
+    comments: one line for `--help` about each field that the agent adds.
     check: `(fields) -> None`, raises a ValueError if the configuration does
       not fit the agent. `fields` is the flat configuration by dotted name.
     minibatch_unit: `(fields) -> 'steps' | 'environments'`, what the minibatches

@@ -1,4 +1,4 @@
-"""A2C: IMPALA with every importance ratio equal to 1, for data without lag."""
+"""A2C: IMPALA with all importance ratios equal to 1; needs policy lag 0."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,12 @@ DEFAULTS = {**impala.DEFAULTS, 'sebulba.max_lag': 0}
 
 
 def check(fields: Mapping[str, Any]) -> None:
-  """Raises a ValueError if the data could come from an older policy."""
+  """Raises a ValueError if A2C would learn from data of an older policy."""
   for name in ('num_epochs', 'num_minibatches'):
     if fields[name] != 1:
       raise ValueError(
-        f'config.{name}={fields[name]} does not fit a2c, which learns once '
-        'from each step; use 1, or --agent=impala'
+        f'config.{name}={fields[name]} does not fit a2c, which learns from '
+        'each step only once; use 1, or --agent=impala'
       )
   if max_lag := fields.get('sebulba.max_lag', 0):
     raise ValueError(

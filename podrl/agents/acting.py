@@ -1,4 +1,4 @@
-"""What the actor-critic agents share: variables, acting and ratios."""
+"""Functions that all actor-critic agents use: `init`, `act` and ratios."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from podrl.core.distributions import Distribution
 from podrl.networks.actor_critic import Network
 from podrl.types import Array, TimeStep, Tree, Variables
 
-# Larger log-ratios are far beyond every clip. Continuous actions have them, and
-# an infinite ratio times a weight of 0 is NaN.
+# Continuous actions can have huge log-ratios. Their exp could be infinite, and
+# infinity times a weight of 0 is NaN. This bound is far above every clip.
 _MAX_LOG_RATIO = 20.0
 
 
 class Extras(NamedTuple):
-  """What `act` stores with each action, `[..., B]` each."""
+  """What `act` returns with each action; leaves `[..., B]`."""
 
   sample: Array  # The distribution's sample; the action is `to_action(sample)`.
   # Float32, the action's log-probability under the behaviour policy.

@@ -35,13 +35,14 @@ def make_agent(
   network on all T + 1 steps.
 
   Args:
-    off_policy_correction: whether to use importance ratios. Without them the
-      agent is A2C, and the policy that acts must be the one that learns.
+    off_policy_correction: whether to use importance ratios. Without them, the
+      agent is A2C, and it must learn from actions of its current policy.
     gamma: discount per step.
     lambda_: mixes one-step (0) and full (1) returns.
     entropy_cost: weight of the entropy bonus.
     value_cost: weight of the value loss.
-    reward_clip: rewards are clipped to plus and minus this; 0 disables it.
+    reward_clip: rewards are clipped to [-reward_clip, reward_clip]; 0 means no
+      clipping.
 
   Source: Espeholt et al. 2018, arXiv:1802.01561, section 4.2.
   """

@@ -24,7 +24,7 @@ DEFAULTS = {
 }
 
 COMMENTS = {
-  'agent.clip': 'Bound of the probability ratio around 1; more than 0.',
+  'agent.clip': 'Clips probability ratios to [1 - clip, 1 + clip]; clip > 0.',
   'agent.normalize_advantage': 'Standardises advantages over the global batch.',
 }
 
@@ -37,20 +37,20 @@ def check(fields: Mapping[str, Any]) -> None:
 
 
 def minibatch_unit(fields: Mapping[str, Any]) -> str:
-  """What minibatches divide: steps, or environments if there is a memory."""
+  """Returns what minibatches divide: 'environments' for a recurrent network."""
   return 'steps' if fields['network.recurrent'] == 'none' else 'environments'
 
 
 class Batch(NamedTuple):
-  """Sequences `[N, S, ...]` that minibatches divide on axis 0.
+  """Sequences `[N, S, ...]`; minibatches divide axis 0.
 
-  A recurrent network keeps the sequences of the environments: N = B and S = T.
-  Otherwise every slot is a sequence of one step: N = T B and S = 1.
+  For a recurrent network, there is a sequence for each environment: N = B and
+  S = T. Otherwise, every slot is a sequence of one step: N = T B and S = 1.
   """
 
   obs: Tree  # `[N, S, ...]`.
   is_first: Array  # `[N, S]` bool.
-  carry: Tree  # `[N, 1, ...]`, before the first step.
+  carry: Tree  # `[N, 1, ...]`, the carry before the first step.
   sample: Array  # `[N, S, ...]`, see `acting.Extras`.
   log_prob: Array  # `[N, S]` float32, under the behaviour policy.
   advantage: Array  # `[N, S]` float32.
@@ -65,7 +65,7 @@ def normalize(
 
   Args:
     advantage: `[...]` float32.
-    weight: `[...]` float32, 0 at joints, which do not count.
+    weight: `[...]` float32, 0 at joints, so that they do not count.
     mean: averages a tree over devices.
   """
   powers = 1.0, advantage, jnp.square(advantage)
@@ -93,12 +93,13 @@ def make_agent(
   Args:
     gamma: discount per step.
     lambda_: mixes one-step (0) and full (1) advantages.
-    clip: the distance from 1 beyond which the probability ratio gains nothing.
+    clip: see `losses.ppo_clip`.
     entropy_cost: weight of the entropy bonus.
     value_cost: weight of the value loss.
     normalize_advantage: whether to normalise advantages over the global batch,
       once per unroll.
-    reward_clip: rewards are clipped to plus and minus this; 0 disables it.
+    reward_clip: rewards are clipped to [-reward_clip, reward_clip]; 0 means no
+      clipping.
 
   Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
   """
@@ -108,8 +109,8 @@ def make_agent(
   ) -> Batch:
     params, _, hyperparams = variables
     timestep = trajectory.timestep
-    # `act` stored the values of all steps but the last. Only a recurrent
-    # network needs the other steps to compute the last value.
+    # `act` stored the values of all steps except the last. To compute the last
+    # value, only a recurrent network needs the other steps.
     obs, is_first = timestep.obs, timestep.is_first
     if not network.is_recurrent:
       obs, is_first = jax.tree.map(lambda x: x[-1:], (obs, is_first))
