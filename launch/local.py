@@ -4,12 +4,14 @@ Runs N processes of one run on this machine, for example
 
   launch/local.sh 2 -- python experiments/anakin_cartpole.py --workdir=runs/two
 
-Each process gets --coordinator, --num_processes and --process_id, and its share
-of the cores and of the GPUs. The lines that process I prints begin with [I].
+The script passes --coordinator, --num_processes and --process_id to each
+process, and gives it a share of the cores and of the GPUs. Each line that
+process I prints begins with [I].
 
-The exit code is that of the first process that fails. The other processes then
-have grace_seconds to end before they get SIGTERM, and kill_seconds more before
-they get SIGKILL. The script passes each Ctrl-C and SIGTERM to every process.
+The exit code of the script is that of the first process that fails. After a
+failure, the other processes have grace_seconds to end. Then the script sends
+SIGTERM to them, and SIGKILL after kill_seconds more. It passes each Ctrl-C and
+SIGTERM that it gets to every process.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-  """Prints the text above as help, and a mistake as one line."""
+  """Prints the text above as help, and prints each mistake as one line."""
 
   def format_help(self) -> str:
     return __doc__
@@ -68,7 +70,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def find_gpus() -> list[str]:
-  """Returns the GPUs to share; none if the user has chosen them already."""
+  """Returns the GPUs to share; none if the user chose GPUs or the CPU."""
   has_chosen = 'CUDA_VISIBLE_DEVICES' in os.environ
   has_chosen |= os.environ.get('JAX_PLATFORMS') == 'cpu'
   if has_chosen or not shutil.which('nvidia-smi'):
@@ -95,7 +97,7 @@ def start(
 ) -> Iterator[subprocess.Popen]:
   """Starts the processes in groups that a terminal's Ctrl-C does not reach."""
   port, cores = find_port(), []
-  if hasattr(os, 'sched_getaffinity'):  # Not on macOS.
+  if hasattr(os, 'sched_getaffinity'):  # macOS does not have it.
     cores = sorted(os.sched_getaffinity(0))
   for index in range(count):
     environment = dict(os.environ)
@@ -117,7 +119,7 @@ def start(
 
 
 def send(number: int, groups: Sequence[int]) -> None:
-  """Signals process groups, also those whose first process has ended."""
+  """Sends a signal to process groups, even if their first process has ended."""
   for group in groups:
     with contextlib.suppress(ProcessLookupError, PermissionError):
       os.killpg(group, number)
@@ -132,9 +134,9 @@ def is_alive(group: int) -> bool:
 
 
 def guard(pipe: int, kill_seconds: int) -> None:
-  """Ends all processes if this script is killed; runs in a forked process.
+  """Runs in a forked process, and ends all others if this script is killed.
 
-  The process groups come through a pipe, which closes when the script ends.
+  The script writes the process groups to a pipe, which closes when it ends.
   """
   os.setsid()
   with open(pipe) as file:
@@ -178,10 +180,10 @@ def main() -> int:
   os.close(read_end)
   life = open(write_end, 'w', buffering=1)
 
-  # Pairs of a process and its exit code, or of None and a signal to pass on.
+  # Pairs: a process's index and its exit code, or None and a signal to pass on.
   events: queue.SimpleQueue = queue.SimpleQueue()
   passed = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM}
-  if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # As nohup sets it.
+  if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it.
     passed[signal.SIGHUP] = signal.SIGTERM
   for number in passed:
     signal.signal(number, lambda number, _: events.put((None, passed[number])))
@@ -203,7 +205,8 @@ def main() -> int:
     try:
       index, number = events.get(timeout=left)
     except queue.Empty:
-      say(f'{next_signal.name} to {" ".join(map(str, sorted(running)))}')
+      names = ' '.join(map(str, sorted(running)))
+      say(f'sending {next_signal.name} to processes {names}')
       send(next_signal, groups)
       if next_signal == signal.SIGKILL:
         break
@@ -220,11 +223,11 @@ def main() -> int:
       if running:
         seconds, others = args.grace_seconds, len(running)
         say(
-          f'process {index} ended with {code}; waiting {seconds} s for the '
-          f'other {others}'
+          f'process {index} ended with exit code {code}; waiting {seconds} s '
+          f'for the other {others}'
         )
 
-  # A process that a command has left behind may keep its output open.
+  # A process that a command started may outlive it, and keep the output open.
   for number, seconds in (
     (signal.SIGTERM, 1),
     (signal.SIGKILL, args.kill_seconds),

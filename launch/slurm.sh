@@ -9,8 +9,8 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out
-# The processes get this signal themselves, but srun must not get it: after SIGTERM,
-# srun kills its tasks at once, before they have saved.
+# Slurm sends this signal to the processes of the run. srun must not get it: after
+# SIGTERM, srun kills its tasks at once, before they have saved a checkpoint.
 #SBATCH --signal=TERM@120
 set -u
 
@@ -23,11 +23,12 @@ Runs COMMAND as one process on each node, for example
   sbatch --nodes=4 --gpus-per-node=8 launch/slurm.sh \
       python experiments/sebulba_pong.py --variant=cleanba
 
-The script adds --resume and, unless you give a --workdir, --workdir=runs/NAME-ID
-with the job's name and number. All nodes must share the file system of the
-workdir. When the job is preempted, and two minutes before its time limit, the run
-saves a checkpoint and the job is queued again. The lines that begin with #SBATCH
-are defaults; options of sbatch have precedence.
+The script adds --resume. If you give no --workdir, it also adds
+--workdir=runs/NAME-ID, with the name and number of the job. All nodes must have
+access to this directory. The run saves a checkpoint two minutes before the time
+limit of the job, and when the job is preempted. The job is then queued again. The
+lines of this script that begin with #SBATCH set defaults; options of sbatch
+override them.
 TEXT
 }
 
@@ -39,7 +40,8 @@ mistake() {
 case ${1-} in --help | -h) usage; exit 0 ;; esac
 (($#)) || mistake \
   'a command is missing; try: sbatch launch/slurm.sh python experiments/NAME.py'
-[[ -n ${SLURM_JOB_ID-} ]] || mistake 'this is no job of Slurm; try: sbatch launch/slurm.sh ...'
+[[ -n ${SLURM_JOB_ID-} ]] \
+  || mistake 'this is not a job of Slurm; try: sbatch launch/slurm.sh ...'
 
 has_workdir='' has_resume=''
 for word in "$@"; do
@@ -48,30 +50,32 @@ for word in "$@"; do
     --resume | --resume=*) has_resume=yes ;;
   esac
 done
-# JAX gives each task of Slurm one GPU, but here a task has all GPUs of its node.
+# By default, JAX gives each Slurm task one GPU. Here, a task uses all GPUs of its
+# node.
 [[ ${SLURM_GPUS_ON_NODE-} =~ ^[1-9][0-9]*$ ]] \
   && export JAX_LOCAL_DEVICE_IDS=${JAX_LOCAL_DEVICE_IDS-$(
     seq -s, 0 $((SLURM_GPUS_ON_NODE - 1)))}
 command=("$@")
-# A job that is queued again keeps its number, and so the run keeps its directory.
+# A job that is queued again keeps its number, so the run keeps its directory.
 [[ $has_workdir ]] \
   || command+=("--workdir=runs/${SLURM_JOB_NAME:-podrl}-$SLURM_JOB_ID")
 [[ $has_resume ]] || command+=(--resume)
 
-# SIGTERM does not end this shell: it waits for srun's exit code.
+# SIGTERM must not end this shell, because it waits for srun's exit code.
 trap : TERM
-# After a failure the other processes get time to report it. One process uses all
-# cores of its node.
+# --wait: after a failure, the other processes get time to report it.
+# --cpu-bind=none: one process uses all cores of its node.
 srun --kill-on-bad-exit=0 --wait=300 --cpu-bind=none "${command[@]}"
 code=$?
 if ((code == 75)); then
   # A cancelled job saves a checkpoint too, but must not be queued again.
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
   if [[ -z $state || $state == RUNNING ]]; then
-    echo "slurm.sh: preempted after saving a checkpoint; queued again"
+    echo "slurm.sh: the run was preempted and saved a checkpoint; it is queued again"
     scontrol requeue "$SLURM_JOB_ID"
   else
-    echo "slurm.sh: a checkpoint is saved; not queued again, because the job is $state"
+    echo "slurm.sh: the run saved a checkpoint; it is not queued again, because the" \
+      "job's state is $state"
   fi
 fi
 exit "$code"

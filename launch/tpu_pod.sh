@@ -7,11 +7,11 @@ usage() {
 launch/tpu_pod.sh --accelerator=TYPE --project=PROJECT --bucket=gs://BUCKET[/PREFIX]
     [OPTIONS] -- python experiments/NAME.py [FLAGS]
 
-Creates a TPU slice, installs the project's HEAD on all of its hosts, runs the
-command there and shows the output of the first host. At the end, and after
+This script creates a TPU slice, installs the last commit on all of its hosts, runs
+the command there and shows the output of the first host. At the end, and after
 Ctrl-C, it fetches the run's files to runs/NAME and deletes the slice. The bucket
 keeps the run: if the slice is preempted, the script creates another slice and the
-run resumes there.
+run resumes there. In this list, brackets show the defaults:
 
   --accelerator=TYPE   v4-8, v5e-256, v5p-32, v6e-8, tpu7x-8 ...
   --project            project of Google Cloud
@@ -25,13 +25,13 @@ run resumes there.
   --spot               cheaper, but Google may preempt the slice
   --keep               do not delete the slice; the next run with this name uses it
   --fetch-checkpoints  fetch the checkpoints too
-  --create-attempts=5  failures in a row to get a slice before giving up
+  --create-attempts=5  give up after this many failures in a row to get a slice
   --backoff-seconds=30 pause after the first failure; it doubles each time
-  --poll-seconds=20    pause between two questions about the slice's state
+  --poll-seconds=20    pause between two checks of the slice's state
   --dry-run            print all commands and run none
 
-Needs gcloud, logged in. Exit codes are those of the run: 0 done, 1 failed, 2 a
-mistake, 130 Ctrl-C.
+You need gcloud, and you must be logged in. The exit code is that of the run: 0 for
+success, 1 for a failure, 2 for a mistake of the user, and 130 after Ctrl-C.
 TEXT
 }
 
@@ -50,8 +50,8 @@ parse_accelerator() {
   [[ $accelerator =~ ^(v4|v5e|v5litepod|v5p|v6e|tpu7x)-([1-9][0-9]{0,4})$ ]] \
     || mistake "--accelerator='$accelerator' is unknown; try v4-8, v5e-256, v6e-8 or tpu7x-8"
   family=${BASH_REMATCH[1]} size=${BASH_REMATCH[2]} runtime=''
-  # v4, v5p and tpu7x count cores, eight on a host. v5e and v6e count chips: four
-  # on a host, or up to eight if there is only one host.
+  # The size of v4, v5p and tpu7x counts cores; a host has eight. The size of v5e and
+  # v6e counts chips; a host has four, or up to eight if there is only one host.
   case $family in
     v4) runtime=tpu-ubuntu2204-base default_zone=us-central2-b ;;
     v5p) runtime=v2-alpha-tpuv5 default_zone=us-east5-a ;;
@@ -75,7 +75,7 @@ parse_accelerator() {
   fi
 }
 
-# Prints a command as one would type it.
+# Prints a command with the quotes that a shell needs.
 quote() {
   local word line=
   for word in "$@"; do
@@ -85,7 +85,8 @@ quote() {
   echo "${line# }"
 }
 
-# Runs a command so that bash answers signals at once; a trap ends `children`.
+# Runs a command in the background, so that bash reacts to signals at once. The trap
+# of a signal ends `children`.
 background() {
   "$@" </dev/null &
   children=($!)
@@ -107,8 +108,8 @@ run() {
   fi
 }
 
-# Runs a command that deletes a resource. A resource that does not exist is no
-# error. (In a trap, a bare return would give the status from before the trap.)
+# Runs a command that deletes a resource. It is no error if the resource does not
+# exist. (In a trap, a bare return would give the status from before the trap.)
 run_delete() {
   [[ $dry_run ]] && { quote "$@"; return 0; }
   run "$@" 2>"$scratch/delete" && return 0
@@ -125,11 +126,11 @@ ask() {
 }
 
 # Up to v6e, a slice is a queued resource of the Cloud TPU API. That API does not
-# serve tpu7x: there, a slice is a managed instance group of Compute Engine, with a
+# have tpu7x: a tpu7x slice is a managed instance group of Compute Engine, with a
 # workload policy if it has several hosts.
 is_group() { [[ $family == tpu7x ]]; }
 
-# A command for queued resources: the verb, then its arguments.
+# Runs a command for queued resources; $1 is its verb.
 tpu() { run gcloud compute tpus queued-resources "$@" "${where[@]}"; }
 
 create_slice() {
@@ -156,7 +157,7 @@ create_slice() {
     policy=(--target-size-policy-mode=bulk
       "--workload-policy=projects/$project/regions/$region/resourcePolicies/$name")
   fi
-  # Only this script replaces a host that is gone.
+  # Compute Engine must not replace a lost host: this script does so.
   run gcloud compute instance-groups managed create "$name" "--template=$name" \
     "--size=$hosts" --default-action-on-vm-failure=do-nothing \
     ${policy[@]+"${policy[@]}"} "${where[@]}"
@@ -177,8 +178,8 @@ delete_slice() {
   return $code
 }
 
-# Sets `detail` to the cloud's words, and `state` to absent, waiting, up, gone or,
-# if the cloud does not answer, unknown.
+# Sets `detail` to the state in the cloud's words. Sets `state` to absent, waiting, up
+# or gone, or to unknown if the cloud does not answer.
 slice_state() {
   local answer
   state=waiting
@@ -205,8 +206,8 @@ slice_state() {
   esac
 }
 
-# Sets `first` to the machine of process 0, whose output the script shows; if no
-# machine knows it, to any machine.
+# The script shows the output of process 0. This function sets `first` to its machine,
+# or to any machine if it finds out none.
 find_first() {
   local answer zero
   is_group || return 0
@@ -219,7 +220,7 @@ find_first() {
   return 0
 }
 
-# Runs gcloud's ssh or scp for all hosts at once; @host is the host.
+# Runs gcloud's ssh or scp for all hosts at once; @host stands for a host's name.
 everywhere() {
   local line
   if ! is_group; then
@@ -238,10 +239,10 @@ everywhere() {
 
 copy_to_all() { everywhere scp "$archive" launch/tpu_worker.sh @host:; }
 
-# Runs a line of shell on all hosts.
+# Runs a line of shell code on all hosts.
 on_all() { everywhere ssh @host "--command=$1"; }
 
-# Runs a line of shell on the first host.
+# Runs a line of shell code on the first host.
 on_first() {
   if ! is_group; then
     tpu ssh "$name" "--command=$1" --worker=0
@@ -269,13 +270,13 @@ wait_until_up() {
 
 count_failure() {
   failures=$((failures + 1))
-  say "failure $failures of $create_attempts in a row to get a working slice"
+  say "got no working slice: failure $failures in a row, of at most $create_attempts"
   ((failures < create_attempts)) && return
-  say 'gave up; try another --zone, or later'
+  say 'gave up; try another --zone, or try again later'
   exit 1
 }
 
-# Creates the slice, or uses one that --keep left.
+# Creates the slice, or uses the slice that an earlier run left with --keep.
 make_slice() {
   local pause=$backoff_seconds status
   while :; do
@@ -300,7 +301,8 @@ make_slice() {
   done
 }
 
-# Installs the project and starts the run. A new machine takes a while to answer.
+# Installs the project and starts the run. It tries several times, because a new
+# machine does not answer at once.
 begin_run() {
   local attempt
   for attempt in 1 2 3 4 5; do
@@ -336,16 +338,16 @@ follow_run() {
     fi
     slice_state
     case $state in gone | absent) code=75; return ;; esac
-    # The connection is lost, but the run goes on.
+    # The connection is lost, but the run continues.
     silent=$((silent + 1))
     (($(wc -l <"$scratch/seen") > lines)) && silent=0
     nap "$poll_seconds"
   done
   if [[ -z $code ]]; then
-    say "$name: $detail, and its first host does not answer: $(tail -n 1 "$scratch/ssh")"
+    say "the first host of $name ($detail) does not answer: $(tail -n 1 "$scratch/ssh")"
     code=75
   fi
-  # A failure may come from a host that Google is taking away.
+  # The run may have failed because Google is taking a host away.
   while ((code != 0 && code != 2 && code != 75 && code != 130 && polls++ < 3)); do
     slice_state
     case $state in gone | absent) code=75; return ;; esac
@@ -443,7 +445,7 @@ for word in "$@"; do
       mistake "this script sets ${word%%=*}; leave it out" ;;
     *.py)
       git cat-file -e "HEAD:$word" 2>/dev/null \
-        || mistake "$word is not in the last commit, which the hosts get" ;;
+        || mistake "$word is not in the last commit, so the hosts do not get it; commit it" ;;
   esac
 done
 if [[ $(git status --porcelain --untracked-files=no) ]]; then
@@ -463,22 +465,23 @@ if [[ $dry_run ]]; then
   say "$accelerator in $zone, $hosts host(s), commit $(git rev-parse --short HEAD)"
   run git archive --format=tar.gz "--output=$archive" HEAD
   create_slice
-  say 'until the slice is up, and each time the connection is lost:'
+  say 'the script repeats this until the slice is up, and if the connection is lost:'
   quote "${query[@]}"
-  say 'then on the hosts:'
+  say 'then it runs these commands on the hosts:'
   copy_to_all
   on_all "$setup_line"
   on_all "$start_line"
   on_first 'bash tpu_worker.sh follow 1'
-  say 'after a preemption: delete, create and start again; at the end:'
+  say 'after a preemption, it deletes the slice, creates a new one and starts again;'
+  say 'at the end, it runs:'
   fetch
   [[ $keep ]] && say 'the slice is kept; to delete it:'
   delete_slice
   exit 0
 fi
 
-# Each child gets a group of its own: Ctrl-C reaches this script alone, and the end
-# of gcloud ends its ssh.
+# Each child gets its own process group. So Ctrl-C reaches only this script, and a
+# signal to the group of gcloud also ends its ssh.
 set -m
 scratch=$(mktemp -d) || exit 1
 archive=$scratch/podrl.tar.gz
@@ -494,12 +497,12 @@ while :; do
   code=$?
   ((code == 0)) && follow_run
   ((code == 75)) || break
-  say 'preempted; the run resumes on another slice'
+  say 'the slice was preempted; the run resumes on another one'
   delete_slice
   started=''
   # A run that fails before it prints a line was probably not preempted.
   if (($(wc -l <"$scratch/seen") > 1)); then failures=0; else count_failure; fi
 done
 fetch
-say "the run ended with $code; see runs/$name and gs://$bucket_name/$path"
+say "the run ended with exit code $code; see runs/$name and gs://$bucket_name/$path"
 exit "$code"

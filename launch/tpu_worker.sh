@@ -3,8 +3,8 @@
 #
 #   setup BUCKET DIRECTORY  mounts the bucket and installs the project's archive
 #   start COMMAND ...       starts the run in the background
-#   follow LINE             prints its output from LINE on, and then "exit CODE"
-#   stop                    sends SIGTERM and waits until the run has saved
+#   follow LINE             prints the run's output from LINE on, then "exit CODE"
+#   stop                    sends SIGTERM to the run and waits until it has ended
 #   first                   prints the name of the slice's first worker
 set -u
 
@@ -40,12 +40,13 @@ setup() {
   command -v gcsfuse >/dev/null || install_gcsfuse
   if ! mountpoint -q "$mount"; then
     sudo install -d -o "$(id -un)" "$mount" || fail "$mount could not be created"
-    # Not gcsfuse's defaults: a checkpoint's directory is renamed, every host must
-    # see at once what another one writes, and synchronised data must be in the bucket.
+    # Three defaults of gcsfuse do not fit: podrl renames a checkpoint's directory,
+    # every host must see at once what another host writes, and data must be in the
+    # bucket after a file is synchronised.
     gcsfuse --implicit-dirs --rename-dir-limit=1000000 --metadata-cache-ttl-secs=0 \
       --metadata-cache-negative-ttl-secs=0 --enable-streaming-writes=false \
       "$bucket" "$mount" >>"$HOME/podrl-setup.log" 2>&1 || fail \
-      "gs://$bucket could not be mounted; may this machine's service account write there?"
+      "gs://$bucket could not be mounted; let the machine's service account write to it"
   fi
 
   local digest
@@ -69,7 +70,7 @@ setup() {
   echo "$digest" >"$environment/digest"
 }
 
-# Whether the run has not ended yet.
+# Succeeds if a run has started and has not ended yet.
 running() {
   [[ -f $run.pid && ! -f $run.code ]] && kill -0 "$(<"$run.pid")" 2>/dev/null
 }
@@ -97,7 +98,7 @@ start() {
 }
 
 run() {
-  trap : TERM # The command gets it too; this shell waits for the exit code.
+  trap : TERM # SIGTERM ends the command; this shell waits for its exit code.
   echo $$ >"$run.pid"
   cd "$project" || exit 1
   PATH=$environment/bin:$PATH PYTHONUNBUFFERED=1 "$@"
@@ -108,8 +109,9 @@ run() {
 follow() {
   [[ -f $run.pid ]] || fail 'no run was started here'
   tail -n "+$1" --pid="$(<"$run.pid")" -s 0.5 -f "$run.log"
-  # A run that was killed with its shell, as by a restart of the machine, has no
-  # code. It can resume from its last checkpoint, as after a preemption.
+  # If the run was killed together with its shell, for example by a restart of the
+  # machine, it has no exit code. It can then resume from its last checkpoint, as
+  # after a preemption (75).
   echo "exit $(cat "$run.code" 2>/dev/null || echo 75)"
 }
 

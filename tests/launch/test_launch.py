@@ -238,7 +238,7 @@ def test_local_gives_survivors_time_after_the_first_failure(tmp_path):
   )
   assert code == 3  # Process 1's, since it was the first.
   assert lines[0][1:] == ['process 1 died']
-  assert 'process 1 ended with 3' in stderr
+  assert 'process 1 ended with exit code 3' in stderr
 
 
 def test_local_ends_the_others_after_the_first_failure(tmp_path):
@@ -257,7 +257,7 @@ def test_local_ends_the_others_after_the_first_failure(tmp_path):
     arguments=[str(tmp_path)],
   )
   code, lines, stderr = _finish(process)
-  assert code == 1 and 'SIGTERM to 0 1' in stderr
+  assert code == 1 and 'SIGTERM to processes 0 1' in stderr
   for index in (0, 1):
     assert lines[index][-1] == 'saved'
   assert len(_pids(lines)) == 5
@@ -281,7 +281,7 @@ def test_local_kills_what_ignores_sigterm(tmp_path):
       arguments=[str(tmp_path)],
     )
   )
-  assert code == 5 and 'SIGKILL to 1' in stderr
+  assert code == 5 and 'SIGKILL to processes 1' in stderr
   assert time.monotonic() - start < 10
   _have_ended(_pids(lines))
 
@@ -554,7 +554,10 @@ def test_slurm_asks_for_its_signal_early_and_appends():
 
 @pytest.mark.parametrize(
   'words,variables,message',
-  [([], {}, 'a command is missing'), (['x'], {'SLURM_JOB_ID': ''}, 'no job')],
+  [
+    ([], {}, 'a command is missing'),
+    (['x'], {'SLURM_JOB_ID': ''}, 'not a job of Slurm'),
+  ],
 )
 def test_slurm_names_the_mistake_in_a_line(words, variables, message, tmp_path):
   code, stdout, calls = _finish_slurm(*_slurm(tmp_path, words, **variables))
