@@ -15,16 +15,17 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   check_choice('variant', variant, ('', 'conv', 'mlp'))
   config = base_config(agent)
   config.env.name = 'Breakout-MinAtar'  # 10 x 10 x 4 images, 3 actions.
-  config.network.name = variant or 'conv'  # conv is MinAtar's own network.
+  config.network.name = variant or 'conv'  # conv is the network of MinAtar.
   config.total_env_steps = 5_000_000  # The return still rises at the end.
   if agent == 'ppo':
     config.unroll_length = 128  # Rewards are rare, so unrolls are long.
-    config.num_epochs = 4  # Each unroll is used for more,
-    config.num_minibatches = 8  # and smaller, optimiser steps.
-    # A high rate leaves the first poor policy quickly.
+    # More passes and smaller minibatches give more optimiser steps per unroll.
+    config.num_epochs = 4
+    config.num_minibatches = 8
+    # With a high rate, the policy improves quickly at the start.
     config.optimizer.learning_rate = 5e-3
   if config.network.name == 'conv':
-    config.network.hidden_sizes = (128,)  # The layer after the convolution.
+    config.network.hidden_sizes = (128,)  # One layer after the convolution.
     config.network.shared_torso = True  # Both heads use the same features.
     config.total_env_steps = 2_000_000  # It needs fewer steps than the MLP.
   return config

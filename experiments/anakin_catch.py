@@ -1,4 +1,4 @@
-"""Anakin on bsuite's Catch: catch a falling ball; +1 or -1 per episode.
+"""Anakin on bsuite's Catch: catch a falling ball for +1, or get -1.
 
 python experiments/anakin_catch.py [--agent=ppo|impala|a2c]
 """
@@ -14,7 +14,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   check_choice('variant', variant, ('',))
   config = base_config(agent)
   config.env.name = 'Catch-bsuite'  # 10 x 5 images, 9 steps per episode.
-  config.total_env_steps = 500_000  # A few seconds.
+  config.total_env_steps = 500_000  # The run takes a few seconds.
   return config
 
 

@@ -15,7 +15,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config = base_config(agent)
   # 3 numbers, 2 actions. The last reward is 1 if the action is right, else -1.
   config.env.name = 'MemoryChain-bsuite'
-  config.network.recurrent = 'gru'  # Without a memory the return is about 0.
+  config.network.recurrent = 'gru'  # Without a memory, the return is about 0.
   config.unroll_length = 32
   return config
 

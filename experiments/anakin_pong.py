@@ -15,7 +15,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config = base_config(agent)
   config.env.name = 'Pong-misc'  # 30 x 40 x 3 images, at most 1,000 steps.
   config.network.name = 'mlp'  # These sparse images need no convolution.
-  config.total_env_steps = 800_000  # About a minute on two CPU cores.
+  config.total_env_steps = 800_000  # This takes a minute on two CPU cores.
   return config
 
 

@@ -3,11 +3,13 @@
   python experiments/benchmarks/logging_cost.py [--driver=anakin|sebulba]
       [--pairs=20] [--seconds=2] [--wandb]
 
-One driver trains CartPole with the settings of its experiment, in pairs of
-turns. In one turn it writes records to metrics.jsonl, TensorBoard, the terminal
-and, with --wandb, Weights & Biases (offline); in the other turn it writes none.
-The order of the two changes from pair to pair. The program prints the median of
-the rate with records divided by the rate without, both in steps per second.
+One driver trains CartPole with the settings of its experiment. The measurement
+consists of pairs of turns. In one turn of a pair, the driver writes records to
+metrics.jsonl, TensorBoard and the terminal; with --wandb, it also writes to
+Weights & Biases (offline). In the other turn, it writes no records. The order
+of the two turns changes from pair to pair. For each pair, the ratio is the
+speed with records divided by the speed without records. The program prints the
+median ratio.
 """
 
 from collections.abc import Sequence
@@ -43,7 +45,7 @@ def get_config(architecture: str) -> ConfigDict:
 def measure(
   config: ConfigDict, num_pairs: int, seconds: float, wandb: bool
 ) -> list[float]:
-  """Returns the ratio of each pair."""
+  """Returns the speed with records over the speed without, for each pair."""
   config.total_env_steps = 10**9
   config.log.wandb = wandb
   build.set_up_jax(config)
@@ -77,7 +79,7 @@ def measure(
       return steps / (time.perf_counter() - start)
 
     try:
-      turn(True), turn(False)  # These two compile.
+      turn(True), turn(False)  # These two turns compile, and are not measured.
       ratios = []
       for i in range(num_pairs):
         rates = {
@@ -92,7 +94,7 @@ def measure(
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures and prints the ratio."""
+  """Measures the ratio of each pair, and prints the median and quartiles."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]} is unknown')
   os.environ['WANDB_MODE'] = 'offline'

@@ -2,12 +2,18 @@
 
   python experiments/benchmarks/overlap.py [--repeats=3]
 
-The environments sleep in each step, and two actors have a pool each. The
-learner's update sleeps too, from a quarter to four times as long as an unroll.
-For each such cost and both modes, the table has medians of updates per second:
-of the environments alone; of acting alone, which is inference on an observation
-that does not change; of the update alone; and of training. Training cannot be
-faster than the slowest part. If it is nearly as fast, the parts overlap well.
+Each of two actors has a pool of environments, which sleep in each step. The
+learner's update sleeps too. Its sleep divided by the time of an unroll is the
+cost, from a quarter to four. For each cost and both modes, the table has four
+rates in updates per second, which are medians:
+
+  environment  the environments alone
+  acting       inference alone, on an observation that does not change
+  update       updates alone
+  training     the whole
+
+Training cannot be faster than the slowest part. If it is nearly as fast, the
+parts overlap well.
 """
 
 import argparse
@@ -26,12 +32,12 @@ from podrl.types import Discrete, EnvSpec, HostEnv, Learner, TimeStep
 
 _NUM_ACTORS, _NUM_ENVS, _LENGTH = 2, 8, 10
 _STEP_SECONDS = 0.05
-_COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # Time of an update / time of an unroll.
+_COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # Sleep of an update / time of an unroll.
 _UPDATES = 5  # Updates in one measurement.
 
 
 def make_env(seconds: float) -> HostEnv:
-  """Makes a pool that sleeps in each step; episodes end at each tenth step."""
+  """Makes a pool that sleeps in each step; every episode has 9 steps."""
   spec = EnvSpec(
     jax.ShapeDtypeStruct((4,), np.float32), False, Discrete(2), 1, 9
   )
@@ -75,7 +81,7 @@ def slow(learner: Learner, seconds: float) -> Learner:
 
 
 def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
-  """Makes the parts and training, each `(num_updates) -> None`, and `close`."""
+  """Returns a function `(num_updates) -> None` for each rate, and `close`."""
   config = sebulba_config('impala')
   device = jax.local_devices()[0]
   mesh = spmd.make_mesh([device])
@@ -161,7 +167,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
     while num_updates > 0:
       num_updates -= driver.advance(num_updates)[0].num_updates
 
-  driver.start()  # From here on the caller must call `close`.
+  driver.start()  # After this, the caller must call `close`.
   return {
     'environment': in_threads(step),
     'acting': in_threads(act),
@@ -171,7 +177,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
 
 
 def main() -> None:
-  """Measures and prints the table."""
+  """Measures all rates and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
     '--repeats',
@@ -182,7 +188,8 @@ def main() -> None:
     help='number of repeats',
   )
   repeats = parser.parse_args().repeats
-  jax.config.update('jax_cpu_enable_async_dispatch', False)  # Runs do so too.
+  # A run has this setting too.
+  jax.config.update('jax_cpu_enable_async_dispatch', False)
   print(
     f'Updates per second, medians of {repeats}; an unroll sleeps '
     f'{_LENGTH * _STEP_SECONDS:g} s'
@@ -204,7 +211,7 @@ def main() -> None:
       try:
         for repeat in range(repeats + 1):
           for name, function in functions.items():
-            # Learn from the unrolls that actors made during the other parts.
+            # Use up the unrolls that actors made while other parts ran.
             ahead = 2 if name == 'training' else 0
             function(ahead)
             start = time.perf_counter()

@@ -5,17 +5,19 @@
       [--agent=ppo] [--repeats=5] [--num_devices=0] [--out=throughput.json]
 
 Each row has four rates in steps per second: the environments alone, with random
-actions; acting; the update alone; and training. All are compiled first and then
-run in turn, and each rate is the median of the repeats.
+actions; acting; the update alone; and training. The program first compiles all
+of them. Then it runs them in turn, several times, and takes the median of each
+rate.
 
-With Anakin, each part is a compiled program of the same length, and acting
-includes the environments. The last column is training's share of the bound that
-the parts imply, 1 / (1 / acting + 1 / update).
+With Anakin, each part is a compiled program for the same number of updates, and
+acting includes the environments. The last column is the rate of training
+divided by its bound, 1 / (1 / acting + 1 / update).
 
 With Sebulba, each part uses the pools and threads of a run, and acting is
-inference on an observation that does not change. The last column is training's
-share of the slowest part. Training cannot reach this bound if the parts share
-the same cores, as on a machine without an accelerator.
+inference on an observation that does not change. The last column is the rate of
+training divided by its bound, the rate of the slowest part. Training cannot
+reach this bound if the parts share the same cores, for example on a machine
+without an accelerator.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +47,7 @@ _ARCHITECTURE = flags.DEFINE_enum(
   'architecture', 'anakin', ['anakin', 'sebulba'], 'architecture to measure'
 )
 _AGENT = flags.DEFINE_enum(
-  'agent', 'ppo', ['ppo', 'impala'], 'agent of Sebulba; Anakin always uses PPO'
+  'agent', 'ppo', ['ppo', 'impala'], 'agent for Sebulba; Anakin always uses PPO'
 )
 _FILTER = flags.DEFINE_string(
   'filter', '', 'measure only environments whose name contains this'
@@ -53,15 +55,15 @@ _FILTER = flags.DEFINE_string(
 _NUM_ENVS = flags.DEFINE_list(
   'num_envs',
   [],
-  'numbers of environments, a row each; the default is 64,1024,4096, and for '
-  'Sebulba 64 of CartPole and 16 of Pong',
+  'numbers of environments, with one row for each; the default for Anakin is '
+  '64,1024,4096, and for Sebulba it is 64 for CartPole and 16 for Pong',
 )
 _REPEATS = flags.DEFINE_integer('repeats', 5, 'number of repeats', 1)
 _NUM_DEVICES = flags.DEFINE_integer(
-  'num_devices', 0, 'devices of Anakin; 0 is the default', 0
+  'num_devices', 0, 'devices for Anakin; 0 means the default of a run', 0
 )
 _THREADS = flags.DEFINE_integer(
-  'threads', 0, 'threads per actor device of Sebulba; 0 is the default', 0
+  'threads', 0, 'Sebulba threads per actor device; 0: default of a run', 0
 )
 _OUT = flags.DEFINE_string('out', '', 'JSON file to write the rows to')
 
@@ -69,7 +71,7 @@ _NAMES = {
   'anakin': ('CartPole-v1', 'Breakout-MinAtar', 'Pong-misc'),
   'sebulba': ('CartPole-v1', 'Pong-v5'),
 }
-_MAX_UPDATES = 64  # One call of training has at most this many.
+_MAX_UPDATES = 64  # One call of training makes at most this many updates.
 _SECONDS = 1.0  # One measurement takes about this long.
 
 
@@ -78,7 +80,7 @@ def _is_sebulba(config: ConfigDict) -> bool:
 
 
 def get_sebulba_config(name: str, num_envs: int) -> ConfigDict:
-  """Returns the measured configuration of Sebulba, one that learns."""
+  """Returns the configuration to measure with Sebulba; its settings learn."""
   config = sebulba_config(_AGENT.value)
   config.env.name = name
   config.env.num_envs = num_envs
@@ -94,23 +96,23 @@ def get_sebulba_config(name: str, num_envs: int) -> ConfigDict:
 
 
 def get_config(name: str, num_envs: int) -> ConfigDict:
-  """Returns the measured configuration of Anakin, one that learns."""
+  """Returns the configuration to measure with Anakin; its settings learn."""
   config = base_config('ppo')
   config.env.name = name
   config.env.num_envs = num_envs
   config.unroll_length = 128
   config.num_epochs = 4
-  # At least 4 minibatches; from 128 environments on, each has 4,096 steps.
+  # With 128 environments or more, each minibatch has 4,096 steps.
   config.num_minibatches = max(4, num_envs // 32)
   config.network.name = 'mlp'
   config.num_devices = _NUM_DEVICES.value
-  config.optimizer.anneal = False  # There is no end to anneal to.
+  config.optimizer.anneal = False  # This training has no fixed end.
   config.compilation_cache = 'off'
   return config
 
 
 def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
-  """Makes the parts and training, each a function `(num_updates) -> None`.
+  """Makes a function `(num_updates) -> None` for each part and for training.
 
   Returns:
     The functions by name, the number of parameters, and a function that frees
@@ -129,7 +131,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
     unroll_length=config.unroll_length,
     max_updates=_MAX_UPDATES,
   )
-  # Both unrolls are the same program but for the agent that acts.
+  # The two programs differ only in the agent that acts.
   act = make_unroll(env, agent, config.unroll_length)
   step = make_unroll(
     env, agent._replace(act=_random_act(env)), config.unroll_length
@@ -177,7 +179,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   state = whole
 
   def train(num_updates: int) -> None:
-    nonlocal state  # Donated.
+    nonlocal state  # The call donates it.
     while num_updates > 0:
       state, _ = driver.train(state, np.int32(min(num_updates, _MAX_UPDATES)))
       num_updates -= _MAX_UPDATES
@@ -214,7 +216,7 @@ def _random_act(env: DeviceEnv) -> Callable:
 def sebulba_programs(
   config: ConfigDict,
 ) -> tuple[dict[str, Callable], int, Callable]:
-  """Makes the parts and training, each a function `(num_updates) -> None`.
+  """Makes a function `(num_updates) -> None` for each part and for training.
 
   Returns:
     The functions by name, the number of parameters, and a function that frees
@@ -315,7 +317,7 @@ def sebulba_programs(
     for pool in pools:
       pool.close()
 
-  run.driver.start()  # From here on the caller must call `close`.
+  run.driver.start()  # After this, the caller must call `close`.
   return (
     {
       'environment': environment,
@@ -329,7 +331,7 @@ def sebulba_programs(
 
 
 def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
-  """Measures a row: the median rate of each part, and training's share."""
+  """Measures a row: median rates, and training's share of its bound."""
   make = sebulba_programs if _is_sebulba(config) else programs
   functions, num_params, close = make(config)
   try:
@@ -370,13 +372,13 @@ def _rates(
       function(counts[name])
       seconds = time.perf_counter() - start
       rates[name].append(counts[name] * steps / seconds)
-      # The actors still fill the queue: wait until they stop.
+      # The actors still fill the queue of unrolls: wait until it is full.
       time.sleep(1.5 * ahead * seconds / counts[name])
   return {name: float(np.median(x)) for name, x in rates.items()}
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures the rows, prints the table and writes the file."""
+  """Measures all rows, prints the table and writes the file."""
   logging.set_verbosity(logging.WARNING)  # JAX logs each missing backend.
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]} is unknown')
@@ -429,8 +431,8 @@ def main(argv: Sequence[str]) -> None:
     pad_edge=False,
     padding=(0, 1, 0, 0),
     title=(
-      f'Steps per second, {num_devices} {device.platform} '
-      f'devices ({device.device_kind}), medians of {_REPEATS.value}'
+      f'Steps per second, medians of {_REPEATS.value}, with {num_devices} '
+      f'{device.platform} devices ({device.device_kind})'
     ),
   )
   table.add_column('environment')
