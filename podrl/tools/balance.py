@@ -7,11 +7,11 @@
 EXPERIMENT is a file such as experiments/sebulba_pong.py. Short runs measure at
 most 12 plans. A plan sets the number of actors, the environments of each actor
 (envs), the unroll length (T), the threads that step the environments of one
-actor (thr.), and the devices that act and learn. Paste the overrides of the
-best plan, or add --apply to run the experiment with them.
+actor (thr.), and the devices that act and learn. Add the overrides of the best
+plan to your command. Or use --apply: it runs the experiment with this plan.
 
-RUN is the directory of a run. The command prints what limited the run, and
-draws what autotune did.
+RUN is the directory of a run. The command prints what limited the run. If the
+run used autotune, the command also draws what autotune did.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,7 +49,7 @@ from podrl.run.devices import make_layout
 MAX_PLANS, FINAL_ROUNDS = 12, 3
 RUNG_SECONDS = (1.0, 2.0, 2.0)  # Length of a run in each round of `search`.
 _NUM_SHOWN, _MAX_RANGE = 5, 64
-_PAYS = 1.2  # An accelerator pays from this speed-up on.
+_PAYS = 1.2  # An accelerator pays if it is this many times faster.
 _BUSY = dict(cores='cores', act='actor_devices', learn='learner_devices')
 _COLORS = ('#1f5fa8', '#3d7a3a', '#c44e00')
 _FIELDS = (  # The fields of a configuration that a plan sets, in its order.
@@ -84,13 +84,13 @@ class Plan(NamedTuple):
     return length * num_envs * (self.unrolls_per_update or num_actors)
 
   def overrides(self, base: 'Plan') -> dict[str, Any]:
-    """Returns the fields that change the configuration of `base` to this."""
+    """Returns the fields that turn the plan `base` into this plan."""
     has_same_devices = self[4:6] == base[4:6]
     return dict(zip(_FIELDS[:4] if has_same_devices else _FIELDS, self))
 
 
 def from_config(config: ConfigDict) -> Plan:
-  """Returns the plan of a configuration; ValueError if it does not fit."""
+  """Returns a configuration's plan; ValueError if it does not fit here."""
   layout = make_layout(config, build.make_spec(config))
   sizes = config.unroll_length, config.env.num_envs
   threads = layout.threads, layout.env_threads
@@ -112,10 +112,10 @@ def with_fields(config: ConfigDict, fields: dict[str, Any]) -> ConfigDict:
 
 
 def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
-  """Returns the plans one step from `plan` along each axis, unchecked.
+  """Returns the plans that differ from `plan` by one step of one setting.
 
-  A plan with another unroll length has the same batch size. A plan with another
-  number of threads has the same total number of environments.
+  They are not checked. A plan with another unroll length has the same batch
+  size. A plan with another number of threads has as many environments.
   """
   num_envs, length = plan.num_envs, plan.unroll_length
   steps: list[dict[str, Any]] = [
@@ -139,7 +139,7 @@ def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
 def is_candidate(
   config: ConfigDict, plan: Plan, base: Plan, size_range: float
 ) -> bool:
-  """Whether a plan is near enough to the configured one, and runs at all."""
+  """Whether a plan is similar to the configured one, and can run."""
   if min(plan[:4]) < 1:
     return False
   num_actors, cores = plan.sizes[0], num_cores()
@@ -161,7 +161,7 @@ def is_candidate(
 
 
 def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
-  """Runs a driver for some seconds, or for two updates if those take longer.
+  """Runs a driver for some seconds, or for two updates if they take longer.
 
   Compilation and the first updates do not count.
 
@@ -171,7 +171,8 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
     seconds: the length of the run.
 
   Returns:
-    A record as in metrics.jsonl. Its steps are those that the learner used.
+    A record as in metrics.jsonl. Its rates count the steps that the learner
+    used.
 
   Raises:
     ValueError: if the configuration does not fit, or the loss is not finite.
@@ -209,18 +210,18 @@ def search(
 ) -> dict[Plan, Record]:
   """Finds fast plans by successive halving.
 
-  Source: Jamieson and Talwalkar 2016, arXiv:1502.07943, figure 1. Here the
-  first round does not know its plans in advance: it always continues with a new
-  neighbour of the fastest plan that has one.
+  Source: Jamieson and Talwalkar 2016, arXiv:1502.07943, figure 1. Here, the
+  first round finds its plans while it runs. It takes the fastest plan that has
+  new neighbours, and measures one of these neighbours next.
 
   Args:
     base: the configured plan, which every round measures.
-    neighbours_of: `(plan) -> plans` that differ from a plan in one axis.
-    run: `(plan, seconds) -> record`, which runs a plan for about that long.
+    neighbours_of: `(plan) -> plans` that differ from a plan in one setting.
+    run: `(plan, seconds) -> record`, which runs a plan for about that time.
 
   Returns:
-    The record of each plan, the best plan first. The configured one is first or
-    last.
+    The record of each plan, the best plan first. The configured plan is first
+    or last.
   """
   first, second, last = RUNG_SECONDS
   runs = {base: run(base, first)}
@@ -258,15 +259,15 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
 
   Args:
     config: the configuration of a Sebulba run.
-    size_range: the factor by which T and the batch may differ from the
-      configuration; a larger one would need another learning rate.
+    size_range: the largest factor by which T and the batch size may differ from
+      the configuration. A larger factor may need another learning rate.
 
   Raises:
     ValueError: if the configuration does not fit this machine, or a run fails.
   """
-  build.make_run(config)  # Checks it.
+  build.make_run(config)  # Raises if the configuration does not fit.
   base = from_config(config)
-  # More CPU devices would share the same cores.
+  # On a CPU, more devices would share the same cores.
   is_cpu = jax.default_backend() == 'cpu'
   num_devices = 1 if is_cpu else len(jax.local_devices())
 
@@ -321,7 +322,7 @@ def _anakin_config(config: ConfigDict, plan: Plan) -> ConfigDict:
 
 
 def answer() -> None:
-  """Measures the configuration on standard input, in a process of its own."""
+  """Measures the configuration from standard input, and prints its rate."""
   fields, size_range = json.load(sys.stdin)
   config = workdir.as_config(fields)
   build.set_up_jax(config)
@@ -388,7 +389,7 @@ def verdict(rates: dict[str, float]) -> str:
   if not elsewhere:
     return text
   opinion = 'pays' if ratio >= _PAYS else 'hardly pays'
-  return f'An accelerator {"loses" if is_cpu else opinion}: {text}'
+  return f'An accelerator {"does not pay" if is_cpu else opinion}: {text}'
 
 
 @contextlib.contextmanager
@@ -410,7 +411,7 @@ def _figure(path: str) -> Iterator[Any]:
 
 
 def draw(runs: dict[Plan, Record], base: Plan, path: str) -> None:
-  """Draws the speed of each plan, and what was busy, as a PNG file."""
+  """Draws a PNG file: the speed of each plan, and how busy each part was."""
   best, *_ = runs
   plans = sorted(runs, key=lambda x: runs[x]['steps_per_second'])
   places, labels = range(len(plans)), dict.fromkeys(plans, 'measured')
@@ -436,7 +437,7 @@ def draw_decisions(run_directory: str, path: str) -> None:
   Raises:
     ValueError: if the run has no record of active actors yet, or is damaged.
   """
-  decisions, name = [], 'decisions.jsonl'  # The first decision makes the file.
+  decisions, name = [], 'decisions.jsonl'  # Exists after the first decision.
   if os.path.exists(os.path.join(run_directory, name)):
     decisions = workdir.read_records(run_directory, name)
   records = workdir.read_records(run_directory)
@@ -466,16 +467,16 @@ def draw_decisions(run_directory: str, path: str) -> None:
 def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
   """Prints what limited a run, and draws what autotune did."""
   if options:
-    raise ValueError(f'{path} is a run, which {options[0]} cannot change')
+    raise ValueError(f'{options[0]} needs an experiment; {path} is a run')
   config = workdir.read_config(path)
   if build.architecture(config) == 'anakin':
-    raise ValueError(f'{path} is a run of Anakin, which has nothing to balance')
+    raise ValueError(f'{path} is an Anakin run: it has no actors to balance')
   summary = os.path.join(path, 'summary.json')
   if os.path.exists(summary):
     for name, text in limits.describe(workdir.read_json(summary)):
       _CONSOLE.print(f'{name}: {text}')
   else:
-    text = f'{path} has not ended; its summary will say what limits it'
+    text = f'{path} has not ended; at the end, its summary says what limits it'
     _CONSOLE.print(text, soft_wrap=True)
   if config.sebulba.autotune:
     tools.make_directory(out)
@@ -487,7 +488,7 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
 def _act(
   settings: Sequence[str], paths: list[str], values: flags.FlagValues
 ) -> None:
-  """Searches, prints, draws, and perhaps runs the experiment."""
+  """Searches, prints and draws; with --apply, it also runs the experiment."""
   path = tools.single_path(
     paths, 'experiment', 'balance experiments/sebulba_pong.py'
   )
@@ -501,8 +502,8 @@ def _act(
   )
   if build.architecture(config) == 'anakin':
     raise ValueError(
-      f'{path} uses Anakin, whose environments run on the device: there is '
-      'nothing to balance; try podrl scaling'
+      f'{path} uses Anakin, which has no actors to balance, because its '
+      'environments run on the device; try podrl scaling'
     )
   if not 1 <= size_range <= _MAX_RANGE:
     raise ValueError(
@@ -525,7 +526,7 @@ def _act(
   run, ratio = build.make_run(config), rate / record['steps_per_second']
   frames = rate * run.spec.frame_skip
   _CONSOLE.print(
-    f'plan 1: {frames:,.0f} frames/s, {ratio:.2f} times the configured one'
+    f'plan 1: {frames:,.0f} frames/s, {ratio:.2f} times the configured plan'
   )
   others = max(map(limits.others, runs.values()))
   if others > limits.OTHERS_WORTH_NAMING:
@@ -548,7 +549,7 @@ def _act(
   if values.apply:
     _CONSOLE.file.flush()
     own = [f'--agent={values.agent}', f'--variant={values.variant}', *settings]
-    # A new process, because JAX is set up in this one.
+    # Use a new process, because JAX is already set up in this one.
     arguments = [sys.executable, path, *own, *lines[0].split()]
     os.execv(sys.executable, arguments)
 
@@ -556,11 +557,11 @@ def _act(
 def run(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit code; see `tools.run_command`."""
   values = flags.FlagValues()
-  text = 'Directory of the picture and balance.txt.'
+  text = 'Directory for the picture and balance.txt.'
   flags.DEFINE_string('out', None, text, flag_values=values)
-  text = 'The largest policy lag, in updates.'
+  text = 'The largest policy lag of the plans, in updates.'
   flags.DEFINE_integer('max_lag', None, text, 0, flag_values=values)
-  text = 'The largest factor by which T and the batch may change.'
+  text = 'The largest factor by which T and the batch size may change.'
   flags.DEFINE_float('size_range', 2.0, text, flag_values=values)
   flags.DEFINE_bool('apply', False, 'Train with plan 1.', flag_values=values)
   return tools.run_experiment_command(argv, __doc__, values, _act)

@@ -4,21 +4,22 @@
       [--out=DIR] [--config.FIELD=VALUE ...]
 
 EXPERIMENT is a file such as experiments/anakin_breakout.py. The prediction is
-for weak scaling: each core has `config.env.num_envs` environments. A core is
-what JAX calls a device.
+for weak scaling: each core has `config.env.num_envs` environments. Here, a core
+is one device of JAX.
 
   update(n) = update(1) + optimiser steps x all-reduce(n) + waiting(n)
 
-The command measures update(1) here, on one CPU core. For two cores and more it
-measures while another core does the same work, because cores share caches and
-memory. For another chip it multiplies by the ratio of the rooflines (FLOPs and
-bytes of the compiled program); each operation takes a least time. waiting(n) is
-the time until the slowest of n cores is ready: the expected maximum of n
-normals. Between cores of this machine, each of an update's k all-reduces waits,
-with the deviation of the measured updates divided by sqrt(k). On another chip
-only the host's environments vary, so one update waits once. --chip=local links
-the cores in a ring, as the two processes measured here are linked. The table
-gives the seconds of one update: total, in its all-reduces, and waiting.
+The command measures update(1) on one CPU core of this machine. For two or more
+cores, it uses an update that was measured while another core did the same work,
+because cores share caches and memory. For another chip, it multiplies by the
+ratio of the rooflines (from FLOPs and bytes of the compiled program, with a
+minimum time for each operation). waiting(n) is the time until the slowest of n
+cores is ready: the expected maximum of n normal variables. Between cores of
+this machine, each of the k all-reduces of an update waits; the deviation is
+that of the measured updates divided by sqrt(k). On another chip, only the
+environments of the host vary, so each update waits once. --chip=local connects
+the cores in a ring, like the two measured processes. The table shows the
+seconds of one update: the total, the all-reduces, and the waiting.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,36 +59,38 @@ from podrl.types import Array, DeviceEnv, TimeStep, Tree
 
 
 class Chip(NamedTuple):
-  """One core and how it is linked; seconds, bytes/s and FLOP/s."""
+  """One core and its links, in seconds, bytes/s and FLOP/s."""
 
   peak: float  # FLOP/s of matrix products in bfloat16.
-  float32_passes: int  # Such products take this many times longer in float32.
+  float32_passes: int  # The same products in float32 take this factor longer.
   memory_bandwidth: float
-  link_bandwidth: float  # What a core sends to its pod in an all-reduce.
-  torus_dims: int  # 1 is a ring, 0 is a switch that is used as a tree.
-  pod_size: int  # Cores in a pod.
-  far_bandwidth: float  # What a core sends to other pods.
-  host_cpus: float  # Virtual CPUs that the host has per core.
-  operation_seconds: float  # The least time of one operation of a program.
-  hop_seconds: float  # Latency between neighbours.
+  link_bandwidth: float  # Of one core inside its pod, in an all-reduce.
+  torus_dims: int  # 1 means a ring; 0 means a switch, used as a tree.
+  pod_size: int  # Number of cores in a pod.
+  far_bandwidth: float  # Of one core to other pods.
+  host_cpus: float  # Virtual CPUs of the host per core.
+  operation_seconds: float  # Minimum time of one operation of a program.
+  hop_seconds: float  # Latency between neighbours in a pod.
   far_hop_seconds: float  # Latency between pods.
 
 
-# A core is half a chip of TPU v3, with half of its figures, or a whole chip.
-# Every TPU: Google Cloud, Cloud TPU documentation, pages "TPU v3" to "TPU v6e":
-# peak, memory bandwidth and size of a pod. Links: all-reduce bandwidth of a pod
-# / its chips (v3 340 TB/s / 1,024, v4 1.1 PB/s / 4,096, v5e 51.2 and v6e 102.4
-# TB/s / 256; v5p 4,800 Gbps per chip). Between pods: data-centre bandwidth of a
-# pod / its chips (v5e 6.4, v6e 25.6 Tbps / 256). A TPU
-# multiplies float32 in one bfloat16 pass by default. A hop takes 1 us: Austin
-# et al. 2025, How to Scale Your Model.
-# a100: NVIDIA's datasheet, 40 GB; TF32 is JAX's default for float32; NVLink's
-# 600 GB/s count both directions; DGX A100 has 200 Gb/s of network for each GPU.
-# h100: NVIDIA's SXM datasheet, dense; NVLink 900 GB/s; DGX H100 400 Gb/s. About
-# 5 us for a hop over a network: NCCL, src/graph/tuning.cc.
-# CPUs: Google Cloud, machine types, vCPUs of a host / its chips (n1 of v3-8;
-# ct4p, ct5lp, ct5p, ct6e; a2-highgpu, a3-highgpu).
-# Nobody publishes three of the figures, so they are assumed: 1 us for an
+# For TPU v3, a core is half a chip, with half of its figures. For the others,
+# it is a whole chip. Sources of the figures:
+# TPUs: Google Cloud, Cloud TPU documentation, pages "TPU v3" to "TPU v6e" for
+# peak, memory bandwidth and pod size. The link bandwidth is the all-reduce
+# bandwidth of a pod divided by its chips (v3: 340 TB/s / 1,024; v4: 1.1 PB/s /
+# 4,096; v5e: 51.2 TB/s / 256; v6e: 102.4 TB/s / 256), and 4,800 Gbps per chip
+# for v5p. Between pods, it is the data-centre bandwidth of a pod divided by its
+# chips (v5e: 6.4 Tbps / 256; v6e: 25.6 Tbps / 256). By default, a TPU
+# multiplies float32 in one bfloat16 pass. A hop takes 1 us: Austin et al. 2025,
+# How to Scale Your Model.
+# a100: NVIDIA's datasheet for 40 GB. By default, JAX multiplies float32 as
+# TF32. NVLink's 600 GB/s count both directions. DGX A100 has 200 Gb/s per GPU.
+# h100: NVIDIA's datasheet for SXM, dense products. NVLink has 900 GB/s, DGX
+# H100 400 Gb/s. A network hop takes 5 us: NCCL, src/graph/tuning.cc.
+# CPUs: Google Cloud, machine types: vCPUs of a host divided by its chips (n1 of
+# v3-8; ct4p, ct5lp, ct5p, ct6e; a2-highgpu, a3-highgpu).
+# Three figures are assumed, because nobody publishes them: 1 us for an
 # operation on a TPU, 3 us on a GPU, and 20 us for a hop between TPU pods.
 _TPU, _GPU = (1e-6, 1e-6, 20e-6), (3e-6, 5e-6, 5e-6)
 CHIPS = {
@@ -102,7 +105,7 @@ CHIPS = {
 
 
 def _hops(num_cores: int, torus_dims: int) -> float:
-  """Hops of an all-reduce: to and fro on each axis, or up and down a tree."""
+  """Hops of an all-reduce: twice along each axis, or up and down a tree."""
   if not torus_dims:
     return 2 * math.log2(num_cores)
   return 2 * torus_dims * (num_cores ** (1 / torus_dims) - 1)
@@ -111,9 +114,9 @@ def _hops(num_cores: int, torus_dims: int) -> float:
 def all_reduce_seconds(num_bytes: float, num_cores: int, chip: Chip) -> float:
   """Returns the time of one all-reduce of a vector over n cores.
 
-  In a pod it is 2 (n - 1) / n x bytes / bandwidth + hops x latency. Between k
-  pods of m cores, a tree does the same with the bytes / m that each core holds
-  after its pod's reduce-scatter.
+  In a pod, it is 2 (n - 1) / n x bytes / bandwidth + hops x latency. Between k
+  pods of m cores, the same formula holds for a tree and for bytes / m, because
+  a core holds this part after the reduce-scatter in its pod.
 
   Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms; for
   tori, How to Scale Your Model, Sharded Matrices.
@@ -142,14 +145,14 @@ class Work(NamedTuple):
 
 
 def num_operations(text: str) -> int:
-  """Counts the instructions that do work in a compiled program's entry."""
+  """Counts the instructions of a compiled program's entry that do work."""
   entry = text[text.index('ENTRY') :].partition('\n}')[0]
   kinds = re.findall(r'^\s+(?:ROOT )?%?\S+ = .*?([\w-]+)\(', entry, re.M)
   return sum(kind not in _NO_OPERATION for kind in kinds)
 
 
 def _read(lowered: Any, times: float) -> Work:
-  """Compiles a program and returns its work when it runs `times` times."""
+  """Compiles a program and returns the work of running it `times` times."""
   compiled = lowered.compile()
   cost, text = compiled.cost_analysis(), compiled.as_text()
   counts = cost['flops'], cost['bytes accessed'], num_operations(text)
@@ -158,7 +161,7 @@ def _read(lowered: Any, times: float) -> Work:
 
 
 def _make_env(config: ConfigDict) -> DeviceEnv:
-  """Makes the environments; those of a host become ones that do nothing."""
+  """Makes the environments; replaces host environments by empty ones."""
   if build.architecture(config) == 'anakin':
     return build.make_env(config)
   spec = build.make_spec(config)
@@ -174,10 +177,10 @@ def _make_env(config: ConfigDict) -> DeviceEnv:
 def read_work(config: ConfigDict) -> tuple[Work, Work]:
   """Returns the work of acting and of learning in an update of one core.
 
-  XLA counts the body of a loop once, however often it runs. So one step of
-  acting and one step of the optimiser are compiled alone, and their work is
-  multiplied. Loops inside them (a recurrent core's, an environment's) still
-  count once.
+  XLA counts the body of a loop only once, even if it runs many times. So this
+  function compiles one step of acting and one step of the optimiser, and
+  multiplies their work. Loops inside them (in a recurrent core or in an
+  environment) still count once.
   """
   env = _make_env(config)
   agent = build.make_agent(config, env.spec)
@@ -197,7 +200,7 @@ def read_work(config: ConfigDict) -> tuple[Work, Work]:
   if build.architecture(config) == 'anakin':
     function, inputs = make_unroll(env, agent, 1), (variables, actors, 0)
   act = _read(jax.jit(function).lower(*inputs), length)
-  # The learner takes one step of one minibatch; `share` corrects for rounding.
+  # Compile one optimiser step on one minibatch; `share` corrects its rounding.
   num_steps = config.num_epochs * config.num_minibatches
   envs = max(1, num_envs // config.num_minibatches)
   share = num_envs / (config.num_minibatches * envs)
@@ -216,12 +219,12 @@ def read_work(config: ConfigDict) -> tuple[Work, Work]:
   return act, learn._replace(num_all_reduces=num_steps)
 
 
-MESSAGE_SIZES = (256, 65_536, 262_144, 1_048_576)  # In float32.
+MESSAGE_SIZES = (256, 65_536, 262_144, 1_048_576)  # Numbers of float32 values.
 _NUM_STEPS = 20  # One measurement runs this many all-reduces.
 _SECONDS = 1.5  # One measurement of updates takes about this long.
 
 Row = dict[str, float]
-Task = tuple[str, dict[str, Any]]  # (key of `_TASKS`, arguments)
+Task = tuple[str, dict[str, Any]]  # (key of `_TASKS`, its arguments)
 
 
 def _train(fields: dict[str, Any]) -> Callable[[], Row]:
@@ -242,7 +245,7 @@ def _train(fields: dict[str, Any]) -> Callable[[], Row]:
 
 
 def _all_reduces() -> Callable[[], Row]:
-  """Prepares all-reduces; each call returns the seconds of each size."""
+  """Prepares all-reduces; each call returns the seconds for each size."""
   spmd.set_num_cpu_devices(1, 2)
   mesh = spmd.make_mesh(jax.devices())
 
@@ -267,12 +270,12 @@ def _seconds(function: Callable, x: jax.Array) -> tuple[float, jax.Array]:
 
 
 def _peaks() -> Callable[[], Row]:
-  """Prepares a product and a copy; each call returns FLOP/s and bytes/s."""
+  """Prepares a product and an addition; a call returns FLOP/s and bytes/s."""
   spmd.set_num_cpu_devices(1)
   side, size = 1024, 1 << 24
   matrix, vector = jnp.ones((side, side)), jnp.ones(size)
   multiply = jax.jit(lambda x: x @ x)
-  add = jax.jit(lambda x: x + 1, donate_argnums=0)  # New pages would cost time.
+  add = jax.jit(lambda x: x + 1, donate_argnums=0)  # New memory costs time.
 
   def run() -> Row:
     nonlocal vector
@@ -289,15 +292,15 @@ _TASKS: dict[str, Callable] = dict(
 
 
 def probe(core: str, task: str, arguments: str) -> None:
-  """Runs a process that `start` started, pinned to a core.
+  """Runs in a process that `start` started, on one core.
 
-  It makes the task ready. Each line of its standard input is a number: it runs
-  the task that many times, and answers with the rows as a line of JSON.
+  First, it prepares the task. Each line of its standard input is a number. It
+  then runs the task this many times, and prints the rows as one line of JSON.
   """
   os.sched_setaffinity(0, {int(core)})  # Before JAX starts its threads.
-  # PR_SET_PDEATHSIG: without its parent, an all-reduce would wait for ever.
+  # PR_SET_PDEATHSIG ends this process with its parent, even in an all-reduce.
   ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-  # Libraries print to standard output too; only `replies` goes to the parent.
+  # Libraries may print to standard output. Only `replies` goes to the parent.
   replies = os.fdopen(os.dup(1), 'w')
   os.dup2(2, 1)
   values = json.loads(arguments)
@@ -313,10 +316,10 @@ def probe(core: str, task: str, arguments: str) -> None:
 
 @contextlib.contextmanager
 def start(*tasks: Task) -> Iterator[Callable[..., list[Row]]]:
-  """Starts a process for each task, the i-th on the i-th core.
+  """Starts a process for each task; the i-th process runs on the i-th core.
 
-  Yields `(count, num_processes=len(tasks)) -> rows`. It runs the tasks of the
-  first processes at the same time, `count` times each.
+  Yields `(count, num_processes=len(tasks)) -> rows`. This function runs the
+  tasks of the first processes at the same time, `count` times each.
   """
   cores = sorted(os.sched_getaffinity(0))
   environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
@@ -342,7 +345,7 @@ def start(*tasks: Task) -> Iterator[Callable[..., list[Row]]]:
         if not line:
           errors.seek(0)
           lines = errors.read().strip().splitlines() or ['it printed nothing']
-          raise ValueError(f'a measuring process ended: {lines[-1]}')
+          raise ValueError(f'a measuring process failed: {lines[-1]}')
         rows += json.loads(line)
       return rows
 
@@ -351,7 +354,7 @@ def start(*tasks: Task) -> Iterator[Callable[..., list[Row]]]:
 
 
 def one_core(config: ConfigDict, **changes: Any) -> dict[str, Any]:
-  """Returns the configuration for one device, as JSON."""
+  """Returns the fields of the configuration for one device, fit for JSON."""
   fields = json.loads(json.dumps(config.to_dict()))
   if build.architecture(config) == 'sebulba':
     fields['sebulba'] |= {'actor_devices': [], 'learner_devices': []} | changes
@@ -361,7 +364,7 @@ def one_core(config: ConfigDict, **changes: Any) -> dict[str, Any]:
 
 
 def connected(task: str, **arguments: Any) -> list[Task]:
-  """Returns the tasks of two connected processes."""
+  """Returns a task for each of two connected processes."""
   with socket.socket() as found:
     found.bind(('127.0.0.1', 0))
     address = f'127.0.0.1:{found.getsockname()[1]}'
@@ -374,7 +377,7 @@ class Times(NamedTuple):
 
   alone: np.ndarray  # `[N]`, measured while the other core is idle.
   busy: np.ndarray  # `[N]`, measured while the other core does the same.
-  # Sebulba's median times of environments, inference, learning; no overlap.
+  # Sebulba without overlap: median seconds of environments, acting, learning.
   stages: Sequence[float] = ()
 
 
@@ -401,7 +404,7 @@ def link(rows: Sequence[Row]) -> tuple[float, float]:
   """Fits latency (s) and bandwidth (bytes/s) to the times of all-reduces.
 
   seconds = latency + bytes / bandwidth. The fit minimises the squares of
-  relative errors, so that short messages count too.
+  relative errors, so that short messages count as much as long ones.
   """
   x = 4.0 * np.asarray(MESSAGE_SIZES)
   y = np.median([[row[str(n)] for n in MESSAGE_SIZES] for row in rows], 0)
@@ -411,7 +414,7 @@ def link(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def measure_chip(repeats: int) -> Chip:
-  """Measures a core of this machine and the link of two processes on it."""
+  """Measures a core of this machine, and the link between two processes."""
   with start(('peaks', {})) as run:
     rows = run(5)
   peak, memory = (max(x[key] for x in rows) for key in ('flops', 'bytes'))
@@ -429,8 +432,8 @@ class Single(NamedTuple):
 
   alone: float  # Measured while other cores are idle.
   busy: float  # Measured while other cores work too.
-  deviation: float  # The slowest of n is late by this x expected_maximum(n).
-  limit: str  # What takes most of the time.
+  deviation: float  # The slowest core waits this x expected_maximum(n) longer.
+  limit: str  # The part that takes most of the time.
 
 
 class Prediction(NamedTuple):
@@ -442,11 +445,11 @@ class Prediction(NamedTuple):
   waiting: float  # Time until the slowest core is ready.
   efficiency: float  # The time of one core alone, divided by `seconds`.
   steps_per_second: float  # Environment steps of all cores.
-  limit: str  # What takes most of the time.
+  limit: str  # The part that takes most of the time.
 
 
 def expected_maximum(num_draws: int) -> float:
-  """Expected maximum of n standard normals: integral of x d(Phi(x)^n)."""
+  """Expected maximum of n standard normal variables: integral x d(Phi(x)^n)."""
   if num_draws == 1:
     return 0.0
   x = np.linspace(-8.0, 8.0, 4001)
@@ -455,11 +458,11 @@ def expected_maximum(num_draws: int) -> float:
 
 
 def roofline(work: Work, chip: Chip) -> tuple[float, str]:
-  """Returns the least time of a program in seconds, and its limit.
+  """Returns the minimum time of a program in seconds, and its limit.
 
-  max(FLOPs / peak, bytes / bandwidth, operations x the least time of one).
+  max(FLOPs / peak, bytes / bandwidth, operations x minimum time of one).
 
-  Source: Williams et al. 2009, Roofline; the term of operations is added here.
+  Source: Williams et al. 2009, Roofline. The term for operations is new here.
   """
   return max(
     (work.flops / chip.peak, 'compute'),
@@ -471,7 +474,7 @@ def roofline(work: Work, chip: Chip) -> tuple[float, str]:
 def scale(
   seconds: float, work: Work, local: Chip, chip: Chip
 ) -> tuple[float, str]:
-  """Scales seconds measured here to another chip; returns its limit too."""
+  """Scales a measured time to another chip; returns seconds and the limit."""
   here, _ = roofline(work, local)
   there, limit = roofline(work._replace(operations=0), chip)
   return max((seconds * there / here, limit), roofline(work, chip))
@@ -482,11 +485,11 @@ def single(
 ) -> Single:
   """Predicts the update of one core of a chip, which may be `local`."""
   alone, busy = float(np.median(times.alone)), float(np.median(times.busy))
-  # Deviation of a normal with the same quartiles: outliers do not count.
+  # Deviation of the normal distribution with these quartiles; ignores outliers.
   deviation = float(np.subtract(*np.percentile(times.busy, [75, 25]))) / 1.349
   if times.stages:
     environment, acting, learning = times.stages
-  else:  # Anakin is one program: split its time by the rooflines of its parts.
+  else:  # Anakin is one program: split its time like its parts' rooflines.
     parts = [roofline(x, local)[0] for x in (act, learn)]
     environment = 0.0
     acting, learning = (alone * part / sum(parts) for part in parts)
@@ -523,8 +526,8 @@ def predict(
   return rows
 
 
-# Published steps or frames per second, by number of cores. Hessel et al. 2021,
-# arXiv:2104.06272: Anakin and Sebulba. InstaDeep: TPU v4-8 to v4-128.
+# Published steps or frames per second, by number of cores. Anakin and Sebulba:
+# Hessel et al. 2021, arXiv:2104.06272. InstaDeep: TPU v4-8 to v4-128.
 PUBLISHED = {
   'Anakin': {8: 5e6},
   'Sebulba': {8: 0.2e6, 2048: 43e6},
@@ -533,7 +536,7 @@ PUBLISHED = {
 
 
 def _time(seconds: float) -> str:
-  """Formats seconds in few characters: 0.0123 is 12.3m."""
+  """Formats seconds in few characters: 0.0123 becomes 12.3m."""
   for unit, size in (('', 1.0), ('m', 1e-3)):
     if seconds >= size:
       return f'{seconds / size:.3g}{unit}'
@@ -577,8 +580,8 @@ def verdict(rows: Sequence[Prediction]) -> str:
       f'this model predicts {predicted:.1%}: they {agree}.'
     )
   lines.append(
-    "Anakin and Sebulba are Podracer's. Its Anakin is close to linear from 16 "
-    'to 128 cores. The networks, environments and chips differ from yours.'
+    "The Anakin and Sebulba rates are Podracer's; its Anakin is nearly linear "
+    'from 16 to 128 cores. Networks, environments and chips differ from yours.'
   )
   return '\n'.join(lines)
 
@@ -625,7 +628,7 @@ def draw(rows: Sequence[Prediction], title: str, path: str) -> None:
 def _act(
   overrides: Sequence[str], paths: list[str], values: flags.FlagValues
 ) -> None:
-  """Measures the experiment and prints and draws the prediction."""
+  """Measures the experiment, and prints and draws the prediction."""
   example = 'scaling experiments/anakin_breakout.py'
   path = tools.single_path(paths, 'experiment', example)
   check_choice('--chip', values.chip, ('local', *CHIPS))
@@ -657,7 +660,7 @@ def _act(
     f'{local.link_bandwidth / 1e9:.3g} GB/s'
   )
   task = f'{config.env.name}, {config.agent.name}'
-  title = f'{task}, {num_envs} environments a core, {values.chip}'
+  title = f'{task}, {num_envs} environments per core, {values.chip}'
   console.print(table(rows, title))
   console.print(verdict(rows))
   path = os.path.join(values.out, 'scaling.png')
@@ -668,14 +671,14 @@ def _act(
 def run(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit code; see `tools.run_command`."""
   values = flags.FlagValues()
-  text = f'one of {", ".join(("local", *CHIPS))}.'
+  text = f'the chip: {", ".join(("local", *CHIPS))}.'
   flags.DEFINE_string('chip', 'local', text, flag_values=values)
-  text = 'directory of scaling.png.'
+  text = 'directory for scaling.png.'
   flags.DEFINE_string('out', '.', text, flag_values=values)
   text = 'number of repeats of each measurement.'
   flags.DEFINE_integer('repeats', 3, text, 1, flag_values=values)
   return tools.run_experiment_command(argv, __doc__, values, _act)
 
 
-if __name__ == '__main__':  # `start` runs this.
+if __name__ == '__main__':  # `start` runs this file.
   probe(*sys.argv[1:])

@@ -3,11 +3,11 @@
   podrl watch RUN [--out=FILE.gif|FILE.mp4] [--checkpoint=last|best|UPDATES]
       [--episodes=1] [--nogreedy] [--seed=0] [--max_steps=1000] [--fps=0]
 
-By default FILE is episode.gif in the directory RUN. The library of the
-environment draws the pictures where it can. Elsewhere they show the image that
-the agent observed, a drawing of a classic control task, or bars of the observed
-numbers. The return so far and the number of steps stand above each picture. The
-file plays at about the speed of the real task.
+By default, FILE is episode.gif in the directory RUN. If the environment's
+library can draw pictures, FILE shows them. Otherwise, it shows the image that
+the agent observed, a drawing of a classic control task, or the observed numbers
+as bars. The text above each picture shows the return so far and the number of
+steps. FILE plays at about the speed of the real task.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ from podrl.envs import envpool
 from podrl.run import build, policy
 from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree, Variables
 
-# gymnax draws these itself, and needs no further package for it.
+# gymnax draws these tasks itself, without any other package.
 _DRAWN_BY_GYMNAX = ('FourRooms-misc', 'MetaMaze-misc', 'PointRobot-misc')
-_MAX_PICTURES = 600  # A file has about this many at most.
+_MAX_PICTURES = 600  # A file has at most about this many pictures.
 _MAX_FPS = 25  # More frames per second make the file larger, not better.
 _MIN_SIDE, _MAX_SIDE = 240, 320  # Pictures are scaled to about this size.
 _SIZE = (300, 200)  # Size of a drawing, in pixels.
-_OVERSAMPLING = 3  # Drawings are made this much larger, for smooth edges.
+_OVERSAMPLING = 3  # Drawn this many times larger, then reduced: smooth edges.
 _MAX_BARS = 60
 _PAPER, _INK, _PALE = '#fafafa', '#33383d', '#b9bfc6'
 _BLUE, _ORANGE, _GREEN, _RED = '#1f5fa8', '#c44e00', '#2f8f4e', '#c0303c'
@@ -42,7 +42,7 @@ _BLUE, _ORANGE, _GREEN, _RED = '#1f5fa8', '#c44e00', '#2f8f4e', '#c0303c'
 _CHANNEL_COLORS = (
   '#16181d #f0f0f0 #ff9e2e #54a0eb #e24a4a #65be5c #ba76db #f7d552 #4bc8c8'
 ).split()
-# gymnasium states no speed for these tasks, or their module may be missing.
+# gymnasium gives no speed for these tasks, or their module may be missing.
 _STEPS_PER_SECOND = dict(
   Pong=30, Pendulum=20, Hopper=125, Walker2d=125, LunarLander=50, CarRacing=50
 )
@@ -55,7 +55,7 @@ class Episode(NamedTuple):
   steps: list[int]  # The number of steps before each picture; the first is 0.
   returns: np.ndarray  # The return after each number of steps, `[T + 1]`.
   is_over: bool  # Whether the episode ended by itself, before `max_steps`.
-  note: str  # Why the library drew no pictures, or ''.
+  note: str  # The reason why the library drew no pictures, or ''.
 
 
 def record(
@@ -67,10 +67,10 @@ def record(
   stride: int = 1,
   max_pictures: int = _MAX_PICTURES,
 ) -> Episode:
-  """Records the same episode as an evaluation of one episode would run.
+  """Records the episode that an evaluation of one episode would run.
 
-  Two pictures are `stride` steps apart, and the last step always has one.
-  `stride` doubles each time that there are more than `max_pictures`.
+  There is one picture every `stride` steps, and always one of the last step.
+  Each time that there are more than `max_pictures`, `stride` doubles.
   """
   config, agent = loaded.config, loaded.agent
   env, act_keys = _make_env(config, rng_key)
@@ -92,8 +92,8 @@ def record(
     for t in range(max_steps + 1):
       action, carry, obs = act(loaded.variables, np.int32(t), timestep, carry)
       action = np.asarray(action)
-      # Draw now: only the next step proves that this was the last one, and by
-      # then the library draws the next episode.
+      # Draw now if this may be the last step. Only the next step proves it, and
+      # then the library can draw only the next episode.
       limits = (max_steps, env.spec.max_episode_steps)
       may_be_last = not timestep.discount[0] or t in limits
       if t % stride == 0 or may_be_last:
@@ -111,7 +111,7 @@ def record(
   steps, pictures, observations, actions = map(list, zip(*moments))
   if not render:
     if steps[-1] == len(returns) - 1:
-      actions[-1] = None  # The episode was over: the action was never taken.
+      actions[-1] = None  # The episode had ended, so this action was not used.
     pictures = paint(config.env.name, env.spec, observations, actions)
   return Episode(pictures, steps, np.asarray(returns), is_over, note)
 
@@ -127,13 +127,13 @@ def _make_env(
   seed = int(jax.random.randint(seed_key, (), 0, 2**31 - 2))
   try:
     env = build.make_host_env(config, 1, seed, 1, evaluation=True, render=True)
-  except ValueError:  # Some environments of gymnasium take no render_mode.
+  except ValueError:  # Some gymnasium environments have no render_mode.
     env = build.make_host_env(config, 1, seed, 1, evaluation=True)
   return env, jax.random.split(act_key, 1)
 
 
 def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
-  """Gives an environment written in JAX the interface of a host environment."""
+  """Makes a JAX environment, with the interface of a host environment."""
   env = build.make_env(config)
   reset, step = jax.jit(env.reset), jax.jit(env.step)
   state: Any = None
@@ -172,7 +172,7 @@ def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
 
 
 def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
-  """Returns the function that draws, or None and the reason for it."""
+  """Returns the function that draws, or None and why it cannot draw."""
   try:
     if env.render and np.shape(env.render())[2:] != (3,):
       raise ValueError('the library gives no picture')
@@ -182,7 +182,7 @@ def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
 
 
 def fit(picture: np.ndarray) -> np.ndarray:
-  """Scales a picture, uint8 `[H, W, 3]`, by a whole number to a good size."""
+  """Scales a picture, uint8 `[H, W, 3]`, by an integer to a good size."""
   side = max(picture.shape[:2])
   if side > _MAX_SIDE:
     return np.asarray(Image.fromarray(picture).reduce(-(-side // _MAX_SIDE)))
@@ -196,9 +196,9 @@ def paint(
   observations: Sequence[Tree],
   actions: Sequence[np.ndarray | None],
 ) -> list[np.ndarray]:
-  """Makes a picture of each observation of an episode, all of one size.
+  """Makes a picture of each observation of an episode, all of the same size.
 
-  Each action is the one chosen at its observation, or None at the end.
+  actions: the action chosen at each observation, or None at the end.
   """
   rows = [[np.asarray(x) for x in jax.tree.leaves(o)] for o in observations]
   shape = rows[0][0].shape if len(rows[0]) == 1 else ()
@@ -219,25 +219,25 @@ def _to_images(obs: np.ndarray, channels_first: bool) -> np.ndarray:
   obs = obs if obs.ndim == 4 else obs[..., None]
   num_channels = obs.shape[-1]
   if obs.dtype != np.uint8 and np.isin(obs, (0, 1)).all():
-    # The last channel that is set decides the colour.
+    # If several channels of a pixel are 1, the last of them sets the colour.
     last = (obs.astype(bool) * np.arange(1, num_channels + 1)).max(-1)
     palette = [ImageColor.getrgb(x) for x in _CHANNEL_COLORS]
     index = np.where(last, (last - 1) % (len(palette) - 1) + 1, 0)
     return np.asarray(palette, np.uint8)[index]
-  # The newest frame of a stack, which is the last, in colour or in gray.
+  # The last frame of a stack is the newest. It is in colour or in gray.
   is_color = num_channels % 3 == 0
   newest = obs[..., -3:] if is_color else obs[..., -1:].repeat(3, -1)
   if obs.dtype == np.uint8:
     return newest
-  low, high = newest.min(), newest.max()  # Over the whole episode.
+  low, high = newest.min(), newest.max()  # Range over the whole episode.
   return (255.0 * (newest - low) / (high - low or 1)).astype(np.uint8)
 
 
 def _draw(left: float, right: float, bottom: float, *shapes) -> np.ndarray:
-  """Draws shapes in the part of the plane above `bottom`.
+  """Draws shapes in a picture that spans x from `left` to `right`.
 
-  A shape is (kind, points, colour, size): the kind is 'line', 'dots' or 'area',
-  and the size is the thickness or the radius in pixels.
+  Its lower edge is y = `bottom`. A shape is (kind, points, colour, size): the
+  kind is 'line', 'dots' or 'area'; the size is a width or a radius in pixels.
   """
   image = Image.new('RGB', [_OVERSAMPLING * x for x in _SIZE], _PAPER)
   draw = ImageDraw.Draw(image)
@@ -303,7 +303,7 @@ def _acrobot(cos_1, sin_1, cos_2, sin_2, *_w) -> np.ndarray:
   )
 
 
-# Keys: the name without its version, and the shape of an observation.
+# The keys are the task's name without its version and the observation's shape.
 _DRAWINGS: dict[tuple, Callable[..., np.ndarray]] = {
   ('CartPole', (4,)): _cart_pole,
   ('Pendulum', (3,)): _pendulum,
@@ -315,12 +315,12 @@ _DRAWINGS: dict[tuple, Callable[..., np.ndarray]] = {
 def _draw_bars(
   values: np.ndarray, actions: Sequence[np.ndarray | None]
 ) -> list[np.ndarray]:
-  """Draws the numbers `[N, D]` as bars, and the actions as text below them."""
+  """Draws N pictures: D numbers as bars, and the action as text below them."""
   font = ImageFont.load_default(11)
   num_bars = min(values.shape[1], _MAX_BARS)
   top, bottom = 20, _SIZE[1] - 24
   base = (top + bottom) // 2 if (values < 0).any() else bottom
-  largest = np.abs(values).max(0, initial=1e-9)  # Over the whole episode.
+  largest = np.abs(values).max(0, initial=1e-9)  # In the whole episode.
   pitch = (_SIZE[0] - 12) / num_bars
   pictures = []
   for row, action in zip(values, actions):
@@ -355,7 +355,7 @@ def add_caption(picture: np.ndarray, left: str, right: str) -> np.ndarray:
 def to_frames(
   episodes: Sequence[Episode], steps_per_second: float, fps: float
 ) -> tuple[list[np.ndarray], list[float]]:
-  """Makes the frames of all episodes, and the seconds that each frame stays."""
+  """Returns the frames of all episodes, and how many seconds each is shown."""
   frames, seconds = [], []
   for i, episode in enumerate(episodes, 1):
     number = f'{i}/{len(episodes)}  ' if len(episodes) > 1 else ''
@@ -365,27 +365,27 @@ def to_frames(
       frames.append(add_caption(picture, left, f'step {t}'))
     strides = np.diff(episode.steps)
     seconds += [1 / fps if fps else x / steps_per_second for x in strides]
-    seconds.append(1.0)  # The last frame stays longer.
+    seconds.append(1.0)  # The last frame is shown longer.
   return frames, seconds
 
 
 def write(path: str, frames: list[np.ndarray], seconds: list[float]) -> None:
-  """Writes frames of one size, and the time of each, as a GIF or an MP4."""
+  """Writes frames of one size, each with its time, to a GIF or an MP4."""
   if path.endswith('.gif'):
-    # Many viewers show a frame of less than 20 ms for 100 ms.
+    # Many viewers show a frame for 100 ms if its time is less than 20 ms.
     durations = [10 * max(2, round(100 * x)) for x in seconds]
     imageio.imwrite(path, np.stack(frames), loop=0, duration=durations)
     return
   fps = 1 / float(np.median(seconds))
   counts = [max(1, round(x * fps)) for x in seconds]
-  # Otherwise imageio forks this process, which has JAX's threads.
+  # Without this, imageio forks this process, which is unsafe: it has threads.
   os.environ.setdefault('IMAGEIO_FFMPEG_NO_PREVENT_SIGINT', '1')
   repeated = np.repeat(np.stack(frames), counts, axis=0)
   imageio.imwrite(path, repeated, fps=fps, macro_block_size=2)
 
 
 def real_speed(config: ConfigDict, spec: EnvSpec) -> float:
-  """About how many steps the real task takes per second."""
+  """Returns about how many steps the real task takes per second."""
   import gymnasium
   from gymnasium.envs.registration import load_env_creator
 
@@ -398,7 +398,7 @@ def real_speed(config: ConfigDict, spec: EnvSpec) -> float:
     entry: Any = gymnasium.spec(name).entry_point
     entry = entry if callable(entry) else load_env_creator(entry)
     return float(entry.metadata['render_fps'])
-  except Exception:  # An unknown name, or a module that cannot be imported.
+  except Exception:  # The name is unknown, or a module cannot be imported.
     return 25.0 if isinstance(spec.action, Box) else 10.0
 
 
@@ -408,7 +408,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   out = values.out or os.path.join(path, 'episode.gif')
   if not out.endswith(('.gif', '.mp4')) or os.path.isdir(out):
     raise ValueError(f'--out={out} must be a file that ends in .gif or .mp4')
-  envpool.load_opengl()  # Must come before the first import of envpool.
+  envpool.load_opengl()  # This must precede the first import of envpool.
   loaded = policy.load(path, values.checkpoint)
   if not os.access(os.path.dirname(out) or '.', os.W_OK):
     raise ValueError(f'--out={out} is not in a directory that can be written')
@@ -424,7 +424,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
       stride=1 if values.fps else math.ceil(speed / _MAX_FPS),
       max_pictures=_MAX_PICTURES // values.episodes,
     )
-    end = '' if episode.is_over else ', cut by --max_steps'
+    end = '' if episode.is_over else ', stopped by --max_steps'
     total, steps = episode.returns[-1], len(episode.returns) - 1
     print(f'return {total:.6g}, {steps} steps{end}')
     episodes.append(episode)
@@ -449,7 +449,7 @@ def run(argv: Sequence[str]) -> int:
     ('max_steps', 1000, 'The largest number of steps per episode.', 1, 10**9),
   ):
     flags.DEFINE_integer(name, number, text, low, high, flag_values=values)
-  text = "Take the policy's mode, not a sample; by default as in the run."
+  text = "Take the most probable action; the default is the run's eval.greedy."
   flags.DEFINE_bool('greedy', None, text, flag_values=values)
   text = 'Frames per second; 0 means real speed.'
   flags.DEFINE_float('fps', 0.0, text, 0.0, 50.0, flag_values=values)

@@ -206,8 +206,8 @@ def test_table_and_picture(tmp_path):
     ),
     (
       {'Sebulba on gpu': 50.0, 'Sebulba on cpu': 100.0},
-      'An accelerator loses: Sebulba on cpu learns 2.00 times as fast as '
-      'Sebulba on gpu.',
+      'An accelerator does not pay: Sebulba on cpu learns 2.00 times as fast '
+      'as Sebulba on gpu.',
     ),
     (
       {'Sebulba on cpu': 50.0},
@@ -259,7 +259,7 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys, brief):
   assert not config.sebulba.autotune  # A plan has a fixed number of actors.
   assert printed.count('running ') == 3 + 3 + 3
   for text in (
-    ' times the configured one\n',
+    ' times the configured plan\n',
     '\nas configured, limit: ',
     '  Sebulba on cpu: ',
     '  Anakin on cpu: not measured: env.name=Blackjack-v1',

@@ -241,7 +241,7 @@ def test_mujoco_draws_in_a_process_of_its_own(tmp_path):
     env=os.environ | {'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu'},
   )
   assert outcome.returncode == 0, outcome.stderr
-  assert '2 steps, cut by --max_steps' in outcome.stdout
+  assert '2 steps, stopped by --max_steps' in outcome.stdout
   assert (tmp_path / 'episode.gif').exists()
 
 
@@ -373,7 +373,7 @@ def test_episodes_seeds_and_samples(run, capsys):
   assert plain == watched('--greedy')  # As the run evaluates.
   assert len({plain, watched('--seed=1'), watched('--nogreedy')}) == 3
   watched('--episodes=2', '--max_steps=3')
-  assert capsys.readouterr().out.count('3 steps, cut by --max_steps') == 2
+  assert capsys.readouterr().out.count('3 steps, stopped by --max_steps') == 2
   with Image.open('r/episode.gif') as image:
     assert image.n_frames == 8
 
