@@ -25,7 +25,7 @@ def main() -> None:
   if name not in COMMANDS:
     near = difflib.get_close_matches(name, COMMANDS, 3, 0.4) or COMMANDS
     print(
-      f'error: podrl has no command {name}; near names: {", ".join(near)}',
+      f'error: podrl has no command {name}; try {", ".join(near)}',
       file=sys.stderr,
     )
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""The suites: a table of environment libraries, each in a file of its own."""
+"""The suites: a table of environment libraries. Each one has its own file."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,9 +8,9 @@ from podrl.types import DeviceEnv, EnvSpec, HostEnv
 
 
 class Suite(NamedTuple):
-  """What the rest of podrl knows of an environment library.
+  """What the rest of podrl knows about an environment library.
 
-  The functions import the library when they are called, and raise a ValueError
+  The functions import the library when they are called. They raise a ValueError
   for a user's mistake.
 
   Attributes:
@@ -21,11 +21,11 @@ class Suite(NamedTuple):
       says whether `HostEnv.render` will be called.
     make_spec: `(name, **options) -> EnvSpec`.
     names: `() -> list[str]`, the environments that `make` accepts.
-    package: the distribution whose version a run records.
-    training_options: options that evaluation leaves out, because they make
-      scores incomparable.
+    package: the Python package of the library; a run records its version.
+    training_options: options that evaluation does not use, because scores with
+      them are not comparable.
     has_env_threads: whether several threads can step the environments of one
-      actor; otherwise `make` ignores `num_threads`.
+      actor; if not, `make` ignores `num_threads`.
   """
 
   architecture: str
@@ -41,7 +41,7 @@ _INCOMPARABLE = ('episodic_life', 'reward_clip')
 
 
 def _suite(module: Any, architecture: str, *fields: Any) -> Suite:
-  """The row of an adapter that is called like its library's distribution."""
+  """Builds the row of an adapter; the module is named like the package."""
   package = module.__name__.rpartition('.')[2]
   makers = module.make, module.make_spec, module.names
   return Suite(architecture, *makers, package, *fields)

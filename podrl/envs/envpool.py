@@ -1,4 +1,4 @@
-"""envpool environments as a `HostEnv`; envpool steps a batch on its threads."""
+"""envpool environments as a `HostEnv`; envpool's own threads step a batch."""
 
 import ctypes
 import sys
@@ -10,13 +10,13 @@ import numpy as np
 from podrl.envs import joints, spaces
 from podrl.types import EnvSpec, HostEnv
 
-# podrl sets these options, or has no use for them.
+# podrl sets these options itself, or does not need them.
 _RESERVED_OPTIONS = frozenset(
   'num_envs batch_size num_threads seed env_seed base_path '
   'gym_reset_return_info max_num_players task '
   'zero_discount_on_life_loss'.split()
 )
-# With a value of 0, the C++ code crashes, hangs or computes nonsense.
+# If one of these options is 0, the C++ code crashes, hangs or is wrong.
 _COUNTS = frozenset(
   'frame_skip img_height img_width max_episode_steps stack_num height width '
   'size noop_max'.split()
@@ -26,7 +26,7 @@ _can_mujoco_draw = sys.platform != 'linux'
 
 
 def names() -> list[str]:
-  """The tasks that envpool lists."""
+  """Returns the tasks that envpool lists."""
   import envpool
 
   return sorted(envpool.list_all_envs())
@@ -35,7 +35,7 @@ def names() -> list[str]:
 def _check(
   name: str, options: dict[str, Any]
 ) -> tuple[EnvSpec, dict[str, Any]]:
-  """Returns the specification of a task, and the options after casts."""
+  """Returns the `EnvSpec` of a task, and the options cast to their types."""
   import envpool
 
   known = envpool.list_all_envs()
@@ -50,7 +50,7 @@ def _check(
   spaces.check_options(name, options, set(defaults) - _RESERVED_OPTIONS)
   options = {k: _cast(k, v, defaults[k]) for k, v in options.items()}
   if name.startswith('FrozenLake') and options.get('size', 4) not in (4, 8):
-    # With another size, envpool reads past the end of its map.
+    # With another size, envpool reads memory beyond the end of its map.
     raise ValueError(
       f'env.options.size={options["size"]} must be 4 or 8 for {name}'
     )
@@ -64,10 +64,10 @@ def _check(
   num_players = config.get('max_num_players', 1)
   if num_players > 1:
     raise ValueError(
-      f'env.name={name} has {num_players} players, and podrl trains one; '
-      'choose a single-player task'
+      f'env.name={name} has {num_players} players, but podrl trains only one; '
+      'choose a task with one player'
     )
-  with warnings.catch_warnings(action='ignore'):  # It warns of rounded bounds.
+  with warnings.catch_warnings(action='ignore'):  # It warns about rounding.
     spec = spaces.env_spec(
       name,
       library_spec.gymnasium_observation_space,
@@ -97,7 +97,7 @@ def _cast(key: str, value: Any, default: Any) -> Any:
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
-  """The `EnvSpec` of a task such as 'Pong-v5'.
+  """Returns the `EnvSpec` of a task such as 'Pong-v5'.
 
   Args:
     name: a task that envpool lists.
@@ -113,9 +113,9 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
 def load_opengl() -> None:
   """Lets MuJoCo's tasks draw on Linux; call it before envpool is imported.
 
-  MuJoCo looks for a library called libEGL among the loaded ones. The library
-  that envpool loads has another name, and a libEGL that is loaded later is not
-  the one that envpool set up. In both cases MuJoCo ends the process.
+  To draw, MuJoCo needs a loaded library with the name libEGL. envpool loads it
+  under another name. A libEGL that is loaded after envpool does not help, since
+  envpool has not initialised it. In both cases, MuJoCo ends the process.
   """
   global _can_mujoco_draw
   if sys.platform == 'linux' and 'envpool' not in sys.modules:
@@ -154,8 +154,8 @@ def make(
   def draw() -> np.ndarray:
     module = envpool.registration.registry.specs[name][0]
     if module.startswith('envpool.mujoco') and not _can_mujoco_draw:
-      raise RuntimeError('MuJoCo needs libEGL, loaded before envpool')
+      raise RuntimeError('to draw, MuJoCo needs libEGL, loaded before envpool')
     return pool.render()[0].copy()
 
-  with warnings.catch_warnings(action='ignore'):  # It warns of rounded bounds.
+  with warnings.catch_warnings(action='ignore'):  # It warns about rounding.
     return joints.make_host_env(spec, pool, None, close=pool.close, render=draw)

@@ -13,14 +13,14 @@ _MODES = ('sync', 'async')
 
 
 def names() -> list[str]:
-  """The environments that gymnasium has registered so far."""
+  """Returns the environments that gymnasium has registered so far."""
   import gymnasium
 
   return sorted(gymnasium.registry)
 
 
 def _registered_spec(name: str) -> Any:
-  """gymnasium's own specification of an environment."""
+  """Returns gymnasium's own specification of an environment."""
   import gymnasium
 
   module, _, identifier = name.rpartition(':')
@@ -91,14 +91,15 @@ def make(
   """Makes a batch of gymnasium environments through its vector API.
 
   Args:
-    name: the registered name, for example 'CartPole-v1'; 'module:Id' imports
-      the module that registers it.
+    name: the registered name, for example 'CartPole-v1'. For 'module:Id', it
+      first imports the module, which must register Id.
     num_envs: see `Suite.make`.
     seed: see `Suite.make`.
-    num_threads: not used, because `vectorization_mode` decides.
+    num_threads: not used; `vectorization_mode` decides this.
     render: see `Suite.make`.
-    **options: options of the environment and `vectorization_mode`: 'sync' steps
-      the environments one after the other, 'async' each in its own process.
+    **options: options of the environment, and `vectorization_mode`. 'sync'
+      steps one environment after another; 'async' steps each environment in its
+      own process.
 
   Raises:
     ValueError: see `make_spec`.
@@ -114,11 +115,11 @@ def make(
     'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP
   }
   if mode == 'async':
-    # A fork would copy the locks of JAX's threads.
+    # A forked process would copy locks that JAX's threads hold.
     vector_kwargs['context'] = 'spawn'
-    # Starting the resource tracker lifts the mask below, so start it first.
+    # Starting the resource tracker resets the signal mask, so start it first.
     resource_tracker.ensure_running()
-  # The processes inherit the mask: only this process may end them.
+  # Processes inherit the mask, so Ctrl-C or SIGTERM does not end them directly.
   signals = (signal.SIGINT, signal.SIGTERM)
   mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
   try:
@@ -133,7 +134,7 @@ def make(
       envs.close()
     except BaseException:  # One of the processes died.
       for process in getattr(envs.unwrapped, 'processes', ()):
-        process.kill()  # They block SIGTERM.
+        process.kill()  # The processes block SIGTERM.
       raise
 
   # VectorEnv returns copies of its observations by default.

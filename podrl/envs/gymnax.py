@@ -9,7 +9,7 @@ import numpy as np
 from podrl.envs import joints, spaces
 from podrl.types import Array, Box, DeviceEnv, Discrete, EnvSpec, Tree
 
-# gymnax keeps these observations, images of zeros and ones, as float32.
+# These environments return images of zeros and ones, in float32.
 _BINARY_OBS = frozenset(
   'Asterix-MinAtar Breakout-MinAtar Freeway-MinAtar Seaquest-MinAtar '
   'SpaceInvaders-MinAtar Catch-bsuite DeepSea-bsuite Pong-misc'.split()
@@ -28,14 +28,14 @@ def _action_space(space: Any) -> Discrete | Box:
 
 
 def names() -> list[str]:
-  """The environments that gymnax registers, without the one that downloads."""
+  """Returns gymnax's environments, except the one that downloads a data set."""
   import gymnax
 
   return sorted(set(gymnax.registered_envs) - {_DOWNLOADS})
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
-  """The `EnvSpec` of an environment; it raises what `make` raises."""
+  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
   return make(name, **options).spec
 
 
@@ -55,7 +55,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
     ValueError: if the name or an option is unknown, or a value has a wrong
       type.
   """
-  import gymnax  # It takes seconds, because it imports matplotlib and seaborn.
+  import gymnax  # The import takes seconds: it imports matplotlib and seaborn.
 
   known = gymnax.registered_envs
   if name not in known:
@@ -100,7 +100,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
     return obs, env_state, reward, terminated, truncated
 
   spec = EnvSpec(
-    # The spaces of some environments declare other dtypes than they return.
+    # Some environments return other dtypes than those of their spaces.
     obs=jax.eval_shape(lambda key: observe(reset(key)[0]), jax.random.key(0)),
     channels_first=False,
     action=_action_space(env.action_space(params)),

@@ -1,4 +1,4 @@
-"""Joints: how every adapter presents the end of an episode.
+"""Joints: how all adapters represent the end of an episode.
 
 The step after the last step of an episode is the *joint*: its action is
 ignored, and it returns the first time step of the next episode, as in dm_env.
@@ -22,8 +22,7 @@ class JointState(NamedTuple):
   env_state: Tree  # The environment's own state.
   rng_key: chex.PRNGKey  # Fixed; each step folds `num_steps` into it.
   num_steps: Array  # Int32 `[]`, steps since the first reset, joints included.
-  # Bool `[]`, whether the last step ended an episode, so that the next step
-  # resets.
+  # Bool `[]`, whether the last step ended an episode. If so, the next resets.
   is_last: Array
 
 
@@ -44,24 +43,25 @@ def make_device_env(
     spec: describes the environment.
     reset: `(rng_key) -> (obs, env_state)`.
     step: `(rng_key, env_state, action) -> (obs, env_state, reward, terminated,
-      truncated)`. Where an environment is both terminated and truncated,
-      `terminated` wins: the discount is 0.
+      truncated)`. If an environment is both terminated and truncated, it counts
+      as terminated: the discount is 0.
     observe: `(obs) -> obs`, converts the observations of `reset` and `step` to
-      those of `spec.obs`. Only the selected branch is converted, which is
+      those of `spec.obs`. It converts only the selected observation, which is
       faster.
   """
 
   def reset_one(rng_key: chex.PRNGKey) -> tuple[JointState, TimeStep]:
     reset_key, step_key = jax.random.split(rng_key)
     obs, env_state = reset(reset_key)
-    env_state = jax.tree.map(jnp.asarray, env_state)  # Some are Python numbers.
+    # Some leaves are Python numbers.
+    env_state = jax.tree.map(jnp.asarray, env_state)
     state = JointState(env_state, step_key, jnp.int32(0), jnp.bool(False))
     obs = observe(obs)
     timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(True))
     return state, timestep
 
   def step_one(state: JointState, action: Array) -> tuple[JointState, TimeStep]:
-    # Both branches use one key, because only one of them takes effect.
+    # The step and the reset may use the same key: only one of them counts.
     rng_key = jax.random.fold_in(state.rng_key, state.num_steps)
     is_first = state.is_last
     obs, env_state, reward, terminated, truncated = step(
@@ -101,8 +101,8 @@ def make_host_env(
     spec: describes one environment.
     envs: has the interface of `gymnasium.vector.VectorEnv`, and resets an
       environment in the step after the last one of an episode (gymnasium's
-      next-step mode). It need not mark the first steps of episodes.
-    seed: the seed that `envs.reset` gets.
+      next-step mode). It does not need to mark the first steps of episodes.
+    seed: the argument `seed` of `envs.reset`.
     close: see `HostEnv`.
     render: see `HostEnv`.
   """

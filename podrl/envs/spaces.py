@@ -1,4 +1,4 @@
-"""What the adapters share about spaces, names and options."""
+"""Functions for spaces, names and options that several adapters use."""
 
 from collections.abc import Callable, Collection, Iterable
 import difflib
@@ -27,7 +27,7 @@ def obs_spec(space: Any) -> Tree:
   if kind == 'Discrete':
     return jax.ShapeDtypeStruct((int(space.n),), bool)
   if kind in ('Box', 'MultiBinary'):
-    # Devices have no 64-bit numbers: they are rounded on their way there.
+    # JAX converts 64-bit numbers to 32 bits when it copies them to a device.
     dtype = jax.dtypes.canonicalize_dtype(space.dtype)
     return jax.ShapeDtypeStruct(space.shape, dtype)
   raise ValueError(
@@ -53,7 +53,7 @@ def observe(space: Any, obs: Tree) -> Tree:
 
 
 def action_space(space: Any) -> Discrete | Box:
-  """Converts a gymnasium action space; a `Discrete`'s start is dropped.
+  """Converts a gymnasium action space; categories then start at 0.
 
   Raises:
     ValueError: if the space is neither a category nor a box.
@@ -62,7 +62,7 @@ def action_space(space: Any) -> Discrete | Box:
   if kind == 'Discrete':
     return Discrete(int(space.n))
   if kind == 'Box':
-    # Rounded inwards: float32's 0.4 is more than float64's.
+    # Round inwards: float32's 0.4 is larger than float64's, so out of bounds.
     low, high = (np.asarray(x, np.float32) for x in (space.low, space.high))
     low = np.where(low < space.low, np.nextafter(low, np.float32(np.inf)), low)
     high = np.where(
@@ -98,7 +98,7 @@ def env_spec(
 
 
 def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
-  """Builds the function from actions `[B, ...]` to the library's actions.
+  """Builds the function that converts actions `[B, ...]` to the library's.
 
   For a category, the function adds the `start` of the space. For a box, it
   casts to the dtype of the space, and rounds if that is an integer dtype.
@@ -109,34 +109,35 @@ def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
   dtype = space.dtype
   if np.issubdtype(dtype, np.integer):
     return lambda action: np.rint(action).astype(dtype)
-  return lambda action: action.astype(dtype)  # A copy: JAX's is read-only.
+  # Always copies, because arrays from JAX are read-only.
+  return lambda action: action.astype(dtype)
 
 
 def unknown_name(name: str, kind: str, known: Collection[str]) -> ValueError:
-  """The error for a name that is not, for example, 'a gymnax environment'."""
+  """Returns the error: `name` is not `kind`, for example 'an envpool task'."""
   near = difflib.get_close_matches(name, known, 3, 0.4)
   if near:
-    remedy = f'near names: {", ".join(near)}'
+    remedy = f'similar names: {", ".join(near)}'
   elif len(known) < 50:
     remedy = f'choose from: {", ".join(known)}'
   else:
-    remedy = 'no name is near'
+    remedy = 'no name is similar'
   return ValueError(f'env.name={name} is not {kind}; {remedy}')
 
 
 def one_line(error: Exception) -> str:
-  """The message of an error on a single line."""
+  """Returns the message of an error as one line."""
   return ' '.join(str(error).split())
 
 
 class UnknownOption(ValueError):
-  """An option that the environment does not have."""
+  """The environment does not have an option."""
 
 
 def check_options(
   name: str, options: Iterable[str], known: Collection[str]
 ) -> None:
-  """Raises an `UnknownOption`, with near names, for an unknown option."""
+  """Raises an `UnknownOption`, with similar names, for an unknown option."""
   for key in options:
     if key not in known:
       near = difflib.get_close_matches(key, known, 3, 0.4) or sorted(known)

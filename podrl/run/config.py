@@ -165,7 +165,7 @@ _SEBULBA_FIELDS = {name for name in FIELDS if name.startswith('sebulba.')}
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-  """Raises a ValueError, with near names, if `value` is not a choice."""
+  """Raises a ValueError, with similar names, if `value` is not a choice."""
   if value in choices:
     return
   if near := difflib.get_close_matches(str(value), choices, 3, 0.4):
