@@ -27,7 +27,7 @@ _SECTIONS = {
 
 
 def _number(value: float) -> str:
-  """A bound as a person writes it; a large power of two becomes 2^N."""
+  """Writes a bound as a person does; a large power of two becomes 2^N."""
   for offset, suffix in ((0, ''), (1, ' - 1')):
     exponent = math.log2(value + offset) if value > 2**15 else 0.5
     if exponent.is_integer():
@@ -36,7 +36,7 @@ def _number(value: float) -> str:
 
 
 def _allowed(field: Field) -> str:
-  """The allowed values of a field."""
+  """Returns the allowed values of a field."""
   if isinstance(field.default, bool):
     return 'True, False'
   if isinstance(field.allowed, Range):
@@ -47,7 +47,7 @@ def _allowed(field: Field) -> str:
 
 
 def _default(name: str, field: Field) -> str:
-  """The default of a field, and those of agents that have another one."""
+  """Returns the default of a field, and the agents that have another one."""
   text = f'`{field.default!r}`' if field.default != '' else ''
   others: dict[str, list[str]] = {}
   for agent, entry in AGENTS.items():
@@ -60,7 +60,7 @@ def _default(name: str, field: Field) -> str:
 
 
 def make_tables() -> str:
-  """The tables of all fields, one for each section."""
+  """Returns the tables of all fields, one for each section."""
   fields = dict(FIELDS)
   for agent, entry in AGENTS.items():
     for name, comment in entry.comments.items():
@@ -78,7 +78,7 @@ def make_tables() -> str:
 
 
 def render(page: str) -> str:
-  """The text of the page with its tables written afresh."""
+  """Returns the text of the page with new tables."""
   before, _, rest = page.partition(_BEGIN)
   return f'{before}{_BEGIN}\n{make_tables()}\n{_END}{rest.partition(_END)[2]}'
 

@@ -27,7 +27,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   if config.network.name == 'conv':
     config.network.hidden_sizes = (128,)  # One layer after the convolution.
     config.network.shared_torso = True  # Both heads use the same features.
-    config.total_env_steps = 2_000_000  # It needs fewer steps than the MLP.
+    config.total_env_steps = 2_000_000  # conv needs fewer steps than mlp.
   return config
 
 

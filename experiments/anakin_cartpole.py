@@ -19,7 +19,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
     config.unroll_length = 32
     config.num_epochs = 4
   else:
-    # These agents make one pass over an unroll: they need more, larger steps.
+    # These agents use each unroll once: they need more updates, larger steps.
     config.unroll_length = 8
     config.total_env_steps = 2_000_000
     config.optimizer.learning_rate = 3e-3

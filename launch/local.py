@@ -10,8 +10,8 @@ process I prints begins with [I].
 
 The exit code of the script is that of the first process that fails. After a
 failure, the other processes have grace_seconds to end. Then the script sends
-SIGTERM to them, and SIGKILL after kill_seconds more. It passes each Ctrl-C and
-SIGTERM that it gets to every process.
+SIGTERM to them, and SIGKILL after kill_seconds more. If the script itself gets
+Ctrl-C or SIGTERM, it passes the signal to every process.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def is_alive(group: int) -> bool:
 def guard(pipe: int, kill_seconds: int) -> None:
   """Runs in a forked process, and ends all others if this script is killed.
 
-  The script writes the process groups to a pipe, which closes when it ends.
+  The script writes the process groups to a pipe. The pipe closes at its end.
   """
   os.setsid()
   with open(pipe) as file:
@@ -183,7 +183,7 @@ def main() -> int:
   # Pairs: a process's index and its exit code, or None and a signal to pass on.
   events: queue.SimpleQueue = queue.SimpleQueue()
   passed = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM}
-  if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it.
+  if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP.
     passed[signal.SIGHUP] = signal.SIGTERM
   for number in passed:
     signal.signal(number, lambda number, _: events.put((None, passed[number])))

@@ -85,8 +85,8 @@ quote() {
   echo "${line# }"
 }
 
-# Runs a command in the background, so that bash reacts to signals at once. The trap
-# of a signal ends `children`.
+# Runs a command in the background, so that bash reacts to signals at once. A trap
+# for signals ends the processes in `children`.
 background() {
   "$@" </dev/null &
   children=($!)
@@ -206,8 +206,8 @@ slice_state() {
   esac
 }
 
-# The script shows the output of process 0. This function sets `first` to its machine,
-# or to any machine if it finds out none.
+# Sets `first` to the machine of process 0, because the script shows its output. If no
+# machine knows which one this is, `first` is any machine.
 find_first() {
   local answer zero
   is_group || return 0
@@ -270,7 +270,7 @@ wait_until_up() {
 
 count_failure() {
   failures=$((failures + 1))
-  say "got no working slice: failure $failures in a row, of at most $create_attempts"
+  say "could not get a working slice: failure $failures of $create_attempts in a row"
   ((failures < create_attempts)) && return
   say 'gave up; try another --zone, or try again later'
   exit 1

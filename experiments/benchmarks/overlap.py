@@ -3,9 +3,9 @@
   python experiments/benchmarks/overlap.py [--repeats=3]
 
 Each of two actors has a pool of environments, which sleep in each step. The
-learner's update sleeps too. Its sleep divided by the time of an unroll is the
-cost, from a quarter to four. For each cost and both modes, the table has four
-rates in updates per second, which are medians:
+learner sleeps in each update. The cost of an update is the time of this sleep
+divided by the time of an unroll; it varies from a quarter to four. For each
+cost and both modes, the table has medians of four rates, in updates per second:
 
   environment  the environments alone
   acting       inference alone, on an observation that does not change

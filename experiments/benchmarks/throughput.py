@@ -80,14 +80,14 @@ def _is_sebulba(config: ConfigDict) -> bool:
 
 
 def get_sebulba_config(name: str, num_envs: int) -> ConfigDict:
-  """Returns the configuration to measure with Sebulba; its settings learn."""
+  """Returns the configuration that is measured with Sebulba."""
   config = sebulba_config(_AGENT.value)
   config.env.name = name
   config.env.num_envs = num_envs
   config.unroll_length = 128 if _AGENT.value == 'ppo' else 20
   if _AGENT.value == 'ppo':
     config.num_epochs, config.num_minibatches = 4, 4
-  config.network.shared_torso = name == 'Pong-v5'  # Nature CNN, 512 wide.
+  config.network.shared_torso = name == 'Pong-v5'  # Pong uses the Nature CNN.
   config.network.hidden_sizes = (512,) if name == 'Pong-v5' else (64, 64)
   config.optimizer.anneal = False
   config.compilation_cache = 'off'
@@ -96,7 +96,7 @@ def get_sebulba_config(name: str, num_envs: int) -> ConfigDict:
 
 
 def get_config(name: str, num_envs: int) -> ConfigDict:
-  """Returns the configuration to measure with Anakin; its settings learn."""
+  """Returns the configuration that is measured with Anakin."""
   config = base_config('ppo')
   config.env.name = name
   config.env.num_envs = num_envs

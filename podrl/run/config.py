@@ -91,7 +91,7 @@ FIELDS = {
   ),
   'env.suite': Field('gymnax', 'Library that provides the environment.'),
   'env.name': Field('', 'Name of the environment in its library.'),
-  'env.num_envs': Field(64, 'Total over devices and processes.', _COUNT),
+  'env.num_envs': Field(64, 'Number over devices and processes.', _COUNT),
   'env.options': Field({}, 'Options that are passed to the library.'),
   'agent.gamma': Field(0.99, 'Discount per step.', _FRACTION),
   'agent.lambda_': Field(
@@ -117,16 +117,16 @@ FIELDS = {
   'network.distribution': Field(
     'auto', 'Distribution of actions; auto fits the space.', DISTRIBUTIONS
   ),
-  'network.state_dependent_scale': Field(False, 'A Gaussian scale per state.'),
+  'network.state_dependent_scale': Field(False, 'Scale varies with the state.'),
   'network.initial_scale': Field(
-    1.0, 'Scale of a Gaussian over actions in -1 to 1.', Range(0.01, 10)
+    1.0, 'Initial scale of a Gaussian; actions are in -1 to 1.', Range(0.01, 10)
   ),
   'network.dtype': Field('float32', "Type of the torso's arithmetic.", _DTYPES),
   'optimizer.name': Field('adam', 'The optimiser.', tuple(OPTIMIZERS)),
   'optimizer.learning_rate': Field(1e-3, 'Initial learning rate.', _ABOVE_0),
   'optimizer.anneal': Field(True, 'The learning rate falls linearly to 0.'),
-  'optimizer.max_grad_norm': Field(0.5, 'Global norm; 0 means off.', _FROM_0),
-  'eval.num_episodes': Field(128, 'Each has its own environment.', _COUNT),
+  'optimizer.max_grad_norm': Field(0.5, 'Clips global norm; 0: off.', _FROM_0),
+  'eval.num_episodes': Field(128, 'Episodes, one per environment.', _COUNT),
   'eval.every_env_steps': Field(0, 'Period; 0 means only at the end.', _FROM_0),
   'eval.greedy': Field(True, "Takes the policy's mode instead of a sample."),
   'eval.max_episode_steps': Field(
@@ -138,12 +138,12 @@ FIELDS = {
   'log.profile': Field(0, 'Number of updates to trace.', Range(0, 10**6)),
   'checkpoint.every_seconds': Field(300.0, 'Period; 0 means off.', _FROM_0),
   'checkpoint.every_env_steps': Field(0, 'Period; 0 means off.', _FROM_0),
-  'checkpoint.keep': Field(2, 'Keeps this many newest and the best.', _COUNT),
+  'checkpoint.keep': Field(2, 'Keeps the newest N, and the best one.', _COUNT),
   'checkpoint.grace_seconds': Field(
     30.0, 'Seconds to save a checkpoint after SIGTERM.', _SECONDS
   ),
-  'sebulba.actor_devices': Field((), 'Empty: first quarter of all.', _INDEX),
-  'sebulba.learner_devices': Field((), 'Empty: all other devices.', _INDEX),
+  'sebulba.actor_devices': Field((), 'Indices; empty: first quarter.', _INDEX),
+  'sebulba.learner_devices': Field((), 'Indices; empty: all others.', _INDEX),
   'sebulba.threads_per_actor_device': Field(
     0, 'Actors per device (with autotune: at most); 0 fits the cores.', _FEW
   ),

@@ -52,7 +52,7 @@ _NUM_SHOWN, _MAX_RANGE = 5, 64
 _PAYS = 1.2  # An accelerator pays if it is this many times faster.
 _BUSY = dict(cores='cores', act='actor_devices', learn='learner_devices')
 _COLORS = ('#1f5fa8', '#3d7a3a', '#c44e00')
-_FIELDS = (  # The fields of a configuration that a plan sets, in its order.
+_FIELDS = (  # The configuration's fields that a plan sets, in the plan's order.
   'unroll_length env.num_envs sebulba.threads_per_actor_device '
   'sebulba.env_threads sebulba.actor_devices sebulba.learner_devices'
 ).split()
@@ -63,7 +63,7 @@ class Plan(NamedTuple):
   """How Sebulba uses a host."""
 
   unroll_length: int
-  num_envs: int  # Total of all actors.
+  num_envs: int  # Number of environments of all actors.
   threads: int  # Actor threads per actor device.
   env_threads: int  # Threads that step the environments of one actor.
   actor_devices: tuple[int, ...]
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
 
   @property
   def sizes(self) -> tuple[int, int, int, int]:
-    """Numbers of actors, environments per actor, steps T and env threads."""
+    """The numbers of actors, environments per actor, steps, and env threads."""
     num_actors = len(self.actor_devices) * self.threads
     num_envs = self.num_envs // num_actors
     return num_actors, num_envs, self.unroll_length, self.env_threads
@@ -114,8 +114,8 @@ def with_fields(config: ConfigDict, fields: dict[str, Any]) -> ConfigDict:
 def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
   """Returns the plans that differ from `plan` by one step of one setting.
 
-  They are not checked. A plan with another unroll length has the same batch
-  size. A plan with another number of threads has as many environments.
+  The plans may be invalid. If the unroll length changes, the batch size stays
+  the same. If the number of threads changes, the number of environments stays.
   """
   num_envs, length = plan.num_envs, plan.unroll_length
   steps: list[dict[str, Any]] = [
@@ -284,7 +284,7 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
     fields = plan.overrides(base)
     try:
       return measure(with_fields(config, fields), plan.batch, seconds)
-    except Exception as error:  # An environment or XLA can raise anything.
+    except Exception as error:  # An environment or XLA can raise any error.
       raise ValueError(f'{name}: {workdir.one_line(error)}') from error
 
   return search(base, candidates, run)
@@ -437,7 +437,7 @@ def draw_decisions(run_directory: str, path: str) -> None:
   Raises:
     ValueError: if the run has no record of active actors yet, or is damaged.
   """
-  decisions, name = [], 'decisions.jsonl'  # Exists after the first decision.
+  decisions, name = [], 'decisions.jsonl'  # The first decision creates it.
   if os.path.exists(os.path.join(run_directory, name)):
     decisions = workdir.read_records(run_directory, name)
   records = workdir.read_records(run_directory)

@@ -62,12 +62,12 @@ class Chip(NamedTuple):
   """One core and its links, in seconds, bytes/s and FLOP/s."""
 
   peak: float  # FLOP/s of matrix products in bfloat16.
-  float32_passes: int  # The same products in float32 take this factor longer.
+  float32_passes: int  # A product in float32 takes this many times longer.
   memory_bandwidth: float
-  link_bandwidth: float  # Of one core inside its pod, in an all-reduce.
+  link_bandwidth: float  # From one core to its pod, in an all-reduce.
   torus_dims: int  # 1 means a ring; 0 means a switch, used as a tree.
   pod_size: int  # Number of cores in a pod.
-  far_bandwidth: float  # Of one core to other pods.
+  far_bandwidth: float  # From one core to other pods.
   host_cpus: float  # Virtual CPUs of the host per core.
   operation_seconds: float  # Minimum time of one operation of a program.
   hop_seconds: float  # Latency between neighbours in a pod.
@@ -200,7 +200,7 @@ def read_work(config: ConfigDict) -> tuple[Work, Work]:
   if build.architecture(config) == 'anakin':
     function, inputs = make_unroll(env, agent, 1), (variables, actors, 0)
   act = _read(jax.jit(function).lower(*inputs), length)
-  # Compile one optimiser step on one minibatch; `share` corrects its rounding.
+  # Compile one step on one minibatch; `share` corrects for its rounded size.
   num_steps = config.num_epochs * config.num_minibatches
   envs = max(1, num_envs // config.num_minibatches)
   share = num_envs / (config.num_minibatches * envs)
@@ -275,7 +275,7 @@ def _peaks() -> Callable[[], Row]:
   side, size = 1024, 1 << 24
   matrix, vector = jnp.ones((side, side)), jnp.ones(size)
   multiply = jax.jit(lambda x: x @ x)
-  add = jax.jit(lambda x: x + 1, donate_argnums=0)  # New memory costs time.
+  add = jax.jit(lambda x: x + 1, donate_argnums=0)  # Allocation takes time.
 
   def run() -> Row:
     nonlocal vector
@@ -297,7 +297,7 @@ def probe(core: str, task: str, arguments: str) -> None:
   First, it prepares the task. Each line of its standard input is a number. It
   then runs the task this many times, and prints the rows as one line of JSON.
   """
-  os.sched_setaffinity(0, {int(core)})  # Before JAX starts its threads.
+  os.sched_setaffinity(0, {int(core)})  # JAX must not have threads yet.
   # PR_SET_PDEATHSIG ends this process with its parent, even in an all-reduce.
   ctypes.CDLL(None).prctl(1, signal.SIGKILL)
   # Libraries may print to standard output. Only `replies` goes to the parent.
@@ -354,7 +354,7 @@ def start(*tasks: Task) -> Iterator[Callable[..., list[Row]]]:
 
 
 def one_core(config: ConfigDict, **changes: Any) -> dict[str, Any]:
-  """Returns the fields of the configuration for one device, fit for JSON."""
+  """Returns the fields of the configuration for one device, as JSON values."""
   fields = json.loads(json.dumps(config.to_dict()))
   if build.architecture(config) == 'sebulba':
     fields['sebulba'] |= {'actor_devices': [], 'learner_devices': []} | changes
@@ -432,7 +432,7 @@ class Single(NamedTuple):
 
   alone: float  # Measured while other cores are idle.
   busy: float  # Measured while other cores work too.
-  deviation: float  # The slowest core waits this x expected_maximum(n) longer.
+  deviation: float  # The slowest core is late by this x expected_maximum(n).
   limit: str  # The part that takes most of the time.
 
 

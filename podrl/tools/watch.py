@@ -34,7 +34,7 @@ _MAX_PICTURES = 600  # A file has at most about this many pictures.
 _MAX_FPS = 25  # More frames per second make the file larger, not better.
 _MIN_SIDE, _MAX_SIDE = 240, 320  # Pictures are scaled to about this size.
 _SIZE = (300, 200)  # Size of a drawing, in pixels.
-_OVERSAMPLING = 3  # Drawn this many times larger, then reduced: smooth edges.
+_OVERSAMPLING = 3  # Drawings are made larger, then reduced: smooth edges.
 _MAX_BARS = 60
 _PAPER, _INK, _PALE = '#fafafa', '#33383d', '#b9bfc6'
 _BLUE, _ORANGE, _GREEN, _RED = '#1f5fa8', '#c44e00', '#2f8f4e', '#c0303c'
@@ -411,7 +411,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   envpool.load_opengl()  # This must precede the first import of envpool.
   loaded = policy.load(path, values.checkpoint)
   if not os.access(os.path.dirname(out) or '.', os.W_OK):
-    raise ValueError(f'--out={out} is not in a directory that can be written')
+    raise ValueError(f'--out={out} is not in a writable directory')
   config = loaded.config
   speed = real_speed(config, loaded.spec)
   episodes = []

@@ -410,7 +410,7 @@ def test_files_play_at_real_speed(tmp_path):
     (['r', 'r'], 'expected one run, got 2'),
     (['nowhere'], 'nowhere is not a run'),
     (['r', '--out=x.png'], 'must be a file that ends in .gif or .mp4'),
-    (['r', '--out=no/x.gif'], 'not in a directory that can be written'),
+    (['r', '--out=no/x.gif'], 'not in a writable directory'),
     (['r', '--out=d.gif'], '--out=d.gif must be a file'),
     (['r', '--episodes=0'], 'episodes'),
     (['r', '--max_steps=0'], 'max_steps'),
