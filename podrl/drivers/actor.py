@@ -1,7 +1,7 @@
 """An actor of Sebulba: it takes parameters and returns trajectories.
 
 It steps a pool of environments on the host, chooses actions on one device and
-gathers the unroll there. It only runs programs of that one device.
+collects the unroll on that device. It runs programs on no other device.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ _STACKED = 32  # One program stacks at most this many rows.
 
 
 class ActorHangs(RuntimeError):
-  """A call of an actor takes too long."""
+  """An actor stays in one stage for too long."""
 
 
 class Row(NamedTuple):
-  """One step of an unroll, on the actor's device, `[B, ...]`."""
+  """One step of an unroll, on the actor's device; leaves `[B, ...]`."""
 
   obs: Tree
   action: jax.Array
@@ -47,7 +47,7 @@ class Unroll(NamedTuple):
   """An unroll of one actor, with a shard on each learner device."""
 
   shards: list[Trajectory]
-  version: int  # Version of the parameters that acted.
+  version: int  # Version of the parameters that chose the actions.
   episodes: Episodes  # Episodes that ended in the unroll.
   actor: int  # Index of the actor.
 
@@ -55,9 +55,9 @@ class Unroll(NamedTuple):
 class ActorFunctions(NamedTuple):
   """The compiled programs of an actor, on one device."""
 
-  initial_carry: Callable[[int], Tree]  # The agent's function.
-  # `(variables, keys, num_steps, timestep, carry) -> (Row, carry)`, one
-  # dispatch per step; `num_steps` counts the steps of an environment.
+  initial_carry: Callable[[int], Tree]  # `Agent.initial_carry`.
+  # `(variables, keys, num_steps, timestep, carry) -> (Row, carry)`, called once
+  # per step. `num_steps` is the number of earlier steps of each environment.
   step: Callable[..., tuple[Row, Tree]]
   stack: Callable[[list[Row]], Row]  # `(rows) -> Row`, leaves `[N, B, ...]`.
   # `(stacks, timesteps, carry) -> [Trajectory]`, a shard for each learner
@@ -69,7 +69,7 @@ class ActorFunctions(NamedTuple):
 def make_actor_functions(
   agent: Agent, observe: Callable[[Tree], Tree], num_shards: int
 ) -> ActorFunctions:
-  """Makes the programs that act and gather.
+  """Makes the programs that choose actions and collect unrolls.
 
   Args:
     observe: `EnvSpec.observe`.
@@ -77,11 +77,11 @@ def make_actor_functions(
   """
   fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
-  # In other threads, a CPU program would wait behind the learner's.
+  # In XLA's threads, a CPU program would wait for the learner's program.
   options = spmd.in_order_options()
   compiled = functools.partial(jax.jit, compiler_options=options)
 
-  # Rows stay on the device: each observation goes there only once.
+  # Rows stay on the device, so each observation is copied to it only once.
   @compiled
   def step(variables, keys, num_steps, timestep, carry):
     seen = timestep._replace(obs=observe(timestep.obs))
@@ -120,8 +120,8 @@ class _Episodes:
     self._lengths = np.zeros(num_envs, np.int64)
 
   def add(self, reward: np.ndarray, is_first: np.ndarray) -> Episodes:
-    """Counts the episodes that ended in one unroll; arguments `[T, B]`."""
-    # An environment's ended episodes fill the unroll up to its last joint.
+    """Counts the episodes that ended in one unroll; arguments are `[T, B]`."""
+    # After its last joint, an environment's episode is still open.
     is_open = ~np.logical_or.accumulate(is_first[::-1])[::-1]
     ends = is_first.any(0)
     sums: list[Any] = [int(is_first.sum())] * 2  # Each joint ends an episode.
@@ -134,7 +134,7 @@ class _Episodes:
 
 
 class Actor:
-  """The environments of one thread, and how the thread spends its time.
+  """Steps the environments of one thread, and measures the thread's time.
 
   Other threads may call `seconds` and `hang`, and read `num_waits`.
 
@@ -142,10 +142,10 @@ class Actor:
     index: index among the actors of this process.
     env: the pool of environments.
     device: the device that chooses actions.
-    learner_devices: devices for the shards of its unrolls.
-    rng_key: key of all actors.
+    learner_devices: devices for the shards of the actor's unrolls.
+    rng_key: key that all actors share.
     first_env: global index of the pool's first environment.
-    clock: runs while any actor chooses actions on the device.
+    clock: measures the time in which actors choose actions on the device.
   """
 
   def __init__(
@@ -179,16 +179,16 @@ class Actor:
     self._keys, self._carry = jax.device_put(
       (keys, functions.initial_carry(num_envs)), device
     )
-    self._seen_late = 0.0, 0.0  # Start of a late call, and when it was seen.
+    self._seen_late = 0.0, 0.0  # Start of a late stage, and time of the check.
     seconds = dict.fromkeys((*STAGES, PARKED), 0.0)
     self._times = 'actor_waiting', time.perf_counter(), seconds
 
   def skip(self, num_unrolls: int) -> None:
-    """Uses the random numbers that follow `num_unrolls` unrolls."""
+    """Continues with the random numbers after `num_unrolls` unrolls."""
     self._num_steps = num_unrolls * self._unroll_length
 
   def enter(self, stage: str) -> None:
-    """Ends one stage and begins another."""
+    """Ends the current stage and begins `stage`."""
     before = self._times[0]
     if stage != before and stage == 'inference':
       self._clock.enter()
@@ -198,12 +198,13 @@ class Actor:
 
   def seconds(self) -> dict[str, float]:
     """Returns the seconds spent in each stage, the current one included."""
-    stage, since, seconds = self._times  # One read: another thread may write.
+    stage, since, seconds = self._times  # Read once: another thread writes it.
     return seconds | {stage: seconds[stage] + time.perf_counter() - since}
 
   def hang(self, hang_seconds: float) -> str:
-    """Returns a sentence if a call is late in two checks, a second apart.
+    """Returns a sentence if the actor hangs, or else an empty string.
 
+    It hangs if two checks, a second apart, find it late in its current stage.
     One check is not enough: after a suspended process resumes, every actor
     looks late.
     """
@@ -216,15 +217,15 @@ class Actor:
     if now - self._seen_late[1] < 1.0:
       return ''
     return (
-      f'{self.name} has not come back from {stage} for {now - since:.0f} s, '
+      f'{self.name} has been in the stage {stage} for {now - since:.0f} s, '
       f'more than sebulba.hang_seconds={hang_seconds:g}'
     )
 
   def compile(self, variables: Variables) -> list[Trajectory]:
-    """Compiles the programs; returns shards of an example of an unroll."""
+    """Compiles the programs; returns the shards of an example unroll."""
     timestep, carry = self._timestep, self._carry
     inputs = variables, self._keys, np.int32(0), timestep
-    for _ in range(2):  # The second call takes the first one's carry.
+    for _ in range(2):  # The second call gets the carry of the first call.
       row, carry = self._functions.step(*inputs, carry)
     shape = self._unroll_length + 1, timestep.is_first.size
     zeros = np.zeros(shape, np.float32)
@@ -238,7 +239,7 @@ class Actor:
       Closed: if the actor is stopped.
     """
     timestep, first_carry = self._timestep, self._carry
-    # New arrays for each unroll: on the CPU, the device shares aligned ones.
+    # Make new arrays each time: a CPU device shares memory with aligned arrays.
     shape = self._unroll_length + 1, timestep.is_first.size
     reward, discount = (np.empty(shape, np.float32) for _ in range(2))
     is_first, rows = np.empty(shape, bool), []
@@ -270,7 +271,7 @@ class Actor:
     self, rows: list[Row], timesteps: TimeStep, carry: Tree
   ) -> list[Trajectory]:
     """Returns the shards of an unroll, ready on their learner devices."""
-    # In stacks: a program of all rows would take too long to compile.
+    # Use several stacks: one program for all rows would compile too slowly.
     stacks = [
       self._functions.stack(rows[i : i + _STACKED])
       for i in range(0, len(rows), _STACKED)
@@ -280,7 +281,7 @@ class Actor:
     return jax.block_until_ready(list(placed))
 
   def close(self) -> None:
-    """Frees the environments; prints errors, so that other actors close too."""
+    """Frees the environments; prints errors, so that all actors are closed."""
     try:
       self._env.close()
     except Exception:

@@ -1,8 +1,8 @@
-"""Anakin: environments, acting and learning compiled into one program.
+"""Anakin: one compiled program steps environments, acts and learns.
 
 Hessel et al. 2021, arXiv:2104.06272, section 3. One call runs several updates.
-Each is an unroll of all environments and one `Learner.update`, mapped over the
-devices. The environments are split over devices, the learner is replicated.
+An update is an unroll of all environments and one `Learner.update`, mapped over
+the devices. The environments are split over devices; the learner is replicated.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,28 +32,28 @@ from podrl.types import (
   Tree,
 )
 
-# Streams of random numbers; each is folded into the key of the seed.
+# Each number is folded into a key, for a separate stream of random numbers.
 _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM, _ACT_STREAM = range(4)
 
 
 def _strongly_typed(tree: Tree) -> Tree:
-  """Drops weak types: a state that gets one compiles the program again."""
+  """Removes weak types, which would make JAX compile the program again."""
   return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
 
 
-# Folds one counter into keys `[B]`.
+# Folds one number into each of the keys `[B]`.
 _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
 class Actors(NamedTuple):
-  """The environments; every leaf is `[B, ...]`, split over devices."""
+  """The environments and carries; leaves `[B, ...]`, split over devices."""
 
   env_state: Tree
-  timestep: TimeStep  # Last time step of each environment.
+  timestep: TimeStep  # Latest time step of each environment.
   carry: Tree
-  # Fixed keys; the counters of updates and steps are folded in.
+  # Fixed keys; each action folds in the numbers of its update and step.
   rng_key: chex.PRNGKey
-  episode_return: Array  # Float32, sum of rewards in this episode.
+  episode_return: Array  # Float32, sum of rewards so far in this episode.
   episode_length: Array  # Int32, steps so far in this episode.
 
 
@@ -66,7 +66,7 @@ class AnakinState(NamedTuple):
 
 
 class Records(NamedTuple):
-  """What a call of `Programs.train` reports, one row per update.
+  """What a call of `Programs.train` reports, with one row per update.
 
   Rows after the last update are zero. For S seeds, arrays have a last axis S.
   """
@@ -74,18 +74,18 @@ class Records(NamedTuple):
   metrics: Metrics  # Float32 `[max_updates]` each, the learner's metrics.
   episodes: Episodes  # `[max_updates, num_devices]` each.
   # Bool `[]`, false if the loss of the last update was NaN or infinite. The
-  # call ends at such an update.
+  # call ends after such an update.
   is_finite: Array
 
 
 class Programs(NamedTuple):
   """Anakin's compiled programs."""
 
-  # `(rng_key, hyperparams={}) -> AnakinState`, placed on the devices; keys
+  # `(rng_key, hyperparams={}) -> AnakinState` on the devices. `rng_key` is
   # `[S]` for several seeds. `hyperparams` replaces those of `Agent.init`.
   init: Callable[..., AnakinState]
-  # `(state, num_updates) -> (state, Records)`. It compiles once for any int32
-  # `num_updates` up to `max_updates`, and donates the state's buffers.
+  # `(state, num_updates) -> (state, Records)`. It compiles only once, for all
+  # int32 `num_updates` up to `max_updates`. It donates the state's buffers.
   train: Callable[[AnakinState, Any], tuple[AnakinState, Records]]
 
 
@@ -99,7 +99,7 @@ def make_unroll(
 
   def unroll(variables, actors, num_updates):
     update_keys = _fold_in(actors.rng_key, num_updates)
-    # One call for T x B keys costs little more than one for B keys.
+    # One call for T x B keys costs little more than a call for B keys.
     keys = jax.vmap(_fold_in, (None, 0))(update_keys, jnp.arange(unroll_length))
 
     def step(actors, rng_key):
@@ -146,15 +146,15 @@ def make_programs(
   max_updates: int,
   num_seeds: int | None = None,
 ) -> Programs:
-  """Makes the programs.
+  """Makes Anakin's programs.
 
   Args:
-    num_envs: environments over all devices; the devices divide it.
+    num_envs: environments on all devices; the number of devices divides it.
     unroll_length: T, steps of an unroll.
     max_updates: the largest number of updates in one call.
     num_seeds: S, the number of independent agents in the program. S is the
       first axis of keys and of the state's leaves, and the last axis of
-      records. None is one agent, without this axis.
+      records. None means one agent, without this axis.
   """
 
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
@@ -227,8 +227,8 @@ def make_programs(
 
   def init(rng_key: chex.PRNGKey, hyperparams: Hyperparams = {}) -> AnakinState:
     learner_key, *keys = over_seeds(stream_keys)(rng_key)
-    # Two batched QR factorisations (orthogonal initialisation) at the same time
-    # can deadlock in XLA's CPU threads (jaxlib 0.10.2).
+    # With jaxlib 0.10.2, two batched QR factorisations (for the orthogonal
+    # initialisation) at the same time can deadlock in XLA's CPU threads.
     learner_state = jax.jit(
       over_seeds(init_learner, (0, None)),
       compiler_options=spmd.in_order_options(),
@@ -252,10 +252,9 @@ class Anakin:
     programs: what `make_programs` returned.
     rng_key: key of the whole run; `[S]` for several seeds.
     max_updates: the largest number of updates in one call.
-    predictions_per_update: actions that this process's environments take in
-      one update.
+    predictions_per_update: number of actions in one update, in this process.
     hyperparams: see `Programs.init`.
-    state: the whole run, once started; the next `advance` deletes its buffers.
+    state: the whole run, or None before `start`; `advance` deletes its buffers.
   """
 
   programs: Programs
@@ -274,7 +273,7 @@ class Anakin:
   def start(self, restore: Restore = lambda state: (state, [])) -> None:
     """Makes the state and compiles."""
     state, _ = restore(self.programs.init(self.rng_key, self.hyperparams))
-    # Compile with zero updates, so that the first window does not compile.
+    # Compile now, with zero updates, so that `advance` does not compile.
     self.state, _ = self.programs.train(state, np.int32(0))
     jax.block_until_ready(self.state)
 
@@ -305,7 +304,7 @@ class Anakin:
       )
     return reports
 
-  # Anakin adds nothing to these parts of `Driver`.
+  # `Driver` requires the methods below, but Anakin does not need them.
 
   def plan(self) -> dict[str, Any]:
     return {}

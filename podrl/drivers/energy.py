@@ -11,14 +11,14 @@ from podrl.types import Report
 
 
 def _open_gpus(devices: Sequence[jax.Device]) -> tuple[Any, list[Any]]:
-  """Returns NVML and its handles of NVIDIA GPUs; no handles if unavailable."""
+  """Returns NVML and its handles for the GPUs; no handles without NVML."""
   if devices[0].platform not in ('gpu', 'cuda'):
     return None, []
   try:
     import pynvml  # The extra `cuda` installs it.
   except ImportError:
     return None, []
-  # NVML counts all GPUs; JAX counts those that this variable leaves visible.
+  # NVML numbers all GPUs; JAX numbers only those that this variable names.
   names = os.environ.get('CUDA_VISIBLE_DEVICES', '').replace(' ', '')
   visible = names.split(',') if names else []
   try:
@@ -33,7 +33,7 @@ def _open_gpus(devices: Sequence[jax.Device]) -> tuple[Any, list[Any]]:
         handles.append(pynvml.nvmlDeviceGetHandleByUUID(name))
       pynvml.nvmlDeviceGetTotalEnergyConsumption(handles[-1])
     return pynvml, handles
-  except (pynvml.NVMLError, IndexError):  # Too old, virtual, or no driver.
+  except (pynvml.NVMLError, IndexError):  # No driver, or an old or virtual GPU.
     return None, []
 
 
@@ -54,32 +54,32 @@ class Meter:
     self, devices: Sequence[jax.Device], powercap: str = '/sys/class/powercap'
   ):
     self._nvml, self._gpus = _open_gpus(devices)
-    self._last: dict[str, tuple[int, int]] = {}  # Microjoules, and the range.
+    self._last: dict[str, tuple[int, int]] = {}  # Microjoules and their range.
     self._cpu_microjoules = 0
-    # Only packages: cores and memory are parts of them, 'psys' contains them.
+    # Packages contain cores and memory, and 'psys' contains the packages.
     for path in glob.glob(os.path.join(powercap, 'intel-rapl:*')):
       try:
         if _read(path, 'name').startswith('package'):
           size = int(_read(path, 'max_energy_range_uj'))
           self._last[path] = int(_read(path, 'energy_uj')), size
-      except (OSError, ValueError):  # Since 2020 only root may read it.
+      except (OSError, ValueError):  # Since 2020, only root may read the file.
         pass
 
   @property
   def parts(self) -> list[str]:
-    """What is measured: 'gpu', 'cpu', both or nothing."""
+    """Returns what is measured: 'gpu', 'cpu', both or nothing."""
     return ['gpu'] * bool(self._gpus) + ['cpu'] * bool(self._last)
 
   def joules(self) -> float | None:
-    """Returns the energy since some moment; None if it cannot be read."""
+    """Returns the energy since an arbitrary time, or None if unknown."""
     if not self.parts:
       return None
     try:
       for path, (last, size) in self._last.items():
         now = int(_read(path, 'energy_uj'))
-        self._cpu_microjoules += (now - last) % size  # The counter wraps.
+        self._cpu_microjoules += (now - last) % size  # It restarts at 0.
         self._last[path] = now, size
-    except (OSError, ValueError):  # Training continues without it.
+    except (OSError, ValueError):  # Training continues without the energy.
       self._last = {}
     millijoules = 0
     try:
@@ -90,9 +90,9 @@ class Meter:
     return self._cpu_microjoules / 1e6 + millijoules / 1e3
 
   def measure(self, advance: Callable[[], list[Report]]) -> list[Report]:
-    """Calls `advance` and adds its energy to the stages of its reports.
+    """Calls `advance` and adds the energy that it used to its reports.
 
-    The reports of several agents share the energy equally.
+    If there are several agents, each report gets the same part of the energy.
     """
     before, parts = self.joules(), self.parts
     reports = advance()

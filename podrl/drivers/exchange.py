@@ -1,7 +1,9 @@
 """How a learner and its actors exchange parameters and unrolls.
 
 `Deterministic` and `Asynchronous` have the same methods. Closing an exchange
-wakes all threads that wait in it: each of them raises `Closed`.
+wakes all threads that wait in it: each of them raises `Closed`. Policy lag is
+the number of calls of `update` between the parameters that chose the actions of
+an unroll and the parameters that learn from it.
 """
 
 from collections import deque
@@ -12,11 +14,11 @@ from typing import Any
 
 
 class Closed(Exception):
-  """Raised when the other side has ended."""
+  """The exchange is closed, because the other side has ended."""
 
 
 class Monitor:
-  """A lock whose holders wait for a condition, and which can be closed."""
+  """A lock that threads take when a condition is true; it can be closed."""
 
   def __init__(self):
     self._changed = threading.Condition()
@@ -31,7 +33,7 @@ class Monitor:
     """Waits for `is_ready()`, holds the lock, then wakes all waiting threads.
 
     Raises:
-      Closed: if the monitor is closed, or becomes so while waiting.
+      Closed: if the monitor is closed before or during the wait.
       TimeoutError: after `timeout_seconds` of waiting.
     """
     with self._changed:
@@ -45,7 +47,7 @@ class Monitor:
       self._changed.notify_all()
 
   def close(self) -> None:
-    """Ends the monitor and wakes all who wait."""
+    """Closes the monitor and wakes all waiting threads."""
     with self._changed:
       self._is_closed = True
       self._changed.notify_all()
@@ -77,20 +79,20 @@ class Channel:
 class Deterministic:
   """Each actor has a channel of parameters and a channel of unrolls.
 
-  Update k learns from unrolls that acted with the parameters of update
-  k - min(k, max_lag), whatever the timing of the threads. Huang et al. 2023,
-  arXiv:2310.00036, section 3, is the case of max_lag 1.
+  Update k learns from unrolls that actors made with the parameters of update
+  k - min(k, max_lag). The timing of the threads has no influence on this.
 
   Args:
     num_actors: number of actors; each update learns from one unroll of each.
-    max_lag: calls of `update` between the parameters that acted and those that
-      learn.
+    max_lag: policy lag of all updates after the first ones.
+
+  Source for a lag of 1: Huang et al. 2023, arXiv:2310.00036, section 3.
   """
 
   def __init__(self, num_actors: int, max_lag: int):
     self._variables = [Channel(max_lag + 1) for _ in range(num_actors)]
     self._unrolls = [Channel(1) for _ in range(num_actors)]
-    self._num_copies = max_lag + 1  # The first parameters act this many times.
+    self._num_copies = max_lag + 1  # Unrolls with the first parameters.
 
   def publish(self, variables: Any, version: int) -> None:
     """Gives parameters to all actors."""
@@ -100,12 +102,12 @@ class Deterministic:
     self._num_copies = 1
 
   def fetch(self, actor: int) -> tuple[Any, int, bool]:
-    """Returns an actor's parameters, their version, and whether it waited."""
+    """Returns parameters, their version, and whether the actor had to wait."""
     waited = not len(self._variables[actor])
     return *self._variables[actor].get(), waited
 
   def put(self, actor: int, unroll: Any) -> None:
-    """Adds an actor's unroll; waits until the learner took the last one."""
+    """Adds an unroll after the learner has taken the actor's previous one."""
     self._unrolls[actor].put(unroll)
 
   def take(self, i: int, timeout_seconds: float) -> Any:
@@ -120,7 +122,7 @@ class Deterministic:
     return sum(map(len, self._unrolls))
 
   def close(self) -> None:
-    """Ends both sides."""
+    """Closes all channels, so that both sides end."""
     for channel in self._variables + self._unrolls:
       channel.close()
 
@@ -128,15 +130,14 @@ class Deterministic:
 class Asynchronous:
   """Actors use the newest parameters; the learner takes any finished unroll.
 
-  An actor needs a permit for each unroll. The number of permits is such that
-  no unroll exceeds `max_lag` if unrolls are learned from in the order of their
-  starts. An unroll that others overtook may still exceed it; the learner sees
-  that by its version.
+  An actor needs a permit for each unroll. The number of permits keeps the
+  policy lag of all unrolls within `max_lag`, if the learner takes them in the
+  order in which they began. An unroll that ends after later ones may have a
+  larger lag; the learner sees this from its version.
 
   Args:
     unrolls_per_update: number of unrolls that one update learns from.
-    max_lag: the largest number of calls of `update` between the parameters
-      that acted and those that learn.
+    max_lag: the largest policy lag.
   """
 
   def __init__(self, unrolls_per_update: int, max_lag: int):
@@ -151,7 +152,7 @@ class Asynchronous:
       self._newest = variables, version
 
   def fetch(self, actor: int) -> tuple[Any, int, bool]:
-    """Returns the newest parameters, their version, and whether it waited."""
+    """Returns parameters, their version, and whether the actor had to wait."""
     del actor
     waited = not self.num_permits
     with self._actors.when(lambda: self.num_permits and self._newest):
@@ -159,7 +160,7 @@ class Asynchronous:
       return *self._newest, waited
 
   def put(self, actor: int, unroll: Any) -> None:
-    """Adds an unroll; there is room for each unroll that has a permit."""
+    """Adds an unroll; the channel has room for all unrolls with a permit."""
     del actor
     self._unrolls.put(unroll)
 
@@ -169,7 +170,7 @@ class Asynchronous:
     return self._unrolls.get(timeout_seconds)
 
   def release(self, num_unrolls: int) -> None:
-    """Returns the permits of unrolls that were learned from or dropped."""
+    """Frees the permits of unrolls that the learner has used or dropped."""
     with self._actors.when():
       self.num_permits += num_unrolls
 
@@ -178,6 +179,6 @@ class Asynchronous:
     return len(self._unrolls)
 
   def close(self) -> None:
-    """Ends both sides."""
+    """Closes the monitor and the channel, so that both sides end."""
     self._actors.close()
     self._unrolls.close()

@@ -1,8 +1,8 @@
 """What limits a Sebulba run, how its machine is balanced, and what it costs.
 
 The limit is the part with the highest utilisation: if that part were faster,
-the run would be faster. If no part is near 1, the parts wait for one another.
-The functions are pure: they read a record's shares and a `System`.
+the run would be faster. If no utilisation is near 1, the parts wait for one
+another. The functions are pure: they read a record's shares and a `System`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ import jax
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 
-# If a part works this share of the time, faster other parts gain at most a
-# quarter. Costs vary, so even a clear limit does not reach 1.
+# If a part works this share of the time, faster other parts make the run at
+# most a quarter faster. Step times vary, so even a clear limit is below 1.
 _SATURATED = 0.8
-OTHERS_WORTH_NAMING = 0.1  # Share of the cores that other programs use.
-_FRAMES = 200_000_000  # The number of frames in Atari papers.
+OTHERS_WORTH_NAMING = 0.1  # Name other programs that use this share of cores.
+_FRAMES = 200_000_000  # The usual number of frames in Atari papers.
 _WAITS = 'The learner waits for data {time_learner_waiting} of the time'
 _BOTH_WAIT = (
   _WAITS + ', and the actors wait for the learner {time_actor_waiting} of the '
@@ -29,10 +29,10 @@ _ACTORS_WAIT = (
   'learner spends {time_update} of its time on updates'
 )
 _SENTENCES = {  # `_words` fills the braces.
-  'shared cores': 'The {cores}, mostly with {most_work}: environments take '
-  '{time_environment} and choosing actions {time_inference} of the '
-  "actors' time, updates {time_update} of the learner's. Add CPU "
-  'cores{or_less_work}.',
+  'shared cores': 'The {cores}, mostly with {most_work}. Actors spend '
+  '{time_environment} of their time in environments and {time_inference} on '
+  'choosing actions; the learner spends {time_update} of its time on updates. '
+  'Add CPU cores{or_less_work}.',
   'cores': _WAITS + ', and the {cores}: the environments need more cores. Add '
   'CPU cores{or_drop_devices}.',
   'environments': _WAITS + '. {actors_spend} {time_environment} of the time in '
@@ -40,27 +40,27 @@ _SENTENCES = {  # `_words` fills the braces.
   'limit. Add actor threads (sebulba.threads_per_actor_device)'
   '{or_env_threads}{or_drop_devices}.',
   'inference latency': _WAITS + '. {actors_spend} {time_inference} of the time '
-  'choosing actions, and the {cores}: too few actors work at once. Add actor '
-  'threads (sebulba.threads_per_actor_device), or environments for each actor '
-  '(env.num_envs).',
+  'choosing actions, and the {cores}: too few actors work at the same time. '
+  'Add actor threads (sebulba.threads_per_actor_device), or environments for '
+  'each actor (env.num_envs).',
   'actor devices': _WAITS + ', and the {acting_devices} {busy_actor_devices} '
   'busy{with_updates}: this is the limit. Add actor devices '
-  '(sebulba.actor_devices), or let fewer actors choose actions for more '
-  'environments each (env.num_envs, sebulba.threads_per_actor_device).',
+  '(sebulba.actor_devices), or use fewer actors with more environments each '
+  '(env.num_envs, sebulba.threads_per_actor_device).',
   'learner devices': _ACTORS_WAIT + ': the {learning_devices} the limit. '
   '{remedy}, or use a smaller network or fewer epochs.',
   'hand-off': _ACTORS_WAIT + ' and {time_hand_off} on handing parameters to '
   'the actors: the hand-off is the limit. Make updates fewer and larger '
   '(unroll_length, sebulba.unrolls_per_update, env.num_envs).',
-  'no lag': _BOTH_WAIT + ': with sebulba.max_lag=0 they work in turn. Set it '
-  'to 1, which lets acting and learning overlap (a2c needs 0; use '
+  'no lag': _BOTH_WAIT + ': with sebulba.max_lag=0 they never work at the same '
+  'time. Set it to 1, so that acting and learning overlap (a2c needs 0; use '
   '--agent=impala).',
-  'slowest actor': _BOTH_WAIT + ': each update takes one unroll of each of '
-  '{actors}, so the slowest is the limit. Use sebulba.mode=asynchronous, or '
-  'raise sebulba.max_lag.',
-  'lag': _BOTH_WAIT + ': at most {permits} unrolls may exist at once '
+  'slowest actor': _BOTH_WAIT + ': each update needs an unroll from each of '
+  '{actors}, so the slowest actor is the limit. Use sebulba.mode=asynchronous, '
+  'or raise sebulba.max_lag.',
+  'lag': _BOTH_WAIT + ': at most {permits} unrolls may exist at the same time '
   '(sebulba.unrolls_per_update={unrolls_per_update} x '
-  '(sebulba.max_lag={max_lag} + 1)). Raise either{or_drop_actors}.',
+  '(sebulba.max_lag={max_lag} + 1)). Raise one of the two{or_drop_actors}.',
 }
 
 
@@ -68,14 +68,13 @@ class System(NamedTuple):
   """Resources and settings of one process of a Sebulba run.
 
   Attributes:
-    platform: platform of the devices; those of 'cpu' share the cores.
+    platform: platform of the devices; devices of 'cpu' share the cores.
     num_cores: cores that the process may use.
     num_actors: actor threads on all actor devices.
     env_threads: threads that step the environments of one actor.
     actor_devices, learner_devices: indices of devices; they may overlap.
     unrolls_per_update: unrolls that one update learns from.
-    max_lag: the largest number of calls of `update` between the parameters
-      that acted and those that learn.
+    max_lag: the largest policy lag, in updates.
     is_deterministic: whether the mode is deterministic instead of asynchronous.
     num_processes: processes of the run; each has the same resources.
   """
@@ -97,7 +96,7 @@ class System(NamedTuple):
     return bool({*self.actor_devices} & {*self.learner_devices})
 
   def with_active(self, record: Mapping[str, float]) -> 'System':
-    """Returns this with only the actors that were active in a record."""
+    """Returns this system with only the actors that a record calls active."""
     total = self.num_actors * self.num_processes
     active = record.get('num_actors', total) / self.num_processes
     return self._replace(num_actors=round(active))
@@ -109,7 +108,7 @@ class Limit(NamedTuple):
   # 'cores', 'environments', 'inference latency', 'actor devices', 'learner
   # devices', 'hand-off', 'lag' or 'slowest actor'.
   name: str
-  sentence: str  # How the limit shows, and what to do about it.
+  sentence: str  # It says what shows the limit, and what to do about it.
 
 
 def count(number: int, noun: str) -> str:
@@ -126,13 +125,13 @@ def _percent(share: float) -> str:
 
 
 def _used_cores(record: Mapping[str, float]) -> float:
-  """Share of the cores that this run or another program uses."""
+  """Returns the share of the cores that this run or another program uses."""
   own = record['busy_cores']
   return max(own, 1 - record.get('idle_cores', 1 - own))
 
 
 def others(record: Mapping[str, float]) -> float:
-  """Share of the cores that other programs use."""
+  """Returns the share of the cores that other programs use."""
   return _used_cores(record) - record['busy_cores']
 
 
@@ -143,7 +142,7 @@ def find_limit(record: Mapping[str, float], system: System) -> Limit:
     record: shares of a window, from 0 to 1: `time_*` of the learner and of the
       mean actor, `busy_*` of cores and devices, and, if known, `idle_cores`,
       the cores that no program uses. `num_actors` counts the active actors.
-    system: what one process of the run works with.
+    system: resources and settings of one process of the run.
   """
   system = system.with_active(record)
   case = _find_case(record, system)
@@ -159,7 +158,7 @@ def _find_case(record: Mapping[str, float], system: System) -> str:
   learner = record['time_update'] + record['time_hand_off']
   actors = 1 - record['time_actor_waiting']
   busy = record['busy_actor_devices']
-  # A device of the CPU says little: it is busy although cores may be free.
+  # A busy CPU device says little, because some cores may still be free.
   is_device_busy = not is_cpu and busy >= _SATURATED
   is_updating = system.is_shared and record['time_update'] >= busy / 2
   if learner >= max(actors, _SATURATED) or (is_device_busy and is_updating):
@@ -168,19 +167,19 @@ def _find_case(record: Mapping[str, float], system: System) -> str:
   is_acting = actors >= _SATURATED or system.is_shared
   if is_device_busy and is_acting and busy >= used_cores:
     return 'actor devices'
-  if actors >= _SATURATED:  # The actors always work; their devices have room.
+  if actors >= _SATURATED:  # The actors always work, but not their devices.
     if used_cores >= _SATURATED:
       return 'cores'
     is_stepping = record['time_environment'] >= record['time_inference']
     return 'environments' if is_stepping else 'inference latency'
-  # No part works all the time: the mode or the lag couples them too closely.
+  # No part works all the time: the mode or the lag makes the parts wait.
   if system.max_lag == 0:
     return 'no lag'
   return 'slowest actor' if system.is_deterministic else 'lag'
 
 
 def _words(record: Mapping[str, float], system: System) -> dict[str, Any]:
-  """Returns the texts for the braces of all sentences."""
+  """Returns the texts that fill the braces of all sentences."""
   names = [k for k in record if k.startswith(('time_', 'busy_'))]
   words = system._asdict() | {k: _percent(record[k]) for k in names}
   busy, actors = words['busy_actor_devices'], count(system.num_actors, 'actor')
@@ -201,10 +200,10 @@ def _words(record: Mapping[str, float], system: System) -> dict[str, Any]:
     'cores': cores,
     'most_work': max(seconds, key=seconds.__getitem__),
     'or_less_work': ', or use a smaller network or fewer epochs; podrl balance '
-    'measures whether an accelerator pays',
+    'measures whether an accelerator is faster',
     'or_env_threads': ' or environment threads (sebulba.env_threads)',
     'or_drop_devices': '',
-    'or_drop_actors': f', or drop to {count(permits, "actor")}',
+    'or_drop_actors': f', or use only {count(permits, "actor")}',
     'with_updates': f' ({words["time_update"]} with updates)',
     'permits': permits,
     'actors': actors,
@@ -216,13 +215,13 @@ def _words(record: Mapping[str, float], system: System) -> dict[str, Any]:
   work = num_devices * record['busy_actor_devices']
   needed = max(1, math.ceil(work / _SATURATED))
   if needed < num_devices and not is_cpu:
-    fewer = f'rop from {num_devices} to {count(needed, "actor device")}'
-    words['or_drop_devices'] = f', or d{fewer}, since they are {busy} busy'
+    fewer = f'se only {needed} of the {num_devices} actor devices'
+    words['or_drop_devices'] = f', or u{fewer}, since they are {busy} busy'
     words['remedy'] = (
-      f'D{fewer}, which are {busy} busy, and learn on the others'
+      f'U{fewer}, which are {busy} busy, and learn on the others'
     )
   if system.is_shared:
-    words['remedy'] = 'Choose actions on a device of their own'
+    words['remedy'] = 'Use a separate device for choosing actions'
   if is_cpu:
     remedy = 'learn on more CPU devices (sebulba.learner_devices)'
     words['remedy'] = f'The {cores}: {remedy}'
@@ -238,11 +237,12 @@ def _words(record: Mapping[str, float], system: System) -> dict[str, Any]:
 
 
 def workload_ratio(record: Mapping[str, float], system: System) -> float | None:
-  """Returns CPU-seconds of environments per device-second of the networks.
+  """Returns CPU seconds of the environments per busy second of a device.
 
-  A device that is never idle needs this much CPU time. A pool's step counts for
-  all of its threads; the sum is at most the CPU time of the process. A device
-  that acts and learns counts once. None if no device was busy.
+  To keep a device always busy, the environments need this many cores. A second
+  in which a pool steps counts once for each of its threads, but the sum is at
+  most the CPU time of the process. A device that acts and learns counts once.
+  The result is None if no device was busy.
 
   Source: Inci et al. 2020, arXiv:2012.04210.
   """
@@ -262,11 +262,11 @@ def summarise(
   devices: Sequence[jax.Device],
   price_per_hour: float,
 ) -> dict[str, Any]:
-  """Returns what a run's summary adds: the cost and the machine's balance.
+  """Returns fields of a run's summary: the cost and the machine's balance.
 
   Args:
-    record: the run's last values.
-    devices: this process's devices that the run uses.
+    record: the run's last record.
+    devices: devices of this process that the run uses.
     price_per_hour: price of the whole run's machines; 0 means unknown.
   """
   summary: dict[str, Any] = {'energy_of': Meter(devices).parts}
@@ -286,7 +286,7 @@ def summarise(
 
 
 def describe(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-  """Returns the rows of a summary that a person reads: (name, text)."""
+  """Returns rows (name, text) that show a summary to a person."""
   rows = []
   if 'limit' in summary:
     rows.append((f'limit: {summary["limit"]}', summary['limit_sentence']))
@@ -301,8 +301,8 @@ def describe(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       text += f'; environments take {ratio:.3g} CPU-seconds per device-second'
     if 'cpu_balance' in summary:
       text += (
-        f'; the machine has {summary["cpu_balance"]:.2g} times the CPU that '
-        'would keep its devices busy'
+        f'; the machine has {summary["cpu_balance"]:.2g} times the CPU cores '
+        'that would keep its devices busy'
       )
     rows.append(('balance', text))
   if 'frames_per_joule' in summary:

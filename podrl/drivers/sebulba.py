@@ -1,4 +1,4 @@
-"""Sebulba: actor threads on the host feed a learner on accelerators.
+"""Sebulba: actor threads on the host, and a learner on accelerators.
 
 Hessel et al. 2021, arXiv:2104.06272, section 4. Each actor has a thread. The
 learner joins unrolls on the batch axis and calls `Learner.update`.
@@ -36,34 +36,33 @@ from podrl.types import (
 class Settings:
   """How Sebulba uses a host."""
 
-  num_envs: int  # Environments of each actor; the learner devices divide it.
+  # Environments of each actor; the number of learner devices divides it.
+  num_envs: int
   unroll_length: int  # T, steps of an unroll.
-  actors_per_device: int  # Threads for each actor device.
+  actors_per_device: int  # Actor threads for each actor device.
   unrolls_per_update: int  # Unrolls that one update learns from.
   # Whether the mode is deterministic instead of asynchronous.
   deterministic: bool
-  # The largest number of calls of `update` between the parameters that acted
-  # and those that learn.
-  max_lag: int
-  # An actor hangs if one call of it takes longer than this.
+  max_lag: int  # The largest policy lag, in updates.
+  # An actor hangs if it stays in one stage for longer than this.
   hang_seconds: float
   first_env: int = 0  # Global index of this host's first environment.
-  # Threads that step each actor's environments; only used to say what limits
-  # the run.
+  # Threads that step the environments of each actor. The driver uses this only
+  # to find what limits the run.
   env_threads: int = 1
-  # Whether the driver tunes the number of actors that act. The mode must be
-  # asynchronous.
+  # Whether the driver tunes the number of actors that act. This needs the
+  # asynchronous mode.
   autotune: bool = False
 
 
 class Sebulba:
-  """Sebulba's `Driver`: owns the threads, the hand-off and the learner's loop.
+  """Sebulba's `Driver`: runs the threads, the hand-off and the learner's loop.
 
   Args:
-    make_env: makes the pool of environments of the actor with a given index.
+    make_env: `(index) -> HostEnv`, makes the environments of actor `index`.
     mesh: mesh of the learner devices.
     rng_key: key of the whole run.
-    hyperparams: replaces those of `Agent.init`.
+    hyperparams: these replace those of `Agent.init`.
   """
 
   def __init__(
@@ -112,16 +111,16 @@ class Sebulba:
     self._actors: list[Actor] = []
     self._threads: list[threading.Thread] = []
     self._stopper: threading.Thread | None = None
-    self.error: BaseException | None = None  # What ended an actor or learning.
+    self.error: BaseException | None = None  # Error of an actor or the learner.
     self.state: Any = None  # A LearnerState; `start` sets it.
     self._num_updates = self._num_dropped = self._num_waits = 0
-    self._num_unrolls = [0] * self._num_actors  # Per actor; dropped ones count.
+    self._num_unrolls = [0] * self._num_actors  # Per actor, dropped ones too.
     self._stages = Stages(self._actor_devices, mesh.local_devices, num_cores())
     self._end_seconds = time.perf_counter()  # End of the last `advance`.
 
   @property
   def learner(self) -> LearnerState | None:
-    """The state; the environments are not part of it."""
+    """Returns `state`, which does not contain the environments."""
     return self.state
 
   def progress(self) -> dict[str, Any]:
@@ -137,7 +136,7 @@ class Sebulba:
     return self._num_waits + sum(actor.num_waits for actor in self._actors)
 
   def plan(self) -> dict[str, Any]:
-    """Returns how many actors of each process act; the others are parked."""
+    """Returns how many actors per process should act; the others are parked."""
     if self._tuner:
       return {'num_actors': self._tuner.num_actors}
     return {'num_actors': self._num_active}
@@ -177,7 +176,7 @@ class Sebulba:
       return agent.init(key).with_hyperparams(hyperparams)
 
     variables = init(self._init_key, self._hyperparams)
-    # Placed as in training.
+    # Place the variables as in training, so that actors compile only once.
     variables = spmd.place(variables, mesh, spmd.REPLICATED)
     for actor in self._actors:
       shards = actor.compile(spmd.to_device(variables, actor.device))
@@ -201,14 +200,14 @@ class Sebulba:
         self._num_active = self._tuner.num_actors
       self._publish()
     except Closed:
-      return  # A signal came.
+      return  # A signal ended the run.
     for x in self._actors:
       thread = threading.Thread(target=self._run_actor, args=(x,), name=x.name)
       self._threads.append(thread)
       thread.start()
 
   def _inputs(self, trajectories: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments of one call of `map_update`'s function."""
+    """Returns the arguments of one call of the compiled update."""
     rest = self.state._replace(variables=())
     return self.state.variables, rest, trajectories, self._update_key
 
@@ -227,7 +226,7 @@ class Sebulba:
     self._num_updates = int(self.state.num_updates)
     if len(saved) == jax.process_count():
       saved = [saved[jax.process_index()]]
-    elif jax.process_index():  # Process 0 takes over all counts.
+    elif jax.process_index():  # Process 0 continues the counts of all.
       saved = [x | {'num_dropped': 0, 'num_waits': 0} for x in saved]
     self._num_dropped = sum(x['num_dropped'] for x in saved)
     self._num_waits = sum(x['num_waits'] for x in saved)
@@ -239,7 +238,7 @@ class Sebulba:
     self._num_unrolls = unrolls
 
   def _publish(self) -> None:
-    """Gives the actors the variables, ready on their devices."""
+    """Copies the variables to the actor devices, and gives them to actors."""
     # Devices that also learn need no copy: variables are never donated.
     variables = self.state.variables
     copies = {
@@ -249,8 +248,8 @@ class Sebulba:
     self._exchange.publish(copies, self._num_updates)
 
   def _run_actor(self, actor: Actor) -> None:
-    """Runs in the actor's thread."""
-    # Actors are parked evenly over their devices.
+    """Acts until the exchange is closed; runs in the actor's thread."""
+    # Each device gets about the same number of parked actors.
     device, turn = divmod(actor.index, self._settings.actors_per_device)
     place = turn * len(self._actor_devices) + device
     try:
@@ -279,7 +278,7 @@ class Sebulba:
         raise ActorHangs(sentence)
 
   def _take(self) -> tuple[list[Unroll], list[Unroll]]:
-    """Returns the unrolls of one update, and those that were too stale."""
+    """Returns the unrolls for one update, and those with too much lag."""
     taken: list[Unroll] = []
     dropped: list[Unroll] = []
     timeout_seconds = min(1.0, self._settings.hang_seconds / 2)
@@ -344,8 +343,8 @@ class Sebulba:
       plan: what `plan` returned in process 0; None changes nothing.
 
     Raises:
-      ActorHangs: if a call of an actor takes longer than `hang_seconds`.
-      BaseException: what an actor or the learner raised.
+      ActorHangs: if an actor stays in one stage longer than `hang_seconds`.
+      BaseException: the error of an actor or of the learner.
     """
     settings = self._settings
     start, stages = self._stages.begin(), self._measure_stages()
@@ -370,7 +369,7 @@ class Sebulba:
     except Exception as error:
       self.error = self.error or error
       self._stop()
-    if self.error and not rows:  # Else the next call raises it.
+    if self.error and not rows:  # If there are rows, the next call raises it.
       raise self.error
     spent = {k: x - stages[k] for k, x in self._measure_stages().items()}
     num_unrolls = sum(self._num_unrolls) - num_unrolls
@@ -401,9 +400,9 @@ class Sebulba:
     return self._stages.seconds([actor.seconds() for actor in self._actors])
 
   def stop(self) -> None:
-    """Wakes and ends all threads; a signal handler may call it."""
-    # In a thread: the handler may interrupt a thread that holds a lock or is
-    # about to wait, and would then not wake it.
+    """Wakes and ends all threads; a signal handler may call `stop`."""
+    # This needs a new thread: a signal handler may interrupt a thread that
+    # holds a lock, or that is about to wait and would then not wake up.
     self._stopper = threading.Thread(target=self._stop, name='podrl-stop')
     self._stopper.start()
 
@@ -414,7 +413,7 @@ class Sebulba:
       actor.is_stopped = True
 
   def close(self) -> list[str]:
-    """Ends threads and frees environments; returns the actors that hang."""
+    """Ends threads, frees environments; returns the names of hanging actors."""
     self._stop()
     if self._stopper:
       self._stopper.join()

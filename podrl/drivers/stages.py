@@ -1,4 +1,4 @@
-"""Where Sebulba's time goes: the stages of its threads, and busy resources."""
+"""Measures Sebulba's time: the stages of its threads, and busy resources."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 import contextlib
@@ -10,17 +10,16 @@ import time
 import jax
 import numpy as np
 
-# The stages of an actor and of the learner. An actor that must not act is in
-# one more stage, PARKED.
+# Stages of an actor; a parked actor, which must not act, is in stage PARKED.
 STAGES = ('environment', 'inference', 'actor_waiting')
 PARKED = 'parked'
-_LEARNER = ('update', 'learner_waiting', 'hand_off')
+_LEARNER = ('update', 'learner_waiting', 'hand_off')  # Stages of the learner.
 
-_QUOTA = '/sys/fs/cgroup/cpu.max'  # Microseconds of CPU, then of wall time.
+_QUOTA = '/sys/fs/cgroup/cpu.max'  # It contains the CPU time and its period.
 
 
 def num_cores() -> int:
-  """Cores that this process may use, with a container's quota rounded up."""
+  """Counts the cores that this process may use; a quota is rounded up."""
   cores = os.cpu_count() or 1
   if hasattr(os, 'sched_getaffinity'):
     cores = len(os.sched_getaffinity(0))
@@ -28,15 +27,15 @@ def num_cores() -> int:
     with open(_QUOTA, encoding='ascii') as file:
       quota, period = map(int, file.read().split())
     return min(cores, -(-quota // period))
-  except (OSError, ValueError):  # No control groups v2, or the quota is 'max'.
+  except (OSError, ValueError):  # The file is missing, or the quota is 'max'.
     return cores
 
 
 def _cpu_seconds_of_descendants(pid: int) -> float:
-  """CPU seconds of the living descendants of a process, from Linux's /proc."""
+  """Returns CPU seconds of a process's running descendants, from /proc."""
   seconds = 0.0
   try:
-    # Python starts processes from the main thread, whose id is the process's.
+    # Python's main thread starts processes, and has the id of its process.
     with open(f'/proc/{pid}/task/{pid}/children', encoding='ascii') as file:
       children = file.read().split()
     for child in children:
@@ -50,9 +49,9 @@ def _cpu_seconds_of_descendants(pid: int) -> float:
 
 
 def cpu_seconds() -> float:
-  """CPU seconds of this process, all its threads, and its descendants.
+  """Returns the CPU seconds of this process, its threads and its descendants.
 
-  envpool steps in threads, gymnasium's 'async' environments in processes.
+  envpool steps in threads; gymnasium's 'async' environments are processes.
   """
   ended = resource.getrusage(resource.RUSAGE_CHILDREN)
   living = time.process_time() + _cpu_seconds_of_descendants(os.getpid())
@@ -60,9 +59,9 @@ def cpu_seconds() -> float:
 
 
 def idle_core_seconds(cores: Set[int]) -> float | None:
-  """Returns the seconds in which no program used each core, summed.
+  """Returns the sum of the cores' idle seconds, in which no program used them.
 
-  It returns None if the system does not report them. Only Linux does.
+  It returns None if the system does not report idle time. Only Linux does.
   """
   seconds, found = 0.0, set()
   try:
@@ -71,7 +70,7 @@ def idle_core_seconds(cores: Set[int]) -> float | None:
         name, *fields = line.split()
         core = name.removeprefix('cpu')
         if name != core and core.isdigit() and int(core) in cores:
-          # Idle time, and time that waits for a disk.
+          # These fields are idle time, and time that waits for a disk.
           seconds += sum(map(int, fields[3:5])) / os.sysconf('SC_CLK_TCK')
           found.add(int(core))
   except (OSError, ValueError):
@@ -88,21 +87,21 @@ class Busy:
     self._since = self._seconds = 0.0
 
   def enter(self) -> None:
-    """A thread begins to work."""
+    """Call this when a thread begins to work."""
     with self._lock:
       if not self._num_inside:
         self._since = time.perf_counter()
       self._num_inside += 1
 
   def leave(self) -> None:
-    """A thread ends its work."""
+    """Call this when a thread ends its work."""
     with self._lock:
       self._num_inside -= 1
       if not self._num_inside:
         self._seconds += time.perf_counter() - self._since
 
   def seconds(self) -> float:
-    """Seconds so far, the current work included."""
+    """Returns the seconds so far, the current work included."""
     with self._lock:
       present = time.perf_counter() - self._since if self._num_inside else 0.0
       return self._seconds + present
@@ -112,8 +111,8 @@ class Stages:
   """Measures the learner's stages, and the work of devices and cores.
 
   A device is busy while an actor chooses actions or the learner updates on it.
-  If both do so at the same time, it counts once: one waits for the other.
-  All devices are those of this process, and `num_cores` is what it may use.
+  If both happen at the same time, the time counts once, because one waits for
+  the other. All devices belong to this process. It may use `num_cores` cores.
   """
 
   def __init__(
@@ -128,7 +127,7 @@ class Stages:
     self._num_cores = num_cores
     has_affinity = hasattr(os, 'sched_getaffinity')
     cores = os.sched_getaffinity(0) if has_affinity else frozenset()
-    # A quota may allow fewer cores: then idle ones cannot be used.
+    # If a quota allows fewer cores, this process cannot use every idle core.
     self._cores = cores if len(cores) == num_cores else frozenset()
     self._learner = dict.fromkeys(_LEARNER, 0.0)
     self._mark = time.perf_counter()
@@ -139,7 +138,7 @@ class Stages:
     return self._mark
 
   def spend(self, stage: str) -> None:
-    """Adds the time since the last call to one of the learner's stages."""
+    """Adds the time since the last `begin` or `spend` to a learner's stage."""
     now = time.perf_counter()
     self._learner[stage] += now - self._mark
     self._mark = now
@@ -156,10 +155,10 @@ class Stages:
         clock.leave()
 
   def seconds(self, actors: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns seconds since the start; `actors` has those of each actor.
+    """Returns seconds since the start; `actors` has the seconds of each actor.
 
     `time_*` of the actors are means over the actors. `busy_*` of devices are
-    means over the devices. `busy_cores` is CPU seconds per core.
+    means over the devices. `busy_cores` is the mean over the cores.
     """
 
     def mean(clocks: Sequence[Busy]) -> float:

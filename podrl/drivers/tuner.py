@@ -1,23 +1,26 @@
-"""Finds out while training how many actors should act.
+"""Finds, during training, how many actors should act.
 
 GA3C's scheduler (Babaeizadeh et al. 2017, arXiv:1611.06256) changes the number
-at random, and one noisy window of training calls decides. This tuner compares
+at random, and decides after one noisy window of training. This tuner compares
 two numbers by their samples learned per second, in alternating windows A B B A.
-It waits after each change, and only a difference beyond the noise counts.
+It waits after each change, and ignores differences that may be noise.
 """
 
 from collections.abc import Generator
 import math
 from typing import NamedTuple
 
-# A window is at least this long; watching uses longer windows.
+# Smallest window. To watch, the tuner uses windows _WATCH_SCALE times as long.
 _WINDOW_SECONDS, _WINDOW_UPDATES, _WATCH_SCALE = 1.0, 4, 3.0
 _SETTLE_SECONDS = 0.2
 _PAUSE_SECONDS = 0.1  # A longer pause of the learner begins a new window.
 _WORTH = 0.02  # Log of the gain that justifies more actors.
-_CLEAR = 2.5  # No further pair is needed beyond this many standard errors.
-_PRECISION, _MAX_PAIRS = 0.03, 4  # Pairs stop at this standard error.
+# A comparison ends if the gain differs from _WORTH by _CLEAR standard errors,
+# if the standard error is _PRECISION, or after _MAX_PAIRS pairs.
+_CLEAR, _PRECISION, _MAX_PAIRS = 2.5, 0.03, 4
 _PRIOR_NOISE, _PRIOR_NUMBER = 0.03, 3  # Deviation of log rates, and its weight.
+# The rate has changed if its log differs by more than _DRIFT, and by more than
+# _DRIFT_NOISE deviations, in _NUM_DRIFTED windows in a row.
 _DRIFT, _DRIFT_NOISE, _NUM_DRIFTED = 0.06, 2.5, 3
 
 
@@ -35,7 +38,7 @@ class Decision(NamedTuple):
 
 
 class _Window(NamedTuple):
-  """A window that the search asks for: `scale` times the usual length."""
+  """A window that the search requests, with `scale` times the usual length."""
 
   num_actors: int
   scale: float = 1.0
@@ -48,21 +51,21 @@ _Search = Generator[_Window, float, None]
 class Tuner:
   """Finds the number of actors that gives the most samples learned per second.
 
-  It has no clock and no thread. It doubles the number until that gains nothing,
-  then halves the interval that is left. From then on it only watches, and
-  searches again in both directions when the rate changes. If several numbers
-  are equally fast, it takes the lowest, whose unrolls are the least stale.
+  The tuner has no clock and no thread. It doubles the number until that gains
+  nothing, and then halves the remaining interval. After this search, it only
+  watches; when the rate changes, it searches again in both directions. If some
+  numbers are equally fast, it takes the lowest, whose unrolls are least stale.
 
   Attributes:
     best: the best number so far.
     num_actors: how many actors should act now.
-    is_settled: whether it only watches.
+    is_settled: whether the search has ended, and the tuner only watches.
 
   Args:
     max_actors: the largest number of actors that can act.
-    samples_per_update: samples that one update learns from, of all processes.
-    unrolls_per_update: unrolls that one update learns from, of this process.
-    num_actors: where the search begins; clipped to [1, max_actors].
+    samples_per_update: samples of all processes that one update learns from.
+    unrolls_per_update: unrolls of this process that one update learns from.
+    num_actors: first number of the search; clipped to [1, max_actors].
   """
 
   def __init__(
@@ -90,7 +93,7 @@ class Tuner:
     return self._window.num_actors
 
   def _start_window(self, before: int = 0, queue_depth: int = 0) -> None:
-    """Starts a window, once the effects of `before` actors have ended."""
+    """Starts a window; first waits until the effects of `before` actors end."""
     self._before, self._depth = before, queue_depth
     self._passed, self._num_updates = 0.0, 0
 
@@ -101,7 +104,7 @@ class Tuner:
     queue_depth: int,
     pause_seconds: float = 0.0,
   ) -> None:
-    """Adds training since the last call; may change `num_actors`.
+    """Adds the training since the last call; may change `num_actors`.
 
     Args:
       seconds: training time, without the pause.
@@ -118,7 +121,7 @@ class Tuner:
     self._passed += seconds
     self._num_updates += num_updates
     if self._before:
-      # Each actor ends its unroll, and delivers one or two more.
+      # Wait until each actor has ended its unroll, and one or two more.
       rounds = 2 * max(self._before, self.num_actors) / self._unrolls_per_update
       num_updates = 1 + math.ceil(rounds)
       if self._passed >= _SETTLE_SECONDS and self._num_updates >= num_updates:
@@ -143,14 +146,14 @@ class Tuner:
     return decisions
 
   def _deviation(self) -> float:
-    """Standard deviation of the log of a window's rate."""
+    """Returns the standard deviation of the log of a window's rate."""
     squares, number = self._noise
     return math.sqrt(squares / number)
 
   def _update_noise(self, log_rate: float, other: float) -> None:
-    """Updates the noise from two windows of the same number of actors."""
+    """Updates the noise with log rates of windows of the same number."""
     squares, number = self._noise
-    # Old values fade. An outlier is not noise, so it counts for three
+    # Old values lose weight. An outlier is not noise, so it counts as three
     # deviations at most.
     square = min((log_rate - other) ** 2 / 2, 9 * squares / number)
     self._noise = 0.95 * squares + square, 0.95 * number + 1
@@ -165,10 +168,10 @@ class Tuner:
 
   def _find_best(self) -> _Search:
     """Searches until `best` is the best number."""
-    # `low` is worse than the best, `high` is no better. If `may_rise`, a number
-    # between the best and `high` may be better.
+    # `low` is worse than the best; `high` is not better. If `may_rise`, a
+    # number between the best and `high` may be better.
     low, high, may_rise = 0, 0, False
-    rate = None  # Rate of the last window if it measured `best`.
+    rate = None  # Rate of the last window, if that window measured `best`.
     while True:
       best, step = self.best, max(1, self.best // 8)
       if not high and best < self._max_actors:
@@ -194,15 +197,15 @@ class Tuner:
   def _compare(
     self, tried: int, rate: float | None
   ) -> Generator[_Window, float, tuple[bool, bool, float | None]]:
-    """Compares a number with the best one, whose `rate` may be known already.
+    """Compares `tried` with the best number; `rate` is the best's, or None.
 
-    It returns whether to keep the number, whether the two rates differ, and the
-    last window's rate if it measured the number that is now the best.
+    It returns three values: whether `tried` is now the best; whether the two
+    rates differ; and the last window's rate if it measured the new best.
     """
     best = self.best
     logs: tuple[list[float], list[float]] = [], []
     for num_pairs in range(1, _MAX_PAIRS + 1):
-      # A B, B A, A B ...: this order needs half as many changes.
+      # The order A B, B A, A B ... changes the number half as often as A B.
       for i in (0, 1) if num_pairs % 2 else (1, 0):
         if rate is None:
           rate = yield _Window((best, tried)[i])
@@ -216,7 +219,7 @@ class Tuner:
       error = self._deviation() * math.sqrt(2 / num_pairs)
       if abs(gain - _WORTH) > _CLEAR * error or error <= _PRECISION:
         break
-    # Starting actors needs a clear gain; parking them only a likely one.
+    # More actors need a clear gain; fewer actors only need a likely gain.
     is_more = gain > _WORTH and (tried < best or gain > 1.5 * error)
     is_kept = is_more == (tried > best)
     rates = math.exp(mean), math.exp(mean_tried)
@@ -227,7 +230,7 @@ class Tuner:
     return is_kept, is_uneven, last[1] if last[0] == is_kept else None
 
   def _watch(self) -> _Search:
-    """Returns when the rate has changed."""
+    """Yields windows until the rate has changed."""
     window = _Window(self.best, _WATCH_SCALE)
     settled = 0.0
     for _ in range(3):

@@ -54,7 +54,7 @@ _FREE = _GPU._replace(is_deterministic=False)
     # 6 devices that are 45 % busy do the work of 4 at 68 %.
     (
       'cores',
-      ('waits for data 43 %', 'Add CPU cores', 'from 6 to 4 actor devices'),
+      ('waits for data 43 %', 'Add CPU cores', '4 of the 6 actor devices'),
       _record(0.8, 0.19, 0.55, cores=0.95, actor_devices=0.45),
       _SIX,
     ),
@@ -104,20 +104,20 @@ _FREE = _GPU._replace(is_deterministic=False)
     ),
     (
       'learner devices',
-      ('from 6 to 1 actor device,',),
+      ('1 of the 6 actor devices,',),
       _record(0.3, 0.1, 0.95, actor_devices=0.1),
       _SIX,
     ),
     (
       'learner devices',
-      ('device of their own',),
+      ('a separate device',),
       _record(0.3, 0.6, 0.95, actor_devices=0.99),
       _ONE,
     ),
     # One device acts and learns; neither alone fills it.
     (
       'learner devices',
-      ('device of their own',),
+      ('a separate device',),
       _record(0.5, 0.45, 0.6, actor_devices=0.95),
       _ONE,
     ),
@@ -141,10 +141,15 @@ _FREE = _GPU._replace(is_deterministic=False)
       _record(0.5, 0.1, 0.5),
       _GPU._replace(max_lag=0),
     ),
-    ('lag', ('16 unrolls', 'Raise either'), _record(0.5, 0.1, 0.5), _FREE),
     (
       'lag',
-      ('4 unrolls', 'drop to 4 actors'),
+      ('16 unrolls', 'Raise one of the two'),
+      _record(0.5, 0.1, 0.5),
+      _FREE,
+    ),
+    (
+      'lag',
+      ('4 unrolls', 'use only 4 actors'),
       _record(0.5, 0.1, 0.5),
       _FREE._replace(unrolls_per_update=2),
     ),

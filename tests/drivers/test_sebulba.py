@@ -570,7 +570,7 @@ sys.exit(t._run(config, {str(tmp_path / 'run')!r}))
     [sys.executable, '-c', code], capture_output=True, text=True, timeout=120
   )
   assert outcome.returncode == 1
-  assert 'podrl-actor-1 has not come back from environment' in outcome.stderr
+  assert 'podrl-actor-1 has been in the stage environment' in outcome.stderr
   assert 'in step' in outcome.stderr and 'Thread 0x' in outcome.stderr
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert 'podrl-actor-1' in summary['error']
