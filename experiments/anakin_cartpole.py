@@ -3,10 +3,8 @@
 python experiments/anakin_cartpole.py [--agent=ppo|impala|a2c]
 """
 
-from ml_collections import ConfigDict
-
 import podrl
-from podrl.run.config import base_config, check_choice
+from podrl.run.config import ConfigDict, base_config, check_choice
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:

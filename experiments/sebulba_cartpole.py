@@ -3,10 +3,8 @@
 python experiments/sebulba_cartpole.py [--agent=ppo|impala|a2c]
 """
 
-from ml_collections import ConfigDict
-
 import podrl
-from podrl.run.config import check_choice, sebulba_config
+from podrl.run.config import ConfigDict, check_choice, sebulba_config
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:

@@ -4,11 +4,8 @@ python experiments/sebulba_pong.py [--agent=ppo|impala|a2c]
     [--variant=cpu|cleanba|recurrent]
 """
 
-from ml_collections import ConfigDict
-
 import podrl
-from podrl.drivers import spmd
-from podrl.run.config import check_choice, sebulba_config
+from podrl.run.config import ConfigDict, check_choice, sebulba_config
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -25,6 +22,10 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   check_choice('variant', variant, ('', 'cleanba', 'cpu', 'recurrent'))
   is_recurrent = variant == 'recurrent'
   if not variant or is_recurrent:
+    from podrl.drivers import (
+      spmd,
+    )  # At the top, Ctrl-C would print a traceback.
+
     variant = 'cleanba' if spmd.has_accelerator() else 'cpu'
   config = sebulba_config(agent)
   options = config.env.options

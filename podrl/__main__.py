@@ -29,7 +29,10 @@ def main() -> None:
       file=sys.stderr,
     )
     sys.exit(2)
-  module = importlib.import_module(f'podrl.tools.{name}')
+  from podrl.run.signals import quiet_imports
+
+  with quiet_imports():
+    module = importlib.import_module(f'podrl.tools.{name}')
   sys.exit(module.run(sys.argv[1:]))
 
 

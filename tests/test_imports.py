@@ -24,7 +24,7 @@ _FLOORS = (
 _LEVEL = {name: i for i, names in enumerate(_FLOORS) for name in names}
 # Words that only some files may contain, collectives among them.
 _ONLY = {
-  'threading': ('drivers/', 'run/cluster', 'records/'),
+  'threading': ('drivers/', 'run/cluster', 'run/signals', 'records/'),
   'shard_map': ('drivers/spmd',),
   'Mesh(': ('drivers/spmd',),
   'lax.p': ('core/learner',),

@@ -1,5 +1,7 @@
-"""`podrl COMMAND`."""
+"""`podrl COMMAND`, and Ctrl-C while a program starts."""
 
+import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -35,3 +37,38 @@ def test_an_unknown_command_gets_near_names(monkeypatch, capsys):
   assert stderr == 'error: podrl has no command wacth; try watch\n'
   assert _podrl(monkeypatch, 'xyz') == 2
   assert 'plot, watch, evaluate' in capsys.readouterr().err
+
+
+# Sends Ctrl-C to itself when a module is imported, then runs a script.
+_INTERRUPT = """
+import os, runpy, signal, sys
+
+class Finder:
+  def find_spec(self, name, path=None, target=None):
+    if name == module:
+      os.kill(os.getpid(), signal.SIGINT)
+
+module = sys.argv.pop(1)
+del sys.argv[0]
+sys.meta_path.insert(0, Finder())
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize(
+  'script,module',
+  [
+    ('experiments/sebulba_pong.py', 'numpy'),  # It would be an ImportError.
+    ('podrl/__main__.py', 'podrl.tools.plot'),
+  ],
+)
+def test_ctrl_c_during_imports_ends_in_one_line(script, module, tmp_path):
+  path = str(pathlib.Path(cli.__file__).parents[1] / script)
+  outcome = subprocess.run(
+    [sys.executable, '-c', _INTERRUPT, module, path, 'plot', 'nowhere'],
+    capture_output=True,
+    text=True,
+    cwd=tmp_path,
+  )
+  assert (outcome.returncode, outcome.stdout) == (130, '')
+  assert outcome.stderr == 'interrupted\n'

@@ -54,10 +54,10 @@ def measure(
     workdir.make(path, config)
     recorder = Recorder(
       config,
-      'logging',
       path,
       run.spec.frame_skip,
       run.num_updates,
+      run.steps_per_update,
       time.perf_counter(),
       run.driver.describe,
     )

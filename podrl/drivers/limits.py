@@ -113,7 +113,7 @@ class Limit(NamedTuple):
 
 def count(number: int, noun: str) -> str:
   """Returns a count and its noun, like '1 actor' or '2 actors'."""
-  return f'{number} {noun}{"s" * (number != 1)}'
+  return f'{number:,} {noun}{"s" * (number != 1)}'
 
 
 def _are(number: int, noun: str) -> str:
@@ -290,12 +290,11 @@ def describe(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   rows = []
   if 'limit' in summary:
     rows.append((f'limit: {summary["limit"]}', summary['limit_sentence']))
-    text = 'no accelerator'
-    if 'num_compute_units' in summary:
-      text = (
-        f'{summary["threads_per_compute_unit"]:.3g} hardware threads for each '
-        f'of {summary["num_compute_units"]} compute units'
-      )
+  if 'num_compute_units' in summary:  # Devices made of CPU cores have none.
+    text = (
+      f'{summary["threads_per_compute_unit"]:.3g} hardware threads for each '
+      f'of {summary["num_compute_units"]} compute units'
+    )
     if 'cpu_seconds_per_device_second' in summary:
       ratio = summary['cpu_seconds_per_device_second']
       text += f'; environments take {ratio:.3g} CPU-seconds per device-second'

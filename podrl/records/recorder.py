@@ -30,8 +30,13 @@ class _Reduction(NamedTuple):
 
 _COUNT = _Reduction(operator.itemgetter(-1), np.sum)
 _RATE = _Reduction(seeds=np.sum)
+_ROUNDED_DOWN = _Reduction(seeds=lambda x: sum(x) // len(x))
 # All other metrics are means, for example the losses of the agents.
 _REDUCTIONS = defaultdict(_Reduction) | {
+  # Rounded in two directions: their sum is that of every agent.
+  'env_steps': _ROUNDED_DOWN,
+  'frames': _ROUNDED_DOWN,
+  'num_joints': _Reduction(seeds=lambda x: -(-sum(x) // len(x))),
   'num_actors': _COUNT,
   'num_unrolls_dropped': _COUNT,
   'num_actor_waits': _COUNT,
@@ -90,6 +95,7 @@ class _Totals:
   """Sums over the run, and over the updates since its last record; JSON."""
 
   env_steps: int = 0  # Steps of the whole run so far.
+  num_joints: int = 0  # Joints of the whole run so far.
   num_updates: int = 0  # Updates of the whole run so far.
   rows: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
   episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 4)
@@ -127,6 +133,7 @@ class Window:
     totals.seconds += report.seconds
     totals.num_updates += report.num_updates
     num_joints = int(np.sum(report.episodes.num_joints))
+    totals.num_joints += num_joints
     totals.env_steps += report.num_predictions - num_joints
 
   def progress(self) -> Record:
@@ -140,12 +147,14 @@ class Window:
   def record(self) -> Record:
     """Makes the record of the window and begins the next one."""
     totals = self.totals
-    self.totals = _Totals(totals.env_steps, totals.num_updates)
+    kept = totals.env_steps, totals.num_joints, totals.num_updates
+    self.totals = _Totals(*kept)
     num_episodes, num_joints, return_sum, length_sum = totals.episodes
     steps = totals.num_predictions - num_joints
     rate = 1.0 / max(totals.seconds, 1e-9)
     record = {
       'env_steps': totals.env_steps,
+      'num_joints': totals.num_joints,
       'frames': totals.env_steps * self._frame_skip,
       'num_updates': totals.num_updates,
       'num_sgd_steps': totals.num_updates * self._sgd_steps_per_update,
@@ -308,10 +317,10 @@ class Recorder:
   """
 
   config: ConfigDict
-  name: str
   path: str
   frame_skip: int
   total_updates: int
+  steps_per_update: int  # Joints included.
   start_seconds: float  # `time.perf_counter()` at the start of the process.
   describe: Callable[[Record], Record]  # Its result is added to each record.
   is_writer: bool = True  # Whether this process writes.
@@ -331,7 +340,9 @@ class Recorder:
     self._num_records = self._num_decisions = 0
     self._decisions: list[Sink] = []  # Opened at the first decision.
     self._decisions_file = os.path.join(path, 'decisions.jsonl')
-    self.terminal = Terminal(self.name, self.total_updates, not self.is_writer)
+    self.terminal = Terminal(
+      config, self.total_updates, self.steps_per_update, not self.is_writer
+    )
     self._writer = Writer()
 
   def _on_duration(self, event: str, duration_secs: float, **_) -> None:
@@ -369,7 +380,6 @@ class Recorder:
       self.best = progress['best'] and tuple(progress['best'])
       for window, window_progress in zip(self._windows, progress['windows']):
         window.resume(window_progress)
-      self.terminal.resume(self.num_updates)
     with workdir.write_errors('the records', OSError):
       for path, last in zip(self._paths, self.last):
         file = os.path.join(path, 'metrics.jsonl')
@@ -382,8 +392,8 @@ class Recorder:
         if self.config.log.tensorboard:
           sinks.append(TensorBoard(path, last.get('env_steps', -1) + 1))
         if self.config.log.wandb:
-          config = workdir.read_config(path).to_dict()
-          sinks.append(Wandb(path, self.name, config))
+          config = workdir.read_config(path)
+          sinks.append(Wandb(path, workdir.task_name(config), config.to_dict()))
     if self._paths:
       self.sinks[0].append(self.terminal)
       if os.path.exists(self._decisions_file):

@@ -1,9 +1,12 @@
 """What a run shows: a live panel or plain lines, and a summary."""
 
 import os
+import shlex
+import shutil
 import sys
 import time
 
+from ml_collections import ConfigDict
 from rich import progress
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from podrl.drivers.limits import count, describe
-from podrl.records.workdir import Record
+from podrl.records.workdir import Record, seed_directories
 
 
 def compact(value: float) -> str:
@@ -27,11 +30,11 @@ _STAGES = """\
 waiting {time_actor_waiting:.0%}
 learner: update {time_update:.0%} waiting {time_learner_waiting:.0%} \
 hand off {time_hand_off:.0%}
-lag {policy_lag:.2g} (max {policy_lag_max:.0f})  queue {queue_depth:.2g}  \
-predictions {predictions}/s  updates {updates}/s"""
+policy lag {policy_lag:.2g} (max {policy_lag_max:.0f})  \
+queue {queue_depth:.2g}  predictions {predictions}/s  updates {updates}/s"""
 _LIMIT = """
-limit: {limit}   cores {busy_cores:.0%}  actor devices \
-{busy_actor_devices:.0%}  learner devices {busy_learner_devices:.0%}"""
+limit: {limit}; busy: cores {busy_cores:.0%}, actor/learner devices \
+{busy_actor_devices:.0%}/{busy_learner_devices:.0%}"""
 
 
 def describe_stages(record: Record) -> str:
@@ -50,13 +53,22 @@ def describe_stages(record: Record) -> str:
 class Terminal:
   """A live panel in a terminal, plain lines elsewhere, or nothing if silent."""
 
-  def __init__(self, name: str, num_updates: int, is_silent: bool = False):
+  def __init__(
+    self,
+    config: ConfigDict,
+    num_updates: int,
+    steps_per_update: int,
+    is_silent: bool = False,
+  ):
     self._console = Console(highlight=False, markup=False, quiet=is_silent)
     self._console.on_broken_pipe = self._go_silent  # type: ignore[method-assign]
-    self._name = name
+    self._config = config
+    self._name = name = f'{config.env.name}, {config.agent.name}'
     self._num_updates = num_updates
-    self._start = time.perf_counter(), 0.0  # (time, share done then)
-    self._live = None
+    self._steps_per_update = steps_per_update  # Joints included.
+    self._num_seeds = config.get('num_seeds', 1)
+    self._live: Live | None = None
+    self.start(0)
     if self._console.is_terminal and not is_silent:
       self._bar = progress.Progress(
         progress.TextColumn('{task.description}'),
@@ -75,8 +87,22 @@ class Terminal:
     self._console.quiet = True
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-  def resume(self, num_updates: int) -> None:
-    """Shows that `num_updates` updates are already done."""
+  def begin(self) -> None:
+    """Shows the run's budget, and that it compiles."""
+    steps, length = self._steps_per_update, self._config.unroll_length
+    num_envs, num_seeds = self._config.env.num_envs, self._num_seeds
+    text = f'{count(self._num_updates, "update")} of {steps:,} steps'
+    if steps == num_envs * length:
+      text += f' ({count(num_envs, "environment")} x {length})'
+    text += f' = {self._num_updates * steps:,} steps, joints included'
+    if num_seeds > 1:
+      text += f', for each of {num_seeds} agents'
+    is_plain = not self._live
+    self._console.print(f'{self._name}: {text}', soft_wrap=is_plain)
+    self.say('compiling')
+
+  def start(self, num_updates: int) -> None:
+    """Starts the clock with `num_updates` updates done."""
     self._start = time.perf_counter(), num_updates / self._num_updates
     if self._live:
       self._bar.update(self._task, completed=num_updates)
@@ -93,10 +119,9 @@ class Terminal:
     status = f'{compact(record["steps_per_second"])} steps/s'
     if record['frames'] != record['env_steps']:
       status += f' ({compact(record["frames_per_second"])} frames/s)'
-    if 'episode_return' in record:
-      status += f'  return {compact(record["episode_return"])}'
-    if 'eval_return' in record:
-      status += f'  evaluated {compact(record["eval_return"])}'
+    for key, name in ('episode_return', 'return'), ('eval_return', 'evaluated'):
+      if key in record:
+        status += f'  {name} {record[key]:,.2f}'
     details = describe_stages(record).splitlines()
     if self._live:
       self._bar.update(self._task, completed=record['num_updates'])
@@ -120,28 +145,56 @@ class Terminal:
       self._live = None
 
   def print_summary(self, summary: Record, workdir: str) -> None:
-    """Prints the last values of a run as a table."""
+    """Prints the last values of a run as a table, and what to do next."""
     title = Text(f'{self._name}: {summary["exit"]}')
     table = Table(title=title, show_header=False, title_justify='left')
     table.add_column()
     table.add_column(overflow='fold')
     if 'eval_return' in summary:
-      table.add_row(
-        'evaluated return',
-        f'{summary["eval_return"]:.2f} +- {summary["eval_return_std"]:.2f} '
-        f'over {summary["eval_episodes"]} episodes',
+      text = (
+        f'{summary["eval_return"]:,.2f} +- {summary["eval_return_std"]:,.2f} '
+        f'(standard deviation, {count(summary["eval_episodes"], "episode")})'
       )
-    if 'env_steps' in summary:
-      rate = f'{summary["steps_per_second"]:,.0f} (last window)'
-      table.add_row('environment steps', f'{summary["env_steps"]:,}')
+      if self._num_seeds > 1:
+        text += f', mean of {self._num_seeds} agents'
+      table.add_row('evaluated return', text)
+    if 'num_joints' in summary:
+      rate = f'{summary["steps_per_second"]:,.0f} (last record)'
+      table.add_row('environment steps', self._describe_steps(summary))
       table.add_row('steps per second', rate)
     table.add_row(
       'wall time',
       f'{summary["wall_seconds"]:.1f} s, of which '
       f'{summary["compile_seconds"]:.1f} s compiling',
     )
-    table.add_row('devices', f'{summary["devices"]} {summary["platform"]}')
+    devices = f'{summary["devices"]} x {summary["platform"].upper()}'
+    table.add_row('devices', devices)
     for name, value in describe(summary):
       table.add_row(name, Text(value))
     table.add_row('run', Text(workdir))
     self._console.print(table)
+    if summary['exit'] == 'done':
+      agent = seed_directories(workdir, self._config)[0][1]
+      # The shell finds `podrl` only in an active environment.
+      podrl = 'podrl' if shutil.which('podrl') else f'{sys.executable} -m podrl'
+      for command, path in (
+        ('plot', workdir),
+        ('watch', agent),
+        ('evaluate', agent),
+      ):
+        line = f'{podrl} {command} {shlex.quote(path)}'
+        self._console.print(line, soft_wrap=True)
+
+  def _describe_steps(self, summary: Record) -> str:
+    """Adds up the environment steps and the joints of a summary."""
+    steps, num_joints = summary['env_steps'], summary['num_joints']
+    done = summary['num_updates'] * self._steps_per_update
+    budget = self._num_updates * self._steps_per_update
+    total = steps + num_joints
+    text = f'{steps:,} + {count(num_joints, "joint")} = {total:,}'
+    if total > done:
+      number = count(round(summary['num_unrolls_dropped']), 'dropped unroll')
+      text += f', of which {total - done:,} in {number}'
+    if done < budget:
+      text += f' (planned: {budget:,})'
+    return text

@@ -10,6 +10,7 @@ seed_0/ ...      with several seeds: the same files per seed, but no checkpoints
 
 from collections.abc import Iterator, Set
 import contextlib
+import datetime
 import fcntl
 import functools
 import itertools
@@ -98,6 +99,17 @@ def read_json(path: str) -> dict[str, Any]:
     return value
   except (OSError, ValueError, RecursionError) as error:
     raise ValueError(f'{path} cannot be read: {error}') from error
+
+
+def task_name(config: ConfigDict) -> str:
+  """The name of the task, with only characters that suit a file name."""
+  return re.sub(r'[^\w.+-]+', '-', config.env.name)
+
+
+def default_path(config: ConfigDict) -> str:
+  """The directory of a run that begins now: `runs/TASK/AGENT-TIME`."""
+  now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')
+  return os.path.join('runs', task_name(config), f'{config.agent.name}-{now}')
 
 
 def is_run(path: str) -> bool:

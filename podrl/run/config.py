@@ -8,12 +8,10 @@ an agent adds or changes comes from `AGENTS`.
 import ast
 from collections.abc import Callable, Collection, Sequence
 import contextlib
-import datetime
 import difflib
 import importlib.util
 import json
 import math
-import os
 import sys
 from typing import Any, NamedTuple
 
@@ -81,7 +79,9 @@ FIELDS = {
   'num_devices': Field(
     0, 'Devices per process; 0 means all (CPU: one per core).', _DEVICES
   ),
-  'total_env_steps': Field(1_000_000, 'Rounded up to whole updates.', Range(1)),
+  'total_env_steps': Field(
+    1_000_000, 'Joints included; rounded up to whole updates.', Range(1)
+  ),
   'unroll_length': Field(32, 'Steps of each environment per update.', _COUNT),
   'num_epochs': Field(1, 'Passes over each unroll.', _COUNT),
   'num_minibatches': Field(1, 'Optimiser steps per pass.', _COUNT),
@@ -337,13 +337,12 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
 
 
 class CommandLine(NamedTuple):
-  """A parsed command line: the experiment's path and name, and arguments.
+  """A parsed command line: the experiment's path, and its arguments.
 
   `overrides` are the arguments that override fields of the configuration.
   """
 
   script: str
-  name: str
   flags: flags.FlagValues
   overrides: Sequence[str]
 
@@ -364,7 +363,7 @@ def _make_flags() -> flags.FlagValues:
   for name, default, comment in (
     ('agent', 'ppo', f'the agent: {", ".join(AGENTS)}.'),
     ('variant', '', "the experiment's variant; empty is its default."),
-    ('workdir', '', "the run's directory; empty is runs/NAME/TIME."),
+    ('workdir', '', "the run's directory; empty is runs/TASK/AGENT-TIME."),
     ('init_from', '', 'a run whose parameters this run starts from.'),
     ('coordinator', '', 'HOST:PORT of process 0; auto if JAX knows it.'),
   ):
@@ -392,8 +391,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     overrides = values(argv, known_only=True)[1:]
   except flags.Error as error:
     raise ValueError(str(error)) from error
-  name = os.path.splitext(os.path.basename(argv[0]))[0]
-  return CommandLine(argv[0], name, values, overrides)
+  return CommandLine(argv[0], values, overrides)
 
 
 def print_help(
@@ -454,16 +452,14 @@ def resolve_config(
     shared["podrl's code"] = clusters.version_of_code()
     cluster.compare(shared | {'jax': jax.__version__})
 
-  def find_run() -> tuple[str, bool, str]:
-    now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')
-    path = values.workdir or os.path.join('runs', command_line.name, now)
-    is_resumed = values.resume and workdir.is_run(path)
-    agent = values.agent
+  def find_run() -> tuple[bool, str]:
+    path, agent = values.workdir, values.agent
+    is_resumed = bool(path and values.resume and workdir.is_run(path))
     if is_resumed and not values['agent'].present:
       agent = workdir.read_config(path).agent.name
-    return path, is_resumed, agent
+    return is_resumed, agent
 
-  path, is_resumed, agent = cluster.decide(find_run)
+  is_resumed, agent = cluster.decide(find_run)
 
   def make_config() -> tuple[ConfigDict, set[str]]:
     config = get_config(agent, values.variant)
@@ -484,6 +480,7 @@ def resolve_config(
 
   # Only process 0 runs this; a resumed run replaces values of `config`.
   def find_files() -> tuple[dict, Files]:
+    path = values.workdir or workdir.default_path(config)
     if values.init_from:
       checkpoint.find(values.init_from)
     if not is_resumed:

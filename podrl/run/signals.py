@@ -1,11 +1,44 @@
-"""Notes Ctrl-C and SIGTERM for the training loop."""
+"""Notes Ctrl-C and SIGTERM for the training loop, and during imports."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import faulthandler
 import signal
+import sys
+import threading
 
 # Exit codes of a run.
 DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+  """Lets Ctrl-C end the program after the imports in this block, in one line.
+
+  An exception in the middle of them is of no use: some libraries ignore it, and
+  others turn it into their own. A second Ctrl-C ends the program at once.
+  """
+  is_main = threading.current_thread() is threading.main_thread()
+  previous = signal.getsignal(signal.SIGINT)
+  if not is_main or previous is not signal.default_int_handler:
+    yield
+    return
+  is_interrupted = False
+
+  def note(number: int, frame) -> None:
+    nonlocal is_interrupted
+    del frame
+    is_interrupted = True
+    signal.signal(number, signal.SIG_DFL)
+    print('interrupted', file=sys.stderr, flush=True)
+
+  signal.signal(signal.SIGINT, note)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, previous)
+  if is_interrupted:  # An interactive session goes on.
+    raise KeyboardInterrupt if hasattr(sys, 'ps1') else SystemExit(INTERRUPTED)
 
 
 class Signals:

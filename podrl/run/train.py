@@ -93,10 +93,10 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     )
     recorder = Recorder(
       config,
-      command_line.name,
       files.workdir,
       built.spec.frame_skip,
       built.num_updates,
+      built.steps_per_update,
       start_seconds,
       built.driver.describe,
       cluster.process == 0,
@@ -208,7 +208,7 @@ class _Trainer:
       self.cluster.watchdog.on_failure = on_failure
     else:
       signals.on_signal = self.run.driver.stop
-    recorder.terminal.say('compiling')
+    recorder.terminal.begin()
     if not self.files.is_resumed:
       recorder.open({})
     if signals.is_set() and not self.cluster.is_distributed:
@@ -358,6 +358,7 @@ class _Trainer:
     """Trains; false if a signal ended it before the last update."""
     recorder, cluster, driver = self.recorder, self.cluster, self.run.driver
     num_profiled = self.config.log.profile
+    recorder.terminal.start(recorder.num_updates)
     self.saved_seconds = time.perf_counter()
     self.profile_end = recorder.num_updates + num_profiled
     meter = Meter(_local_devices(self.run))

@@ -85,6 +85,22 @@ def single_path(paths: Sequence[str], what: str, example: str) -> str:
   return paths[0]
 
 
+def check_out(path: str) -> None:
+  """Raises a ValueError if a file cannot be written, before the work begins."""
+  directory = os.path.dirname(path) or '.'
+  reason = ''
+  if not os.path.isdir(directory):
+    reason = f'there is no directory {directory}'
+  elif os.path.isdir(path):
+    reason = 'it is a directory'
+  elif not os.access(directory, os.W_OK | os.X_OK):
+    reason = f'{directory} has no write permission'
+  elif os.path.exists(path) and not os.access(path, os.W_OK):
+    reason = 'it has no write permission'
+  if reason:
+    raise ValueError(f'{path} cannot be written: {reason}; use another --out')
+
+
 def make_directory(path: str) -> None:
   """Makes the directory of `--out`; a ValueError if it cannot be written."""
   try:

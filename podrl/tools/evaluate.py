@@ -25,6 +25,8 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   """Evaluates, prints the result and writes it to a file."""
   path = tools.single_path(paths, 'run', 'evaluate RUN')
   loaded = policy.load(path, values.checkpoint)
+  out = values.out or os.path.join(path, 'evaluation.json')
+  tools.check_out(out)
   config = loaded.config
   config.eval.num_episodes = values.episodes
   if values.greedy is not None:
@@ -36,7 +38,6 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   returns = outcome.returns.astype(np.float64)
   low, high = bootstrap(returns)
   length = outcome.lengths.mean()
-  out = values.out or os.path.join(path, 'evaluation.json')
   result = {
     'env': config.env.name,
     'num_updates': loaded.num_updates,

@@ -2,17 +2,21 @@
 
   podrl plot RUN [RUN ...] [--x=env_steps|wall_seconds] [--out=FILE]
 
-A directory of runs stands for all of them. Runs that differ only in the seed
-(and in what they evaluate and log) form one group. A group's line is the mean
-of its runs, and the band is a bootstrap 95 % interval of that mean. Dots are
+A directory stands for all runs in it, at any depth; a run that cannot be drawn
+is skipped. Each task has a panel. Runs that differ only in the seed (and in
+what they evaluate and log) form one group. A group's line is the mean of its
+runs, and the band is a bootstrap 95 % interval of that mean. Dots are
 evaluations. FILE ends in .png or .svg. By default it is curve.png, in the
 directory RUN or in the one that contains all the runs.
 """
 
 from collections.abc import Sequence
-import glob
 import json
+import math
 import os
+import re
+import sys
+import textwrap
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -29,6 +33,7 @@ from podrl.run.evaluation import bootstrap
 _AXES = {'env_steps': 'environment steps', 'wall_seconds': 'wall time (s)'}
 # Fields (or prefixes of fields) in which the runs of a group may differ.
 _SEEDS = ('seed', 'num_seeds') + workdir.MOVABLE
+_RETURNS = 'episode_return', 'eval_return'
 _NUM_POINTS = 200  # Points of one curve.
 _COLORS = ('#1f5fa8', '#c44e00', '#2f8f4e', '#8a4fbf', '#b8860b', '#5a5a5a')
 
@@ -54,16 +59,44 @@ class Group(NamedTuple):
   runs: list[Run]
 
 
-def find_runs(path: str) -> list[str]:
-  """Returns the runs at a path.
+def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Finds the runs at paths, each of which is a run or a directory of runs.
 
-  They are the run's agents if it has several, else the run itself, else the
-  runs in the directory. If there is none, the path itself is returned.
+  Returns:
+    The runs, where the directories `seed_N` stand for the run whose agents they
+    are; and a sentence for each path without a run that can be read.
   """
-  pattern = os.path.join(glob.escape(path), '*', 'config.json')
-  inside = sorted(map(os.path.dirname, glob.glob(pattern)))
-  agents = [x for x in inside if workdir.run_of_agent(x)]
-  return agents or ([path] if workdir.is_run(path) else inside or [path])
+  found: list[str] = []
+  problems, seen = [], set()
+  is_agent = re.compile(r'.*/seed_\d+').fullmatch
+
+  def visit(path: str) -> None:
+    real_path = os.path.realpath(path)  # Links may form a circle.
+    if real_path in seen:
+      return
+    seen.add(real_path)
+    try:
+      inside = sorted(os.path.join(path, name) for name in os.listdir(path))
+    except OSError as error:
+      problems.append(f'{path} cannot be read: {error.strerror}')
+      return
+    if workdir.is_run(path):
+      agents = [x for x in inside if is_agent(x) and workdir.is_run(x)]
+      seen.update(map(os.path.realpath, agents))
+      found.extend(agents or [path])
+      return
+    for directory in filter(os.path.isdir, inside):
+      visit(directory)
+
+  for path in paths:
+    before, is_new = (
+      len(found) + len(problems),
+      os.path.realpath(path) not in seen,
+    )
+    visit(path)
+    if is_new and len(found) + len(problems) == before:
+      problems.append(f'{path} is not a run and holds none')
+  return found, problems
 
 
 def read_run(path: str) -> Run:
@@ -73,8 +106,13 @@ def read_run(path: str) -> Run:
   """
   config = workdir.flatten(workdir.read_config(path).to_dict())
   records = workdir.read_records(path)
-  if not any('episode_return' in r or 'eval_return' in r for r in records):
+  if not any(r.get(y) is not None for r in records for y in _RETURNS):
     raise ValueError(f'{path} has no return yet')
+  for number, record in enumerate(records, 1):
+    values = [record.get(x) for x in _AXES]
+    values += [record[y] for y in _RETURNS if record.get(y) is not None]
+    if not all(isinstance(x, int | float) for x in values):
+      raise ValueError(f'{path}/metrics.jsonl is damaged in line {number}')
   return Run(config, records)
 
 
@@ -85,22 +123,30 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     compared = {k: v for k, v in run.config.items() if not k.startswith(_SEEDS)}
     members.setdefault(json.dumps(compared, sort_keys=True), []).append(run)
   configs = [runs[0].config for runs in members.values()]
+  tasks = {_task(x) for x in configs}
   groups = []
   for config, runs in zip(configs, members.values()):
-    task, *label = _name(config)
-    alike = [x for x in configs if _name(x) == _name(config)]
+    (task, suite), label = _task(config), [str(config['agent.name'])]
+    if sum(name == task for name, _ in tasks) > 1:
+      task += f' ({suite})'
+    alike = [
+      x
+      for x in configs
+      if (_task(x), x['agent.name']) == (_task(config), label[0])
+    ]
     for key, value in config.items():
       # Fields that only one architecture has would fill the legend.
       is_shared = not key.startswith(_SEEDS) and all(key in x for x in alike)
       if is_shared and any(x[key] != value for x in alike):
         label.append(f'{key.rpartition(".")[2]}={value}')
     groups.append(Group(task, ', '.join(label), runs))
-  return groups
+  order = list(dict.fromkeys(group.task for group in groups))
+  return sorted(groups, key=lambda group: order.index(group.task))
 
 
-def _name(config: dict[str, Any]) -> tuple[str, str]:
-  """The task and the agent of a configuration."""
-  return str(config.get('env.name')), str(config.get('agent.name'))
+def _task(config: dict[str, Any]) -> tuple[str, str]:
+  """The name and the suite of the task."""
+  return str(config['env.name']), str(config.get('env.suite'))
 
 
 def training_curve(
@@ -116,54 +162,104 @@ def training_curve(
     return np.zeros(0), np.zeros((0, 0))
   if len(series) == 1:
     return series[0][0], series[0][1][None]
-  start = max(s[0][0] for s in series)
   end = min(s[0][-1] for s in series)
-  points = np.linspace(start, end, _NUM_POINTS)
+  start = min(end, max(s[0][0] for s in series))
+  points = np.linspace(start, end, _NUM_POINTS if start < end else 1)
   return points, np.stack([np.interp(points, *s) for s in series])
 
 
 def draw(groups: Sequence[Group], x: str, path: str) -> None:
   """Draws the curves of the groups, one panel per task, into a file."""
-  import matplotlib  # The import takes a second.
+  import matplotlib  # Takes a second.
 
   matplotlib.use('Agg')
+  matplotlib.rcParams['text.parse_math'] = False  # Names may contain a $.
   from matplotlib import pyplot
   from matplotlib.ticker import EngFormatter
+  from matplotlib.transforms import ScaledTranslation
 
-  tasks = list(dict.fromkeys(g.task for g in groups))
+  tasks = list(dict.fromkeys(group.task for group in groups))
+  num_columns = 1 if len(tasks) < 4 else min(4, math.ceil(len(tasks) ** 0.5))
+  num_rows = -(-len(tasks) // num_columns)
+  labels = [textwrap.fill(_legend(group), 85) for group in groups]
+  num_lines = dict.fromkeys(tasks, 0)
+  for group, label in zip(groups, labels):
+    num_lines[group.task] += 1 + label.count('\n')
+  heights = [
+    3.1 + 0.17 * max(num_lines[x] for x in tasks[i : i + num_columns])
+    for i in range(0, len(tasks), num_columns)
+  ]
   figure, panels = pyplot.subplots(
-    len(tasks), figsize=(6.4, 3.6 * len(tasks)), dpi=110, squeeze=False
+    num_rows,
+    num_columns,
+    figsize=(6.4 * num_columns, sum(heights) + 0.2),
+    dpi=110,
+    squeeze=False,
+    layout='constrained',
   )
-  for task, axes in zip(tasks, panels[:, 0]):
-    members = [g for g in groups if g.task == task]
-    for i, group in enumerate(members):
-      _draw_group(axes, group, x, _COLORS[i % len(_COLORS)])
+  for axes in panels.flat[len(tasks) :]:
+    axes.remove()
+  for task, axes in zip(tasks, panels.flat):
+    members = [(g, x) for g, x in zip(groups, labels) if g.task == task]
+    for i, (group, label) in enumerate(members):
+      _draw_group(axes, group, x, label, i)
     axes.set_title(task, fontsize=10)
     axes.set(xlabel=_AXES[x], ylabel='episode return', xlim=(0, None))
     axes.xaxis.set_major_formatter(EngFormatter(sep=''))
+    axes.ticklabel_format(axis='y', useOffset=False)
     axes.spines[['top', 'right']].set_visible(False)
-    place: Any = {'loc': 'upper left', 'bbox_to_anchor': (0, -0.2)}
-    axes.legend(frameon=False, fontsize=8, **place)
-  figure.tight_layout()
+    below = ScaledTranslation(0, -0.5, figure.dpi_scale_trans)  # Inches.
+    axes.legend(
+      loc='upper left',
+      bbox_to_anchor=(0, 0),
+      bbox_transform=axes.transAxes + below,
+      borderaxespad=0,
+      frameon=False,
+      fontsize=8,
+    )
+  parts = ['lines: training']
+  if any(len(group.runs) > 1 for group in groups):
+    parts.append('bands: 95 % intervals of the mean')
+  if any(
+    len(run.series(x, 'eval_return')[0]) for g in groups for run in g.runs
+  ):
+    parts.append('dots: evaluation')
+  figure.supxlabel('; '.join(parts), fontsize=8, color='#606060')
   figure.savefig(path, bbox_inches='tight')
   pyplot.close(figure)
 
 
-def _draw_group(axes: Any, group: Group, x: str, color: str) -> None:
+def _legend(group: Group) -> str:
+  """The text of a group in the legend."""
+  number = len(group.runs)
+  return f'{group.label}, mean of {number} runs' if number > 1 else group.label
+
+
+def _draw_group(
+  axes: Any, group: Group, x: str, label: str, index: int
+) -> None:
   """Draws a group's training curve, its interval and its evaluations."""
+  style, number = divmod(index, len(_COLORS))
+  color, styles = _COLORS[number], ('-', '--', ':', '-.')
   points, returns = training_curve(group.runs, x)
-  if len(points):
-    label = f'{group.label}: training'
-    axes.plot(points, returns.mean(0), color=color, lw=1.8, label=label)
+  mean = returns.mean(0) if len(points) else []
+  axes.plot(
+    points,
+    mean,
+    color=color,
+    ls=styles[style % len(styles)],
+    marker='x' if len(points) == 1 else '',
+    lw=1.8,
+    label=label,
+  )
   if len(returns) > 1:
-    label = f'95 % interval, {len(returns)} seeds'
-    low, high = bootstrap(returns)
-    style = {'color': color, 'alpha': 0.2, 'lw': 0, 'label': label}
-    axes.fill_between(points, low, high, **style)
-  evaluated = [run.series(x, 'eval_return') for run in group.runs]
-  style = {'ms': 5, 'mec': 'white', 'clip_on': False, 'zorder': 3}
-  style |= {'color': color, 'label': f'{group.label}: evaluation'}
-  axes.plot(*np.concatenate(evaluated, 1), 'o', **style)
+    band = bootstrap(returns)
+    axes.fill_between(points, *band, color=color, alpha=0.2, lw=0)
+  evaluated = np.concatenate(
+    [r.series(x, 'eval_return') for r in group.runs], 1
+  )
+  dots = {'ms': 5, 'mec': 'white', 'clip_on': False, 'zorder': 3}
+  axes.plot(*evaluated, 'o', color=color, **dots)
 
 
 def table(groups: Sequence[Group]) -> Table:
@@ -174,7 +270,7 @@ def table(groups: Sequence[Group]) -> Table:
   """
   rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
   rows.add_column('group', overflow='fold')
-  for name in ('seeds', 'return', '95 %', 'steps', 'time'):
+  for name in ('runs', 'return', '95 %', 'steps', 'time'):
     rows.add_column(name, justify='right', no_wrap=True)
   for task, label, runs in groups:
     finals = [run.series('env_steps', 'eval_return')[1] for run in runs]
@@ -207,8 +303,21 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   out = values.out or os.path.join(directory, 'curve.png')
   if not out.endswith(('.png', '.svg')):
     raise ValueError(f'--out={out} must end in .png or .svg')
-  found = dict.fromkeys(run for path in paths for run in find_runs(path))
-  groups = group_runs([read_run(path) for path in found])
+  found, problems = find_runs(paths)
+  runs = []
+  for path in found:
+    try:
+      runs.append(read_run(path))
+    except ValueError as error:
+      problems.append(str(error))
+  if not runs and len(problems) == 1:
+    raise ValueError(problems[0])
+  for problem in problems:
+    print(f'skipped: {problem}', file=sys.stderr)
+  if not runs:
+    raise ValueError('none of these runs can be drawn')
+  tools.check_out(out)
+  groups = group_runs(runs)
   draw(groups, values.x, out)
   console = Console(highlight=False, markup=False)
   console.print(table(groups))

@@ -407,12 +407,11 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   """Loads the policy, records the episodes and writes the file."""
   path = tools.single_path(paths, 'run', 'watch RUN')
   out = values.out or os.path.join(path, 'episode.gif')
-  if not out.endswith(('.gif', '.mp4')) or os.path.isdir(out):
+  if not out.endswith(('.gif', '.mp4')):
     raise ValueError(f'--out={out} must be a file that ends in .gif or .mp4')
   envpool.load_opengl()  # This must precede the first import of envpool.
   loaded = policy.load(path, values.checkpoint)
-  if not os.access(os.path.dirname(out) or '.', os.W_OK):
-    raise ValueError(f'--out={out} is not in a writable directory')
+  tools.check_out(out)
   config = loaded.config
   speed = real_speed(config, loaded.spec)
   episodes = []

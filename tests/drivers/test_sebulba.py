@@ -425,10 +425,14 @@ def test_a_slow_actor_learns_nothing_stale():
     unrolls_per_update=1,
   )
   driver.start()
-  own = [r.own for r in _advance(driver, 40)]
+  reports = _advance(driver, 40)
   driver.close()
+  own = [r.own for r in reports]
   assert max(x['policy_lag_max'].max() for x in own) <= 1
-  assert own[-1]['num_unrolls_dropped'][-1] > 0
+  num_dropped = own[-1]['num_unrolls_dropped'][-1]
+  assert num_dropped > 0
+  num_predictions = sum(r.num_predictions for r in reports)
+  assert num_predictions == (40 + num_dropped) * _T * _NUM_ENVS
   assert own[-1]['num_actor_waits'][-1] > 0
 
 

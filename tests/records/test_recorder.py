@@ -1,20 +1,24 @@
 """Windows, reductions, sinks and the terminal."""
 
+import functools
 import io
 import json
 import math
 import re
+import sys
 import threading
 import time
 
 import helpers
 import numpy as np
 import pytest
+import rich.console
 from tensorboard.backend.event_processing import event_accumulator
 
-from podrl.records import recorder, terminal
+from podrl.records import recorder, terminal, workdir
 from podrl.records.workdir import WriteError
 from podrl.run import train
+from podrl.run.config import base_config, sebulba_config
 from podrl.types import Episodes, Report
 
 
@@ -54,6 +58,7 @@ def test_a_window_resumes_from_its_progress():
     sum(x.sum() for x in pair) for pair in zip(*(r.episodes for r in reports))
   ]
   assert record['env_steps'] == 64 * 8 - episodes[1]
+  assert record['num_joints'] == episodes[1]
   assert record['frames'] == 4 * record['env_steps']
   assert record['num_sgd_steps'] == 16
   np.testing.assert_allclose(
@@ -224,7 +229,7 @@ def test_wandb_gets_every_record(tmp_path, monkeypatch):
   assert len({r.id for r in Fake.runs}) == 3
   for run, path in zip(Fake.runs, ('', 'seed_0', 'seed_1')):
     records = helpers.read_records(tmp_path / 'run' / path)
-    assert run.is_finished and run.project == 'anakin_catch'
+    assert run.is_finished and run.project == 'Catch-bsuite'
     assert [s for s, _ in run.rows] == [r['env_steps'] for r in records]
     assert run.rows[-1][1]['loss'] == pytest.approx(records[-1]['loss'])
 
@@ -263,23 +268,29 @@ def test_a_profile_is_what_tensorboard_and_perfetto_open(tmp_path):
   assert any('while' in e.get('name', '') for e in events)
 
 
-def _lines(is_terminal, monkeypatch, records):
+def _config(**fields):
+  """The configuration of 64 environments x 32 = 2,048 steps in each update."""
+  config = base_config('ppo')
+  config.env.name, config.unroll_length = 'Catch-bsuite', 32
+  config.update(fields)
+  return config
+
+
+def _lines(
+  is_terminal, monkeypatch, records, config=None, exit='done', path='runs/x'
+):
   out = io.StringIO()
-  console = terminal.Console
-  monkeypatch.setattr(
-    terminal,
-    'Console',
-    lambda **kw: console(
-      **kw,
-      file=out,
-      width=80,
-      force_terminal=is_terminal,
-      color_system=None,
-      legacy_windows=False,
-    ),
+  console = functools.partial(
+    rich.console.Console,
+    file=out,
+    width=80,
+    force_terminal=is_terminal,
+    color_system=None,
+    legacy_windows=False,
   )
-  panel = terminal.Terminal('an_experiment', 100)
-  panel.say('compiling')
+  monkeypatch.setattr(terminal, 'Console', console)
+  panel = terminal.Terminal(config or _config(), 100, 2048)
+  panel.begin()
   for record in records:
     panel.write(record)
   panel.close()
@@ -290,16 +301,17 @@ def _lines(is_terminal, monkeypatch, records):
       'compile_seconds': 1.0,
       'devices': 2,
       'platform': 'cpu',
-      'exit': 'done',
+      'exit': exit,
     },
-    'runs/x',
+    path,
   )
   return out.getvalue()
 
 
 _RECORD = {
   'num_updates': 50,
-  'env_steps': 123456,
+  'env_steps': 101_400,
+  'num_joints': 1_000,
   'frames': 493824,
   'steps_per_second': 9876.5,
   'frames_per_second': 39506.0,
@@ -344,7 +356,7 @@ def test_the_panel_fits_80_columns(more, monkeypatch):
     '9.88k steps/s',
     '100%',
     'return 12.35',
-    'evaluated 1k',
+    'evaluated 1,000.00',
     '━' * 20,
   ) + (('hand off 50%', 'updates 5/s') if more else ()):
     assert text in shown, text
@@ -353,17 +365,83 @@ def test_the_panel_fits_80_columns(more, monkeypatch):
 
 def test_plain_output_is_a_line_for_each_record(monkeypatch):
   lines = _lines(False, monkeypatch, [_RECORD, _RECORD | _STAGES]).splitlines()
-  assert lines[0] == 'an_experiment: compiling'
-  assert lines[1].startswith('an_experiment:  50%  123k steps')
+  assert lines[:2] == [
+    'Catch-bsuite, ppo: 100 updates of 2,048 steps (64 environments x 32) '
+    '= 204,800 steps, joints included',
+    'Catch-bsuite, ppo: compiling',
+  ]
+  assert lines[2].startswith('Catch-bsuite, ppo:  50%  101k steps')
   assert '\x1b' not in ''.join(lines)
-  assert 'environment 50%' in lines[3]
+  assert 'environment 50%' in lines[4]
+
+
+_EVALUATED = {'eval_return': 1234.5, 'eval_return_std': 6, 'eval_episodes': 8}
+
+
+def test_a_summary_adds_up_and_says_what_its_figures_are(monkeypatch):
+  text = _lines(False, monkeypatch, [_RECORD | _EVALUATED])
+  for row in (
+    r'Catch-bsuite, ppo: done',
+    r'return +│ 1,234.50 \+- 6.00 \(standard deviation, 8 episodes\)',
+    r'steps │ 101,400 \+ 1,000 joints = 102,400 \(planned: 204,800\)',
+    r'devices +│ 2 x CPU',
+  ):
+    assert re.search(row, text), text
+  dropped = _RECORD | {'env_steps': 103_448, 'num_unrolls_dropped': 2.0}
+  text = _lines(False, monkeypatch, [dropped], sebulba_config('ppo'))
+  assert 'joints = 104,448, of which 2,048 in 2' in text
+  five = _lines(
+    False, monkeypatch, [_RECORD | _EVALUATED], _config(num_seeds=5)
+  )
+  assert 'joints included, for each of 5 agents\n' in five
+  assert re.search(r'mean\W+of\W+5\W+agents', five)
+
+
+@pytest.mark.parametrize('is_found', [True, False])
+def test_a_finished_run_says_what_comes_next(is_found, monkeypatch):
+  monkeypatch.setattr(terminal.shutil, 'which', lambda _: is_found or None)
+  podrl = 'podrl' if is_found else f'{sys.executable} -m podrl'
+  path = 'runs/' + 80 * 'x' + ' y'
+  lines = _lines(False, monkeypatch, [_RECORD], _config(num_seeds=2), path=path)
+  assert lines.splitlines()[-3:] == [
+    f"{podrl} plot '{path}'",
+    f"{podrl} watch '{path}/seed_0'",
+    f"{podrl} evaluate '{path}/seed_0'",
+  ]
+  lines = _lines(False, monkeypatch, [_RECORD], exit='interrupted')
+  assert 'podrl' not in lines
+
+
+def test_a_silent_process_prints_nothing(capfd):
+  panel = terminal.Terminal(_config(), 100, 2048, is_silent=True)
+  panel.begin()
+  panel.write(_RECORD)
+  times = {'wall_seconds': 3.0, 'compile_seconds': 1.0}
+  machine = {'devices': 2, 'platform': 'cpu', 'exit': 'done'}
+  panel.print_summary(_RECORD | times | machine, 'runs/x')
+  assert capfd.readouterr() == ('', '')
+
+
+@pytest.mark.parametrize(
+  'name,expected',
+  [
+    ('CartPole-v1', 'CartPole-v1'),
+    ('ALE/Pong-v5', 'ALE-Pong-v5'),
+    ('my.module:My Env-v0', 'my.module-My-Env-v0'),
+  ],
+)
+def test_a_directory_names_the_task_and_the_agent(name, expected):
+  config = base_config('impala')
+  config.env.name = name
+  path = workdir.default_path(config)
+  assert re.fullmatch(rf'runs/{expected}/impala-[\d-]{{22}}', path)
 
 
 def test_a_resumed_run_counts_what_is_left_from_there(monkeypatch):
   now = [0.0]
   monkeypatch.setattr(terminal.time, 'perf_counter', lambda: now[0])
-  panel = terminal.Terminal('x', 100)
-  panel.resume(90)
+  panel = terminal.Terminal(_config(), 100, 2048)
+  panel.start(90)
   now[0] = 10.0
   shown = []
   monkeypatch.setattr(panel, 'say', shown.append)
@@ -379,3 +457,11 @@ def test_records_of_seeds_are_merged():
     ]
   )
   assert mean == {'env_steps': 5, 'loss': 1.5, 'steps_per_second': 40.0}
+
+
+def test_steps_and_joints_of_seeds_still_add_up():
+  pairs = [(95, 5), (94, 6), (91, 9), (98, 2)]  # Means 94.5 and 5.5.
+  mean = recorder.merge_seeds(
+    [{'env_steps': x, 'num_joints': y} for x, y in pairs]
+  )
+  assert mean == {'env_steps': 94, 'num_joints': 6}

@@ -1,9 +1,13 @@
 """Tests of the table of fields and of overrides."""
 
+import contextlib
+
 import pytest
 
 from podrl.agents import AGENTS
 from podrl.run import build
+from podrl.run import config as configs
+from podrl.run.cluster import Cluster
 from podrl.run.config import (
   FIELDS,
   Range,
@@ -41,6 +45,18 @@ def test_an_override_may_be_two_arguments():
   config = base_config('ppo')
   apply_overrides(config, ['--config.seed', '5', '--config.env.num_envs', '8'])
   assert (config.seed, config.env.num_envs) == (5, 8)
+
+
+def test_the_directory_follows_the_final_configuration():
+  argv = ['x.py', '--agent=impala', '--config.env.name=a:b/c']
+  command_line = configs.parse_command_line(argv)
+  _, files = configs.resolve_config(
+    command_line,
+    lambda agent, variant: base_config(agent),
+    Cluster(),
+    contextlib.ExitStack(),
+  )
+  assert files.workdir.startswith('runs/a-b-c/impala-2')
 
 
 def test_options_are_open():

@@ -42,6 +42,10 @@ def test_the_result_is_printed_and_written(name, tmp_path, capsys, monkeypatch):
     width, 1.96 * returns.std() / 40**0.5, rtol=0.2, atol=0.02
   )
   assert f'written: {run}' in capsys.readouterr().out
+  with monkeypatch.context() as patch:  # Noticed before the evaluation.
+    patch.setattr(build, 'make_evaluate', None)
+    assert evaluate.run([*argv, f'--out={tmp_path}/no/x.json']) == 2
+  assert 'there is no directory' in capsys.readouterr().err
   out = tmp_path / 'again.json'
   assert evaluate.run([*argv, f'--out={out}']) == 0  # The same episodes.
   assert json.loads(out.read_text()) == found

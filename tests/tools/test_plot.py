@@ -1,16 +1,18 @@
 """Learning curves: reading, grouping, intervals, pictures, mistakes."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 
+from podrl import tools
 from podrl.tools import plot
 
 
 def _write(path, *, seed=0, agent='ppo', shift=0.0, **fields):
   """A run of three records and one that is still being written."""
-  path.mkdir()
+  path.mkdir(parents=True)
   config = {
     'seed': seed,
     'num_epochs': 1,
@@ -54,6 +56,7 @@ def test_groups_differ_in_more_than_seeds(tmp_path):
         {'agent': 'impala'},
         {'env': {'name': 'Pong', 'options': {}}},
         {'sebulba': {'max_lag': 1}},
+        {'env': {'name': 'Pong', 'suite': 'envpool', 'options': {}}},
       ]
     )
   ]
@@ -62,15 +65,17 @@ def test_groups_differ_in_more_than_seeds(tmp_path):
     ('Catch', 2),
     ('Catch', 1),
     ('Catch', 1),
-    ('Pong', 1),
     ('Catch', 1),
+    ('Pong (None)', 1),
+    ('Pong (envpool)', 1),
   ]
   assert [g.label for g in groups] == [
     'ppo, num_epochs=1',
     'ppo, num_epochs=4',
     'impala',
-    'ppo',
     'ppo, num_epochs=1',
+    'ppo',
+    'ppo',
   ]
 
 
@@ -112,19 +117,25 @@ def test_pictures_lie_beside_their_runs(tmp_path, monkeypatch):
   'arguments,message',
   [
     ([], 'no run is named'),
-    (['nowhere'], 'nowhere is not a run'),
+    (['nowhere'], 'nowhere cannot be read: No such file'),
+    (['nothing'], 'nothing is not a run and holds none'),
+    (['a', 'a', '--out=a'], 'must end in .png or .svg'),
+    (['a', '--out=d.png'], 'd.png cannot be written: it is a directory'),
     (['a', '--out=x.gif'], 'must end in .png or .svg'),
     (['a', '--x=frames'], 'should be one of'),
     (['a', '--y=2'], 'y'),
     (['empty'], 'has no return yet'),
     (['damaged'], 'damaged in line 2'),
-    (['a', '--out=no/x.png'], 'No such file'),
+    (['a', '--out=no/x.png'], 'no/x.png cannot be written: there is no dir'),
   ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
   arguments, message, tmp_path, capsys, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(plot, 'draw', lambda *_: pytest.fail('drawn'))
+  (tmp_path / 'nothing').mkdir()
+  (tmp_path / 'd.png').mkdir()
   _write(tmp_path / 'a')
   _write(tmp_path / 'empty')
   (tmp_path / 'empty' / 'metrics.jsonl').write_text('')
@@ -137,10 +148,79 @@ def test_a_mistake_is_one_line_and_exit_code_2(
   assert message in stderr and stderr.count('\n') == 1
 
 
-def test_a_directory_of_runs_stands_for_them(tmp_path):
-  for name in 'ab':
-    _write(tmp_path / name, seed=ord(name))
-  (tmp_path / 'a' / 'checkpoints').mkdir()
-  assert plot.find_runs(str(tmp_path)) == [str(tmp_path / x) for x in 'ab']
-  assert plot.find_runs(str(tmp_path / 'a')) == [str(tmp_path / 'a')]
-  assert plot.find_runs(str(tmp_path / 'c')) == [str(tmp_path / 'c')]
+def test_a_directory_stands_for_the_runs_in_it_at_any_depth(tmp_path):
+  names = ['a', 'b/c/d', 'b/e']
+  for name in names:
+    _write(tmp_path / name)
+  _write(tmp_path / 'five/seed_0')
+  _write(tmp_path / 'five/seed_1')
+  (tmp_path / 'five/config.json').write_text('{}')
+  _write(
+    tmp_path / 'a' / 'checkpoints'
+  )  # A run's other directories are its own.
+  (tmp_path / 'b' / 'circle').symlink_to(tmp_path)
+  (tmp_path / 'b' / 'lost').symlink_to(tmp_path / 'nowhere')
+  expected = [*names, 'five/seed_0', 'five/seed_1']
+  paths = [str(tmp_path / x) for x in ('', 'b', 'b/c')]
+  found, problems = plot.find_runs(paths)
+  assert sorted(found) == [str(tmp_path / x) for x in expected]
+  assert problems == []
+
+
+def test_runs_that_cannot_be_drawn_are_skipped(tmp_path, capsys, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for name in ('good', 'new', 'cut', 'odd', 'locked/x'):
+    _write(tmp_path / name)
+  (tmp_path / 'new/metrics.jsonl').write_text('')
+  (tmp_path / 'cut/config.json').write_text('{"env"')
+  (tmp_path / 'odd/metrics.jsonl').write_text(
+    '{"env_steps": "x", "num_updates": 1, "episode_return": 1}\n'
+  )
+  listdir = os.listdir
+
+  def refuse(path):
+    if path.endswith('locked'):
+      raise PermissionError(13, 'Permission denied')
+    return listdir(path)
+
+  monkeypatch.setattr(os, 'listdir', refuse)
+  assert plot.run(['plot', '.', 'nowhere']) == 0
+  lines = capsys.readouterr().err.splitlines()
+  for line, message in zip(
+    lines,
+    (
+      'skipped: ./locked cannot be read: Permission denied',
+      'skipped: nowhere cannot be read: No such file or directory',
+      'skipped: ./cut/config.json cannot be read: Expecting',
+      'skipped: ./new has no return yet',
+      'skipped: ./odd/metrics.jsonl is damaged in line 1',
+    ),
+    strict=True,
+  ):
+    assert line.startswith(message)
+  assert (tmp_path / 'curve.png').exists()
+  assert plot.run(['plot', 'cut', 'new']) == 2
+  assert capsys.readouterr().err.endswith('none of these runs can be drawn\n')
+
+
+def test_a_file_that_cannot_be_written_is_noticed_first(tmp_path, monkeypatch):
+  file = tmp_path / 'x.png'
+  tools.check_out(str(file))
+  file.write_text('')
+  for refused, message in (file, 'it has no'), (tmp_path, 'has no write'):
+    with monkeypatch.context() as patch:
+      patch.setattr(os, 'access', lambda path, _: path != str(refused))
+      with pytest.raises(ValueError, match=message):
+        tools.check_out(str(file))
+
+
+@pytest.mark.parametrize('num_seeds', [1, 2])
+def test_a_single_point_is_drawn(num_seeds, tmp_path):
+  for seed in range(num_seeds):
+    path = tmp_path / str(seed)
+    _write(path, seed=seed)
+    lines = (path / 'metrics.jsonl').read_text().splitlines()
+    (path / 'metrics.jsonl').write_text(lines[seed] + '\n')
+  runs = [plot.read_run(str(tmp_path / str(i))) for i in range(num_seeds)]
+  points, returns = plot.training_curve(runs, 'env_steps')
+  assert points == [100.0] and returns.shape == (num_seeds, 1)
