@@ -1,14 +1,15 @@
 """podrl: reinforcement learning in JAX, from a laptop to a TPU pod."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # `import podrl` imports nothing else: each function imports what it needs.
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
 
   from podrl.run.policy import Policy
+  from podrl.run.tasks import Trained
 
 
 def load(
@@ -29,6 +30,48 @@ def load(
   from podrl.run import policy
 
   return policy.load(path, which, seed)
+
+
+def train(
+  name: str,
+  agent: str = 'ppo',
+  *,
+  steps: float | None = None,
+  seed: int = 0,
+  seeds: int = 1,
+  workdir: str | None = None,
+  resume: bool = False,
+  config: Mapping[str, Any] | None = None,
+) -> 'Trained':
+  """Trains an environment, as the command `podrl train` does.
+
+  It leaves the same files as a run from the command line. If JAX is in use
+  already, it keeps the devices of the session.
+
+  Args:
+    name: `[SUITE:]NAME`, or `MODULE:NAME` for a module that registers a
+      gymnasium environment.
+    agent: 'ppo', 'impala' or 'a2c'.
+    steps: environment steps; by default what suits the kind of environment.
+    seed: all random numbers derive from it.
+    seeds: number of independent agents.
+    workdir: directory of the run; by default `runs/NAME/TIME`.
+    resume: whether to continue the run in `workdir`.
+    config: fields of the configuration, for example `{'agent.gamma': 0.9}`.
+
+  Returns:
+    The policy, the records and the directory of the run.
+
+  Raises:
+    ValueError: for a mistake in the arguments.
+    RuntimeError: if the run failed.
+    KeyboardInterrupt: after Ctrl-C, when the run has been saved.
+  """
+  from podrl.run import tasks
+
+  return tasks.train(
+    name, agent, steps, seed, seeds, workdir, resume, config or {}
+  )
 
 
 def main(get_config: Callable[..., 'ConfigDict']) -> None:

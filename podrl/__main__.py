@@ -5,6 +5,8 @@ import importlib
 import sys
 
 COMMANDS = {
+  'train': 'train an environment by its name',
+  'envs': 'list the environments that can be trained',
   'plot': 'draw the learning curves of runs',
   'watch': "record an episode of a run's policy as a GIF or an MP4",
   'evaluate': "evaluate a run's policy",

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import jax
+from jax._src import xla_bridge  # `backends_are_initialized` is not public.
 from jax.extend import backend
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -176,11 +177,16 @@ def _sees_accelerator() -> bool:
   )
 
 
+def is_in_use() -> bool:
+  """Whether JAX has devices already, so that their number cannot change."""
+  return xla_bridge.backends_are_initialized()
+
+
 def has_accelerator() -> bool:
   """Whether JAX finds an accelerator.
 
-  If JAX finds none, `set_num_cpu_devices` still works afterwards, but existing
-  arrays are lost.
+  If JAX finds none, and no device was used before, `set_num_cpu_devices` still
+  works afterwards.
 
   Raises:
     ValueError: if the machine does not have the platform in JAX_PLATFORMS.
@@ -188,6 +194,7 @@ def has_accelerator() -> bool:
   if jax.distributed.is_initialized():
     # `default_backend` would fix the devices of this process for the whole run.
     return _sees_accelerator()
+  was_in_use = is_in_use()
   try:
     platform = jax.default_backend()
   except (RuntimeError, AssertionError) as error:
@@ -198,7 +205,7 @@ def has_accelerator() -> bool:
     ) from error
   if platform != 'cpu':
     return True
-  if _config.jax_num_cpu_devices < 1:
+  if not was_in_use and _config.jax_num_cpu_devices < 1:
     backend.clear_backends()
   return False
 

@@ -1,6 +1,10 @@
 """The suites: a table of environment libraries. Each one has its own file."""
 
 from collections.abc import Callable
+import difflib
+import importlib.util
+import os
+import sys
 from typing import Any, NamedTuple
 
 from podrl.envs import envpool, gymnasium, gymnax
@@ -26,6 +30,10 @@ class Suite(NamedTuple):
       them are not comparable.
     has_env_threads: whether several threads can step the environments of one
       actor; if not, `make` ignores `num_threads`.
+    needs_memory: `(name) -> bool`, whether a policy without a memory cannot
+      solve the environment.
+    small_options: `(name) -> options` that make large images small enough to
+      learn from without an accelerator.
   """
 
   architecture: str
@@ -35,20 +43,93 @@ class Suite(NamedTuple):
   package: str
   training_options: tuple[str, ...] = ()
   has_env_threads: bool = False
+  needs_memory: Callable[[str], bool] = lambda name: False
+  small_options: Callable[[str], dict[str, Any]] = lambda name: {}
 
 
 _INCOMPARABLE = ('episodic_life', 'reward_clip')
 
 
-def _suite(module: Any, architecture: str, *fields: Any) -> Suite:
+def _suite(module: Any, architecture: str, **fields: Any) -> Suite:
   """Builds the row of an adapter; the module is named like the package."""
   package = module.__name__.rpartition('.')[2]
   makers = module.make, module.make_spec, module.names
-  return Suite(architecture, *makers, package, *fields)
+  return Suite(architecture, *makers, package, **fields)
 
 
+# A name that several suites have belongs to the first of them.
 SUITES = {
-  'gymnax': _suite(gymnax, 'anakin'),
-  'envpool': _suite(envpool, 'sebulba', _INCOMPARABLE, True),
-  'gymnasium': _suite(gymnasium, 'sebulba', _INCOMPARABLE),
+  'gymnax': _suite(gymnax, 'anakin', needs_memory=gymnax.needs_memory),
+  'envpool': _suite(
+    envpool,
+    'sebulba',
+    training_options=_INCOMPARABLE,
+    has_env_threads=True,
+    needs_memory=envpool.needs_memory,
+    small_options=envpool.small_options,
+  ),
+  'gymnasium': _suite(gymnasium, 'sebulba', training_options=_INCOMPARABLE),
 }
+
+
+class Task(NamedTuple):
+  """An environment of a suite; `note` says which of several suites has it."""
+
+  suite: str
+  name: str
+  note: str = ''
+
+
+def find_task(text: str) -> Task:
+  """Finds the environment that `[SUITE:]NAME` or `MODULE:NAME` means.
+
+  Raises:
+    ValueError: if no suite has the name.
+  """
+  prefix, colon, name = text.partition(':')
+  if colon:
+    is_suite = prefix in SUITES
+    return Task(prefix, name) if is_suite else Task('gymnasium', text)
+  names = {suite: row.names() for suite, row in SUITES.items()}
+  owners = [suite for suite in SUITES if text in names[suite]]
+  if not owners:
+    lower: dict[str, list[str]] = {}
+    for suite, known in names.items():
+      for x in known:
+        lower.setdefault(x.lower(), []).append(f'{suite}:{x}')
+    near = difflib.get_close_matches(text.lower(), lower, 3, 0.5)
+    remedy = ', '.join(x for key in near for x in lower[key]) or 'none'
+    raise ValueError(
+      f'no suite has an environment {text}; near names: {remedy}; '
+      'podrl envs lists all names'
+    )
+  suite, *others = owners
+  if not others:
+    return Task(suite, text)
+  *first, last = owners
+  return Task(
+    suite,
+    text,
+    f'{text} is in {", ".join(first)} and {last}; {suite} is used; '
+    f'write {others[0]}:{text} for {others[0]}',
+  )
+
+
+def add_to_path(directory: str) -> None:
+  """Lets Python import the modules of a directory, after all others."""
+  if directory and directory not in sys.path:
+    sys.path.append(directory)
+
+
+def module_directory(name: str) -> str:
+  """The directory from which the module of `MODULE:NAME` is imported.
+
+  It is '' if the name has no module, or an installed package has it.
+  """
+  module = name.rpartition(':')[0].partition('.')[0]
+  spec = importlib.util.find_spec(module) if module else None
+  if spec is None:
+    return ''
+  locations = list(spec.submodule_search_locations or [])
+  path = os.path.abspath(locations[0] if locations else spec.origin or '')
+  return '' if path.startswith(sys.prefix) else os.path.dirname(path)

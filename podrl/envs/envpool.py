@@ -26,10 +26,33 @@ _can_mujoco_draw = sys.platform != 'linux'
 
 
 def names() -> list[str]:
-  """Returns the tasks that envpool lists."""
+  """Returns the tasks of one agent that envpool lists."""
   import envpool
 
-  return sorted(envpool.list_all_envs())
+  return sorted(x for x in envpool.list_all_envs() if not _has_players(x))
+
+
+def _has_players(name: str) -> bool:
+  """Whether a task has several players, as most games of pgx do."""
+  import envpool
+
+  if 'multiagent' in name.lower().replace('-', ''):
+    return True
+  module = envpool.registration.registry.specs[name][0]
+  return module.startswith('envpool.pgx') and name != 'Play2048-v1'
+
+
+def needs_memory(name: str) -> bool:
+  """See `Suite.needs_memory`."""
+  return 'Memory' in name
+
+
+def small_options(name: str) -> dict[str, Any]:
+  """See `Suite.small_options`; only some tasks take the size of the image."""
+  import envpool
+
+  options = envpool.make_spec(name).config._asdict()
+  return {k: 42 for k in ('img_height', 'img_width') if k in options}
 
 
 def _check(

@@ -1,5 +1,10 @@
 """gymnax environments as a `DeviceEnv`."""
 
+import ast
+import importlib.util
+import pathlib
+import re
+import sys
 from typing import Any
 
 import chex
@@ -15,6 +20,11 @@ _BINARY_OBS = frozenset(
   'SpaceInvaders-MinAtar Catch-bsuite DeepSea-bsuite Pong-misc'.split()
 )
 _DOWNLOADS = 'MNISTBandit-bsuite'
+# What to do depends on observations and rewards of earlier steps.
+_HIDDEN_STATE = frozenset(
+  'MemoryChain-bsuite BernoulliBandit-misc GaussianBandit-misc '
+  'MetaMaze-misc'.split()
+)
 
 
 def _action_space(space: Any) -> Discrete | Box:
@@ -28,10 +38,23 @@ def _action_space(space: Any) -> Discrete | Box:
 
 
 def names() -> list[str]:
-  """Returns gymnax's environments, except the one that downloads a data set."""
-  import gymnax
+  """Returns gymnax's environments, except the one that downloads a data set.
 
-  return sorted(set(gymnax.registered_envs) - {_DOWNLOADS})
+  Importing gymnax would take seconds and use a device.
+  """
+  if 'gymnax' in sys.modules:
+    known = sys.modules['gymnax'].registered_envs
+  else:
+    spec: Any = importlib.util.find_spec('gymnax')
+    text = pathlib.Path(spec.origin).with_name('registration.py').read_text()
+    found: Any = re.search(r'_BUILTIN_ENV_IDS = (\[.*?\])', text, re.DOTALL)
+    known = ast.literal_eval(found[1])
+  return sorted(set(known) - {_DOWNLOADS})
+
+
+def needs_memory(name: str) -> bool:
+  """See `Suite.needs_memory`."""
+  return name in _HIDDEN_STATE
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
@@ -106,6 +129,5 @@ def make(name: str, **options: Any) -> DeviceEnv:
     action=_action_space(env.action_space(params)),
     frame_skip=1,
     max_episode_steps=max_steps,
-    observe=observe,
   )
   return joints.make_device_env(spec, reset, step, observe)

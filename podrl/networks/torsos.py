@@ -201,6 +201,15 @@ _MIN_SIZE = 3
 TORSOS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
 
 
+def image_size(spec: EnvSpec) -> int:
+  """The shorter side of an image; 0 for other observations."""
+  shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
+  if len(shapes) != 1 or len(shapes[0]) != 3:
+    return 0
+  size = min(shapes[0][1:] if spec.channels_first else shapes[0][:2])
+  return size if size >= _MIN_SIZE else 0
+
+
 def make_torso(
   name: str,
   spec: EnvSpec,
@@ -220,18 +229,16 @@ def make_torso(
   Raises:
     ValueError: if the observations are too small for the torso.
   """
-  shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
-  size = 0  # The shorter side of an image; 0 for other observations.
-  if len(shapes) == 1 and len(shapes[0]) == 3:
-    size = min(shapes[0][1:] if spec.channels_first else shapes[0][:2])
+  size = image_size(spec)
   is_large = size >= _MIN_NATURE_SIZE
   if name == 'auto':
     image_name = 'nature_cnn' if is_large else 'conv'
-    name = image_name if size >= _MIN_SIZE else 'mlp'
+    name = image_name if size else 'mlp'
   if name == 'mlp':
     return lambda: MLP(hidden_sizes, dtype=dtype)
   smallest = _MIN_NATURE_SIZE if name == 'nature_cnn' else _MIN_SIZE
   if size < smallest:
+    shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
     raise ValueError(
       f'network.name={name} needs an image of at least {smallest} x '
       f'{smallest}, but observations are {shapes}; use network.name=auto'

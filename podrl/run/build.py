@@ -15,7 +15,7 @@ from podrl.core import learner
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
-from podrl.envs import SUITES
+from podrl.envs import SUITES, Suite, add_to_path
 from podrl.run import devices, evaluation
 from podrl.run.config import check, check_choice
 from podrl.run.evaluation import Evaluation
@@ -78,6 +78,7 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
   # Keep the CPU devices that a test or XLA_FLAGS made.
   has_devices = jax.config.jax_num_cpu_devices > 0  # type: ignore
   has_devices |= 'device_count' in os.environ.get('XLA_FLAGS', '')
+  has_devices |= spmd.is_in_use()
   if not has_devices and not spmd.has_accelerator():
     num_devices = (
       devices.num_cpu_devices(config, num_processes)
@@ -99,15 +100,21 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
 
+def _suite(config: ConfigDict) -> Suite:
+  """The environment's suite, which then finds the modules of the run."""
+  for directory in (config.env.get('path', ''), os.getcwd()):
+    add_to_path(directory)
+  return SUITES[config.env.suite]
+
+
 def make_spec(config: ConfigDict) -> EnvSpec:
   """Makes the environment's spec; raises a ValueError for a user's mistake."""
-  suite = SUITES[config.env.suite]
-  return suite.make_spec(config.env.name, **config.env.options)
+  return _suite(config).make_spec(config.env.name, **config.env.options)
 
 
 def make_env(config: ConfigDict) -> DeviceEnv:
   """Makes the environments of an Anakin run; raises as `make_spec` does."""
-  make: Callable[..., Any] = SUITES[config.env.suite].make
+  make: Callable[..., Any] = _suite(config).make
   return make(config.env.name, **config.env.options)
 
 
@@ -125,7 +132,7 @@ def make_host_env(
   `seed` is that of the first environment. `evaluation` leaves out the options
   that only training uses. `render` allows calls of `HostEnv.render`.
   """
-  suite = SUITES[config.env.suite]
+  suite = _suite(config)
   omitted = suite.training_options if evaluation else ()
   options = {k: v for k, v in config.env.options.items() if k not in omitted}
   make: Callable[..., Any] = suite.make

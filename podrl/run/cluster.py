@@ -322,6 +322,11 @@ class Cluster:
       self.client = None
 
 
+def num_processes() -> int:
+  """The number of processes that JAX's runtime connects; 1 without it."""
+  return distributed.global_state.num_processes or 1
+
+
 def version_of_code() -> str:
   """A digest of podrl's sources."""
   digest = hashlib.sha256()

@@ -12,6 +12,7 @@ import difflib
 import importlib.util
 import json
 import math
+import os
 import sys
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ml_collections import ConfigDict
 from podrl.agents import AGENTS
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
+from podrl.envs import add_to_path, module_directory
 from podrl.networks.cores import CORES
 from podrl.networks.torsos import TORSOS
 from podrl.records import checkpoint, workdir
@@ -93,6 +95,7 @@ FIELDS = {
   'env.name': Field('', 'Name of the environment in its library.'),
   'env.num_envs': Field(64, 'Number over devices and processes.', _COUNT),
   'env.options': Field({}, 'Options that are passed to the library.'),
+  'env.path': Field('', 'Where the MODULE of MODULE:NAME lies.'),
   'agent.gamma': Field(0.99, 'Discount per step.', _FRACTION),
   'agent.lambda_': Field(
     1.0, 'Mixes one-step (0) and full (1) returns.', _FRACTION
@@ -318,6 +321,11 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
       names.add('env.options')
       continue
     known = sorted(set(flatten(config.to_dict())) - {'env.options'})
+    if name == 'num_seeds' and name not in known:
+      raise ValueError(
+        f'config.num_seeds={text} needs Anakin, and {config.env.suite} runs in '
+        'Sebulba; give each seed a run of its own: --seed=0, --seed=1 ...'
+      )
     if name not in known:
       near = difflib.get_close_matches(name, known, 3, 0.5)
       near = near or [x for x in known if field and x.endswith(field)]
@@ -337,14 +345,12 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
 
 
 class CommandLine(NamedTuple):
-  """A parsed command line: the experiment's path, and its arguments.
+  """A parsed command line."""
 
-  `overrides` are the arguments that override fields of the configuration.
-  """
-
-  script: str
+  usage: str  # The command, for `--help`.
   flags: flags.FlagValues
-  overrides: Sequence[str]
+  overrides: Sequence[str]  # Arguments that override fields.
+  task: str = ''  # The environment that `podrl train` was asked for.
 
 
 class Files(NamedTuple):
@@ -355,6 +361,14 @@ class Files(NamedTuple):
   is_resumed: bool = False  # Whether it continues the run in `workdir`.
   # How often the run has been resumed, this time included.
   num_resumes: int = 0
+
+
+# Flags that are short names of fields.
+_SHORT = {
+  'steps': 'total_env_steps',
+  'seed': 'seed',
+  'seeds': 'num_seeds',
+}
 
 
 def _make_flags() -> flags.FlagValues:
@@ -368,6 +382,9 @@ def _make_flags() -> flags.FlagValues:
     ('coordinator', '', 'HOST:PORT of process 0; auto if JAX knows it.'),
   ):
     flags.DEFINE_string(name, default, comment, values)
+  for name, field in _SHORT.items():
+    comment = f'short for --config.{field}.'
+    flags.DEFINE_string(name, None, comment, values)
   flags.DEFINE_bool('resume', False, 'continue the run in --workdir.', values)
   flags.DEFINE_bool('help', False, 'show this help.', values, short_name='h')
   for name, low, comment in (
@@ -384,14 +401,50 @@ def _make_flags() -> flags.FlagValues:
   return values
 
 
-def parse_command_line(argv: Sequence[str]) -> CommandLine:
-  """Parses the script's path and arguments; a wrong flag is a ValueError."""
+def take_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Splits arguments into overrides of fields and all others."""
+  overrides, others, remaining = [], [], list(arguments)
+  while remaining:
+    argument = remaining.pop(0)
+    if not argument.startswith(('--config.', '-config.')):
+      others.append(argument)
+      continue
+    overrides.append(argument)
+    if '=' not in argument:  # The next argument is its value.
+      overrides += remaining[:1]
+      del remaining[:1]
+  return overrides, others
+
+
+def parse_command_line(
+  argv: Sequence[str], *, has_task: bool = False
+) -> CommandLine:
+  """Parses a command line; a wrong flag is a ValueError.
+
+  Args:
+    argv: the script's path or the command, then its arguments.
+    has_task: whether one of the arguments is the name of an environment.
+  """
   values = _make_flags()
   try:
-    overrides = values(argv, known_only=True)[1:]
+    arguments = values(argv, known_only=True)[1:]
   except flags.Error as error:
     raise ValueError(str(error)) from error
-  return CommandLine(argv[0], values, overrides)
+  tasks = ['']
+  if has_task:
+    overrides, others = take_overrides(arguments)
+    tasks = [x for x in others if not x.startswith('-')] or tasks
+    arguments = overrides + [x for x in others if x.startswith('-')]
+  if len(tasks) > 1:
+    raise ValueError(f'expected one environment, got {" ".join(tasks)}')
+  short = [
+    f'--config.{field}={values[flag].value}'
+    for flag, field in _SHORT.items()
+    if values[flag].value is not None
+  ]
+  return CommandLine(
+    f'python {argv[0]}', values, [*arguments, *short], tasks[0]
+  )
 
 
 def print_help(
@@ -402,7 +455,7 @@ def print_help(
   config = get_config(values.agent, values.variant)
   comments = {name: field.comment for name, field in FIELDS.items()}
   comments |= AGENTS[config.agent.name].comments
-  print(f'usage: python {command_line.script} [flags]\n{values.get_help()}')
+  print(f'usage: {command_line.usage} [flags]\n{values.get_help()}')
   print('\nfields, with their defaults:')
   for name, value in flatten(config.to_dict()).items():
     comment = comments.get(name, '')
@@ -487,6 +540,8 @@ def resolve_config(
       workdir.check_new(path)
       if values.resume:
         print(f'{path} holds no run, so a new one starts', file=sys.stderr)
+      add_to_path(os.getcwd())
+      config.env.path = config.env.path or module_directory(config.env.name)
       return config.to_dict(), Files(path, values.init_from)
     if parent := workdir.run_of_agent(path):
       raise ValueError(
@@ -510,6 +565,8 @@ def resolve_config(
       )
     for message in messages:
       print(message, file=sys.stderr)
+    saved = workdir.read_config(path).env.get('path', '')
+    config.env.path = config.env.path or saved
     return config.to_dict(), Files(path, '', True, num_resumes)
 
   fields, files = cluster.decide(find_files)

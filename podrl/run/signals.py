@@ -44,27 +44,34 @@ def quiet_imports() -> Iterator[None]:
 class Signals:
   """Notes Ctrl-C and SIGTERM; a second signal ends the process at once.
 
+  A guest is a run inside another program: a second signal then does what that
+  program wants. Only the main thread can handle signals.
+
   The handlers only set a flag: an exception in the middle of a call would leave
   donated, deleted arrays behind. In a run of several processes JAX handles
   SIGTERM, because all processes must end at the same update.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, is_guest: bool = False) -> None:
     self.exit_code: int | None = None
     # The first signal calls this.
     self.on_signal: Callable[[], None] = lambda: None
     self.grace_seconds: float | None = None  # After SIGTERM; None is no limit.
     self.is_distributed = False
+    self._is_guest = is_guest
+    is_main = threading.current_thread() is threading.main_thread()
     self._previous = {
       number: signal.signal(number, self._handle)
       for number in (signal.SIGINT, signal.SIGTERM)
+      if is_main
     }
 
   def _handle(self, number: int, frame) -> None:
     del frame
-    for signal_number in self._previous:
+    for signal_number, previous in self._previous.items():
       if not self.is_distributed or signal_number == signal.SIGINT:
-        signal.signal(signal_number, signal.SIG_DFL)
+        handler = previous if self._is_guest else signal.SIG_DFL
+        signal.signal(signal_number, handler)
     self.note(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
     self.on_signal()
 

@@ -1,4 +1,4 @@
-"""The main of every experiment, `train.main(get_config)`, and its loop.
+"""Runs: the main of every experiment, `train.main(get_config)`, and the loop.
 
 All processes of a run execute the same loop. Process 0 decides whatever depends
 on a clock or a signal, and the others follow.
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -53,6 +53,17 @@ class _Mistake(ValueError):
   """A mistake of the user that shows only after the devices were used."""
 
 
+class Outcome(NamedTuple):
+  """How a run ended."""
+
+  exit_code: int
+  workdir: str = ''  # Empty if the run has no directory.
+  error: str = ''  # The error in one line, or empty.
+  # The cause of `error`, if it is neither the user's mistake nor foreseen.
+  cause: BaseException | None = None
+  is_hanging: bool = False  # Whether a thread did not return.
+
+
 def main(get_config: Callable[..., ConfigDict]) -> None:
   """Runs an experiment from the command line and exits; see `run`."""
   sys.exit(run(get_config, sys.argv))
@@ -69,15 +80,49 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     The exit code: 0 done, 1 failed, 2 the user's mistake, 75 ended by SIGTERM,
     130 ended by Ctrl-C.
   """
-  start_seconds = time.perf_counter()
-  signals = Signals()
-  exit_stack = contextlib.ExitStack()
-  cluster = Cluster()
   try:
     command_line = configs.parse_command_line(argv)
     if command_line.flags.help:
       configs.print_help(command_line, get_config)
       return DONE
+  except ValueError as error:
+    _print_error(str(error))
+    return MISTAKE
+  return run_to_exit(get_config, command_line)
+
+
+def run_to_exit(
+  get_config: Callable[..., ConfigDict], command_line: configs.CommandLine
+) -> int:
+  """Runs an experiment, prints its error and returns its exit code."""
+  outcome = execute(get_config, command_line)
+  if outcome.cause:
+    traceback.print_exception(outcome.cause)
+  if outcome.error:
+    _print_error(outcome.error)
+  if outcome.is_hanging:  # Python cannot join a thread that stays in C++.
+    _exit(outcome.exit_code)
+  return outcome.exit_code
+
+
+def execute(
+  get_config: Callable[..., ConfigDict],
+  command_line: configs.CommandLine,
+  *,
+  is_guest: bool = False,
+) -> Outcome:
+  """Runs an experiment.
+
+  Args:
+    get_config: `(agent, variant) -> ConfigDict`.
+    command_line: see `configs.parse_command_line`.
+    is_guest: whether the process belongs to a program that goes on afterwards.
+  """
+  start_seconds = time.perf_counter()
+  signals = Signals(is_guest)
+  exit_stack = contextlib.ExitStack()
+  cluster = Cluster()
+  try:
     cluster = configs.join_cluster(command_line)
     signals.is_distributed = cluster.is_distributed
     config, files = configs.resolve_config(
@@ -105,10 +150,9 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     trainer = _Trainer(
       config, built, files, variables, recorder, signals, cluster
     )
-    exit_code = trainer.train()
+    outcome = trainer.train()
   except ValueError as error:
-    print(f'error: {error}', file=sys.stderr)
-    exit_code = MISTAKE
+    outcome = Outcome(MISTAKE, error=str(error))
   except BaseException as error:
     if cluster.watchdog:  # Otherwise this process and the others hang.
       traceback.print_exc()
@@ -118,8 +162,13 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
   finally:
     signals.close()
     exit_stack.close()
-  cluster.close()
-  return exit_code
+  if not outcome.is_hanging:
+    cluster.close()
+  return outcome
+
+
+def _print_error(message: str) -> None:
+  print(f'error: {message}', file=sys.stderr)
 
 
 def _local_devices(run: build.Run) -> list[jax.Device]:
@@ -173,36 +222,37 @@ class _Trainer:
   updates_per_round: int = 1
   profile_end: int = 0  # The number of updates at which profiling ends.
 
-  def train(self) -> int:
-    """Trains, evaluates and writes the run's files; returns the exit code."""
-    exit_code, error = FAILED, None
+  def train(self) -> Outcome:
+    """Trains, evaluates and writes the run's files."""
+    outcome = Outcome(FAILED, self.files.workdir)
     try:
-      exit_code = self._train()
+      outcome = outcome._replace(exit_code=self._train())
     except _Mistake as mistake:
-      exit_code, error = MISTAKE, str(mistake)
+      outcome = outcome._replace(exit_code=MISTAKE, error=str(mistake))
     except BaseException as exception:
-      error = self._fail(exception)
+      outcome = self._fail(exception, outcome)
     finally:
-      hanging = self.run.driver.close()
-      if hanging:
+      if hanging := self.run.driver.close():
         print(f'{hanging} did not return; all stacks:', file=sys.stderr)
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
-        exit_code = exit_code or FAILED
-        error = error or f'{", ".join(hanging)} did not return'
+        outcome = outcome._replace(
+          exit_code=outcome.exit_code or FAILED,
+          error=outcome.error or f'{", ".join(hanging)} did not return',
+          is_hanging=True,
+        )
       if self.checkpoints:
         self.checkpoints.close()
-      exit_code = self._conclude(exit_code, error)
-    if hanging:  # Python cannot join a thread that stays in C++.
-      _exit(exit_code)
-    return exit_code
+      outcome = self._conclude(outcome)
+    return outcome
 
   def _train(self) -> int:
     """Trains to the end or to a signal; returns the exit code."""
     recorder, signals = self.recorder, self.signals
 
     def on_failure(message: str) -> None:
-      self._conclude(FAILED, message)
+      _print_error(message)
+      self._conclude(Outcome(FAILED, error=message))
 
     if self.cluster.watchdog:  # Another process may fail.
       self.cluster.watchdog.on_failure = on_failure
@@ -228,15 +278,13 @@ class _Trainer:
     recorder.terminal.say(f'saved after update {recorder.num_updates}')
     return signals.exit_code or FAILED
 
-  def _fail(self, exception: BaseException) -> str:
-    """Saves what is valid after a failure; returns the error in one line."""
+  def _fail(self, exception: BaseException, outcome: Outcome) -> Outcome:
+    """Saves what is valid after a failure; adds the error to the outcome."""
     error = _one_line(exception)
     is_nan = isinstance(exception, FloatingPointError)
     is_expected = is_nan or isinstance(exception, WriteError)
     if watchdog := self.cluster.watchdog:
       watchdog.fail(error, is_suspect=not is_nan)
-    if not is_expected:
-      traceback.print_exc()
     with contextlib.suppress(WriteError):
       if self.checkpoints and not watchdog and not is_expected:
         leaves = jax.tree.leaves(self.run.driver.state)
@@ -244,47 +292,52 @@ class _Trainer:
           self._save()  # For example an environment failed: the state is valid.
       if self.recorder.num_updates_since_record:
         self.recorder.write()
+    cause = None if is_expected else exception
+    outcome = outcome._replace(error=error, cause=cause)
     if watchdog:  # The others end too, so no collective can follow.
-      _exit(self._conclude(FAILED, error))
-    return error
+      if cause:
+        traceback.print_exception(cause)
+      _print_error(error)
+      _exit(self._conclude(outcome).exit_code)
+    return outcome
 
-  def _conclude(self, exit_code: int, error: str | None) -> int:
-    """Closes the records and writes the summaries; returns the exit code."""
-    recorder = self.recorder
+  def _conclude(self, outcome: Outcome) -> Outcome:
+    """Closes the records and writes the summaries."""
+    recorder, exit_code = self.recorder, outcome.exit_code or FAILED
     try:
       recorder.close()
     except WriteError as exception:
-      exit_code, error = exit_code or FAILED, error or str(exception)
-    if error:
-      print(f'error: {error}', file=sys.stderr)
-    if exit_code == MISTAKE:
-      return exit_code
-    outcome = self._outcome(exit_code, error)
+      error = outcome.error or str(exception)
+      outcome = outcome._replace(exit_code=exit_code, error=error)
+    if outcome.exit_code == MISTAKE:
+      return outcome
+    ending = self._describe(outcome)
     try:
-      recorder.write_summaries(outcome)
+      recorder.write_summaries(ending)
     except OSError as exception:
-      exit_code = exit_code or FAILED
-      print(f'error: no summary could be written: {exception}', file=sys.stderr)
+      error = f'no summary could be written: {exception}'
+      error = '; '.join(filter(None, [outcome.error, error]))
+      outcome = outcome._replace(exit_code=exit_code, error=error)
     if self.cluster.process == 0:
-      summary = recorder.last[0] | outcome
+      summary = recorder.last[0] | ending
       recorder.terminal.print_summary(summary, self.files.workdir)
-    return exit_code
+    return outcome
 
-  def _outcome(self, exit_code: int, error: str | None) -> Record:
+  def _describe(self, outcome: Outcome) -> Record:
     """Makes the entries of a summary that are not last values of metrics."""
     run, recorder = self.run, self.recorder
-    outcome = recorder.times() | describe_machine(run.devices, run.suite)
-    outcome['exit'] = _OUTCOMES[exit_code]
-    outcome['total_env_steps'] = self.config.total_env_steps
+    ending = recorder.times() | describe_machine(run.devices, run.suite)
+    ending['exit'] = _OUTCOMES[outcome.exit_code]
+    ending['total_env_steps'] = self.config.total_env_steps
     if self.cluster.process == 0:
       last, price = recorder.last[0], self.config.price_per_hour
-      outcome |= limits.summarise(last, _local_devices(run), price)
-    if error:
-      outcome['error'] = error
+      ending |= limits.summarise(last, _local_devices(run), price)
+    if outcome.error:
+      ending['error'] = outcome.error
     if run.driver.learner is not None:
       leaves = jax.tree.leaves(run.driver.learner.variables.params)
-      outcome['num_params'] = sum(x.size for x in leaves) // len(run.eval_keys)
-    return outcome
+      ending['num_params'] = sum(x.size for x in leaves) // len(run.eval_keys)
+    return ending
 
   def _restore(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
     """Replaces a driver's first state; see `types.Restore`."""

@@ -10,7 +10,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from podrl.agents import AGENTS
-from podrl.run.config import apply_overrides
+from podrl.run.config import apply_overrides, take_overrides
 
 
 def run_command(
@@ -63,16 +63,7 @@ def run_experiment_command(
   flags.DEFINE_string('agent', 'ppo', text, flag_values=values)
   text = 'The variant of the experiment.'
   flags.DEFINE_string('variant', '', text, flag_values=values)
-  overrides, others, remaining = [], [], list(argv)
-  while remaining:
-    argument = remaining.pop(0)
-    if not argument.startswith(('--config.', '-config.')):
-      others.append(argument)
-      continue
-    overrides.append(argument)
-    if '=' not in argument:  # The next argument is its value.
-      overrides += remaining[:1]
-      del remaining[:1]
+  overrides, others = take_overrides(argv)
   return run_command(others, doc, values, functools.partial(act, overrides))
 
 

@@ -1,0 +1,135 @@
+"""Settings for each kind of environment, so that a name is enough to train.
+
+The kind follows from the environment's specification and from its suite's row.
+No environment has settings of its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from podrl.envs import SUITES, Task
+from podrl.networks.torsos import image_size
+from podrl.run.config import base_config, sebulba_config
+from podrl.types import Box, EnvSpec
+
+_LARGE_SIDE = 36  # From this side on, an image is like Atari's.
+_SPARSE_SIDE = 16  # From this side on, an MLP reads an image of zeros and ones.
+
+# Agents that learn once from each unroll need more updates, and larger steps.
+_ONE_PASS = {'unroll_length': 8, 'optimizer.learning_rate': 3e-3}
+_LONG_UNROLL = {'unroll_length': 128, 'num_epochs': 4, 'num_minibatches': 8}
+# Huang et al. 2023, arXiv:2310.00036, for IMPALA.
+_CLEANBA = {
+  'unroll_length': 20,
+  'optimizer.name': 'rmsprop',
+  'optimizer.learning_rate': 6e-4,
+  'optimizer.max_grad_norm': 40.0,
+}
+
+# Fields by kind; first those of all agents, then those of each agent.
+_KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+  'numbers': {
+    'all': {
+      'total_env_steps': 2_000_000,
+      'agent.normalize_observation': True,
+      'agent.normalize_reward': True,
+    },
+    'ppo': {'unroll_length': 32, 'num_epochs': 4},
+    'impala': _ONE_PASS,
+    'a2c': _ONE_PASS,
+  },
+  'continuous': {  # Added to those of numbers.
+    'all': {'agent.entropy_cost': 0.0},
+    'ppo': {},
+  },
+  'memory': {  # Added to those of another kind.
+    'all': {'network.recurrent': 'gru', 'unroll_length': 32},
+  },
+  'sparse image': {'all': {'network.name': 'mlp'}},
+  'small image': {
+    'all': {
+      'total_env_steps': 2_000_000,
+      'network.hidden_sizes': (128,),
+      'network.shared_torso': True,
+    },
+    # A high rate leaves the first poor policy quickly.
+    'ppo': _LONG_UNROLL | {'optimizer.learning_rate': 5e-3},
+  },
+  'large image': {
+    'all': {
+      'total_env_steps': 50_000_000,
+      'env.num_envs': 128,
+      'agent.reward_clip': 1.0,
+      'network.name': 'impala_resnet',
+      'network.hidden_sizes': (256,),
+      'network.shared_torso': True,
+      'eval.num_episodes': 16,
+    },
+    'ppo': {
+      'unroll_length': 128,
+      'num_epochs': 4,
+      'agent.clip': 0.1,
+      'optimizer.learning_rate': 2.5e-4,
+    },
+    'impala': _CLEANBA | {'num_minibatches': 4},
+    'a2c': _CLEANBA,
+  },
+  'large image on a CPU': {  # Added to those of a large image.
+    'all': {
+      'total_env_steps': 1_500_000,
+      'env.num_envs': 16,
+      'network.name': 'conv',
+    },
+    'ppo': {
+      'num_epochs': 3,
+      'num_minibatches': 8,
+      'agent.clip': 0.2,
+      'optimizer.learning_rate': 5e-4,
+      'optimizer.anneal': False,  # The run is too short to anneal.
+    },
+  },
+}
+
+
+def base(task: Task, agent: str) -> ConfigDict:
+  """Makes the agent's defaults for the architecture of an environment."""
+  is_anakin = SUITES[task.suite].architecture == 'anakin'
+  config = (base_config if is_anakin else sebulba_config)(agent)
+  config.env.suite, config.env.name = task.suite, task.name
+  return config
+
+
+def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
+  """Returns the kinds whose settings an environment gets, in order."""
+  size = image_size(spec)
+  leaves = jax.tree.leaves(spec.obs)
+  if size >= _LARGE_SIDE:
+    found = ['large image']
+    if platform == 'cpu':
+      found.append('large image on a CPU')
+  elif size >= _SPARSE_SIDE and leaves[0].dtype == bool:
+    found = ['sparse image']
+  else:
+    found = ['small image' if size else 'numbers']
+  if isinstance(spec.action, Box):
+    found.append('continuous')
+  if SUITES[task.suite].needs_memory(task.name):
+    found.append('memory')
+  return found
+
+
+def make_config(task: Task, agent: str, spec: EnvSpec) -> ConfigDict:
+  """Makes the configuration of an agent for an environment of its kind."""
+  config = base(task, agent)
+  for kind in kinds(task, spec, jax.default_backend()):
+    fields = _KINDS[kind]
+    config.update_from_flattened_dict(
+      {**fields['all'], **fields.get(agent, {})}
+    )
+    if kind == 'large image on a CPU':
+      options = SUITES[task.suite].small_options(task.name)
+      config.env.options.update(options)
+  return config

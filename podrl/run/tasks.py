@@ -1,0 +1,128 @@
+"""Trains an environment by its name: `podrl train` and `podrl.train`."""
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+import sys
+from typing import Any, NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from podrl.envs import Task, find_task
+from podrl.records import workdir as files
+from podrl.records.workdir import Record
+from podrl.run import build, cluster, defaults, policy
+from podrl.run import config as configs
+from podrl.run import train as runs
+from podrl.run.signals import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
+
+# A run sets these for the whole process.
+_JAX_SETTINGS = (
+  'jax_enable_compilation_cache',
+  'jax_compilation_cache_dir',
+  'jax_persistent_cache_min_compile_time_secs',
+  'jax_persistent_cache_min_entry_size_bytes',
+)
+
+
+class Trained(NamedTuple):
+  """A finished run.
+
+  Attributes:
+    policy: the trained policy; with several seeds, that of the first.
+    records: the records of `metrics.jsonl`.
+    workdir: the run's directory.
+  """
+
+  policy: policy.Policy
+  records: list[Record]
+  workdir: str
+
+
+def parse(
+  arguments: Sequence[str],
+) -> tuple[Callable[..., ConfigDict], configs.CommandLine]:
+  """Parses the arguments of `podrl train`; a mistake is a ValueError.
+
+  Returns:
+    `get_config` of the environment that the arguments name, and the command
+    line.
+  """
+  argv = ['podrl train', *arguments]
+  command_line = configs.parse_command_line(argv, has_task=True)
+  command_line = command_line._replace(usage='podrl train [SUITE:]NAME')
+  return functools.partial(_get_config, command_line), command_line
+
+
+def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
+  """Finds the environment, and the `env` section of a run that is resumed."""
+  text, values = command_line.task, command_line.flags
+  saved = ConfigDict()
+  if values.resume and files.is_run(values.workdir):
+    saved = files.read_config(values.workdir).env
+    if text in ('', saved.name, f'{saved.suite}:{saved.name}'):
+      return Task(saved.suite, saved.name), saved
+  if not text:
+    raise ValueError(
+      'name an environment, as in podrl train CartPole-v1; podrl envs lists '
+      'the names'
+    )
+  return find_task(text), saved
+
+
+def _get_config(
+  command_line: configs.CommandLine, agent: str, variant: str
+) -> ConfigDict:
+  """Makes the configuration for an environment and an agent."""
+  configs.check_choice('variant', variant, ('',))
+  task, saved = _find_task(command_line)
+  config = defaults.base(task, agent)
+  config.env.options.update(saved.get('options', {}))
+  config.env.path = saved.get('path', '')
+  configs.apply_overrides(config, command_line.overrides)
+  # Making the specification uses devices.
+  build.set_up_jax(config, cluster.num_processes())
+  if task.note and jax.process_index() == 0:
+    print(task.note, file=sys.stderr)
+  return defaults.make_config(task, agent, build.make_spec(config))
+
+
+def train(
+  name: str,
+  agent: str,
+  steps: float | None,
+  seed: int,
+  seeds: int,
+  workdir: str | None,
+  resume: bool,
+  config: Mapping[str, Any],
+) -> Trained:
+  """Trains an environment; see `podrl.train`."""
+  options = {'agent': agent, 'steps': steps, 'workdir': workdir}
+  options |= {'seed': seed or None, 'seeds': seeds if seeds != 1 else None}
+  arguments = [name, *(['--resume'] if resume else ())]
+  arguments += [f'--{k}={x}' for k, x in options.items() if x is not None]
+  for field, value in config.items():
+    # Options have no type of their own: quotes keep a string a string.
+    text = repr(value) if field.startswith('env.options.') else value
+    arguments.append(f'--config.{field}={text}')
+  get_config, command_line = parse(arguments)
+  before = {x: getattr(jax.config, x) for x in _JAX_SETTINGS}
+  try:
+    outcome = runs.execute(get_config, command_line, is_guest=True)
+  finally:
+    for setting, value in before.items():
+      jax.config.update(setting, value)
+  if outcome.exit_code == MISTAKE:
+    raise ValueError(outcome.error)
+  if outcome.exit_code == FAILED:
+    raise RuntimeError(outcome.error) from outcome.cause
+  if outcome.exit_code == INTERRUPTED:
+    raise KeyboardInterrupt(f'the run is saved in {outcome.workdir}')
+  if outcome.exit_code == PREEMPTED:
+    raise SystemExit(PREEMPTED)
+  return Trained(
+    policy.load(outcome.workdir, seed=0),
+    files.read_records(outcome.workdir),
+    outcome.workdir,
+  )

@@ -1,0 +1,31 @@
+"""Lists the environments that podrl trains.
+
+  podrl envs [WORD]
+
+With WORD, it lists only names that contain WORD. Each line is a NAME for podrl
+train. A name without its suite is taken from the first suite that has it.
+Modules can register further gymnasium environments, see podrl train --help.
+"""
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from podrl import tools
+from podrl.envs import SUITES
+
+
+def _act(words: list[str], values: flags.FlagValues) -> None:
+  """Prints the names of each suite."""
+  del values
+  word = tools.single_path(words, 'word', 'envs Pong') if words else ''
+  for suite, row in SUITES.items():
+    names = [x for x in row.names() if word.lower() in x.lower()]
+    print(f'{suite} ({row.architecture.capitalize()}): {len(names)}')
+    for name in names:
+      print(f'  {suite}:{name}')
+
+
+def run(argv: Sequence[str]) -> int:
+  """Runs the command and returns its exit code, as `tools.run_command`."""
+  return tools.run_command(argv, __doc__, flags.FlagValues(), _act)

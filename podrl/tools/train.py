@@ -1,0 +1,35 @@
+"""Trains an environment by its name, with settings for its kind.
+
+  podrl train [SUITE:]NAME [--agent=ppo] [--steps=1e6] [--seed=0] [--seeds=N]
+      [--workdir=DIR] [--resume] [--config.FIELD=VALUE ...]
+
+NAME is an environment of gymnax, envpool or gymnasium, for example CartPole-v1
+or envpool:Pong-v5; podrl envs lists them. MODULE:NAME imports a module that
+registers a gymnasium environment, also one in the current directory. A name
+that several suites have is taken from the first of them. With --resume, the run
+in DIR knows its NAME. podrl train NAME --help lists the fields of --config.
+"""
+
+from collections.abc import Sequence
+import sys
+
+from podrl.run import tasks, train
+from podrl.run.config import print_help
+from podrl.run.signals import DONE, MISTAKE
+
+
+def run(argv: Sequence[str]) -> int:
+  """Runs the command and returns its exit code; see `train.run`."""
+  try:
+    get_config, command_line = tasks.parse(argv[1:])
+    if not command_line.flags.help:
+      return train.run_to_exit(get_config, command_line)
+    print(__doc__)
+    if command_line.task:
+      print_help(command_line, get_config)
+    else:
+      print(command_line.flags.get_help())
+  except ValueError as error:
+    print(f'error: {error}', file=sys.stderr)
+    return MISTAKE
+  return DONE

@@ -1,0 +1,79 @@
+"""The settings of each kind of environment."""
+
+import jax
+import numpy as np
+import pytest
+
+from podrl.agents import AGENTS
+from podrl.envs import SUITES, Task
+from podrl.run import defaults
+from podrl.run.config import check
+from podrl.types import Box, Discrete, EnvSpec
+
+_BOX = Box((2,), -np.ones(2, np.float32), np.ones(2, np.float32))
+_VECTOR = jax.ShapeDtypeStruct((4,), np.float32)
+
+
+def _image(*shape, dtype=np.uint8):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _spec(obs, action=Discrete(3)):
+  is_first = isinstance(obs, jax.ShapeDtypeStruct) and obs.shape[0] == 4
+  return EnvSpec(obs, is_first and len(obs.shape) == 3, action, 1, 100)
+
+
+_SPECS = [
+  ('gymnax', _spec(_VECTOR), ['numbers']),
+  ('envpool', _spec({'a': _VECTOR, 'b': _image(7, 7, 3)}), ['numbers']),
+  ('gymnax', _spec(_VECTOR, _BOX), ['numbers', 'continuous']),
+  ('gymnax', _spec(_image(10, 10, 4, dtype=bool)), ['small image']),
+  ('gymnax', _spec(_image(30, 40, 3, dtype=bool)), ['sparse image']),
+  ('envpool', _spec(_image(30, 40, 3)), ['small image']),
+  ('envpool', _spec(_image(4, 84, 84)), ['large image']),
+  ('gymnasium', _spec(_image(96, 96, 3), _BOX), ['large image', 'continuous']),
+]
+
+
+@pytest.mark.parametrize('suite,spec,expected', _SPECS)
+def test_the_kind_follows_from_the_specification(suite, spec, expected):
+  task = Task(suite, 'Pong-v5')
+  assert defaults.kinds(task, spec, 'gpu') == expected
+  on_cpu = defaults.kinds(task, spec, 'cpu')
+  assert ('large image on a CPU' in on_cpu) == ('large image' in expected)
+
+
+@pytest.mark.parametrize(
+  'suite,name,expected',
+  [
+    ('gymnax', 'MemoryChain-bsuite', True),
+    ('gymnax', 'UmbrellaChain-bsuite', False),
+    ('envpool', 'MiniGrid-MemoryS7-v0', True),
+    ('envpool', 'MiniGrid-Empty-5x5-v0', False),
+  ],
+)
+def test_some_environments_need_a_memory(suite, name, expected):
+  config = defaults.make_config(Task(suite, name), 'ppo', _spec(_VECTOR))
+  assert (config.network.recurrent == 'gru') == expected
+  assert config.env.suite == suite and config.env.name == name
+  assert ('sebulba' in config) == (suite != 'gymnax')
+
+
+def test_images_are_small_only_without_an_accelerator(monkeypatch):
+  task, spec = Task('envpool', 'Pong-v5'), _spec(_image(4, 84, 84))
+  config = defaults.make_config(task, 'ppo', spec)
+  assert config.env.options.to_dict() == {'img_height': 42, 'img_width': 42}
+  assert config.network.name == 'conv' and config.env.num_envs == 16
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  config = defaults.make_config(task, 'ppo', spec)
+  assert config.env.options.to_dict() == {}
+  assert config.network.name == 'impala_resnet' and config.env.num_envs == 128
+  assert SUITES['envpool'].small_options('CartPole-v1') == {}
+
+
+@pytest.mark.parametrize('agent', AGENTS)
+def test_the_settings_of_each_kind_fit_each_agent(agent):
+  for suite, spec, _ in _SPECS:
+    check(defaults.make_config(Task(suite, 'Pong-v5'), agent, spec))
+  task = Task('gymnax', 'MemoryChain-bsuite')
+  check(defaults.make_config(task, agent, _spec(_VECTOR)))

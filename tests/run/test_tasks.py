@@ -1,0 +1,252 @@
+"""`podrl train` and `podrl.train`: an environment by its name."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import helpers
+import jax
+import numpy as np
+import pytest
+
+import podrl
+from podrl import __main__ as cli
+from podrl.records import workdir
+from podrl.run import train
+from podrl.tools import evaluate
+
+_TINY = {
+  'total_env_steps': 256,
+  'env.num_envs': 8,
+  'unroll_length': 8,
+  'num_minibatches': 1,
+  'eval.num_episodes': 2,
+  'eval.max_episode_steps': 5,
+  'network.hidden_sizes': (8,),
+  'log.tensorboard': False,
+}
+_DEVICES = {'sebulba.actor_devices': 0, 'sebulba.learner_devices': 0}
+_FLAGS = [f'--config.{k}={x}' for k, x in _TINY.items()]
+_WALK = """
+  import gymnasium
+
+
+  class Walk(gymnasium.Env):
+    observation_space = gymnasium.spaces.Discrete(5)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, fails=False):
+      self.fails = fails
+
+    def reset(self, *, seed=None, options=None):
+      self.x = 2
+      return self.x, {}
+
+    def step(self, action):
+      if self.fails:
+        raise OSError('the left leg broke')
+      self.x += 2 * int(action) - 1
+      return self.x, float(self.x == 4), self.x in (0, 4), False, {}
+
+
+  gymnasium.register('Walk-v0', Walk)
+"""
+
+
+def _run(monkeypatch, *arguments):
+  """Runs `podrl train` and returns its exit code."""
+  monkeypatch.setattr(sys, 'argv', ['podrl', 'train', *arguments])
+  with pytest.raises(SystemExit) as outcome:
+    cli.main()
+  return outcome.value.code
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+  """A current directory with the module `my_envs`, as a new process sees it."""
+  path = [x for x in sys.path if x != os.getcwd()]
+  monkeypatch.setattr(sys, 'path', path)
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'my_envs.py').write_text(textwrap.dedent(_WALK))
+  yield tmp_path
+  sys.modules.pop('my_envs', None)
+
+
+def test_the_command_leaves_the_files_of_an_experiment(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  arguments = [*_FLAGS, '--config.agent.normalize_observation', '0']
+  arguments += ['--config.agent.normalize_reward=0', '--config.num_epochs=1']
+  arguments += ['--config.optimizer.learning_rate=1e-3', '--steps=320']
+  arguments += ['--seed', '3', '--config.num_devices=1']
+  assert _run(monkeypatch, 'Catch-bsuite', '--workdir=a', *arguments) == 0
+  assert 'Catch-bsuite, ppo: done' in capsys.readouterr().out
+  argv = ['anakin_catch.py', '--workdir=b', *arguments]
+  assert train.run(helpers.get_config('anakin_catch'), argv) == 0
+  files = [
+    {x.relative_to(path) for x in path.rglob('*.json*')}
+    for path in (tmp_path / 'a', tmp_path / 'b')
+  ]
+  assert files[0] == files[1] and len(files[0]) >= 3
+  a, b = (workdir.read_config(path) for path in 'ab')
+  assert a == b and a.seed == 3 and a.total_env_steps == 320
+
+
+def test_a_run_that_is_resumed_knows_its_environment(
+  tmp_path, monkeypatch, capsys
+):
+  path = f'--workdir={tmp_path}/run'
+  flags = [path, *_FLAGS, *(f'--config.{k}={x}' for k, x in _DEVICES.items())]
+  flags.append('--config.agent.gamma=0.5')
+  monkeypatch.setattr(train._Trainer, '_loop', lambda self: False)
+  assert _run(monkeypatch, 'envpool:CartPole-v1', *flags) == train.FAILED
+  monkeypatch.undo()
+  capsys.readouterr()
+  assert _run(monkeypatch, 'Catch-bsuite', path, '--resume') == train.MISTAKE
+  assert 'config.env.name is CartPole-v1 there' in capsys.readouterr().err
+  # CartPole-v1 alone would be gymnax's.
+  assert _run(monkeypatch, 'CartPole-v1', path, '--resume', *_FLAGS) == 0
+  config = workdir.read_config(str(tmp_path / 'run'))
+  assert config.env.suite == 'envpool' and config.agent.gamma == 0.5
+
+
+@pytest.mark.parametrize(
+  'arguments,message',
+  [
+    ([], 'name an environment, as in podrl train CartPole-v1'),
+    (['--resume', '--workdir=x'], 'name an environment'),
+    (['Catch-bsuite', 'Pong-misc'], 'expected one environment, got Catch'),
+    (['Catch-bsuite', '--sede=1'], '--sede=1 is not understood; did you mean'),
+    (['Catch-bsuite', '--steps=many'], 'config.total_env_steps=many is not of'),
+    (['Catch-bsuite', '--variant=x'], 'variant=x is unknown'),
+    (['envpool:CartPole-v1', '--seeds=2'], 'num_seeds=2 needs Anakin'),
+    (['nowhere:Walk-v0'], "No module named 'nowhere'"),
+  ],
+)
+def test_a_mistake_is_one_line(
+  arguments, message, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  assert _run(monkeypatch, *arguments) == train.MISTAKE
+  said = capsys.readouterr().err
+  assert said.startswith('error: ') and message in said
+  assert said.count('\n') == 1
+
+
+def test_help_lists_the_fields_of_the_kind(monkeypatch, capsys):
+  assert _run(monkeypatch, 'MemoryChain-bsuite', '--help') == 0
+  text = capsys.readouterr().out
+  assert 'usage: podrl train [SUITE:]NAME' in text
+  assert '--config.network.recurrent=gru' in text
+
+
+def test_python_trains_in_any_thread_and_keeps_the_session(tmp_path):
+  array, devices = jax.numpy.arange(3), jax.devices()
+  cache = jax.config.jax_compilation_cache_dir
+  outcomes = []
+
+  def train_both():
+    for name, more in (('Catch-bsuite', {}), ('envpool:CartPole-v1', _DEVICES)):
+      path = str(tmp_path / name[:4])
+      config = _TINY | more
+      outcomes.append(podrl.train(name, workdir=path, config=config))
+
+  thread = threading.Thread(target=train_both)
+  thread.start()
+  thread.join()
+  np.testing.assert_array_equal(array + 1, [1, 2, 3])
+  assert jax.devices() == devices
+  assert jax.config.jax_compilation_cache_dir == cache
+  assert [x.policy.config.env.name for x in outcomes] == [
+    'Catch-bsuite',
+    'CartPole-v1',
+  ]
+  for outcome in outcomes:
+    records = workdir.read_records(outcome.workdir)
+    assert outcome.records == records and 'eval_return' in records[-1]
+    obs = jax.tree.map(
+      lambda x: np.zeros((2, *x.shape), x.dtype), outcome.policy.spec.obs
+    )
+    assert outcome.policy(obs)[0].shape == (2,)
+
+
+def test_python_raises_mistakes_and_failures(home, capsys):
+  with pytest.raises(ValueError, match='near names: .*gymnax:CartPole-v1'):
+    podrl.train('CartPole', workdir='a')
+  with pytest.raises(ValueError, match='config.agent.gama is not a field'):
+    podrl.train('Catch-bsuite', config={'agent.gama': 0.9}, workdir='a')
+  with pytest.raises(ValueError, match='config.agent.gamma=2.0 must be'):
+    podrl.train('Catch-bsuite', config={'agent.gamma': 2}, workdir='a')
+  assert capsys.readouterr().err == '' and not (home / 'a').exists()
+  config = _TINY | _DEVICES | {'env.options.fails': True}
+  with pytest.raises(RuntimeError, match='the left leg broke') as failure:
+    podrl.train('my_envs:Walk-v0', config=config, workdir='a')
+  assert isinstance(failure.value.__cause__, OSError)
+  assert json.loads((home / 'a' / 'summary.json').read_text())['error']
+
+
+def test_python_raises_a_signal_after_the_run_is_saved(tmp_path, monkeypatch):
+  original = train._Trainer._add
+
+  def interrupt(self, reports):
+    os.kill(os.getpid(), 2)
+    original(self, reports)
+
+  monkeypatch.setattr(train._Trainer, '_add', interrupt)
+  path = str(tmp_path / 'run')
+  with pytest.raises(KeyboardInterrupt, match='run is saved in'):
+    podrl.train('Catch-bsuite', workdir=path, config=_TINY)
+  monkeypatch.undo()
+  assert workdir.read_json(f'{path}/summary.json')['exit'] == 'interrupted'
+  config = {k: x for k, x in _TINY.items() if k.startswith(('eval', 'log'))}
+  resumed = podrl.train(
+    'Catch-bsuite', workdir=path, resume=True, config=config
+  )
+  assert resumed.records[-1]['num_updates'] == 4
+
+
+@pytest.mark.parametrize(
+  'mode', ['sync', pytest.param('async', marks=pytest.mark.slow)]
+)
+def test_a_module_of_the_current_directory_is_found_later(
+  mode, home, tmp_path_factory, monkeypatch, capsys
+):
+  assert str(home) not in sys.path
+  more = {'env.options.vectorization_mode': mode, 'env.num_envs': 4}
+  config = _TINY | _DEVICES | more
+  podrl.train('my_envs:Walk-v0', workdir='run', config=config)
+  assert sys.path[-1] == str(home)
+  assert workdir.read_config('run').env.path == str(home)
+  # Another process elsewhere finds it by the path in the run.
+  sys.path.remove(str(home))
+  del sys.modules['my_envs']
+  monkeypatch.chdir(tmp_path_factory.mktemp('elsewhere'))
+  assert podrl.load(home / 'run').spec.action.num_actions == 2
+  arguments = [str(home / 'run'), '--episodes=2', '--seed=1']
+  assert evaluate.run(['evaluate', *arguments]) == 0
+  assert 'over 2 episodes' in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_folder_of_the_clone_does_not_shadow_the_package(tmp_path):
+  home = tmp_path / 'home'
+  clone = home / 'podrl'
+  (clone / 'podrl').mkdir(parents=True)
+  for name in ('setup.cfg', 'pyproject.toml', 'README.md', 'LICENSE'):
+    (clone / name).write_text((helpers.ROOT / name).read_text())
+  for name in ('__init__.py', '__main__.py'):
+    text = (helpers.ROOT / 'podrl' / name).read_text()
+    (clone / 'podrl' / name).write_text(text)
+  subprocess.run([sys.executable, '-m', 'venv', tmp_path / 'venv'], check=True)
+  python = tmp_path / 'venv' / 'bin' / 'python'
+  install = ['-m', 'pip', 'install', '-q', '--no-deps', '-e', clone]
+  subprocess.run([python, *install], check=True)
+  code = 'import podrl; print(podrl.load.__name__)'
+  outcome = subprocess.run(
+    [python, '-c', code], capture_output=True, text=True, cwd=home
+  )
+  assert outcome.stdout == 'load\n', outcome.stderr
