@@ -104,6 +104,15 @@ class Discrete(NamedTuple):
   num_actions: int
 
 
+class MultiDiscrete(NamedTuple):
+  """Several discrete actions at once, as int32 `[num_components]`.
+
+  Component i is one of 0, 1 ... num_actions[i] - 1.
+  """
+
+  num_actions: tuple[int, ...]
+
+
 class Box(NamedTuple):
   """Float32 actions `[*shape]`; `low` and `high` are arrays of their bounds."""
 
@@ -122,13 +131,20 @@ class EnvSpec(NamedTuple):
     frame_skip: raw frames per environment step.
     max_episode_steps: an episode of this many steps is truncated; 0 or
       2**31 - 1 means never.
+    observe: `(obs) -> obs`, runs on the device. It converts the library's own
+      observations `[B, ...]` to those of `obs`; for example, a category becomes
+      a one-hot vector.
+    to_library: `(action) -> action`, converts actions `[B, ...]` to those of
+      the library, whose categories may start at another number than 0.
   """
 
   obs: Tree
   channels_first: bool
-  action: Discrete | Box
+  action: Discrete | MultiDiscrete | Box
   frame_skip: int
   max_episode_steps: int
+  observe: Callable[[Tree], Tree] = lambda obs: obs
+  to_library: Callable[[Array], Array] = lambda action: action
 
 
 class DeviceEnv(NamedTuple):
@@ -155,14 +171,12 @@ class HostEnv(NamedTuple):
   Attributes:
     spec: describes one environment.
     reset: `() -> TimeStep`, with leaves `[B, ...]` and `is_first` true. It is
-      called once.
+      called once. Here and in `step`, observations are the library's own:
+      `spec.observe` converts them on the device.
     step: `(action) -> TimeStep`, for actions `[B, ...]`. The caller owns the
       returned arrays. The step after the last step of an episode ignores its
       action and returns the first time step of the next one.
     close: `() -> None`, frees the environments.
-    observe: `(obs) -> obs`, runs on the device, in a compiled program. It
-      converts the observations of `reset` and `step` to those of `spec.obs`;
-      for example, a category becomes a one-hot vector.
     render: `() -> uint8 [H, W, 3]`, draws the first environment, or raises the
       library's error. None if no picture is available.
   """
@@ -171,7 +185,6 @@ class HostEnv(NamedTuple):
   reset: Callable[[], TimeStep]
   step: Callable[[np.ndarray], TimeStep]
   close: Callable[[], None]
-  observe: Callable[[Tree], Tree] = lambda obs: obs
   render: Callable[[], np.ndarray] | None = None
 
 

@@ -58,7 +58,7 @@ def make_env(seconds: float) -> HostEnv:
     time.sleep(seconds)
     return timestep(count % 10 == 0)
 
-  return HostEnv(spec, lambda: timestep(True), step, lambda: None, lambda x: x)
+  return HostEnv(spec, lambda: timestep(True), step, lambda: None)
 
 
 def slow(learner: Learner, seconds: float) -> Learner:

@@ -244,7 +244,7 @@ def sebulba_programs(
     return pool._replace(reset=lambda: timestep, step=lambda _: timestep)
 
   functions = actor_lib.make_actor_functions(
-    agent, pools[0].observe, len(learner_devices)
+    agent, pools[0].spec.observe, len(learner_devices)
   )
   actors = [
     actor_lib.Actor(

@@ -1,6 +1,6 @@
 """Distributions over actions; a policy head outputs their parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.types import Array, Box, Discrete
+from podrl.types import Array, Box, Discrete, MultiDiscrete
 
 DISTRIBUTIONS = ('auto', 'categorical', 'gaussian', 'tanh_gaussian')
 
@@ -65,6 +65,47 @@ def categorical(num_actions: int) -> Distribution:
     num_constant_params=0,
     sample=jax.random.categorical,
     mode=lambda logits: jnp.argmax(logits, axis=-1),
+    to_action=lambda action: action,
+    log_prob=log_prob,
+    entropy=entropy,
+  )
+
+
+def multi_categorical(num_actions: Sequence[int]) -> Distribution:
+  """Independent categorical distributions, one for each component of actions.
+
+  The head holds the logits of all components, one component after another.
+
+  Args:
+    num_actions: number of actions of each component.
+  """
+  parts = [categorical(n) for n in num_actions]
+  ends = np.cumsum(num_actions)[:-1].tolist()
+
+  def split(head: Array) -> list[Array]:
+    return jnp.split(head, ends, axis=-1)
+
+  def sample(rng_key: chex.PRNGKey, head: Array) -> Array:
+    keys = jax.random.split(rng_key, len(parts))
+    return jnp.stack([p.sample(*x) for p, *x in zip(parts, keys, split(head))])
+
+  def mode(head: Array) -> Array:
+    modes = [part.mode(x) for part, x in zip(parts, split(head))]
+    return jnp.stack(modes, axis=-1)
+
+  def log_prob(head: Array, action: Array) -> Array:
+    actions = jnp.moveaxis(action, -1, 0)
+    terms = zip(parts, split(head), actions, strict=True)
+    return sum(part.log_prob(x, action) for part, x, action in terms)
+
+  def entropy(head: Array) -> Array:
+    return sum(part.entropy(x) for part, x in zip(parts, split(head)))
+
+  return Distribution(
+    num_params=sum(num_actions),
+    num_constant_params=0,
+    sample=sample,
+    mode=mode,
     to_action=lambda action: action,
     log_prob=log_prob,
     entropy=entropy,
@@ -185,7 +226,7 @@ def gaussian(
 
 
 def for_action_space(
-  action: Discrete | Box, name: str = 'auto', **options: Any
+  action: Discrete | MultiDiscrete | Box, name: str = 'auto', **options: Any
 ) -> Distribution:
   """Builds the distribution over an action space.
 
@@ -198,12 +239,13 @@ def for_action_space(
     ValueError: if the distribution does not fit the action space.
   """
   if name == 'auto':
-    name = 'categorical' if isinstance(action, Discrete) else 'gaussian'
+    name = 'gaussian' if isinstance(action, Box) else 'categorical'
   misfit = f'network.distribution={name} does not fit actions that are'
-  if isinstance(action, Discrete):
+  if not isinstance(action, Box):
     if name != 'categorical':
       raise ValueError(f'{misfit} discrete; use categorical, or auto')
-    return categorical(action.num_actions)
+    is_single = isinstance(action, Discrete)
+    return (categorical if is_single else multi_categorical)(action.num_actions)
   if name == 'categorical':
     raise ValueError(
       f'{misfit} a box of shape {action.shape}; use gaussian or tanh_gaussian, '

@@ -72,7 +72,7 @@ def make_actor_functions(
   """Makes the programs that choose actions and collect unrolls.
 
   Args:
-    observe: `HostEnv.observe`.
+    observe: `EnvSpec.observe`.
     num_shards: number of shards of the batch, one per learner device.
   """
   fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))

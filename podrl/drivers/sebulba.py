@@ -161,7 +161,7 @@ class Sebulba:
       env = self._make_env(index)
       device = self._actor_devices[index // settings.actors_per_device]
       functions = functions or make_actor_functions(
-        self._agent, env.observe, len(devices)
+        self._agent, env.spec.observe, len(devices)
       )
       first_env = settings.first_env + index * settings.num_envs
       clock = self._stages.clocks[device]

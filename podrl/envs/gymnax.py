@@ -129,5 +129,6 @@ def make(name: str, **options: Any) -> DeviceEnv:
     action=_action_space(env.action_space(params)),
     frame_skip=1,
     max_episode_steps=max_steps,
+    observe=observe,
   )
   return joints.make_device_env(spec, reset, step, observe)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.envs import spaces
 from podrl.types import Array, DeviceEnv, EnvSpec, HostEnv, TimeStep, Tree
 
 
@@ -107,8 +106,6 @@ def make_host_env(
     render: see `HostEnv`.
   """
   num_envs = envs.num_envs
-  space = envs.single_observation_space
-  to_action = spaces.to_library_action(envs.single_action_space)
   is_last: Array = np.zeros(num_envs, bool)
 
   def reset() -> TimeStep:
@@ -122,7 +119,7 @@ def make_host_env(
 
   def step(action: np.ndarray) -> TimeStep:
     nonlocal is_last
-    obs, reward, terminated, truncated, _ = envs.step(to_action(action))
+    obs, reward, terminated, truncated, _ = envs.step(spec.to_library(action))
     is_first, is_real = is_last, ~is_last
     is_last = (terminated | truncated) & is_real
     reward = np.where(is_first, np.float32(0), reward)
@@ -131,7 +128,4 @@ def make_host_env(
       obs, reward.astype(np.float32, copy=False), discount, is_first
     )
 
-  def observe(obs: Tree) -> Tree:
-    return spaces.observe(space, obs)
-
-  return HostEnv(spec, reset, step, close, observe, render)
+  return HostEnv(spec, reset, step, close, render)

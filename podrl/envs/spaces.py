@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Collection, Iterable
 import difflib
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from podrl.types import Box, Discrete, EnvSpec, Tree
+from podrl.types import Array, Box, Discrete, EnvSpec, MultiDiscrete, Tree
 
 
 def obs_spec(space: Any) -> Tree:
   """Returns the tree of `jax.ShapeDtypeStruct` that `observe` produces.
 
   Args:
-    space: a gymnasium space: a box, a category, or a dict or tuple of spaces.
+    space: a gymnasium space: a box, one or several categories, or a dict or
+      tuple of spaces.
 
   Raises:
     ValueError: for another kind of space.
@@ -26,6 +29,8 @@ def obs_spec(space: Any) -> Tree:
     return tuple(obs_spec(x) for x in space.spaces)
   if kind == 'Discrete':
     return jax.ShapeDtypeStruct((int(space.n),), bool)
+  if kind == 'MultiDiscrete':
+    return jax.ShapeDtypeStruct((int(space.nvec.sum()),), bool)
   if kind in ('Box', 'MultiBinary'):
     # JAX converts 64-bit numbers to 32 bits when it copies them to a device.
     dtype = jax.dtypes.canonicalize_dtype(space.dtype)
@@ -39,7 +44,8 @@ def obs_spec(space: Any) -> Tree:
 def observe(space: Any, obs: Tree) -> Tree:
   """Converts a library's observations `[B, ...]` to those of `obs_spec(space)`.
 
-  Categories become one-hot vectors. The function is traced on the device.
+  Categories become one-hot vectors, and those of several are concatenated. The
+  function is traced on the device.
   """
   kind = type(space).__name__
   if kind == 'Dict':
@@ -49,18 +55,25 @@ def observe(space: Any, obs: Tree) -> Tree:
   if kind == 'Discrete':
     category = obs.reshape(-1) - int(space.start)
     return jax.nn.one_hot(category, space.n, dtype=bool)
+  if kind == 'MultiDiscrete':
+    sizes = space.nvec.reshape(-1).tolist()
+    columns = (obs - space.start[None]).reshape(-1, len(sizes)).T
+    one_hot = functools.partial(jax.nn.one_hot, dtype=bool)
+    return jnp.concatenate([*map(one_hot, columns, sizes)], axis=-1)
   return obs.reshape(-1, *space.shape)
 
 
-def action_space(space: Any) -> Discrete | Box:
+def action_space(space: Any) -> Discrete | MultiDiscrete | Box:
   """Converts a gymnasium action space; categories then start at 0.
 
   Raises:
-    ValueError: if the space is neither a category nor a box.
+    ValueError: if the space is neither one or several categories nor a box.
   """
   kind = type(space).__name__
   if kind == 'Discrete':
     return Discrete(int(space.n))
+  if kind == 'MultiDiscrete':
+    return MultiDiscrete(tuple(space.nvec.reshape(-1).tolist()))
   if kind == 'Box':
     # Round inwards: float32's 0.4 is larger than float64's, so out of bounds.
     low, high = (np.asarray(x, np.float32) for x in (space.low, space.high))
@@ -94,23 +107,37 @@ def env_spec(
   shapes = [x.shape for x in jax.tree.leaves(obs)]
   is_image = len(shapes) == 1 and len(shapes[0]) == 3
   channels_first = is_image and shapes[0][0] < min(shapes[0][1:])
-  return EnvSpec(obs, channels_first, action, frame_skip, max_episode_steps)
+  return EnvSpec(
+    obs,
+    channels_first,
+    action,
+    frame_skip,
+    max_episode_steps,
+    functools.partial(observe, obs_space),
+    to_library_action(library_action_space),
+  )
 
 
-def to_library_action(space: Any) -> Callable[[np.ndarray], np.ndarray]:
+def to_library_action(space: Any) -> Callable[[Array], Array]:
   """Builds the function that converts actions `[B, ...]` to the library's.
 
-  For a category, the function adds the `start` of the space. For a box, it
-  casts to the dtype of the space, and rounds if that is an integer dtype.
+  It adds the start of categories. It casts the numbers of a box to the dtype of
+  the space, and rounds them if that is an integer dtype.
   """
-  if type(space).__name__ == 'Discrete':
-    start = int(space.start)
-    return lambda action: action + start if start else action
-  dtype = space.dtype
-  if np.issubdtype(dtype, np.integer):
-    return lambda action: np.rint(action).astype(dtype)
-  # Always copies, because arrays from JAX are read-only.
-  return lambda action: action.astype(dtype)
+  if type(space).__name__ in ('Discrete', 'MultiDiscrete'):
+    start = np.asarray(space.start, np.int32)[None]
+    if not start.any():
+      return lambda action: action.reshape(-1, *space.shape)
+    return lambda action: action.reshape(-1, *space.shape) + start
+  is_integer = np.issubdtype(space.dtype, np.integer)
+  device_dtype = jax.dtypes.canonicalize_dtype(space.dtype)
+
+  def cast(action: Array) -> Array:  # Copies: JAX's arrays are read-only.
+    is_host = isinstance(action, np.ndarray)
+    action = action.round() if is_integer else action
+    return action.astype(space.dtype if is_host else device_dtype)
+
+  return cast
 
 
 def unknown_name(name: str, kind: str, known: Collection[str]) -> ValueError:

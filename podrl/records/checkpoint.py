@@ -2,9 +2,9 @@
 
 A checkpoint is a directory `checkpoints/NUM_UPDATES` with three items:
 `variables`, all that a policy needs; `state`, the rest of the driver's state;
-and `progress`, JSON. It gets its name only when it is complete, with SHA-256
-digests of its files: orbax itself does not notice a flipped bit. The
-hyperparameters are not saved, because the configuration has them.
+and `progress`, JSON. A checkpoint gets its name only when it is complete. It
+has SHA-256 digests of its files, because orbax does not detect damaged data. It
+has no hyperparameters, because the configuration contains them.
 """
 
 from collections.abc import Callable
@@ -39,12 +39,12 @@ class IncompatibleError(ValueError):
 
 
 def learner_of(state: Tree) -> LearnerState:
-  """The learner's part of a driver's state."""
+  """Returns the learner's part of a driver's state."""
   return state if isinstance(state, LearnerState) else state.learner
 
 
 def with_variables(state: Tree, variables: Tree) -> Tree:
-  """A driver's state with other variables of the agent."""
+  """Returns a driver's state with other variables of the agent."""
   learner = learner_of(state)._replace(variables=variables)
   is_whole = isinstance(state, LearnerState)
   return learner if is_whole else state._replace(learner=learner)
@@ -55,7 +55,7 @@ def _directory(path: str, *names: Any) -> str:
 
 
 def _digests(directory: str) -> dict[str, str]:
-  """Digests of all files in subdirectories, by relative path."""
+  """Returns the digests of all files in subdirectories, by relative path."""
   digests = {}
   for parent, _, names in os.walk(directory):
     for name in names if parent != directory else ():
@@ -71,8 +71,8 @@ def _verify(directory: str) -> None:
   contents = workdir.read_json(os.path.join(directory, 'digests.json'))
   if contents['format'] != _FORMAT:
     raise IncompatibleError(
-      f'{directory} has format {contents["format"]}, of another version of '
-      f'podrl; this version reads format {_FORMAT}'
+      f'another version of podrl wrote {directory}, with checkpoint format '
+      f'{contents["format"]}; this version reads only format {_FORMAT}'
     )
   written, found = contents['sha256'], _digests(directory)
   for name in sorted(written.keys() | found.keys()):
@@ -84,7 +84,7 @@ class Checkpoints:
   """Writes the checkpoints of a run and keeps the `keep` newest ones."""
 
   def __init__(self, path: str, keep: int):
-    logging.set_verbosity(logging.FATAL)  # Orbax logs every file.
+    logging.set_verbosity(logging.FATAL)  # Orbax would log every file.
     self._path = path
     self._num_updates = 0  # Number of the checkpoint being written.
     self._policies: list = [checkpoint_managers.LatestN(keep)]
@@ -112,7 +112,7 @@ class Checkpoints:
   ) -> None:
     """Writes a checkpoint in the background, unless it exists already.
 
-    The driver may continue at once. `progress` is JSON that a resumed run needs
+    The driver need not wait. `progress` is JSON that a resumed run needs
     in addition to the state. `best` is the number of updates at the best
     evaluation; orbax keeps that checkpoint.
     """
@@ -120,7 +120,7 @@ class Checkpoints:
       self._policies[1:] = [checkpoint_managers.CustomSteps([best])]
     if num_updates == self._manager.latest_step():
       return
-    # Checked first: on a full disk, orbax's threads print pages of errors.
+    # Check this first: on a full disk, orbax's threads print many errors.
     directory = _directory(self._path)
     needed = sum(x.nbytes for x in jax.tree.leaves(state)) + _EXTRA_BYTES
     free = shutil.disk_usage(directory).free
@@ -141,7 +141,7 @@ class Checkpoints:
         progress=ocp.args.JsonSave(progress),
       )
       if not self._manager.save(num_updates, args=items):
-        raise ValueError('there is a newer one')
+        raise ValueError('there is a newer checkpoint')
 
   def wait(self) -> None:
     """Waits until all checkpoints are written, or raises a `WriteError`."""
@@ -154,12 +154,12 @@ class Checkpoints:
       self._manager.close()
 
   def _errors(self) -> contextlib.AbstractContextManager[None]:
-    # Catches every kind: orbax passes on all errors of the file system.
+    # Catch every kind of error: orbax raises all errors of the file system.
     return workdir.write_errors(f'checkpoint {self._num_updates}')
 
 
 def steps(path: str) -> list[int]:
-  """Numbers of updates of the run's checkpoints, the newest first."""
+  """Returns the numbers of updates of a run's checkpoints, newest first."""
   directory = _directory(path)
   if not os.path.lexists(directory):
     return []
@@ -208,20 +208,20 @@ def _read(path: str, step: int, item: str, like: Tree) -> Tree:
 
 
 def _read_progress(path: str, step: int) -> Record:
-  # Read directly: orbax would wait for the other processes.
+  # Read the file without orbax, which would wait for the other processes.
   return workdir.read_json(_directory(path, step, 'progress', 'metadata'))
 
 
 def last_progress(path: str) -> tuple[int, int, int]:
-  """Returns how far a run has come, from its newest readable checkpoint.
+  """Reads the progress of a run from its newest readable checkpoint.
 
   Returns:
-    How often the run has been resumed, the coming resume included; its number
+    The number of resumes, including the one that is about to begin; the number
     of updates; and environment steps per update. (0, 0, 1) without checkpoints.
   """
   for step in steps(path):
     with contextlib.suppress(ValueError, KeyError, TypeError):
-      progress = _read_progress(path, step)  # No digest is checked.
+      progress = _read_progress(path, step)  # It does not check digests.
       return progress['num_resumes'] + 1, step, progress['steps_per_update']
   return 0, 0, 1
 
@@ -251,10 +251,10 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
 def newest_intact(
   path: str, check: Callable[[Record], None]
 ) -> tuple[int, Record] | None:
-  """Finds the newest intact checkpoint: its number of updates and `progress`.
+  """Returns the number of updates and `progress` of the newest good checkpoint.
 
-  Newer checkpoints are damaged: they are reported and renamed
-  `checkpoints/NUM_UPDATES.set_aside`. Without any checkpoint, it returns None.
+  It reports newer checkpoints, which are damaged, and renames them to
+  `checkpoints/NUM_UPDATES.set_aside`. Without checkpoints, it returns None.
 
   Args:
     path: directory of the run.
@@ -283,9 +283,9 @@ def newest_intact(
 
 
 def read_state(path: str, step: int, like: Tree) -> Tree:
-  """Reads a driver's state in all processes.
+  """Reads a driver's state; all processes must call this together.
 
-  It has the shardings and the hyperparameters of `like`.
+  The state has the shardings and the hyperparameters of `like`.
   """
   state = _read(path, step, 'state', with_variables(like, ()))
   ours = learner_of(like).variables

@@ -1,4 +1,4 @@
-"""What a run records: metrics of each window of updates, and where they go."""
+"""Records a run: makes a record of each window of updates, and writes it."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ _REDUCTIONS = defaultdict(_Reduction) | {
 
 
 def merge_seeds(records: Sequence[Record]) -> Record:
-  """Merges the records of several agents; it keeps the keys that all have."""
+  """Merges the records of several agents; keeps the metrics that all have."""
   merged = {}
   for name in records[0]:
     values = [record[name] for record in records if name in record]
@@ -62,7 +62,7 @@ def merge_seeds(records: Sequence[Record]) -> Record:
 
 
 def local_part(report: Report) -> Record:
-  """The part of a report that other processes do not know, as JSON."""
+  """Returns the part of a report that other processes do not know, as JSON."""
   return {
     'episodes': [np.sum(x, dtype=np.float64).item() for x in report.episodes],
     'num_predictions': report.num_predictions,
@@ -92,7 +92,7 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
 
 @dataclasses.dataclass
 class _Totals:
-  """Sums over the run, and over the updates since its last record; JSON."""
+  """Sums over the run and since its last record; JSON can hold all fields."""
 
   env_steps: int = 0  # Steps of the whole run so far.
   num_joints: int = 0  # Joints of the whole run so far.
@@ -106,7 +106,7 @@ class _Totals:
 
 
 class Window:
-  """Counts the updates of one agent and makes a record of each window."""
+  """Adds up the reports of one agent, and makes a record of each window."""
 
   def __init__(self, frame_skip: int, sgd_steps_per_update: int):
     self._frame_skip = frame_skip
@@ -137,7 +137,7 @@ class Window:
     totals.env_steps += report.num_predictions - num_joints
 
   def progress(self) -> Record:
-    """The state of the window as JSON; `resume` restores it bit for bit."""
+    """Returns the window's state as JSON; `resume` restores it bit for bit."""
     return dataclasses.asdict(self.totals)
 
   def resume(self, progress: Record) -> None:
@@ -198,13 +198,13 @@ class JsonLines:
 
 
 class TensorBoard:
-  """TensorBoard events over environment steps.
+  """A file of TensorBoard events, by environment steps.
 
-  TensorBoard ignores older events of steps from `purge_step` on.
+  TensorBoard ignores older events whose step is `purge_step` or later.
   """
 
   def __init__(self, path: str, purge_step: int = 0):
-    # Not SummaryWriter: its own thread hangs when the disk is full.
+    # SummaryWriter does not suit: its thread hangs when the disk is full.
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -230,9 +230,9 @@ class TensorBoard:
 
 
 class Wandb:
-  """Weights & Biases, over environment steps; each seed is a run of its own.
+  """A run of Weights & Biases, by environment steps; each seed has its own run.
 
-  The directory names the run, so that a resumed run continues there.
+  Its name comes from the directory, so that a resumed run continues it.
   """
 
   def __init__(self, path: str, project: str, config: dict[str, Any]):
@@ -256,7 +256,7 @@ Sink = JsonLines | TensorBoard | Wandb | Terminal
 class Writer:
   """Writes records in a separate thread, so that no sink delays training.
 
-  After a sink raises, the next call of any method raises a `WriteError`.
+  After an error of a sink, the next call of any method raises a `WriteError`.
   """
 
   def __init__(self):
@@ -307,11 +307,11 @@ class Writer:
 class Recorder:
   """Records a run of one or several agents, each with its own seed.
 
-  A run of several agents has a directory for each, and its own directory has
-  the mean of all agents. Only the first process of a run writes.
+  A run of several agents has a directory for each agent, and its own directory
+  has the means over all agents. Only the first process of a run writes.
 
   Attributes:
-    sinks: sinks of each directory.
+    sinks: a list of sinks for each directory.
     last: last value of each metric, for each directory.
     best: best evaluated return, and the number of updates at that time.
   """
@@ -357,7 +357,7 @@ class Recorder:
 
   @property
   def num_updates_since_record(self) -> int:
-    """Updates that are in no record yet."""
+    """Number of updates since the last record."""
     return self._windows[0].totals.num_updates_since_record
 
   def check_files(self, progress: Record) -> None:
@@ -417,14 +417,14 @@ class Recorder:
       self._writer.write(self._decisions, now | decision)
 
   def times(self) -> Record:
-    """Seconds of wall time and of compilation, summed over resumes."""
+    """Returns the seconds of wall time and compilation, over all resumes."""
     return {
       'wall_seconds': time.perf_counter() - self.start_seconds,
       'compile_seconds': self._compile_seconds,
     }
 
   def write(self, outcomes: Sequence[Record] = ()) -> None:
-    """Writes the records of the windows, with each agent's evaluation."""
+    """Writes the records of the windows; `outcomes` are the evaluations."""
     records = [window.record() for window in self._windows]
     for record, outcome in zip(records, outcomes):
       record |= outcome
@@ -457,10 +457,10 @@ class Recorder:
     try:
       self._writer.close(sinks + self._decisions)
     finally:
-      self.terminal.close()  # Without records, no list of sinks has it.
+      self.terminal.close()  # Before `open`, no list of sinks contains it.
 
   def write_summaries(self, outcome: Record) -> None:
     """Writes each `summary.json`: the last values and `outcome`."""
-    if self.sinks:  # Without sinks, an earlier summary must stay.
+    if self.sinks:  # Before `open`, an earlier summary must stay.
       for path, last in zip(self._paths, self.last):
         workdir.write_json(os.path.join(path, 'summary.json'), last | outcome)

@@ -1,4 +1,4 @@
-"""What a run shows: a live panel or plain lines, and a summary."""
+"""Shows a run: a live panel or plain lines, and a summary at the end."""
 
 import os
 import shlex
@@ -38,7 +38,7 @@ limit: {limit}; busy: cores {busy_cores:.0%}, actor/learner devices \
 
 
 def describe_stages(record: Record) -> str:
-  """Lines on the stages of actors and learner; empty if the record has none."""
+  """Returns lines about the stages of actors and learner, or an empty text."""
   if 'time_update' not in record:
     return ''
   template = _STAGES + (_LIMIT if 'limit' in record else '')
@@ -83,7 +83,7 @@ class Terminal:
       self._live.start()
 
   def _go_silent(self) -> None:
-    """Training continues when nobody reads the output, as after `| head`."""
+    """Ends all output if its reader has ended, for example after `| head`."""
     self._console.quiet = True
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -25,8 +25,8 @@ import numpy as np
 
 Record = dict[str, Any]
 
-# A resumed run may change these fields: they change what it learns by rounding
-# at most.
+# A resumed run may change these fields, because they do not change what it
+# learns, apart from rounding errors.
 MOVABLE = tuple(
   'compilation_cache price_per_hour eval. log. checkpoint. num_devices '
   'env.path sebulba.actor_devices sebulba.learner_devices sebulba.env_threads '
@@ -59,7 +59,7 @@ def one_line(error: BaseException) -> str:
 
 
 def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Fields by dotted name; `env.options` stays one field, a dictionary."""
+  """Returns fields by dotted name; `env.options` stays one field, a dict."""
   fields: dict[str, Any] = {}
   for key, value in config.items():
     name = prefix + key
@@ -69,7 +69,7 @@ def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-  """Strict JSON; it has no NaN and no infinity, so both become null."""
+  """Returns strict JSON, in which NaN and infinity become null."""
   text = json.dumps(value, default=np.generic.item)
   finite = json.loads(text, parse_constant=lambda name: None)
   return json.dumps(finite, indent=indent)
@@ -90,7 +90,7 @@ def write_json(path: str, value: Any, *, overwrite: bool = True) -> None:
 
 
 def read_json(path: str) -> dict[str, Any]:
-  """Reads a JSON object; raises a ValueError if the file holds none."""
+  """Reads a JSON object; raises a ValueError if the file contains none."""
   try:
     with open(path, encoding='utf-8') as file:
       value = json.load(file)
@@ -120,7 +120,7 @@ def is_run(path: str) -> bool:
 def is_finished(path: str, total_env_steps: int) -> bool:
   """Whether the run in a directory has done all its updates.
 
-  A run that is being extended still has the summary of its smaller total.
+  An extended run has the summary of its smaller total until it ends again.
   """
   file = os.path.join(path, 'summary.json')
   summary = read_json(file) if os.path.exists(file) else {}
@@ -129,7 +129,7 @@ def is_finished(path: str, total_env_steps: int) -> bool:
 
 
 def run_of_agent(path: str) -> str | None:
-  """The run of several agents that a directory `seed_N` is part of, or None."""
+  """Returns the run whose directory contains `seed_N` of one agent, or None."""
   parent, name = os.path.split(os.path.abspath(path))
   is_seed = re.fullmatch(r'seed_\d+', name) and is_run(parent)
   if not is_seed or os.path.exists(os.path.join(path, 'checkpoints')):
@@ -138,7 +138,7 @@ def run_of_agent(path: str) -> str | None:
 
 
 def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
-  """The seed and the directory of each agent of a run."""
+  """Returns the seed and the directory of each agent of a run."""
   seeds = range(config.get('num_seeds', 1))
   if len(seeds) == 1:
     return [(config.seed, path)]
@@ -154,9 +154,9 @@ def set_aside(path: str) -> None:
 
 
 def as_config(fields: dict[str, Any]) -> ConfigDict:
-  """Makes a configuration from what `config.json` holds."""
+  """Makes a configuration from the contents of `config.json`."""
 
-  def tuples(value: Any) -> Any:  # JSON has lists only.
+  def tuples(value: Any) -> Any:  # JSON has no tuples.
     if isinstance(value, dict):
       return {k: tuples(v) for k, v in value.items()}
     return tuple(value) if isinstance(value, list) else value
@@ -282,7 +282,7 @@ def restore_config(
   changed = overridden & {*differing} & {*CHANGEABLE}
   is_other_task = not _TASK.isdisjoint(differing)
   if refused := '; '.join(
-    f'config.{name} is {theirs[name]} there, {ours[name]} here'
+    f'config.{name} is {theirs[name]} in the run, but {ours[name]} now'
     for name in differing
     if name not in changed and (name in overridden or is_other_task)
   ):

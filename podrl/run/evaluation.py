@@ -152,7 +152,7 @@ def make_host_evaluate(
       return Evaluation(returns.astype(np.float32), lengths)
     seed = jax.random.randint(seed_key, (), 0, 2**31 - 1 - num_episodes)
     env = make_env(keys.size, episodes.start + int(seed))
-    observe = observe or env.observe
+    observe = observe or env.spec.observe
     carry = agent.initial_carry(keys.size)
     is_over = np.zeros(keys.size, bool)
     with contextlib.closing(env):

@@ -1,5 +1,6 @@
 """A trained policy, for use without the trainer."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -15,31 +16,35 @@ from podrl.run import build
 from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree, Variables
 
 
-def observe(spec: Tree, obs: Tree) -> Tree:
+def observe(spec: EnvSpec, obs: Tree) -> Tree:
   """Converts a library's own observations to those that agents see.
 
   Args:
-    spec: `EnvSpec.obs`, leaves `[*obs_shape]`.
-    obs: leaves `[B, *obs_shape]`. Where the spec is a one-hot vector, integers
-      `[B]` are allowed: categories, from 0.
+    spec: describes the environment.
+    obs: leaves `[B, ...]`. Observations that have the shapes of `spec.obs`
+      already only change their dtype.
 
   Raises:
     ValueError: if an observation has another shape.
   """
+  obs = jax.tree.map(jnp.asarray, obs)
+  size = len(jax.tree.leaves(obs)[0])
+  expected = [(size, *x.shape) for x in jax.tree.leaves(spec.obs)]
 
-  def convert(spec: jax.ShapeDtypeStruct, x: Array) -> Array:
-    x = jnp.asarray(x)
-    if x.shape[1:] == spec.shape:
-      return x.astype(spec.dtype)
-    is_category = jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 1
-    if is_category and spec.dtype == bool and len(spec.shape) == 1:
-      return x[:, None] == jnp.arange(spec.shape[0], dtype=x.dtype)[None]
-    expected = ', '.join(['B', *map(str, spec.shape)])
+  def shapes(tree: Tree) -> list[tuple[int, ...]]:
+    return [x.shape for x in jax.tree.leaves(tree)]
+
+  seen = obs
+  if shapes(obs) != expected:
+    # The error below says it better.
+    with contextlib.suppress(TypeError, KeyError, IndexError):
+      seen = spec.observe(obs)
+  if shapes(seen) != expected:
     raise ValueError(
-      f'an observation has shape {x.shape}; the policy takes ({expected})'
+      f'observations have the shapes {shapes(obs)}; the policy takes those of '
+      f'the library, or {expected}'
     )
-
-  return jax.tree.map(convert, spec, obs)
+  return jax.tree.map(lambda like, x: x.astype(like.dtype), spec.obs, seen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +79,8 @@ class Policy:
       rng_key: samples actions; by default they are the policy's mode.
 
     Returns:
-      Actions, int32 `[B]` or float32 `[B, *shape]` within their bounds, and the
-      carry `[B, ...]`.
+      Actions `[B, ...]` that the environment's library accepts, and the carry
+      `[B, ...]`.
 
     Raises:
       ValueError: if an observation has another shape.
@@ -93,12 +98,12 @@ class Policy:
     def act(variables, obs, carry, is_first, rng_key):
       greedy, shape = rng_key is None, is_first.shape
       keys = jax.random.split(jax.random.key(0) if greedy else rng_key, shape)
-      obs = observe(self.spec.obs, obs)
+      obs = observe(self.spec, obs)
       timestep = TimeStep(obs, jnp.zeros(shape), jnp.ones(shape), is_first)
       action, _, carry = self.agent.act(
         variables, keys, timestep, carry, greedy=greedy
       )
-      return action, carry
+      return self.spec.to_library(action), carry
 
     return act
 

@@ -77,7 +77,7 @@ def record(
 
   @jax.jit
   def act(variables: Variables, t: Array, timestep: TimeStep, carry: Tree):
-    timestep = timestep._replace(obs=env.observe(timestep.obs))
+    timestep = timestep._replace(obs=env.spec.observe(timestep.obs))
     keys = jax.vmap(jax.random.fold_in, (0, None))(act_keys, t)
     action, _, carry = agent.act(
       variables, keys, timestep, carry, greedy=greedy
@@ -98,7 +98,8 @@ def record(
       may_be_last = not timestep.discount[0] or t in limits
       if t % stride == 0 or may_be_last:
         picture = fit(render()) if render else None
-        moments.append((t, picture, jax.tree.map(np.asarray, obs), action[0]))
+        shown = env.spec.to_library(action)[0]
+        moments.append((t, picture, jax.tree.map(np.asarray, obs), shown))
       if len(moments) > max_pictures and not may_be_last:
         moments, stride = moments[::2], 2 * stride
       timestep = env.step(action)
@@ -163,7 +164,7 @@ def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
     return picture
 
   return HostEnv(
-    env.spec,
+    env.spec._replace(observe=lambda obs: obs),
     reset=lambda: keep(reset(reset_keys)),
     step=lambda action: keep(step(state, action)),
     close=lambda: None,

@@ -9,7 +9,7 @@ from podrl.agents import AGENTS, a2c, impala, ppo
 from podrl.core import distributions
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
-from podrl.types import Box, Discrete, TimeStep, Trajectory
+from podrl.types import Box, Discrete, MultiDiscrete, TimeStep, Trajectory
 
 
 def _slow(*values):
@@ -19,6 +19,7 @@ def _slow(*values):
 _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
 _SPACES = {
   'discrete': Discrete(3),
+  'multi': MultiDiscrete((3, 2)),
   'box': Box((2,), np.float32([-1, 0]), np.float32([1, 3])),
 }
 _T, _B, _JOINT = 14, 4, 6  # Environment 0 has a joint on arriving at step 6.
@@ -94,9 +95,9 @@ def _act_through(agent, variables, steps):
 @pytest.mark.parametrize(
   'name,core,space',
   [
-    ('ppo', 'none', 'box'),
+    ('ppo', 'none', 'multi'),
     ('ppo', 'lstm', 'box'),
-    ('impala', 'gru', 'box'),
+    ('impala', 'gru', 'multi'),
     _slow('ppo', 'gru', 'discrete'),
     _slow('impala', 'lstm', 'discrete'),
   ],

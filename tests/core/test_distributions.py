@@ -8,7 +8,7 @@ import scipy.integrate
 import scipy.stats
 
 from podrl.core import distributions
-from podrl.types import Box, Discrete
+from podrl.types import Box, Discrete, MultiDiscrete
 
 
 def test_categorical_against_probabilities():
@@ -38,6 +38,39 @@ def test_categorical_samples_by_probability():
   share = np.bincount(actions, minlength=3) / 20_000
   # Five standard deviations: 5 sqrt(.25 / 20000) = .018.
   np.testing.assert_allclose(share, [0.2, 0.3, 0.5], atol=0.018)
+
+
+def test_components_are_independent_categoricals():
+  sizes = (3, 1, 4)
+  dist = distributions.for_action_space(MultiDiscrete(sizes))
+  assert dist.num_params == 8
+  head = np.random.default_rng(0).normal(size=(2, 7, 8)).astype(np.float32)
+  action = np.arange(42).reshape(2, 7, 3) % sizes
+  log_prob, entropy = np.zeros((2, 7)), np.zeros((2, 7))
+  mode = np.zeros_like(action)
+  for place in np.ndindex(2, 7):
+    for i, part in enumerate((slice(0, 3), slice(3, 4), slice(4, 8))):
+      logits = head[place][part].astype(np.float64)
+      probabilities = np.exp(logits) / np.exp(logits).sum()
+      log_prob[place] += np.log(probabilities[action[place][i]])
+      entropy[place] += scipy.stats.entropy(probabilities)
+      mode[place][i] = logits.argmax()
+  np.testing.assert_allclose(dist.log_prob(head, action), log_prob, atol=1e-5)
+  np.testing.assert_allclose(dist.entropy(head), entropy, atol=1e-5)
+  np.testing.assert_array_equal(dist.mode(head), mode)
+
+
+def test_components_are_drawn_independently():
+  dist = distributions.multi_categorical((2, 2, 3))
+  keys = jax.random.split(jax.random.key(0), 20_000)
+  shares = [0.3, 0.7], [0.3, 0.7], [0.2, 0.3, 0.5]
+  head = jnp.log(jnp.concatenate([*map(jnp.asarray, shares)]))
+  drawn = jax.vmap(dist.sample, (0, None))(keys, head)
+  assert drawn.shape == (20_000, 3) and drawn.dtype == jnp.int32
+  counts, _ = np.histogramdd(np.asarray(drawn), (2, 2, 3))
+  expected = np.einsum('i,j,k->ijk', *shares)
+  # Five standard deviations: 5 sqrt(.25 / 20000) = .018.
+  np.testing.assert_allclose(counts / 20_000, expected, atol=0.018)
 
 
 _LOW, _HIGH = np.float32([-1.0, 0.0, -2.0]), np.float32([1.0, 3.0, 6.0])
@@ -193,6 +226,7 @@ def test_boxes_of_any_shape_and_with_missing_bounds():
     (_BOX, 'categorical', r'box of shape \(3,\); use gaussian'),
     (Discrete(3), 'gaussian', 'discrete; use categorical'),
     (Discrete(3), 'tanh_gaussian', 'discrete; use categorical'),
+    (MultiDiscrete((3, 2)), 'gaussian', 'discrete; use categorical'),
     (
       Box((1,), np.float32([0]), np.float32([np.inf])),
       'tanh_gaussian',

@@ -192,7 +192,9 @@ def test_every_environment_is_freed_though_one_raises(capsys):
 def _unrolls(agent, num_shards=1, num_unrolls=3, sleep=None):
   """Consecutive unrolls of one actor, each a list of shards."""
   env = _make_env(0)
-  functions = actor_lib.make_actor_functions(agent, env.observe, num_shards)
+  functions = actor_lib.make_actor_functions(
+    agent, env.spec.observe, num_shards
+  )
   devices = jax.devices()
   actor = actor_lib.Actor(
     0,

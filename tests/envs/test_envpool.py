@@ -85,7 +85,7 @@ def test_an_atari_spec():
 )
 def test_observations_become_what_the_spec_says(name):
   env, timesteps, _ = _random_walk(name, 3)
-  obs = jax.jit(env.observe)(timesteps[-1].obs)
+  obs = jax.jit(env.spec.observe)(timesteps[-1].obs)
   jax.tree.map(
     lambda x, spec: np.testing.assert_equal(
       (x.shape, x.dtype), ((4, *spec.shape), spec.dtype)
@@ -98,7 +98,7 @@ def test_observations_become_what_the_spec_says(name):
 def test_a_category_is_one_hot():
   env, timesteps, _ = _random_walk('FrozenLake-v1', 5)
   for timestep in timesteps:
-    obs = np.asarray(env.observe(timestep.obs))
+    obs = np.asarray(env.spec.observe(timestep.obs))
     expected = np.zeros((4, 16), bool)
     expected[np.arange(4), np.ravel(timestep.obs)] = True
     np.testing.assert_array_equal(obs, expected)

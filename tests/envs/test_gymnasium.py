@@ -7,7 +7,7 @@ import pytest
 
 from podrl.envs import gymnasium as adapter
 from podrl.envs import spaces
-from podrl.types import Box, Discrete
+from podrl.types import Box, Discrete, MultiDiscrete
 
 
 def test_steps_and_joints_are_those_of_single_environments():
@@ -57,16 +57,20 @@ def test_categories_and_dicts():
     {
       'where': gymnasium.spaces.Discrete(3, start=1),
       'what': gymnasium.spaces.Box(0, 1, (2,), np.float64),
+      'which': gymnasium.spaces.MultiDiscrete([2, 3], start=[0, -1]),
     }
   )
   spec = spaces.obs_spec(space)
   assert spec == {
     'where': jax.ShapeDtypeStruct((3,), bool),
     'what': jax.ShapeDtypeStruct((2,), np.float32),
+    'which': jax.ShapeDtypeStruct((5,), bool),
   }
-  obs = spaces.observe(
-    space, {'where': np.array([1, 3]), 'what': np.ones((2, 2), np.float32)}
-  )
+  raw = {'where': np.array([1, 3]), 'which': np.array([[1, -1], [0, 1]])}
+  raw['what'] = np.ones((2, 2), np.float32)
+  obs = jax.jit(lambda raw: spaces.observe(space, raw))(raw)
+  expected = [[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]]
+  np.testing.assert_array_equal(obs['which'], expected)
   np.testing.assert_array_equal(obs['where'], [[1, 0, 0], [0, 0, 1]])
 
 
@@ -98,6 +102,16 @@ def test_actions_are_in_the_librarys_own_space(space):
 def test_a_category_that_starts_elsewhere_is_shifted():
   to_action = spaces.to_library_action(gymnasium.spaces.Discrete(3, start=2))
   np.testing.assert_array_equal(to_action(np.array([0, 2])), [2, 4])
+
+
+def test_several_categories_have_the_shape_and_start_of_their_space():
+  start = np.array([[0, 1], [-5, 0]])
+  space = gymnasium.spaces.MultiDiscrete([[2, 3], [4, 5]], start=start)
+  assert spaces.action_space(space) == MultiDiscrete((2, 3, 4, 5))
+  action = np.int32([[1, 2, 3, 4], [0, 1, 2, 3]])
+  found = spaces.to_library_action(space)(action)
+  np.testing.assert_array_equal(found, action.reshape(2, 2, 2) + start)
+  assert all(space.contains(x) for x in found)
 
 
 def test_a_module_that_registers_is_imported(tmp_path, monkeypatch):

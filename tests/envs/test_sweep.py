@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from podrl.run import build, train
-from podrl.types import Discrete
+from podrl.types import Box
 
 _TABLE = pathlib.Path(__file__).parents[2] / 'docs' / 'coverage.csv'
 _COLUMNS = ('suite', 'family', 'task', 'observation', 'action', 'outcome')
@@ -95,9 +95,9 @@ def _describe(spec):
   ]
   action = spec.action
   return ' '.join(shapes), (
-    f'{action.num_actions} actions'
-    if isinstance(action, Discrete)
-    else f'box[{",".join(map(str, action.shape))}]'
+    f'box[{",".join(map(str, action.shape))}]'
+    if isinstance(action, Box)
+    else f'{action.num_actions} actions'
   )
 
 

@@ -2,9 +2,12 @@
 
 import json
 
+import gymnasium
 import helpers
+import numpy as np
 import pytest
 
+import podrl
 from podrl.run import train
 
 
@@ -49,6 +52,47 @@ def test_a_recurrent_agent_recalls_what_it_saw(agent, core, tmp_path):
   arguments += _MEMORY_CHAIN
   # Right is 1, wrong is -1; chance gives 0.
   assert _evaluated('anakin_memory_chain', tmp_path, *arguments) >= 0.9
+
+
+class _Repeat(gymnasium.Env):
+  """Each of two numbers that is repeated, in the other order, gives 1."""
+
+  observation_space = gymnasium.spaces.MultiDiscrete([3, 4], start=[1, -2])
+  action_space = gymnasium.spaces.MultiDiscrete([4, 3], start=[-2, 1])
+
+  def reset(self, *, seed=None, options=None):
+    super().reset(seed=seed)
+    self._obs = self.np_random.integers([1, -2], [4, 2])
+    return self._obs, {}
+
+  def step(self, action):
+    assert self.action_space.contains(action)
+    reward = float(np.sum(action == self._obs[::-1]))
+    self._obs = self.np_random.integers([1, -2], [4, 2])
+    return self._obs, reward, False, False, {}
+
+
+@pytest.mark.parametrize('agent', ['ppo', _slow('impala')])
+def test_several_discrete_actions_are_learned(agent, tmp_path):
+  gymnasium.register('Repeat-v0', _Repeat, max_episode_steps=8)
+  arguments = (
+    '--config.env.suite=gymnasium --config.env.name=Repeat-v0 '
+    '--config.env.num_envs=32 --config.total_env_steps=30_000 '
+    '--config.eval.num_episodes=32 --config.sebulba.actor_devices=0 '
+    '--config.sebulba.learner_devices=0'
+  ).split()
+  name = 'sebulba_cartpole'
+  # At random 4.7 = 8 (1/3 + 1/4), the best possible is 16.
+  found = _evaluated(name, tmp_path, f'--agent={agent}', *arguments)
+  assert found >= 15.5
+  # The policy takes the library's observations and gives its actions.
+  policy, env = podrl.load(tmp_path / 'run'), _Repeat()
+  obs, score = env.reset(seed=0)[0], 0.0
+  for _ in range(32):
+    action, _ = policy(obs[None])
+    obs, reward, *_ = env.step(np.asarray(action)[0])
+    score += reward
+  assert score >= 62
 
 
 @pytest.mark.slow

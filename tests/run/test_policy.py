@@ -104,11 +104,11 @@ def test_categories_are_observed_as_the_library_gives_them(runs):
   env = build.make_host_env(chosen.config, 4, 0, 1)
   raw = np.asarray([0, 3, 7, 15], np.int32)
   np.testing.assert_array_equal(
-    policy.observe(chosen.spec.obs, raw), env.observe(raw)
+    policy.observe(chosen.spec, raw), env.spec.observe(raw)
   )
   env.close()
   assert chosen(raw)[0].shape == (4,)
-  with pytest.raises(ValueError, match=r'\(4, 2\); the policy takes \(B, 16\)'):
+  with pytest.raises(ValueError, match=r'\(4, 2\).*\(4, 16\)'):
     chosen(np.zeros((4, 2)))
 
 

@@ -329,9 +329,9 @@ def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):
     assert message in said.splitlines()[-1] and 'Traceback' not in said
     assert _files(workdir) == before
 
-  assert_refused('config.seed is 0 there, 1 here', '--config.seed=1')
+  assert_refused('config.seed is 0 in the run, but 1 now', '--config.seed=1')
   assert_refused(
-    'config.agent.name is ppo there, impala here', '--agent=impala'
+    'config.agent.name is ppo in the run, but impala now', '--agent=impala'
   )
   assert_refused(
     'config.env.options is {}', '--config.env.options.max_steps_in_episode=5'
