@@ -82,7 +82,7 @@ def multi_categorical(num_actions: Sequence[int]) -> Distribution:
   parts = [categorical(n) for n in num_actions]
   ends = np.cumsum(num_actions)[:-1].tolist()
 
-  def split(head: Array) -> list[Array]:
+  def split(head: Array) -> Sequence[Array]:
     return jnp.split(head, ends, axis=-1)
 
   def sample(rng_key: chex.PRNGKey, head: Array) -> Array:
@@ -96,10 +96,12 @@ def multi_categorical(num_actions: Sequence[int]) -> Distribution:
   def log_prob(head: Array, action: Array) -> Array:
     actions = jnp.moveaxis(action, -1, 0)
     terms = zip(parts, split(head), actions, strict=True)
-    return sum(part.log_prob(x, action) for part, x, action in terms)
+    each = [part.log_prob(x, action) for part, x, action in terms]
+    return jnp.sum(jnp.stack(each), axis=0)
 
   def entropy(head: Array) -> Array:
-    return sum(part.entropy(x) for part, x in zip(parts, split(head)))
+    each = [part.entropy(x) for part, x in zip(parts, split(head))]
+    return jnp.sum(jnp.stack(each), axis=0)
 
   return Distribution(
     num_params=sum(num_actions),
@@ -244,8 +246,9 @@ def for_action_space(
   if not isinstance(action, Box):
     if name != 'categorical':
       raise ValueError(f'{misfit} discrete; use categorical, or auto')
-    is_single = isinstance(action, Discrete)
-    return (categorical if is_single else multi_categorical)(action.num_actions)
+    if isinstance(action, MultiDiscrete):
+      return multi_categorical(action.num_actions)
+    return categorical(action.num_actions)
   if name == 'categorical':
     raise ValueError(
       f'{misfit} a box of shape {action.shape}; use gaussian or tanh_gaussian, '

@@ -107,7 +107,7 @@ def test_a_run_that_is_resumed_knows_its_environment(
   monkeypatch.undo()
   capsys.readouterr()
   assert _run(monkeypatch, 'Catch-bsuite', path, '--resume') == train.MISTAKE
-  assert 'config.env.name is CartPole-v1 there' in capsys.readouterr().err
+  assert 'config.env.name is CartPole-v1 in the run' in capsys.readouterr().err
   # CartPole-v1 alone would be gymnax's.
   assert _run(monkeypatch, 'CartPole-v1', path, '--resume', *_FLAGS) == 0
   config = workdir.read_config(str(tmp_path / 'run'))
