@@ -1,6 +1,6 @@
-"""From a configuration to a trained agent."""
+"""Trains the agent that a configuration describes."""
 
 from podrl.run.signals import quiet_imports
 
-with quiet_imports():  # Experiments begin with these, which take seconds.
+with quiet_imports():  # Experiments import this first, which takes seconds.
   from podrl.run import train  # noqa: F401

@@ -30,7 +30,7 @@ from podrl.types import (
   Variables,
 )
 
-# Evaluation cuts episodes here if the environment never does.
+# Evaluation cuts episodes at this length if the environment has no limit.
 _UNLIMITED_STEPS = 10_000
 
 _MAX_UPDATES = 1024  # One call of Anakin's training has at most this many.
@@ -49,7 +49,7 @@ class Run(NamedTuple):
   eval_keys: Sequence[chex.PRNGKey]
   steps_per_update: int  # Environment steps, joints included.
   num_updates: int
-  eval_every_updates: int  # Updates between evaluations; 0: only at the end.
+  eval_every_updates: int  # 0 means that evaluation is only at the end.
   # Updates between checkpoints; 0 means that only time decides.
   checkpoint_every_updates: int
   variables: Variables  # Shapes of the variables of all agents.
@@ -64,8 +64,8 @@ def architecture(config: ConfigDict) -> str:
   names = [k for k, x in SUITES.items() if x.architecture == expected]
   if suite in SUITES and suite not in names:
     raise ValueError(
-      f'config.env.suite={suite} runs from an experiment of '
-      f'{SUITES[suite].architecture}, and this is one of {expected}; use '
+      f'config.env.suite={suite} needs an experiment of '
+      f'{SUITES[suite].architecture}, but this is one of {expected}; use '
       f'{" or ".join(names)}'
     )
   check_choice('config.env.suite', suite, names)
@@ -129,7 +129,7 @@ def make_host_env(
 ) -> HostEnv:
   """Makes a pool of environments for a Sebulba run.
 
-  `seed` is that of the first environment. `evaluation` leaves out the options
+  `seed` is the seed of the first environment. `evaluation` omits the options
   that only training uses. `render` allows calls of `HostEnv.render`.
   """
   suite = _suite(config)
@@ -141,7 +141,7 @@ def make_host_env(
 
 
 def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
-  """Makes the agent and its network; a ValueError if they do not fit `spec`."""
+  """Makes the agent; raises a ValueError if it does not fit `spec`."""
   fields = config.agent.to_dict()
   make = AGENTS[fields.pop('name')].make
   try:
@@ -151,7 +151,7 @@ def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
 
 
 def make_learner(config: ConfigDict, agent: Agent) -> Learner:
-  """Makes the learner of an agent; it needs the values of `hyperparams`."""
+  """Makes the learner of an agent; its state needs values of `hyperparams`."""
   return learner.make_learner(
     agent,
     make_optimizer(**config.optimizer.to_dict()),
@@ -163,7 +163,7 @@ def make_learner(config: ConfigDict, agent: Agent) -> Learner:
 def hyperparams(
   config: ConfigDict, agent: Agent, num_updates: int
 ) -> Hyperparams:
-  """Returns the values of a run that its compiled programs take as inputs."""
+  """Returns the hyperparameters of a run: inputs of its compiled programs."""
   variables = jax.eval_shape(agent.init, jax.random.key(0))
   values = {name: config.agent[name] for name in variables.hyperparams}
   num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
@@ -178,8 +178,8 @@ def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
   num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
   if num_sgd_steps >= 2**31:  # An int32 counts them.
     raise ValueError(
-      f'config.total_env_steps={config.total_env_steps} are {num_sgd_steps} '
-      'optimizer steps; choose fewer than 2**31 of those'
+      f'config.total_env_steps={config.total_env_steps} needs {num_sgd_steps} '
+      'optimiser steps, but podrl can count only 2**31 - 1; use fewer'
     )
   return num_updates
 
@@ -214,8 +214,8 @@ def make_evaluate(
 def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
   """Builds everything that `train` needs.
 
-  `num_resumes`, how often the run has been resumed, changes the seeds of
-  environments on the host.
+  `num_resumes` is the number of times that the run was resumed. It changes the
+  seeds of environments on the host.
 
   Raises:
     ValueError: for a user's mistake, before anything compiles.
@@ -269,7 +269,7 @@ def _make_anakin(
   num_envs, unroll_length = config.env.num_envs, config.unroll_length
   steps_per_update = unroll_length * num_envs
   num_updates = _count_updates(config, steps_per_update)
-  # A call reports each update in it, and lasts at most until the next record.
+  # A call reports each of its updates, and ends no later than the next record.
   max_updates = min(config.log.every_updates, _MAX_UPDATES)
   programs = anakin.make_programs(
     make_env(config),
@@ -319,7 +319,7 @@ def _make_sebulba(
     autotune=fields.autotune,
   )
   first_seed = config.seed
-  if num_resumes:  # The same seeds would repeat what the agent learned from.
+  if num_resumes:  # The same seeds would repeat episodes that it has seen.
     key = jax.random.fold_in(jax.random.key(config.seed), num_resumes)
     bound = 2**31 - config.env.num_envs
     first_seed = int(jax.random.randint(key, (), 0, bound))

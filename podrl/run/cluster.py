@@ -1,11 +1,11 @@
 """Several processes of one run: how they start, agree and watch one another.
 
-Every process issues the same updates in the same order. Process 0 decides
+Every process runs the same updates in the same order. Process 0 decides
 everything that depends on a clock or on a signal. The other processes read its
 decisions from the key-value store of JAX's coordination service.
 
-Threads in each process report in that store that the process lives and how far
-it got. Process 0 reads the reports. When a process is silent or makes no
+A thread of each process reports to that store that the process is alive, and
+its progress. Process 0 reads the reports. If a process is silent or makes no
 progress, process 0 writes a verdict, and all processes end with its message.
 """
 
@@ -34,7 +34,7 @@ _AbortHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 def store_key(*names: Any) -> str:
-  """The key of a value in the store."""
+  """Returns the key of a value in the store."""
   return '/'.join(map(str, ('podrl', *names)))
 
 
@@ -58,25 +58,25 @@ class Watchdog:
     self._threads: list[threading.Thread] = []
     self._closed = threading.Event()
     self._ending = threading.Lock()
-    # Called in any thread before another process's failure ends this process.
+    # Any thread calls this before another process's failure ends this process.
     self.on_failure = lambda x: print('error:', x, file=sys.stderr, flush=True)
-    # C knows only the address of this handler: the attribute keeps it alive.
+    # C has only the address of this handler, so an attribute must hold it.
     self._on_abort = _AbortHandler(lambda _: self._end(self._abort_message))
 
   def catch_aborts(self, message: str) -> None:
-    """Ends the process with exit code 1 and `message` where JAX aborts it.
+    """Makes this process end with exit code 1 and `message` if JAX aborts it.
 
-    JAX's runtime aborts from a thread of its own when process 0 is gone or the
-    run cannot start. Python runs its signal handlers too late for that.
+    If process 0 is gone or the run cannot start, a thread of JAX's runtime
+    aborts the process. A signal handler in Python would run too late.
     """
     self._abort_message = message
     ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
 
   def begin(self, process: int, num_processes: int, client: Any) -> None:
-    """Starts the threads; `client` is that of JAX's coordination service."""
+    """Starts the threads; `client` is for JAX's coordination service."""
     self._process, self._client = process, client
     self._late = {i: (0, 0, 0, 0) for i in range(num_processes)}
-    own_abort = "JAX's runtime ended process 0; see its own lines above"
+    own_abort = "JAX's runtime ended process 0; see its messages above"
     self.catch_aborts('process 0 is gone' if process else own_abort)
     for target in self._report, self._watch_process_0:
       name = f'podrl-cluster-{target.__name__.strip("_")}'
@@ -88,7 +88,7 @@ class Watchdog:
     self._num_beats += 1
 
   def _report(self) -> None:
-    """Reports to process 0 and obeys its verdict (a thread's target)."""
+    """Reports to process 0, and ends after its verdict; a thread runs this."""
     num_signs = 0
     try:
       while not self._closed.wait(_PERIOD_SECONDS):
@@ -110,8 +110,8 @@ class Watchdog:
   def _check_reports(self) -> None:
     """Ends all processes when one of them is silent or hangs.
 
-    This counts periods, not seconds: after a suspended machine resumes, no
-    process looks dead.
+    This counts periods, not seconds, so that no process looks dead after a
+    suspended machine resumes.
     """
     reports = {}
     for name, text in self._client.key_value_dir_get(store_key('alive')):
@@ -132,7 +132,7 @@ class Watchdog:
       self._end(f'process {names} hangs: no progress for {limit:g} s')
 
   def _watch_process_0(self) -> None:
-    """Notices when `_report` gets no answer (a thread's target)."""
+    """Ends this process if `_report` gets no answer; a thread runs this."""
     num_contacts, periods, limit = 0, 0, self._heartbeat_seconds
     while not self._closed.wait(_PERIOD_SECONDS):
       periods = 0 if self._num_contacts != num_contacts else periods + 1
@@ -146,8 +146,8 @@ class Watchdog:
       self._client.key_value_set(store_key('verdict', 'first'), message)
     except jax.errors.JaxRuntimeError as error:
       if 'ALREADY_EXISTS' not in str(error):
-        print(f'the others could not be informed: {error}', file=sys.stderr)
-    if self._process == 0:  # The store ends with process 0.
+        print(f'cannot inform the other processes: {error}', file=sys.stderr)
+    if self._process == 0:  # Others must read it before the store ends.
       time.sleep(4 * _PERIOD_SECONDS)
 
   def _end(self, message: str) -> None:
@@ -165,8 +165,8 @@ class Watchdog:
   def fail(self, message: str, *, is_suspect: bool) -> None:
     """Tells the other processes that this one ends.
 
-    `is_suspect` says that another process may have caused the error, as when a
-    collective breaks. The watchdog then has time to end this process first.
+    `is_suspect` says that another process may have caused the error, which is
+    so if a collective breaks. The watchdog can then end this process first.
     """
     if is_suspect:
       time.sleep(self._heartbeat_seconds + 4 * _PERIOD_SECONDS)
@@ -210,12 +210,12 @@ class Cluster:
           raise
 
   def beat(self) -> None:
-    """Records progress; call it during work that takes long."""
+    """Records progress; call it again and again during long work."""
     if self.watchdog:
       self.watchdog.beat()
 
   def decide(self, make_decision: Callable[[], Any]) -> Any:
-    """Returns to every process what `make_decision` returns in process 0.
+    """Returns, in every process, what `make_decision` returns in process 0.
 
     Only process 0 calls `make_decision`, which returns a JSON value.
 
@@ -296,7 +296,7 @@ class Cluster:
       expected = values_of_all[0]
       for i, others in enumerate(values_of_all):
         differing = [
-          f'{k}={others.get(k)!r} where process 0 has {expected.get(k)!r}'
+          f'{k}={others.get(k)!r}, but process 0 has {expected.get(k)!r}'
           for k in expected | others
           if expected.get(k) != others.get(k)
         ]
@@ -306,7 +306,7 @@ class Cluster:
     self.decide(check)
 
   def is_preempted(self) -> bool:
-    """Whether a process got SIGTERM; all must ask at the same update."""
+    """Returns whether a process got SIGTERM; all call it at the same update."""
     self._num_rounds += 1
     ask = multihost_utils.reached_preemption_sync_point
     return self.is_distributed and ask(self._num_rounds)
@@ -328,7 +328,7 @@ def num_processes() -> int:
 
 
 def version_of_code() -> str:
-  """A digest of podrl's sources."""
+  """Returns a digest of podrl's source files."""
   digest = hashlib.sha256()
   root = pathlib.Path(__file__).parents[1]
   for path in sorted(root.rglob('*.py')):
@@ -337,7 +337,7 @@ def version_of_code() -> str:
 
 
 def _await_coordinator(address: str, process: int, seconds: float) -> None:
-  """Waits until the coordinator listens; JAX would abort without it."""
+  """Waits until the coordinator listens, because JAX would abort otherwise."""
   host, _, port = address.rpartition(':')
   end = time.monotonic() + seconds
   while True:
@@ -348,7 +348,7 @@ def _await_coordinator(address: str, process: int, seconds: float) -> None:
       if time.monotonic() > end:
         raise ValueError(
           f'process {process}: no coordinator answers at {address} within '
-          f"{seconds:g} s ({error}); name process 0's machine and a free port"
+          f"{seconds:g} s ({error}); use process 0's machine and a free port"
         ) from error
       time.sleep(0.2)
 
@@ -365,15 +365,15 @@ def start(
   """Connects this process with the others; call it before using any device.
 
   Args:
-    coordinator: HOST:PORT of process 0; 'auto' where JAX detects the cluster,
-      as on TPUs; empty for a run of one process, unless Slurm started several.
+    coordinator: HOST:PORT of process 0, or 'auto' if JAX detects the cluster,
+      as on TPUs. Empty means one process, or the processes of a Slurm step.
     num_processes, process: number of processes and index of this one; None
-      where JAX detects them.
+      if JAX detects them.
     start_seconds: how long to wait for the other processes.
     heartbeat_seconds, hang_seconds: see `Watchdog`.
 
   Raises:
-    ValueError: if the arguments do not fit, or the processes do not meet.
+    ValueError: if an argument is wrong, or the processes cannot connect.
   """
   has_address = coordinator not in ('', 'auto')
   tasks = os.environ.get('SLURM_STEP_NUM_TASKS', '')
@@ -397,8 +397,8 @@ def start(
   name = 'this process' if process is None else f'process {process}'
   watchdog = Watchdog(heartbeat_seconds, hang_seconds)
   watchdog.catch_aborts(
-    f'{name}: the others did not come within {start_seconds:g} s, or no '
-    "coordinator could start; see JAX's own lines above"
+    f'{name}: the others did not connect within {start_seconds:g} s, or no '
+    "coordinator could start; see JAX's messages above"
   )
   try:
     jax.distributed.initialize(
@@ -406,7 +406,7 @@ def start(
       num_processes,
       process,
       initialization_timeout=int(start_seconds),
-      # Longer than our watchdog's: it names the process that is gone.
+      # Longer than the watchdog's, which names the process that is gone.
       heartbeat_timeout_seconds=int(2 * heartbeat_seconds + 10),
       shutdown_timeout_seconds=int(heartbeat_seconds + 10),
     )

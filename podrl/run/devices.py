@@ -14,7 +14,7 @@ from podrl.records.workdir import Record, flatten
 from podrl.types import EnvSpec
 
 # On two cores, one device per core was fastest for the default experiment and
-# for CartPole. Above eight, the shards of the usual batches get small.
+# for CartPole. With more than eight, the usual batches have small shards.
 _MAX_CPU_DEVICES = 8
 _MAX_TUNED_THREADS = 8  # More threads would make the usual pools small.
 
@@ -39,7 +39,7 @@ def _multiples_near(value: int, divisor: int) -> str:
 
 
 def _batch_size(config: ConfigDict, num_envs: int) -> tuple[int, str]:
-  """Returns the size and the unit of what minibatches divide on a device."""
+  """Returns size and unit of the batch on a device that minibatches divide."""
   agent = AGENTS[config.agent.name]
   unit = agent.minibatch_unit(flatten(config.to_dict()))
   return num_envs * (config.unroll_length if unit == 'steps' else 1), unit
@@ -91,7 +91,7 @@ def anakin_devices(config: ConfigDict) -> list[jax.Device]:
   """Returns the devices of all processes that an Anakin run uses.
 
   Raises:
-    ValueError: if there are fewer, or the batch does not divide over them.
+    ValueError: if there are too few, or the batch does not divide over them.
   """
   local, num_processes = jax.local_devices(), jax.process_count()
   num_devices = config.num_devices or len(local)
@@ -99,7 +99,7 @@ def anakin_devices(config: ConfigDict) -> list[jax.Device]:
     num_devices = min(num_cpu_devices(config, num_processes), len(local))
   if num_devices > len(local):
     raise ValueError(
-      f'config.num_devices={num_devices}, and there are {len(local)} '
+      f'config.num_devices={num_devices}, but there are {len(local)} '
       f'{local[0].platform} devices; use {len(local)} or fewer, or 0 for all'
     )
   num_envs, total = config.env.num_envs, num_devices * num_processes
@@ -138,7 +138,7 @@ def _default_devices(
     actors = tuple(free[: max(1, num_local // 4)])
   if not learners:
     learners = tuple(i for i in range(num_local) if i not in actors) or actors
-    # Keep as many as divide the batch; if none do, the error names all of them.
+    # Keep the most devices that divide the batch, or all if no number does.
     num_actors = len(actors) * _threads_per_device(config, len(actors))
     unit = num_actors * jax.process_count()
     counts = range(1, len(learners) + 1)
@@ -167,7 +167,7 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   num_actors = num_actor_devices * threads
   if fields.autotune and num_actors == 1:
     raise ValueError(
-      'config.sebulba.autotune=True has nothing to choose from with '
+      'config.sebulba.autotune=True needs several actors, but there is one: '
       f'config.sebulba.threads_per_actor_device={threads}; use 2 or more'
     )
   num_envs, num_processes = config.env.num_envs, jax.process_count()
@@ -183,15 +183,15 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   if fields.mode == 'deterministic' and unrolls_per_update != num_actors:
     raise ValueError(
       f'config.sebulba.unrolls_per_update={unrolls_per_update} does not fit '
-      'the deterministic mode, in which each update takes one unroll of each '
-      f'of {num_actors} actors; use 0, or config.sebulba.mode=asynchronous'
+      'the deterministic mode: each update takes one unroll from each of '
+      f'{num_actors} actors; use 0, or config.sebulba.mode=asynchronous'
     )
   num_learned = num_envs // step * unrolls_per_update  # Per device.
   _check_minibatches(config, num_learned, num_learners * num_processes)
-  # A CPU's learner needs a core too, unless environment steps are expensive
-  # (they draw images or simulate several frames). On two cores one thread
-  # trains CartPole 1.25 times faster than two, and two train Pong 1.3 times
-  # faster than one (CartPole in alternating windows, Pong in separate runs).
+  # On a CPU, the learner needs a core too, unless environment steps are
+  # expensive, because they draw images or simulate several frames. On two
+  # cores, one thread trains CartPole 1.25 times faster than two (alternating
+  # windows), and two train Pong 1.3 times faster than one (separate runs).
   shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
   is_expensive = spec.frame_skip > 1 or any(len(x) == 3 for x in shapes)
   needs_core = platform == 'cpu' and not is_expensive

@@ -21,9 +21,9 @@ from podrl.types import (
 )
 
 _CHUNK_STEPS = 128  # Steps between two calls of `should_stop`.
-_NUM_RESAMPLES = 2000  # For a bootstrap interval.
+_NUM_RESAMPLES = 2000  # Number of means for a bootstrap interval.
 
-# Folds one counter into each key; keys `[N]`.
+# Folds one number into each of the keys `[N]`.
 _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
@@ -35,7 +35,7 @@ class Evaluation(NamedTuple):
 
 
 class Settings(NamedTuple):
-  """What an evaluation does."""
+  """Settings of an evaluation."""
 
   num_episodes: int  # Episodes of all processes, each in its own environment.
   # A longer episode is cut here, and its return so far counts.
@@ -114,7 +114,7 @@ def make_evaluate(
         return None
       end = min(t + _CHUNK_STEPS, settings.max_episode_steps)
       state = run_chunk(variables, keys, t, end, state)
-      if np.all(state.is_over):  # Also true without episodes.
+      if np.all(state.is_over):  # This is also true without episodes.
         break
     return Evaluation(np.asarray(state.returns), np.asarray(state.lengths))
 
@@ -124,13 +124,13 @@ def make_evaluate(
 def make_host_evaluate(
   make_env: Callable[[int, int], HostEnv], agent: Agent, settings: Settings
 ) -> Callable[..., Evaluation | None]:
-  """Builds an evaluation that makes a new pool for each call.
+  """Builds an evaluation that makes a new pool of environments in each call.
 
   `make_env` is `(num_envs, seed) -> HostEnv`; see `make_evaluate`.
   """
   observe = None
 
-  # All pools use `observe` of the first one, so that this compiles only once.
+  # All pools use `observe` of the first one, so that `act` compiles only once.
   @jax.jit
   def act(variables, keys, t, timestep, carry):
     timestep = timestep._replace(obs=observe(timestep.obs))
@@ -175,13 +175,13 @@ def make_host_evaluate(
 def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Computes a 95 % confidence interval of the mean by resampling.
 
-  The draws are the same at each call.
+  Every call draws the same random samples.
 
   Args:
     values: float64 `[N, ...]`, one row for each run or episode.
 
   Returns:
-    The ends of the interval, `[...]` each.
+    The lower end and the upper end of the interval, `[...]` each.
 
   Source: Efron 1979, Bootstrap Methods; the percentile interval.
   """

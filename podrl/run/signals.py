@@ -1,4 +1,4 @@
-"""Notes Ctrl-C and SIGTERM for the training loop, and during imports."""
+"""Handles Ctrl-C and SIGTERM in the training loop, and during imports."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -13,10 +13,10 @@ DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-  """Lets Ctrl-C end the program after the imports in this block, in one line.
+  """Makes Ctrl-C end the program after the imports in this block, in one line.
 
-  An exception in the middle of them is of no use: some libraries ignore it, and
-  others turn it into their own. A second Ctrl-C ends the program at once.
+  An exception during the imports would not help: some libraries ignore it, and
+  others raise an error of their own. A second Ctrl-C acts immediately.
   """
   is_main = threading.current_thread() is threading.main_thread()
   previous = signal.getsignal(signal.SIGINT)
@@ -37,12 +37,12 @@ def quiet_imports() -> Iterator[None]:
     yield
   finally:
     signal.signal(signal.SIGINT, previous)
-  if is_interrupted:  # An interactive session goes on.
+  if is_interrupted:  # An interactive session continues.
     raise KeyboardInterrupt if hasattr(sys, 'ps1') else SystemExit(INTERRUPTED)
 
 
 class Signals:
-  """Notes Ctrl-C and SIGTERM; a second signal ends the process at once.
+  """Remembers Ctrl-C or SIGTERM; a second signal ends the process immediately.
 
   A guest is a run inside another program: a second signal then does what that
   program wants. Only the main thread can handle signals.
@@ -83,7 +83,7 @@ class Signals:
     self.exit_code = self.exit_code or exit_code
 
   def is_set(self) -> bool:
-    """Whether a signal has come."""
+    """Returns whether a signal has come."""
     return self.exit_code is not None
 
   def close(self) -> None:

@@ -155,7 +155,7 @@ def test_values_that_differ_are_named():
 
   outcomes, _ = _run_cluster(3, compare)
   assert [str(x) for x in outcomes] == [
-    'process 2 has seed=4 where process 0 has 3'
+    'process 2 has seed=4, but process 0 has 3'
   ] * 3
   assert _run_cluster(2, lambda x: x.compare({'a': (1,)}))[0] == [None, None]
 
@@ -581,15 +581,15 @@ def test_an_error_in_one_process_ends_all(tmp_path):
   [
     (
       [['--config.seed=1'], ['--config.seed=2']],
-      'process 1 has config.seed=2 where process 0 has 1',
+      'process 1 has config.seed=2, but process 0 has 1',
     ),
     (
       [['--config.num_devices=1'], ['--config.num_devices=1', '--agent=dqn']],
-      "process 1 has --agent='dqn' where process 0 has 'ppo'",
+      "process 1 has --agent='dqn', but process 0 has 'ppo'",
     ),
     (
       [[], ['--num_processes=3']],
-      'process 1 has num_processes=3 where process 0 has 2',
+      'process 1 has num_processes=3, but process 0 has 2',
     ),
     (
       [['--config.env.num_envs=6', '--config.num_devices=2']] * 2,
@@ -688,8 +688,8 @@ def test_others_that_never_come_are_reported_in_a_line(tmp_path):
   )
   assert outcome.returncode == 1
   assert outcome.stderr.splitlines()[-1] == (
-    'error: process 0: the others did not come within 2 s, or no coordinator '
-    "could start; see JAX's own lines above"
+    'error: process 0: the others did not connect within 2 s, or no '
+    "coordinator could start; see JAX's messages above"
   )
 
 

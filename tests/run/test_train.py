@@ -227,7 +227,7 @@ def test_parameters_are_bitwise_reproducible():
         '--config.env.num_envs=5',
         '--config.num_minibatches=1',
       ],
-      '5, and there are 4',
+      '5, but there are 4',
     ),
     (['--config.num_devices=-1'], 'at least 0'),
     (['--config.agent.gamma=2'], 'at least 0 and at most 1'),
