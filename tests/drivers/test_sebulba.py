@@ -1,6 +1,7 @@
 """Sebulba: determinism, lag, joints, one core, failures, all with envpool."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -34,7 +35,6 @@ def _config(agent='ppo', **options):
   config.unroll_length = _T
   config.network.hidden_sizes = (8,)
   config.eval.num_episodes = 2
-  config.compilation_cache = 'off'
   config.sebulba.threads_per_actor_device = 2
   config.sebulba.actor_devices, config.sebulba.learner_devices = (3,), (0, 1)
   return config
@@ -562,8 +562,9 @@ def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
 def test_a_hanging_actor_is_named_and_the_process_ends(tmp_path):
   # In a process of its own, because it ends without joining the thread.
   code = f"""
-import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
-import conftest, threading, test_sebulba as t
+import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import test_sebulba as t
+t.spmd.set_num_cpu_devices(4)
 t.build.make_host_env = lambda config, num_envs, seed, threads, **kw: (
     t._make_env(seed // 8, lambda i: 1e6 * (i == 1)))
 config = t._config()
@@ -571,7 +572,11 @@ config.sebulba.hang_seconds = 2.
 sys.exit(t._run(config, {str(tmp_path / 'run')!r}))
 """
   outcome = subprocess.run(
-    [sys.executable, '-c', code], capture_output=True, text=True, timeout=120
+    [sys.executable, '-c', code],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
   )
   assert outcome.returncode == 1
   assert 'podrl-actor-1 has been in the stage environment' in outcome.stderr

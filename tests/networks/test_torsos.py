@@ -28,19 +28,18 @@ def test_matmul_convolution_equals_lax(padding, kernel, stride, size):
   x = jax.random.normal(jax.random.key(0), (2, *size, 3))
   ours = torsos.Conv(5, kernel, stride, padding, matmul=True)
   lax = torsos.Conv(5, kernel, stride, padding, matmul=False)
-  params = lax.init(jax.random.key(1), x)
+  params = jax.jit(lax.init)(jax.random.key(1), x)
 
-  def value_and_grad(module):
-    return jax.value_and_grad(
-      lambda p, x: jnp.sum(jnp.sin(module.apply(p, x))), (0, 1)
-    )(params, x)
+  def apply_and_grad(module):
+    def loss(params, x):
+      y = module.apply(params, x)
+      return jnp.sum(jnp.sin(y)), y
 
-  np.testing.assert_allclose(
-    ours.apply(params, x), lax.apply(params, x), atol=1e-5
-  )
-  for a, b in zip(
-    jax.tree.leaves(value_and_grad(ours)), jax.tree.leaves(value_and_grad(lax))
-  ):
+    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+
+  (our_grad, y), (lax_grad, z) = map(apply_and_grad, (ours, lax))
+  np.testing.assert_allclose(y, z, atol=1e-5)
+  for a, b in zip(jax.tree.leaves(our_grad), jax.tree.leaves(lax_grad)):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -58,8 +57,9 @@ def test_auto_fits_the_observation(shape, expected):
   spec = _spec(shape)
   torso = torsos.make_torso('auto', spec, hidden_sizes=(8, 16))()
   assert isinstance(torso, expected)
-  obs = jnp.zeros((2, *shape), jnp.uint8)
-  features, _ = torso.init_with_output(jax.random.key(0), obs)
+  obs = jax.ShapeDtypeStruct((2, *shape), jnp.uint8)
+  init = torso.init_with_output
+  features, _ = jax.eval_shape(init, jax.random.key(0), obs)
   assert features.shape == (2, 16) and features.dtype == jnp.float32
 
 
@@ -73,18 +73,13 @@ def test_images_may_be_channels_first_and_uint8(name):
   first = torsos.make_torso(
     name, _spec(chw.shape[1:], channels_first=True), hidden_sizes=(8,)
   )()
-  params = last.init(jax.random.key(0), image)
-  expected = last.apply(params, image)
-  np.testing.assert_allclose(
-    first.apply(params, chw), expected, rtol=1e-4, atol=1e-4
-  )
+  params = jax.jit(last.init)(jax.random.key(0), image)
+  expected = jax.jit(last.apply)(params, image)
+  moved = jax.jit(first.apply)(params, chw)
+  np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=1e-4)
   # uint8 means 0 ... 255 for 0 ... 1.
-  np.testing.assert_allclose(
-    last.apply(params, (image / 255.0).astype(np.float32)),
-    expected,
-    rtol=1e-4,
-    atol=1e-4,
-  )
+  scaled = jax.jit(last.apply)(params, (image / 255.0).astype(np.float32))
+  np.testing.assert_allclose(scaled, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_nature_cnn_has_its_published_parameters():
@@ -92,7 +87,8 @@ def test_nature_cnn_has_its_published_parameters():
   torso = torsos.make_torso(
     'nature_cnn', _spec((84, 84, 4)), hidden_sizes=(512,)
   )()
-  params = torso.init(jax.random.key(0), jnp.zeros((1, 84, 84, 4), jnp.uint8))
+  obs = jax.ShapeDtypeStruct((1, 84, 84, 4), jnp.uint8)
+  params = jax.eval_shape(torso.init, jax.random.key(0), obs)
   assert sum(x.size for x in jax.tree.leaves(params)) == 1_684_128
 
 
@@ -112,8 +108,11 @@ def test_standardized_images_have_mean_0_and_deviation_1():
 def test_brightness_does_not_matter_to_the_small_network(name, is_standardized):
   torso = torsos.make_torso(name, _spec((42, 42, 4)), hidden_sizes=(8,))()
   dark = np.random.default_rng(0).integers(0, 128, (2, 42, 42, 4), np.uint8)
-  params = torso.init(jax.random.key(0), dark)
-  x, y = torso.apply(params, dark), torso.apply(params, dark + np.uint8(100))
+  params, apply = (
+    jax.jit(torso.init)(jax.random.key(0), dark),
+    jax.jit(torso.apply),
+  )
+  x, y = apply(params, dark), apply(params, dark + np.uint8(100))
   assert np.any(x)
   assert np.allclose(x, y, rtol=1e-3, atol=1e-4) == is_standardized
 
