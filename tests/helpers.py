@@ -12,10 +12,18 @@ TINY = [
   '--config.total_env_steps=512',
   '--config.env.num_envs=8',
   '--config.unroll_length=8',
+  '--config.network.hidden_sizes=8',
   '--config.eval.num_episodes=4',
   '--config.eval.max_episode_steps=20',
   '--config.log.every_updates=3',
   '--config.num_devices=2',
+]
+# What an agent may carry from step to step.
+MEMORY = [
+  '--agent=impala',
+  '--config.network.recurrent=gru',
+  '--config.agent.normalize_observation=True',
+  '--config.agent.normalize_reward=True',
 ]
 # The values of a record that two equal runs do not share.
 TIMINGS = {

@@ -61,7 +61,7 @@ def _steps(seed=0):
 
 def _scaled(factor, variables):
   """The variables with larger or smaller parameters."""
-  params = jax.tree.map(lambda x: factor * x, variables.params)
+  params = jax.tree.map(lambda x: factor * np.asarray(x), variables.params)
   return variables._replace(params=params)
 
 
@@ -86,7 +86,7 @@ def _act_through(agent, variables, steps):
       carry,
     )
     rows.append((action, extras))
-  actions, extras = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+  actions, extras = jax.tree.map(lambda *x: np.stack(x), *rows)
   return Trajectory(
     steps, actions, extras, jax.tree.map(lambda x: x[None], first)
   ), carry
@@ -117,11 +117,8 @@ def test_steps_act_as_the_unrolled_network_does(name, core, space):
     steps.is_first,
     jax.tree.map(lambda x: x[0], trajectory.carry),
   )
-  np.testing.assert_allclose(
-    dist.log_prob(head[:-1], trajectory.extras.sample),
-    trajectory.extras.log_prob,
-    atol=1e-5,
-  )
+  log_prob = jax.jit(dist.log_prob)(head[:-1], trajectory.extras.sample)
+  np.testing.assert_allclose(log_prob, trajectory.extras.log_prob, atol=1e-5)
   if name != 'ppo':
     return
   np.testing.assert_allclose(values[:-1], trajectory.extras.value, atol=1e-5)
@@ -133,7 +130,7 @@ def test_steps_act_as_the_unrolled_network_does(name, core, space):
   shape = (_B, _T) if core != 'none' else (_B * _T, 1)
   assert batch.log_prob.shape == batch.advantage.shape == shape
   bare = ppo.make_agent(network, dist, normalize_advantage=False)
-  targets = _prepare(bare)(variables, trajectory).target
+  targets = np.asarray(_prepare(bare)(variables, trajectory).target)
   final = (
     targets.reshape(_B, _T)[:, -1]
     if core != 'none'
@@ -154,12 +151,14 @@ def test_greedy_acting_takes_the_mode():
   first = jax.tree.map(lambda x: x[0], steps)
   keys = jax.random.split(jax.random.key(0), _B)
   carry = agent.initial_carry(_B)
-  action, extras, _ = agent.act(variables, keys, first, carry, greedy=True)
-  head, _, _ = network.unroll(
+  act = jax.jit(agent.act, static_argnames='greedy')
+  action, extras, _ = act(variables, keys, first, carry, greedy=True)
+  head, _, _ = jax.jit(network.unroll)(
     variables.params, first.obs[None], first.is_first[None], carry
   )
-  np.testing.assert_allclose(extras.sample, head[0, :, :2], atol=1e-6)
-  np.testing.assert_allclose(action, dist.to_action(head[0, :, :2]), atol=1e-6)
+  mode = np.asarray(head)[0, :, :2]
+  np.testing.assert_allclose(extras.sample, mode, atol=1e-6)
+  np.testing.assert_allclose(action, dist.to_action(mode), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,7 @@ def _mixed(before, after):
 
   # The action that was ignored belongs to the time before.
   def join(a, b):
-    return jnp.concatenate([a[:_JOINT], b[_JOINT:]])
+    return np.concatenate([a[:_JOINT], b[_JOINT:]])
 
   parts = before._replace(carry=()), after._replace(carry=())
   return jax.tree.map(join, *parts)._replace(carry=before.carry)
@@ -231,16 +230,9 @@ def test_a_ratio_that_overflows_is_bounded():
   _, _, agent = _agent('impala', 'none', 'box')
   variables = jax.jit(agent.init)(jax.random.key(0))
   trajectory, _ = _act_through(agent, variables, _steps())
-  log_prob = trajectory.extras.log_prob.at[_JOINT - 1, 0].set(-500.0)
-  trajectory = trajectory._replace(
-    extras=trajectory.extras._replace(log_prob=log_prob)
-  )
-  loss, _ = agent.loss(
-    variables,
-    (),
-    agent.prepare(variables, trajectory, lambda x: x),
-    jax.random.key(0),
-  )
+  trajectory.extras.log_prob[_JOINT - 1, 0] = -500.0
+  batch = _prepare(agent)(variables, trajectory)
+  loss, _ = jax.jit(agent.loss)(variables, (), batch, jax.random.key(0))
   assert np.isfinite(loss)
 
 

@@ -25,12 +25,19 @@ def _agent(*, observations=True, rewards=True, make=ppo.make_agent, **kwargs):
   network = networks.make_network(
     lambda: torsos.MLP((8,)), normalization.as_float(_OBS), 3
   )
-  return normalization.normalize(
+  agent = normalization.normalize(
     make(network, dist, gamma=_GAMMA, **kwargs),
     _OBS,
     observations=observations,
     rewards=rewards,
   )
+  return agent._replace(init=jax.jit(agent.init))
+
+
+def _prepare(agent, variables, trajectory):
+  """Prepares a batch on one device."""
+  prepare = jax.jit(lambda *args: agent.prepare(*args, lambda x: x))
+  return prepare(variables, trajectory)
 
 
 def _steps(length=40, batch=4, seed=0):
@@ -62,7 +69,7 @@ def _unrolls(agent, variables, steps, length=8):
         carry,
       )
       rows.append((action, extras))
-    actions, extras = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    actions, extras = jax.tree.map(lambda *x: np.stack(x), *rows)
     unrolls.append(
       Trajectory(
         jax.tree.map(lambda x: x[start : start + length + 1], steps),
@@ -170,9 +177,9 @@ def test_the_agent_sees_what_was_normalised_by_hand(make):
     action=trajectory.action, extras=trajectory.extras
   )
 
-  def loss(agent, variables, trajectory):
-    batch = agent.prepare(variables, trajectory, lambda x: x)
-    return agent.loss(variables, (), batch, jax.random.key(0))[0]
+  def loss(agent, *args):
+    batch = _prepare(agent, *args)
+    return jax.jit(agent.loss)(args[0], (), batch, jax.random.key(0))[0]
 
   np.testing.assert_allclose(
     loss(wrapped, variables, trajectory),
@@ -199,11 +206,12 @@ def test_far_observations_are_clipped():
   )
   keys = jax.random.split(jax.random.key(0), 1)
   carry = agent.initial_carry(1)
-  _, a, _ = agent.act(variables, keys, near, carry)
-  _, b, _ = agent.act(variables, keys, far, carry)
+  act = jax.jit(agent.act)
+  _, a, _ = act(variables, keys, near, carry)
+  _, b, _ = act(variables, keys, far, carry)
   np.testing.assert_allclose(a.value, b.value, rtol=1e-5)
   other = near._replace(obs=near.obs | {'a': jnp.zeros((1, 3))})
-  _, c, _ = agent.act(variables, keys, other, carry)
+  _, c, _ = act(variables, keys, other, carry)
   assert not np.allclose(a.value, c.value, rtol=1e-3)
 
 
@@ -273,7 +281,7 @@ def test_a_constant_looks_the_same_whatever_the_devices(constant):
     state = learner.init(jax.random.key(0), ())
     for i, trajectory in enumerate(_unrolls(agent, state.variables, steps)):
       state, _ = update(state, trajectory, jax.random.key(i))
-    batch = agent.prepare(state.variables, trajectory, lambda x: x)
+    batch = _prepare(agent, state.variables, trajectory)
     seen.append(batch.obs['a'])
     np.testing.assert_allclose(batch.obs['a'][..., 0], 0, atol=1e-3)
   np.testing.assert_allclose(seen[0], seen[1], atol=1e-3)
@@ -292,12 +300,10 @@ def test_rewards_are_clipped_and_unscaled_until_there_are_some():
     state, _ = update(state, trajectory, jax.random.key(1))
   assert state.variables.statistics.discounted_return.variance == 0.0
   timestep = trajectory.timestep
-  rare = jnp.zeros_like(timestep.reward).at[3, 0].set(4.0).at[4, 0].set(-99.0)
-  batch = agent.prepare(
-    state.variables,
-    trajectory._replace(timestep=timestep._replace(reward=rare)),
-    lambda x: x,
-  )
+  rare = np.zeros_like(timestep.reward)
+  rare[3:5, 0] = 4.0, -99.0
+  trajectory = trajectory._replace(timestep=timestep._replace(reward=rare))
+  batch = _prepare(agent, state.variables, trajectory)
   rewards = batch.timestep.reward[0]
   assert (rewards[3], rewards[4]) == (4.0, -10.0)
 

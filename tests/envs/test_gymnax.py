@@ -32,15 +32,14 @@ def _single(env):
     return jax.tree.map(lambda x: x[0], tree)
 
   return (
-    lambda key: drop(env.reset(add(key))),
-    lambda state, action: drop(env.step(add(state), add(action))),
+    jax.jit(lambda key: drop(env.reset(add(key)))),
+    jax.jit(lambda state, action: drop(env.step(add(state), add(action)))),
   )
 
 
 def _rollout(env, num_steps, seed=0):
-  key = jax.random.key(seed)
+  """The time steps of random actions, in one program."""
   reset_one, step_one = _single(env)
-  state, first = reset_one(key)
 
   def step(state, key):
     if isinstance(env.spec.action, Discrete):
@@ -51,12 +50,14 @@ def _rollout(env, num_steps, seed=0):
       )
     return step_one(state, action)
 
-  _, rest = jax.jit(
-    lambda s: jax.lax.scan(step, s, jax.random.split(key, num_steps))
-  )(state)
-  return jax.tree.map(
-    lambda a, b: np.concatenate([np.asarray(a)[None], b]), first, rest
-  )
+  @jax.jit
+  def rollout(key):
+    state, first = reset_one(key)
+    _, rest = jax.lax.scan(step, state, jax.random.split(key, num_steps))
+    return first, rest
+
+  first, rest = jax.device_get(rollout(jax.random.key(seed)))
+  return jax.tree.map(lambda a, b: np.concatenate([a[None], b]), first, rest)
 
 
 def test_only_the_download_is_left_out():
@@ -88,15 +89,18 @@ def test_every_environment(name):
 @pytest.mark.parametrize('name', _some_slow(sorted(adapter._BINARY_OBS)))
 def test_bool_images_lose_nothing(name):
   env, params = gymnax.make(name)
-  key = jax.random.key(1)
-  obs, state = env.reset(key, params)
 
   def step(state, key):
     action = env.action_space(params).sample(key)
     obs, state, *_ = env.step(key, state, action, params)
     return state, obs
 
-  _, obs = jax.lax.scan(step, state, jax.random.split(key, 500))
+  @jax.jit
+  def rollout(key):
+    _, state = env.reset(key, params)
+    return jax.lax.scan(step, state, jax.random.split(key, 500))[1]
+
+  obs = rollout(jax.random.key(1))
   assert adapter.make(name).spec.obs.dtype == bool
   assert set(np.unique(obs)) <= {0.0, 1.0}
 

@@ -31,9 +31,9 @@ def _counter(terminates, truncates):
 
 def _unroll(env, action, num_steps=8, num_envs=2):
   state, first = env.reset(jax.random.split(jax.random.key(0), num_envs))
-  steps = [first]
+  steps, step = [first], jax.jit(env.step)
   for _ in range(num_steps):
-    state, timestep = env.step(state, jnp.full(num_envs, action))
+    state, timestep = step(state, jnp.full(num_envs, action))
     steps.append(timestep)
   return jax.tree.map(lambda *x: np.stack(x), *steps)
 
@@ -68,9 +68,9 @@ def test_an_environments_stream_does_not_depend_on_the_batch():
   keys = jax.random.split(jax.random.key(0), 4)
   for size in (1, 4):
     state, first = env.reset(keys[:size])
-    steps = [first.obs[0]]
+    steps, step = [first.obs[0]], jax.jit(env.step)
     for _ in range(8):
-      state, timestep = env.step(state, jnp.zeros(size, jnp.int32))
+      state, timestep = step(state, jnp.zeros(size, jnp.int32))
       steps.append(timestep.obs[0])
     if size == 1:
       expected = steps

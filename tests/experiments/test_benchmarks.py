@@ -25,9 +25,11 @@ def parsed_flags():
 def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
   monkeypatch.setattr(throughput, '_SECONDS', 0.0)  # One update a sample.
   config = make_config('CartPole-v1', 8)
+  config.unroll_length, config.num_epochs = 8, 1
+  config.network.hidden_sizes = (16,)
   row = throughput.measure(config, repeats=1)
-  # Twice: 4 x 64 and 64, 64 x 64 and 64; then heads for 2 actions and a value.
-  assert row['num_params'] == 2 * (5 * 64 + 65 * 64) + 65 * 2 + 65
+  # Twice: 4 x 16 and 16; then heads for 2 actions and a value.
+  assert row['num_params'] == 2 * 5 * 16 + 17 * 2 + 17
   acting, update = row['acting'], row['update']
   bound = (
     min(row['environment'], acting, update)

@@ -45,12 +45,11 @@ def test_separate_torsos_share_nothing():
   network = _network('none')
   params = network.init(jax.random.key(0))
   obs, is_first = _sequence(length=1, batch=1)
-  of_policy, of_value = (
-    jax.grad(lambda p: network.unroll(p, obs, is_first, ())[i].ravel()[0])(
-      params
+  of_policy, of_value = jax.jit(
+    jax.jacrev(
+      lambda p: [x.ravel()[0] for x in network.unroll(p, obs, is_first, ())[:2]]
     )
-    for i in (0, 1)
-  )
+  )(params)
   for x, y in zip(jax.tree.leaves(of_value), jax.tree.leaves(of_policy)):
     assert not (np.any(x) and np.any(y))
 
@@ -133,9 +132,8 @@ def test_a_core_is_a_plain_loop_that_forgets_at_first_steps(kind, cell):
   zeros = np.zeros((4, 6), np.float32)
   carry = zeros if kind == 'gru' else (zeros, zeros)
   carry = jax.tree.map(lambda c: c + np.float32(0.5), carry)
-  outputs, (params) = core.init_with_output(
-    jax.random.key(0), x, is_first, carry
-  )
+  init_with_output = jax.jit(core.init_with_output)
+  outputs, params = init_with_output(jax.random.key(0), x, is_first, carry)
   (params,) = jax.device_get(params)['params'].values()
   params = jax.tree.map(np.asarray, params)
   expected = []
@@ -183,7 +181,8 @@ def test_nothing_passes_a_joint(core):
     head, value, _ = network.unroll(params, obs, is_first, carry)
     return head[5:, 0], value[5:, 0]
 
-  changes = jax.jacrev(after, (0, 1))(obs, _random_carry(network))
+  jacobian = jax.jit(jax.jacrev(after, (0, 1)))
+  changes = jacobian(obs, _random_carry(network))
   for of_obs, of_carry in changes:
     of_obs = np.asarray(of_obs)  # [..., T, B, 5]
     assert np.any(of_obs[..., 5:, 0, :])
@@ -195,10 +194,10 @@ def test_constant_parameters_are_the_same_in_all_states():
   network = networks.make_network(
     lambda: torsos.MLP((16,)), _OBS, 5, num_constant_params=2
   )
-  params = network.init(jax.random.key(0))
+  params = jax.jit(network.init)(jax.random.key(0))
   params['params']['constant'] += jnp.float32([7, 8])
   obs, is_first = _sequence()
-  head, _, _ = network.unroll(params, obs, is_first, ())
+  head, _, _ = jax.jit(network.unroll)(params, obs, is_first, ())
   assert head.shape == (12, 4, 5)
   np.testing.assert_array_equal(
     head[..., 3:], np.broadcast_to(np.float32([7, 8]), (12, 4, 2))

@@ -1,5 +1,7 @@
 """Policies that are loaded from runs, and what they choose."""
 
+import functools
+
 import gymnax
 import helpers
 import jax
@@ -20,15 +22,7 @@ from podrl.types import TimeStep
 def runs(tmp_path_factory):
   """A run of each architecture; Anakin's with memory and normalisation."""
   path = tmp_path_factory.mktemp('runs')
-  assert (
-    helpers.run(
-      path / 'anakin',
-      '--config.network.recurrent=gru',
-      '--config.agent.normalize_observation=True',
-      '--config.num_minibatches=1',
-    )
-    == 0
-  )
+  assert helpers.run(path / 'anakin', *helpers.MEMORY) == 0
   assert (
     helpers.run(
       path / 'sebulba',
@@ -51,22 +45,19 @@ def runs(tmp_path_factory):
 def test_a_policy_chooses_what_the_agent_does(runs):
   chosen = podrl.load(runs / 'anakin')
   env, params = gymnax.make('Catch-bsuite')
-  obs, _ = jax.vmap(env.reset, (0, None))(
-    jax.random.split(jax.random.key(0), 3), params
-  )
+  reset = jax.jit(jax.vmap(env.reset, (0, None)))
+  obs, _ = reset(jax.random.split(jax.random.key(0), 3), params)
   assert obs.dtype == jnp.float32  # The agent sees it as bool.
   carry = agent_carry = chosen.initial_carry(3)
+  act = jax.jit(functools.partial(chosen.agent.act, greedy=True))
   for is_first in (True, False):
     action, carry = chosen(obs, carry, is_first=np.full(3, is_first))
     timestep = TimeStep(
       obs.astype(bool), jnp.zeros(3), jnp.ones(3), jnp.full(3, is_first)
     )
-    expected, _, agent_carry = chosen.agent.act(
-      chosen.variables,
-      jax.random.split(jax.random.key(9), 3),
-      timestep,
-      agent_carry,
-      greedy=True,
+    keys = jax.random.split(jax.random.key(9), 3)
+    expected, _, agent_carry = act(
+      chosen.variables, keys, timestep, agent_carry
     )
     np.testing.assert_array_equal(action, expected)
     for x, y in zip(*map(jax.tree.leaves, (carry, agent_carry))):
@@ -84,7 +75,7 @@ def test_samples_follow_the_policy(runs):
   timestep = TimeStep(
     obs.astype(bool), jnp.zeros(4000), jnp.ones(4000), jnp.ones(4000, bool)
   )
-  _, extras, _ = chosen.agent.act(
+  _, extras, _ = jax.jit(chosen.agent.act)(
     chosen.variables,
     jax.random.split(jax.random.key(2), 4000),
     timestep,

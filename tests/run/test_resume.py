@@ -35,12 +35,6 @@ _TWENTY = (
   '--config.total_env_steps=1280 --config.eval.every_env_steps=448 '
   '--config.checkpoint.every_env_steps=320'
 ).split()
-_IMPALA = (
-  '--agent=impala --config.network.recurrent=gru '
-  '--config.network.hidden_sizes=8 '
-  '--config.agent.normalize_observation=True '
-  '--config.agent.normalize_reward=True'
-).split()
 
 
 def _slow(*values):
@@ -94,14 +88,15 @@ _STOPS = (
 @pytest.mark.parametrize(
   'arguments,num_devices,stops',
   [
-    (['--agent=ppo'], 1, _STOPS[1:3]),
-    (_IMPALA, 2, _STOPS[1:2]),
+    (helpers.MEMORY, 2, _STOPS[1:3]),
     _slow(['--agent=ppo'], 1, _STOPS),
     _slow(['--agent=ppo'], 4, _STOPS),
-    _slow(_IMPALA, 1, _STOPS),
-    _slow(_IMPALA, 4, _STOPS),
+    _slow(helpers.MEMORY, 1, _STOPS),
+    _slow(helpers.MEMORY, 4, _STOPS),
     _slow(
-      ['--agent=ppo', *_IMPALA[1:], '--config.num_minibatches=2'], 4, _STOPS
+      ['--agent=ppo', *helpers.MEMORY[1:], '--config.num_minibatches=2'],
+      4,
+      _STOPS,
     ),
   ],
 )
@@ -444,7 +439,7 @@ def test_init_from_takes_only_the_parameters(
   capsys.readouterr()
   for arguments, message in (
     ([f'--init_from={tmp_path}'], 'is not a run'),
-    ([init_from, '--config.network.hidden_sizes=(8,)'], 'another network'),
+    ([init_from, '--config.network.hidden_sizes=(9,)'], 'another network'),
   ):
     assert helpers.run(tmp_path / 'third', *arguments) == train.MISTAKE
     assert message in capsys.readouterr().err

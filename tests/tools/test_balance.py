@@ -221,8 +221,8 @@ def test_verdict(rates, sentence):
 
 @pytest.fixture
 def brief(monkeypatch):
-  """A search of three plans, each measured for a moment."""
-  monkeypatch.setattr(balance, 'MAX_PLANS', 3)
+  """A search of two plans, each measured for a moment."""
+  monkeypatch.setattr(balance, 'MAX_PLANS', 2)
   monkeypatch.setattr(balance, 'FINAL_ROUNDS', 1)
   monkeypatch.setattr(balance, 'RUNG_SECONDS', (0.05, 0.05, 0.05))
 
@@ -257,7 +257,7 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys, brief):
   build.make_run(config)
   assert config.sebulba.max_lag == 2
   assert not config.sebulba.autotune  # A plan has a fixed number of actors.
-  assert printed.count('running ') == 3 + 3 + 3
+  assert printed.count('running ') == 2 + 2 + 2
   for text in (
     ' times the configured plan\n',
     '\nas configured, limit: ',
