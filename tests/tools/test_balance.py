@@ -332,7 +332,8 @@ def test_a_run_is_described(tmp_path, capsys):
   assert capsys.readouterr().out.startswith('limit: cores: add some\n')
   for flag in '--config.seed=1', '--apply', '--agent=ppo', '--max_lag=1':
     assert balance.run(['balance', str(path), flag]) == 2
-    assert f'is a run, which {flag.split("=")[0]}' in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f'{flag.split("=")[0]} needs an experiment; {path} is a run' in said
 
 
 def _decision(seconds, tried, is_kept, num_drifts):

@@ -279,8 +279,8 @@ def test_the_command_prints_and_draws(tmp_path, capsys, monkeypatch):
   assert (tmp_path / 'new' / 'scaling.png').read_bytes().startswith(b'\x89PNG')
 
 
-def test_a_measuring_process_says_why_it_ended():
-  with pytest.raises(ValueError, match='ended: TypeError: .*no_such_argument'):
+def test_a_measuring_process_says_why_it_failed():
+  with pytest.raises(ValueError, match='failed: TypeError: .*no_such_argument'):
     with scaling.start(('peaks', {'no_such_argument': 1})):
       pass
 
