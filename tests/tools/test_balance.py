@@ -333,7 +333,7 @@ def test_a_run_is_described(tmp_path, capsys):
   for flag in '--config.seed=1', '--apply', '--agent=ppo', '--max_lag=1':
     assert balance.run(['balance', str(path), flag]) == 2
     said = capsys.readouterr().err
-    assert f'{flag.split("=")[0]} needs an experiment; {path} is a run' in said
+    assert f'{flag} needs an experiment; {path} is a run' in said
 
 
 def _decision(seconds, tried, is_kept, num_drifts):
