@@ -55,7 +55,7 @@ def train(
     steps: environment steps; by default what suits the kind of environment.
     seed: all random numbers derive from it.
     seeds: number of independent agents.
-    workdir: directory of the run; by default `runs/NAME/TIME`.
+    workdir: directory of the run; by default `runs/TASK/AGENT-TIME`.
     resume: whether to continue the run in `workdir`.
     config: fields of the configuration, for example `{'agent.gamma': 0.9}`.
 

@@ -256,6 +256,24 @@ class Episodes(NamedTuple):
   length_sum: Array
 
 
+class Culprit(NamedTuple):
+  """A number from an environment that may have made the loss not finite.
+
+  Attributes:
+    field: 'reward', or 'observation' with the keys of the array in it.
+    value: NaN, infinite, or large.
+    step: steps of the environment until then, joints included.
+    env: global index of the environment.
+    element: index in the flattened array.
+  """
+
+  field: str
+  value: float
+  step: int
+  env: int
+  element: int
+
+
 class Report(NamedTuple):
   """The result of one call of `Driver.advance`, which ran N updates.
 
@@ -270,6 +288,8 @@ class Report(NamedTuple):
     stages: seconds spent in each stage; divide by `seconds` for its share.
     own: `[N]` each, metrics of this process only.
     decisions: what the driver decided during the call, as JSON.
+    culprit: what this process's environments gave, if `is_finite` is false and
+      that explains it.
   """
 
   metrics: dict[str, np.ndarray]
@@ -280,6 +300,7 @@ class Report(NamedTuple):
   stages: dict[str, float]
   own: dict[str, np.ndarray]
   decisions: Sequence[dict[str, Any]] = ()
+  culprit: Culprit | None = None
 
   @property
   def num_updates(self) -> int:

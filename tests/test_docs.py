@@ -93,9 +93,19 @@ def test_a_trained_policy_is_used(home, monkeypatch):
   assert scope['action'].shape == (3,)
 
 
+def test_podrl_train_in_a_program_learns(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  scope = {}
+  _execute(scope, 'getting-started.md')
+  assert scope['records'][-1]['eval_return'] > 300  # At random 22.
+  assert scope['policy'](np.zeros((3, 4)))[0].shape == (3,)
+  assert (tmp_path / scope['path'] / 'summary.json').exists()
+
+
 def test_every_example_is_tested():
   tested = {'README.md', 'first-run.md', 'environment.md', 'agent.md'}
-  assert {page.name for page in _PAGES if _code(page)} == tested | {'policy.md'}
+  tested |= {'policy.md', 'getting-started.md'}
+  assert {page.name for page in _PAGES if _code(page)} == tested
 
 
 def test_ci_calls_the_readmes_test_command():

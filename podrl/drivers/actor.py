@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.drivers import spmd
+from podrl.drivers import culprits, spmd
+from podrl.drivers.culprits import Largest
 from podrl.drivers.exchange import Closed
 from podrl.drivers.stages import PARKED, STAGES, Busy
 from podrl.types import (
@@ -50,6 +51,8 @@ class Unroll(NamedTuple):
   version: int  # Version of the parameters that chose the actions.
   episodes: Episodes  # Episodes that ended in the unroll.
   actor: int  # Index of the actor.
+  largest: dict[str, Largest]  # Scalars in numpy.
+  first_env: int  # Global index of the actor's first environment.
 
 
 class ActorFunctions(NamedTuple):
@@ -60,10 +63,10 @@ class ActorFunctions(NamedTuple):
   # per step. `num_steps` is the number of earlier steps of each environment.
   step: Callable[..., tuple[Row, Tree]]
   stack: Callable[[list[Row]], Row]  # `(rows) -> Row`, leaves `[N, B, ...]`.
-  # `(stacks, timesteps, carry) -> [Trajectory]`, a shard for each learner
-  # device. `timesteps` holds `[T+1, B]` rewards, discounts and `is_first`, but
-  # only the last observation.
-  finish: Callable[[list[Row], TimeStep, Tree], list[Trajectory]]
+  # `(stacks, timesteps, carry, num_steps) -> ([Trajectory], largest)`, a shard
+  # for each learner device, and what `find_largest` returns. `timesteps` holds
+  # `[T+1, B]` rewards, discounts and `is_first`, but only the last observation.
+  finish: Callable[..., tuple[list[Trajectory], dict[str, Largest]]]
 
 
 def make_actor_functions(
@@ -94,7 +97,7 @@ def make_actor_functions(
     return jax.tree.map(lambda *x: jnp.stack(x), *rows)
 
   @compiled
-  def finish(stacks, timesteps, carry):
+  def finish(stacks, timesteps, carry, num_steps):
     def concatenate(*trees):
       return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
@@ -103,11 +106,12 @@ def make_actor_functions(
     action, extras = concatenate(*((s.action, s.extras) for s in stacks))
     timesteps = timesteps._replace(obs=jax.vmap(observe)(obs))
     trajectory = Trajectory(timesteps, action, extras, carry)
+    largest = culprits.find_largest(trajectory, num_steps)
     if num_shards == 1:
-      return [trajectory]
+      return [trajectory], largest
     leaves, structure = jax.tree.flatten(trajectory)
     shards = zip(*(jnp.split(x, num_shards, axis=1) for x in leaves))
-    return [jax.tree.unflatten(structure, shard) for shard in shards]
+    return [jax.tree.unflatten(structure, shard) for shard in shards], largest
 
   return ActorFunctions(agent.initial_carry, step, stack, finish)
 
@@ -171,6 +175,7 @@ class Actor:
     self._unroll_length = unroll_length
     self._learner_devices = learner_devices
     self._num_steps = 0
+    self._first_env = first_env
     self._timestep = env.reset()
     num_envs = self._timestep.is_first.size
     self._episodes = _Episodes(num_envs)
@@ -230,7 +235,7 @@ class Actor:
     shape = self._unroll_length + 1, timestep.is_first.size
     zeros = np.zeros(shape, np.float32)
     timesteps = TimeStep(timestep.obs, zeros, zeros, np.ones(shape, bool))
-    return self._finish([row] * self._unroll_length, timesteps, carry)
+    return self._finish([row] * self._unroll_length, timesteps, carry)[0]
 
   def unroll(self, variables: Variables, version: int) -> Unroll:
     """Acts for T steps with `variables`, which are on the actor's device.
@@ -263,22 +268,30 @@ class Actor:
       self.enter('inference')
     self._timestep = timestep
     timesteps = TimeStep(timestep.obs, reward, discount, is_first)
-    shards = self._finish(rows, timesteps, first_carry)
+    shards, largest = self._finish(rows, timesteps, first_carry)
     episodes = self._episodes.add(reward[1:], is_first[1:])
-    return Unroll(shards, version, episodes, self.index)
+    return Unroll(
+      shards, version, episodes, self.index, largest, self._first_env
+    )
 
   def _finish(
     self, rows: list[Row], timesteps: TimeStep, carry: Tree
-  ) -> list[Trajectory]:
-    """Returns the shards of an unroll, ready on their learner devices."""
+  ) -> tuple[list[Trajectory], dict[str, Largest]]:
+    """Returns the shards of an unroll, ready on their learner devices.
+
+    It also returns the largest numbers of the unroll, in numpy.
+    """
     # Use several stacks: one program for all rows would compile too slowly.
     stacks = [
       self._functions.stack(rows[i : i + _STACKED])
       for i in range(0, len(rows), _STACKED)
     ]
-    shards = self._functions.finish(stacks, timesteps, carry)
+    num_steps = np.int32(self._num_steps - len(rows))
+    shards, largest = self._functions.finish(
+      stacks, timesteps, carry, num_steps
+    )
     placed = map(jax.device_put, shards, self._learner_devices)
-    return jax.block_until_ready(list(placed))
+    return jax.block_until_ready(list(placed)), jax.device_get(largest)
 
   def close(self) -> None:
     """Frees the environments; prints errors, so that all actors are closed."""

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.drivers import spmd
+from podrl.drivers import culprits, spmd
+from podrl.drivers.culprits import Largest
 from podrl.types import (
   Agent,
   Array,
+  Culprit,
   DeviceEnv,
   Episodes,
   Hyperparams,
@@ -73,6 +75,7 @@ class Records(NamedTuple):
 
   metrics: Metrics  # Float32 `[max_updates]` each, the learner's metrics.
   episodes: Episodes  # `[max_updates, num_devices]` each.
+  largest: dict[str, Largest]  # `[max_updates, num_devices]` each.
   # Bool `[]`, false if the loss of the last update was NaN or infinite. The
   # call ends after such an update.
   is_finite: Array
@@ -169,13 +172,17 @@ def make_programs(
 
   unroll = make_unroll(env, agent, unroll_length)
 
-  def update(state: AnakinState) -> tuple[AnakinState, Metrics, Episodes]:
+  def update(
+    state: AnakinState,
+  ) -> tuple[AnakinState, Metrics, tuple[Episodes, dict[str, Largest]]]:
     before, actors, rng_key = state
     number = before.num_updates
     actors, trajectory, episodes = unroll(before.variables, actors, number)
     update_key = jax.random.fold_in(rng_key, number)
+    largest = culprits.find_largest(trajectory, number * unroll_length)
     after, metrics = learner.update(before, trajectory, update_key)
-    return AnakinState(after, actors, rng_key), metrics, episodes
+    state = AnakinState(after, actors, rng_key)
+    return state, metrics, (episodes, largest)
 
   def over_seeds(function: Callable, in_axes: Any = 0) -> Callable:
     return function if num_seeds is None else jax.vmap(function, in_axes)
@@ -194,21 +201,21 @@ def make_programs(
 
     def body(loop):
       i, state, rows, _ = loop
-      state, metrics, episodes = update_agents(state)
-      rows = jax.tree.map(
-        lambda x, row: x.at[i].set(row), rows, [metrics, episodes]
-      )
+      state, *row = update_agents(state)
+      rows = jax.tree.map(lambda x, row: x.at[i].set(row), rows, row)
+      metrics, _ = row
       return i + 1, state, rows, jnp.all(jnp.isfinite(metrics['loss']))
 
-    _, state, (metrics, episodes), is_finite = jax.lax.while_loop(
+    _, state, (metrics, own), is_finite = jax.lax.while_loop(
       is_running, body, (0, state, rows, jnp.ones((), bool))
     )
-    episodes = jax.tree.map(lambda x: x[:, None], episodes)
-    return state, Records(metrics, episodes, is_finite)
+    own = jax.tree.map(lambda x: x[:, None], own)  # Different on each device.
+    return state, Records(metrics, *own, is_finite)
 
   batch = spmd.BATCH if num_seeds is None else spmd.TRAJECTORY  # Axis 0 or 1.
   sharding = AnakinState(spmd.LEARNER_STATE, batch, spmd.REPLICATED)
-  records = Records(spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED)
+  own, same = spmd.TRAJECTORY, spmd.REPLICATED
+  records = Records(same, own, own, same)
   reset_agents = spmd.device_map(
     over_seeds(reset, (0, None)), mesh, (spmd.REPLICATED, spmd.BATCH), batch
   )
@@ -264,6 +271,8 @@ class Anakin:
   hyperparams: Hyperparams = dataclasses.field(default_factory=dict)
   state: Any = None  # An AnakinState.
   error: BaseException | None = None  # Stays None: Anakin has no threads.
+  # The first number of each seed that was not finite, though the loss was.
+  _culprits: dict[int, Culprit] = dataclasses.field(default_factory=dict)
 
   @property
   def learner(self) -> LearnerState | None:
@@ -299,10 +308,37 @@ class Anakin:
       )
       predictions = num_updates * self.predictions_per_update
       is_sound = bool(records.is_finite or is_finite[num_updates, seed])
-      reports.append(
-        Report(metrics, episodes, predictions, seconds, is_sound, {}, {})
-      )
+      largest = jax.tree.map(lambda x: x[index], records.largest)
+      culprit = self._find_culprit(largest, num_updates, is_sound, seed)
+      report = Report(metrics, episodes, predictions, seconds, is_sound, {}, {})
+      reports.append(report._replace(culprit=culprit))
     return reports
+
+  def _find_culprit(
+    self,
+    largest: Mapping[str, Largest],
+    num_updates: int,
+    is_sound: bool,
+    seed: int,
+  ) -> Culprit | None:
+    """Finds the culprit of a loss that is not finite, after N good updates.
+
+    `largest` has leaves `[max_updates, num_devices]`.
+    """
+    values = np.stack([x.value for x in largest.values()])
+    if is_sound and np.isfinite(values[:, :num_updates]).all():
+      return None
+    num_devices = values.shape[2]  # Those of this process.
+    num_envs = self.state.actors.timestep.reward.shape[-1]
+    num_envs //= num_devices * jax.process_count()
+    for update, device in np.ndindex(num_updates + (not is_sound), num_devices):
+      cell = jax.tree.map(lambda x: x[update, device], largest)
+      first_env = (jax.process_index() * num_devices + device) * num_envs
+      is_failing = update == num_updates
+      culprit = culprits.find_culprit(cell, first_env, is_failing)
+      if culprit and seed not in self._culprits:
+        self._culprits[seed] = culprit
+    return None if is_sound else self._culprits.get(seed)
 
   # `Driver` requires the methods below, but Anakin does not need them.
 

@@ -14,7 +14,7 @@ import chex
 import jax
 import numpy as np
 
-from podrl.drivers import spmd
+from podrl.drivers import culprits, spmd
 from podrl.drivers.actor import Actor, ActorHangs, Unroll, make_actor_functions
 from podrl.drivers.exchange import Asynchronous, Closed, Deterministic, Monitor
 from podrl.drivers.limits import System, find_limit, workload_ratio
@@ -22,6 +22,7 @@ from podrl.drivers.stages import PARKED, Stages, leave_out_parked, num_cores
 from podrl.drivers.tuner import Tuner
 from podrl.types import (
   Agent,
+  Culprit,
   Episodes,
   HostEnv,
   Hyperparams,
@@ -113,6 +114,8 @@ class Sebulba:
     self._stopper: threading.Thread | None = None
     self.error: BaseException | None = None  # Error of an actor or the learner.
     self.state: Any = None  # A LearnerState; `start` sets it.
+    # The first number that was not finite, though the loss may have been.
+    self._culprit: Culprit | None = None
     self._num_updates = self._num_dropped = self._num_waits = 0
     self._num_unrolls = [0] * self._num_actors  # Per actor, dropped ones too.
     self._stages = Stages(self._actor_devices, mesh.local_devices, num_cores())
@@ -315,7 +318,12 @@ class Sebulba:
       self.state, metrics = jax.block_until_ready(self._update(*inputs))
     spend('update')
     metrics = spmd.fetch(metrics)
-    if not np.isfinite(metrics['loss']):
+    is_finite = bool(np.isfinite(metrics['loss']))
+    for unroll in taken:
+      self._culprit = self._culprit or culprits.find_culprit(
+        unroll.largest, unroll.first_env, not is_finite
+      )
+    if not is_finite:
       return None
     self._num_updates += 1
     self._num_dropped += len(dropped)
@@ -394,7 +402,7 @@ class Sebulba:
     report = Report(
       metrics, sums, num_steps, seconds, is_finite, spent, own, decisions
     )
-    return [report]
+    return [report if is_finite else report._replace(culprit=self._culprit)]
 
   def _measure_stages(self) -> dict[str, float]:
     return self._stages.seconds([actor.seconds() for actor in self._actors])

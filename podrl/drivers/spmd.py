@@ -199,9 +199,10 @@ def has_accelerator() -> bool:
     platform = jax.default_backend()
   except (RuntimeError, AssertionError) as error:
     name = _config.jax_platforms
+    reason = ' '.join(str(error).split())  # Of JAX; it may be empty.
     raise ValueError(
-      f'JAX_PLATFORMS={name}: JAX finds no {name.upper()} on this machine. '
-      f'Unset it, or use cpu. {" ".join(str(error).split())}'.rstrip()
+      f'JAX_PLATFORMS={name}: JAX finds no {name.upper()} on this machine; '
+      'unset it, or use cpu' + f' ({reason})' * bool(reason)
     ) from error
   if platform != 'cpu':
     return True

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 import difflib
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.types import Array, Box, Discrete, EnvSpec, MultiDiscrete, Tree
+
+# A category becomes a one-hot vector, an action one of the policy's outputs.
+# An unroll of more of them would need gigabytes.
+_MAX_CATEGORIES = 2**14
+
+
+def _check(what: str, space: Any) -> None:
+  """Raises a ValueError if a space is empty or has too many categories."""
+  fields = {'Discrete': 'n', 'MultiDiscrete': 'nvec'}
+  field = fields.get(type(space).__name__)
+  if field and np.sum(getattr(space, field)) > _MAX_CATEGORIES:
+    raise ValueError(
+      f'{what} are {space}, and podrl accepts at most {_MAX_CATEGORIES} '
+      'categories; wrap the environment so that several smaller ones say the '
+      'same'
+    )
+  if not math.prod(space.shape or ()):
+    raise ValueError(
+      f'{what} are {space}, which holds no number; wrap the environment so '
+      'that it holds at least one'
+    )
 
 
 def obs_spec(space: Any) -> Tree:
@@ -27,6 +49,7 @@ def obs_spec(space: Any) -> Tree:
     return {k: obs_spec(v) for k, v in space.spaces.items()}
   if kind == 'Tuple':
     return tuple(obs_spec(x) for x in space.spaces)
+  _check('observations', space)
   if kind == 'Discrete':
     return jax.ShapeDtypeStruct((int(space.n),), bool)
   if kind == 'MultiDiscrete':
@@ -70,6 +93,7 @@ def action_space(space: Any) -> Discrete | MultiDiscrete | Box:
     ValueError: if the space is neither one or several categories nor a box.
   """
   kind = type(space).__name__
+  _check('actions', space)
   if kind == 'Discrete':
     return Discrete(int(space.n))
   if kind == 'MultiDiscrete':

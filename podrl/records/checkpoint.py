@@ -29,6 +29,7 @@ from podrl.types import LearnerState, Tree, Variables
 
 _FORMAT = 2  # Version of the format; another podrl may write another number.
 _EXTRA_BYTES = 2**20  # A checkpoint's size without its arrays.
+_MAX_REASON = 200  # Orbax's own errors can be pages long.
 
 # One jitted call copies all arrays before the next update can donate them.
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -52,6 +53,16 @@ def with_variables(state: Tree, variables: Tree) -> Tree:
 
 def _directory(path: str, *names: Any) -> str:
   return os.path.join(os.path.abspath(path), 'checkpoints', *map(str, names))
+
+
+def _describe(tree: Tree) -> dict[str, str]:
+  """The type and shape of each array of a tree, by its path in the tree."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): (
+      f'{x.dtype}{[*x.shape]}'
+    )
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }
 
 
 def _digests(directory: str) -> dict[str, str]:
@@ -133,10 +144,10 @@ class Checkpoints:
       self._manager.wait_until_finished()
       self._num_updates = num_updates
       state = _copy(state)  # The next update deletes or overwrites the state.
+      variables = learner_of(state).variables._replace(hyperparams={})
+      progress = progress | {'arrays': _describe(variables)}
       items = ocp.args.Composite(
-        variables=ocp.args.StandardSave(
-          learner_of(state).variables._replace(hyperparams={})
-        ),
+        variables=ocp.args.StandardSave(variables),
         state=ocp.args.StandardSave(with_variables(state, ())),
         progress=ocp.args.JsonSave(progress),
       )
@@ -177,10 +188,13 @@ def find(path: str, which: str = 'last') -> int:
     path: directory of the run.
     which: 'last', 'best' (by evaluation), or a number of updates.
   """
-  if not workdir.is_run(path):
-    raise ValueError(f'{path} is not a run: it has no config.json')
   if parent := workdir.run_of_agent(path):
     raise ValueError(f'{path} is one agent of {parent}; use that path')
+  config = workdir.read_config(path)
+  if workdir.is_series(config):
+    raise ValueError(
+      f'{path} has {config.num_seeds} agents; name one, {path}/seed_0'
+    )
   found = steps(path)
   if not found:
     raise ValueError(f'{path} has no checkpoint yet')
@@ -231,6 +245,10 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
 
   `like` holds a `jax.ShapeDtypeStruct` for each array. The hyperparameters of
   the result are empty.
+
+  Raises:
+    IncompatibleError: if the checkpoint has other arrays.
+    ValueError: if it is damaged.
   """
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shapes = jax.tree.map(
@@ -238,13 +256,22 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
   )
   try:
     _verify(_directory(path, step))
+    # Compared before orbax does it, which prints pages about a difference.
+    theirs, ours = _read_progress(path, step)['arrays'], _describe(shapes)
+    for name in [*ours, *theirs]:
+      there, here = (x.get(name, 'missing') for x in (theirs, ours))
+      if there != here:
+        raise IncompatibleError(
+          f'the parameters of {path} do not fit: {name} is {there} there, '
+          f'{here} here'
+        )
     return _read(path, step, 'variables', shapes)
   except IncompatibleError:
     raise
   except Exception as error:  # Damaged files can make orbax raise anything.
     raise ValueError(
-      f'the parameters of {_directory(path, step)} cannot be read, or are '
-      f'those of another network: {workdir.one_line(error)}'
+      f'the parameters of {_directory(path, step)} cannot be read: '
+      f'{workdir.one_line(error)[:_MAX_REASON]}'
     ) from error
 
 
@@ -271,7 +298,7 @@ def newest_intact(
       raise
     except Exception as error:  # Damaged files can raise anything.
       skipped.append(step)
-      reason = workdir.one_line(error)
+      reason = workdir.one_line(error)[:_MAX_REASON]
       print(f'checkpoint {step} is skipped: {reason}', file=sys.stderr)
       continue
     for damaged in skipped:  # A new checkpoint will need the name.

@@ -3,9 +3,12 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
 import operator
 import os
 import queue
+import shutil
+import sys
 import threading
 import time
 from typing import Any, NamedTuple
@@ -49,16 +52,50 @@ _REDUCTIONS = defaultdict(_Reduction) | {
 }
 
 
-def merge_seeds(records: Sequence[Record]) -> Record:
-  """Merges the records of several agents; keeps the metrics that all have."""
+def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
+  """Merges the records of several agents; keeps the numbers that all have.
+
+  `in_turn` says that the agents ran one after another: rates are then means.
+  """
   merged = {}
   for name in records[0]:
-    values = [record[name] for record in records if name in record]
+    values = [x[name] for x in records if isinstance(x.get(name), int | float)]
     if len(values) == len(records):
-      value = float(_REDUCTIONS[name].seeds(values))
+      reduce = _REDUCTIONS[name].seeds
+      value = float(
+        (np.mean if in_turn and reduce is np.sum else reduce)(values)
+      )
       is_count = all(isinstance(x, int) for x in values)
       merged[name] = round(value) if is_count else value
   return merged
+
+
+def join_seeds(path: str, directories: Sequence[str]) -> Record:
+  """Writes the means of runs that are done as the records of a run.
+
+  Args:
+    path: directory of the run.
+    directories: directories of the runs, one for each seed.
+
+  Returns:
+    The summary. Its times are sums, and it has the last seed's texts.
+  """
+  runs = [
+    {record['num_updates']: record for record in workdir.read_records(x)}
+    for x in directories
+  ]
+  shared = [x for x in runs[0] if all(x in records for records in runs)]
+  lines = [merge_seeds([x[i] for x in runs], in_turn=True) for i in shared]
+  files = [os.path.join(x, 'summary.json') for x in directories]
+  summaries = [workdir.read_json(file) for file in files]
+  summary = summaries[-1] | merge_seeds(summaries, in_turn=True)
+  for name in 'wall_seconds', 'compile_seconds':
+    summary[name] = sum(x[name] for x in summaries)
+  text = ''.join(workdir.to_json(line) + '\n' for line in lines)
+  with workdir.write_errors('the means of the seeds', OSError):
+    workdir.write_text(os.path.join(path, 'metrics.jsonl'), text)
+    workdir.write_json(os.path.join(path, 'summary.json'), summary)
+  return summary
 
 
 def local_part(report: Report) -> Record:
@@ -178,20 +215,31 @@ class Window:
 class JsonLines:
   """A file with one JSON object per line, flushed after each line.
 
-  It keeps the first `num_records` lines of an existing file; a resumed run
-  writes the later ones again.
+  It keeps the first `num_lines` lines of an existing file; a resumed run writes
+  the later ones again. If one of the first is damaged, it keeps those before,
+  and a copy of the file.
+
+  Attributes:
+    num_lines: number of lines in the file.
   """
 
-  def __init__(self, file: str, num_records: int = 0):
-    self._file = open(file, 'a+', encoding='utf-8')
+  def __init__(self, file: str, num_lines: int = 0):
+    self._file = open(file, 'a+', encoding='utf-8', errors='replace')
     self._file.seek(0)
-    for _ in range(num_records):
-      self._file.readline()
-    self._file.truncate(self._file.tell())
+    self.num_lines, end = 0, 0
+    for line in itertools.islice(iter(self._file.readline, ''), num_lines):
+      try:
+        workdir.parse_record(line if line.endswith('\n') else '')
+      except ValueError:
+        shutil.copyfile(file, workdir.free_name(file))
+        break
+      self.num_lines, end = self.num_lines + 1, self._file.tell()
+    self._file.truncate(end)
 
   def write(self, record: Record) -> None:
     self._file.write(workdir.to_json(record) + '\n')
     self._file.flush()
+    self.num_lines += 1
 
   def close(self) -> None:
     self._file.close()
@@ -337,8 +385,8 @@ class Recorder:
     self.best: tuple[float, int] | None = None
     self._compile_seconds = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
-    self._num_records = self._num_decisions = 0
-    self._decisions: list[Sink] = []  # Opened at the first decision.
+    self._files: list[JsonLines] = []  # `metrics.jsonl` of each directory.
+    self._decisions: list[JsonLines] = []  # Opened at the first decision.
     self._decisions_file = os.path.join(path, 'decisions.jsonl')
     self.terminal = Terminal(
       config, self.total_updates, self.steps_per_update, not self.is_writer
@@ -360,35 +408,31 @@ class Recorder:
     """Number of updates since the last record."""
     return self._windows[0].totals.num_updates_since_record
 
-  def check_files(self, progress: Record) -> None:
-    """Raises a ValueError if records that `progress` counts are lost."""
-    for path in self._paths:
-      number = len(workdir.read_records(path))
-      if number < progress['num_records']:
-        raise ValueError(
-          f'{path}/metrics.jsonl has {number} records, but had '
-          f'{progress["num_records"]} when the checkpoint was written'
-        )
-
   def open(self, progress: Record) -> None:
     """Opens the files; `progress` is empty for a new run."""
     if progress:
-      self._num_records = progress['num_records']
-      self._num_decisions = progress.get('num_decisions', 0)
+      self.last = progress['last'] if self._paths else []
       self.start_seconds -= progress['wall_seconds']
       self._compile_seconds += progress['compile_seconds']
       self.best = progress['best'] and tuple(progress['best'])
       for window, window_progress in zip(self._windows, progress['windows']):
         window.resume(window_progress)
+    num_records = progress.get('num_records', [0] * len(self._paths))
     with workdir.write_errors('the records', OSError):
-      for path, last in zip(self._paths, self.last):
+      for path, last, number in zip(self._paths, self.last, num_records):
         file = os.path.join(path, 'metrics.jsonl')
         if not progress and os.path.exists(file) and os.path.getsize(file):
           workdir.set_aside(file)  # The earlier start reached no checkpoint.
-        sinks: list[Sink] = [JsonLines(file, self._num_records)]
+        self._files.append(JsonLines(file, number))
+        if lost := number - self._files[-1].num_lines:
+          print(
+            f'warning: {file}: {lost} of the {number} records before the '
+            'checkpoint are lost; the run goes on from the checkpoint, which '
+            'is intact',
+            file=sys.stderr,
+          )
+        sinks: list[Sink] = [self._files[-1]]
         self.sinks.append(sinks)  # First, so that `close` closes them.
-        for record in workdir.read_records(path):
-          last.update(record)
         if self.config.log.tensorboard:
           sinks.append(TensorBoard(path, last.get('env_steps', -1) + 1))
         if self.config.log.wandb:
@@ -397,12 +441,12 @@ class Recorder:
     if self._paths:
       self.sinks[0].append(self.terminal)
       if os.path.exists(self._decisions_file):
-        self._open_decisions()  # Drops the lines that this run will repeat.
+        # It drops the lines that this run will repeat.
+        self._open_decisions(progress.get('num_decisions', 0))
 
-  def _open_decisions(self) -> None:
+  def _open_decisions(self, num_decisions: int = 0) -> None:
     with workdir.write_errors('the records', OSError):
-      sink = JsonLines(self._decisions_file, self._num_decisions)
-      self._decisions.append(sink)
+      self._decisions.append(JsonLines(self._decisions_file, num_decisions))
 
   def add(self, reports: Sequence[Report]) -> None:
     """Adds a driver's reports, one per agent, and writes its decisions."""
@@ -413,7 +457,6 @@ class Recorder:
     for decision in reports[0].decisions if self._paths else ():
       if not self._decisions:
         self._open_decisions()
-      self._num_decisions += 1
       self._writer.write(self._decisions, now | decision)
 
   def times(self) -> Record:
@@ -431,7 +474,6 @@ class Recorder:
     if len(records) > 1:
       records.insert(0, merge_seeds(records))
     records[0] |= self.describe(records[0])
-    self._num_records += 1
     times = self.times()
     for record, sinks, last in zip(records, self.sinks, self.last):
       last.update(record | times)
@@ -444,9 +486,10 @@ class Recorder:
     """Writes all records; returns what `open` needs to resume, as JSON."""
     self._writer.flush()
     return self.times() | {
-      'num_records': self._num_records,
+      'num_records': [file.num_lines for file in self._files],
+      'last': self.last,
       'best': self.best,
-      'num_decisions': self._num_decisions,
+      'num_decisions': sum(sink.num_lines for sink in self._decisions),
       'windows': [window.progress() for window in self._windows],
     }
 

@@ -68,7 +68,7 @@ class Terminal:
     self._steps_per_update = steps_per_update  # Joints included.
     self._num_seeds = config.get('num_seeds', 1)
     self._live: Live | None = None
-    self.start(0)
+    self._start = 0.0, 0.0  # (time, share done then)
     if self._console.is_terminal and not is_silent:
       self._bar = progress.Progress(
         progress.TextColumn('{task.description}'),
@@ -102,10 +102,11 @@ class Terminal:
     self.say('compiling')
 
   def start(self, num_updates: int) -> None:
-    """Starts the clock with `num_updates` updates done."""
+    """Shows that training starts, with `num_updates` updates done."""
     self._start = time.perf_counter(), num_updates / self._num_updates
     if self._live:
       self._bar.update(self._task, completed=num_updates)
+    self.say('training')
 
   def say(self, status: str) -> None:
     """Shows what the run is doing."""

@@ -4,8 +4,13 @@ config.json      the configuration that the run uses
 metrics.jsonl    one record per line
 decisions.jsonl  one decision of sebulba.autotune per line
 checkpoints/     one directory per checkpoint, named by its number of updates
+.lock            empty; the process that writes the run locks it
 summary.json     the last value of each metric, and how the run ended
-seed_0/ ...      with several seeds: the same files per seed, but no checkpoints
+seed_0/ ...      with several seeds: the same files per seed
+
+Anakin trains several seeds together, and their checkpoints are the run's. With
+Sebulba, each seed is a run of its own with its own checkpoints (`is_series`),
+and the run's directory has their means once all of them are done.
 """
 
 from collections.abc import Iterator, Set
@@ -34,7 +39,10 @@ MOVABLE = tuple(
 )
 # It may change these only where its command line sets them; `config.json` then
 # gets the new value.
-CHANGEABLE = ('total_env_steps',)
+CHANGEABLE = tuple(
+  'total_env_steps optimizer.learning_rate agent.gamma agent.lambda_ '
+  'agent.entropy_cost agent.value_cost agent.clip'.split()
+)
 _TASK = {'env.name', 'env.suite', 'agent.name'}
 _REQUIRED = {'agent.name', 'env.name', 'network.name', 'optimizer.name'}
 
@@ -53,9 +61,10 @@ def write_errors(what: str, kind: type[Exception] = Exception) -> Iterator:
     raise WriteError(message) from error
 
 
-def one_line(error: BaseException) -> str:
-  """The message of an exception in one line."""
-  return ' '.join(str(error).split())[:200] or type(error).__name__
+def one_line(error: BaseException, *, with_kind: bool = False) -> str:
+  """An exception in one line; without a message, it is the exception's kind."""
+  kind, message = type(error).__name__, ' '.join(str(error).split())
+  return f'{kind}: {message}' if with_kind and message else message or kind
 
 
 def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
@@ -75,18 +84,22 @@ def to_json(value: Any, indent: int | None = None) -> str:
   return json.dumps(finite, indent=indent)
 
 
-def write_json(path: str, value: Any, *, overwrite: bool = True) -> None:
-  """Writes a JSON file atomically; raises an OSError if it cannot."""
+def write_text(path: str, text: str) -> None:
+  """Writes a file atomically; raises an OSError if it cannot."""
   directory, name = os.path.split(path)
   temporary = os.path.join(directory, f'.{name}-{uuid.uuid4().hex}')
-  publish = os.replace if overwrite else os.link  # Links never overwrite.
   try:
     with open(temporary, 'w', encoding='utf-8') as file:
-      file.write(to_json(value, indent=2) + '\n')
-    publish(temporary, path)
+      file.write(text)
+    os.replace(temporary, path)
   finally:
     with contextlib.suppress(FileNotFoundError):
       os.unlink(temporary)
+
+
+def write_json(path: str, value: Any) -> None:
+  """Writes a JSON file as `write_text` does."""
+  write_text(path, to_json(value, indent=2) + '\n')
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -128,13 +141,23 @@ def is_finished(path: str, total_env_steps: int) -> bool:
   return is_done and summary.get('total_env_steps') == total_env_steps
 
 
+def is_series(config: ConfigDict) -> bool:
+  """Whether the seeds are runs of their own, trained one after another."""
+  return 'sebulba' in config and config.get('num_seeds', 1) > 1
+
+
 def run_of_agent(path: str) -> str | None:
-  """Returns the run whose directory contains `seed_N` of one agent, or None."""
+  """Returns the run whose directory contains `seed_N` of one agent, or None.
+
+  It returns None for a seed that is a run of its own.
+  """
   parent, name = os.path.split(os.path.abspath(path))
   is_seed = re.fullmatch(r'seed_\d+', name) and is_run(parent)
   if not is_seed or os.path.exists(os.path.join(path, 'checkpoints')):
     return None
-  return parent if read_config(parent).get('num_seeds', 1) > 1 else None
+  config = read_config(parent)
+  is_part = config.get('num_seeds', 1) > 1 and not is_series(config)
+  return parent if is_part else None
 
 
 def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
@@ -145,12 +168,28 @@ def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
   return [(config.seed + i, os.path.join(path, f'seed_{i}')) for i in seeds]
 
 
+def programs(path: str, config: ConfigDict) -> list[tuple[str, ConfigDict]]:
+  """The directory and the configuration of each program that a run needs."""
+  if not is_series(config):
+    return [(path, config)]
+  fields = config.to_dict()
+  return [
+    (directory, as_config(fields | {'seed': seed, 'num_seeds': 1}))
+    for seed, directory in seed_directories(path, config)
+  ]
+
+
 def set_aside(path: str) -> None:
   """Renames a file or directory, so that its name is free again."""
-  free_name, numbers = f'{path}.set_aside', itertools.count(1)
-  while os.path.lexists(free_name):
-    free_name = f'{path}.set_aside_{next(numbers)}'
-  os.rename(path, free_name)
+  os.rename(path, free_name(path))
+
+
+def free_name(path: str) -> str:
+  """A new name for a file or directory that is set aside."""
+  name, numbers = f'{path}.set_aside', itertools.count(1)
+  while os.path.lexists(name):
+    name = f'{path}.set_aside_{next(numbers)}'
+  return name
 
 
 def as_config(fields: dict[str, Any]) -> ConfigDict:
@@ -178,6 +217,16 @@ def read_config(path: str) -> ConfigDict:
   return as_config(fields)
 
 
+def parse_record(line: str) -> Record:
+  """Reads a line of `metrics.jsonl`; raises a ValueError if it is damaged."""
+  record = json.loads(line)
+  if not isinstance(record, dict) or not {'num_updates', 'env_steps'} <= {
+    *record
+  }:
+    raise ValueError('it is not a record')
+  return record
+
+
 def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
   """Reads the records of a run; an incomplete last line is ignored."""
   path = os.path.join(path, name)
@@ -189,11 +238,8 @@ def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
   records = []
   for number, line in enumerate(lines[:-1], 1):
     try:
-      record = json.loads(line)
-      if not {'num_updates', 'env_steps'} <= set(record):
-        raise ValueError
-      records.append(record)
-    except (ValueError, TypeError) as error:
+      records.append(parse_record(line))
+    except ValueError as error:
       raise ValueError(f'{path} is damaged in line {number}') from error
   return records
 
@@ -201,10 +247,17 @@ def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
 def check_new(path: str) -> None:
   """Raises a ValueError if a directory cannot be written or holds a run."""
   names = ('config.json', 'metrics.jsonl', 'checkpoints')
-  if any(os.path.exists(os.path.join(path, name)) for name in names):
+  found = [x for x in names if os.path.exists(os.path.join(path, x))]
+  if 'config.json' in found:
     raise ValueError(
       f'--workdir={path} already holds a run; add --resume to continue it, or '
       'choose another directory'
+    )
+  if found:
+    raise ValueError(
+      f'--workdir={path} holds {" and ".join(found)} of a run, but its '
+      'config.json is missing; restore that file from a backup, or choose '
+      'another directory'
     )
   parent = os.path.abspath(path)
   while not os.path.lexists(parent):
@@ -217,15 +270,19 @@ def check_new(path: str) -> None:
 
 
 def make(path: str, config: ConfigDict) -> None:
-  """Creates the directories of a run and writes its configuration."""
+  """Makes a locked directory that of a new run, and writes its configuration.
+
+  Raises:
+    ValueError: if it cannot be written, or already holds a run.
+  """
+  check_new(path)  # Again: another run may have begun and ended meanwhile.
   try:
     for seed, directory in seed_directories(path, config):
       os.makedirs(directory, exist_ok=True)
       if directory != path:
         fields = config.to_dict() | {'seed': seed, 'num_seeds': 1}
         write_json(os.path.join(directory, 'config.json'), fields)
-    file = os.path.join(path, 'config.json')
-    write_json(file, config.to_dict(), overwrite=False)
+    write_json(os.path.join(path, 'config.json'), config.to_dict())
   except OSError as error:
     raise ValueError(
       f'--workdir={path} cannot be written ({error.strerror}); '
@@ -236,7 +293,7 @@ def make(path: str, config: ConfigDict) -> None:
 def update_config(path: str, config: ConfigDict) -> None:
   """Writes the values of `CHANGEABLE` fields to the files of a run."""
   fields = flatten(config.to_dict())
-  values = {name: fields[name] for name in CHANGEABLE}
+  values = {name: fields[name] for name in CHANGEABLE if name in fields}
   # The run's own file comes first: a run that is killed in between resumes with
   # the new values, and writes the other files then.
   directories = [x for _, x in seed_directories(path, config)]
@@ -249,19 +306,28 @@ def update_config(path: str, config: ConfigDict) -> None:
 
 @contextlib.contextmanager
 def lock(path: str) -> Iterator[None]:
-  """Locks a run; raises a ValueError if another process is writing to it."""
-  # The directory, not a file in it: files are replaced while the run is locked.
-  directory = os.open(path, os.O_RDONLY)
-  try:
+  """Locks the directory of a run, and creates it if it does not exist.
+
+  Raises:
+    ValueError: if another process is writing to it, or it cannot be locked.
+  """
+  with contextlib.ExitStack() as stack:
     try:
-      fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      os.makedirs(path, exist_ok=True)
+      # A file of its own, because the others are replaced while the run is
+      # locked. It is open for writing, because NFS locks no other files.
+      file = open(os.path.join(path, '.lock'), 'a', encoding='utf-8')
+      fcntl.flock(stack.enter_context(file), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise ValueError(
         f'another process is writing to {path}; stop that process first'
       ) from error
+    except OSError as error:
+      raise ValueError(
+        f'--workdir={path} cannot be locked ({error.strerror}); choose another '
+        'directory'
+      ) from error
     yield
-  finally:
-    os.close(directory)
 
 
 def restore_config(

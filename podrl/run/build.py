@@ -185,9 +185,14 @@ def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
 
 
 def make_evaluate(
-  config: ConfigDict, spec: EnvSpec, agent: Agent
+  config: ConfigDict,
+  spec: EnvSpec,
+  agent: Agent,
+  env: DeviceEnv | None = None,
 ) -> Callable[..., Evaluation | None]:
   """Builds the evaluation of an agent, as the configuration says.
+
+  An Anakin run may pass the environments `env` that it has made.
 
   It is `(variables, rng_key, should_stop) -> Evaluation | None`; see
   `evaluation`.
@@ -203,7 +208,8 @@ def make_evaluate(
     jax.process_count(),
   )
   if architecture(config) == 'anakin':
-    return evaluation.make_evaluate(make_env(config), agent, settings)
+    env = env or make_env(config)
+    return evaluation.make_evaluate(env, agent, settings)
 
   def make_pool(num_envs: int, seed: int) -> HostEnv:
     return make_host_env(config, num_envs, seed, num_cores(), evaluation=True)
@@ -222,32 +228,29 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
   """
   check(config)
   is_anakin = architecture(config) == 'anakin'
-  num_seeds = config.get('num_seeds', 1)
-  # Environment i on the host has the seed `seed` + i, an int32.
-  bound = 2**32 - num_seeds + 1 if is_anakin else 2**31 - config.env.num_envs
-  if config.seed >= bound:
-    raise ValueError(f'config.seed={config.seed} must be less than {bound}')
-  spec = make_spec(config)
+  num_seeds = config.num_seeds if is_anakin else 1
+  env = make_env(config) if is_anakin else None
+  spec = env.spec if env else make_spec(config)
   agent = make_agent(config, spec)
   seeds = range(config.seed, config.seed + num_seeds)
   keys = [jax.random.split(jax.random.key(seed)) for seed in seeds]
   init_keys, eval_keys = zip(*keys)
   init_key = init_keys[0] if num_seeds == 1 else jnp.stack(init_keys)
   init = agent.init if num_seeds == 1 else jax.vmap(agent.init)
-  if is_anakin:
-    system = _make_anakin(config, agent, init_key)
+  if env:
+    system = _make_anakin(config, env, agent, init_key)
   else:
     system = _make_sebulba(config, spec, agent, init_key, num_resumes)
-  driver, run_devices, steps_per_update, warnings = system
+  driver, run_devices, steps_per_update, num_updates, warnings = system
   return Run(
     spec,
     config.env.suite,
     run_devices,
     driver,
-    make_evaluate(config, spec, agent),
+    make_evaluate(config, spec, agent, env),
     eval_keys,
     steps_per_update,
-    _count_updates(config, steps_per_update),
+    num_updates,
     -(-config.eval.every_env_steps // steps_per_update),
     -(-config.checkpoint.every_env_steps // steps_per_update),
     jax.eval_shape(init, init_key),
@@ -257,12 +260,12 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
 
 
 # The driver, the devices of all processes, environment steps per update
-# (joints included), and warnings.
-_System = tuple[Driver, Sequence[jax.Device], int, Sequence[str]]
+# (joints included), the number of updates, and warnings.
+_System = tuple[Driver, Sequence[jax.Device], int, int, Sequence[str]]
 
 
 def _make_anakin(
-  config: ConfigDict, agent: Agent, init_key: chex.PRNGKey
+  config: ConfigDict, env: DeviceEnv, agent: Agent, init_key: chex.PRNGKey
 ) -> _System:
   """Builds an Anakin run; if resumed, it continues its environments."""
   run_devices = devices.anakin_devices(config)
@@ -272,7 +275,7 @@ def _make_anakin(
   # A call reports each of its updates, and ends no later than the next record.
   max_updates = min(config.log.every_updates, _MAX_UPDATES)
   programs = anakin.make_programs(
-    make_env(config),
+    env,
     agent,
     make_learner(config, agent),
     spmd.make_mesh(run_devices),
@@ -289,7 +292,7 @@ def _make_anakin(
     steps_per_host,
     hyperparams(config, agent, num_updates),
   )
-  return driver, run_devices, steps_per_update, []
+  return driver, run_devices, steps_per_update, num_updates, []
 
 
 def _make_sebulba(
@@ -305,6 +308,7 @@ def _make_sebulba(
   envs_per_actor = envs_per_host // layout.num_actors
   unrolls = layout.unrolls_per_update * jax.process_count()
   steps_per_update = config.unroll_length * envs_per_actor * unrolls
+  num_updates = _count_updates(config, steps_per_update)
   local, fields = jax.local_devices(), config.sebulba
   settings = sebulba.Settings(
     num_envs=envs_per_actor,
@@ -336,8 +340,9 @@ def _make_sebulba(
     [local[i] for i in layout.actor_devices],
     settings,
     init_key,
-    hyperparams(config, agent, _count_updates(config, steps_per_update)),
+    hyperparams(config, agent, num_updates),
   )
   used = sorted({*layout.actor_devices, *layout.learner_devices})
   warnings = devices.layout_warnings(config, layout)
-  return driver, devices.on_all_hosts(used), steps_per_update, warnings
+  run_devices = devices.on_all_hosts(used)
+  return driver, run_devices, steps_per_update, num_updates, warnings

@@ -28,6 +28,8 @@ import jax
 from jax._src import distributed  # The store has no public name.
 from jax.experimental import multihost_utils
 
+from podrl.records.workdir import one_line
+
 _PERIOD_SECONDS = 0.5  # Time between two signs of life.
 _END_SECONDS = 10.0  # A process that must end is killed after this long.
 _AbortHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -411,7 +413,7 @@ def start(
       shutdown_timeout_seconds=int(heartbeat_seconds + 10),
     )
   except (RuntimeError, ValueError) as error:
-    raise ValueError(f'{name}: {" ".join(str(error).split())}') from error
+    raise ValueError(f'{name}: {one_line(error)}') from error
   state = distributed.global_state
   watchdog.begin(state.process_id, state.num_processes, state.client)
   return Cluster(state.process_id, state.num_processes, state.client, watchdog)

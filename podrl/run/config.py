@@ -77,7 +77,7 @@ _MODES = ('deterministic', 'asynchronous')
 
 FIELDS = {
   'seed': Field(0, 'All random numbers derive from it.', _FROM_0),
-  'num_seeds': Field(1, 'Independent agents in one program.', Range(1, 2**16)),
+  'num_seeds': Field(1, 'Independent agents of one run.', Range(1, 2**16)),
   'num_devices': Field(
     0, 'Devices per process; 0 means all (CPU: one per core).', _DEVICES
   ),
@@ -163,7 +163,7 @@ FIELDS = {
     300.0, 'An actor hangs after this time without progress.', _SECONDS
   ),
 }
-_ANAKIN_FIELDS = {'num_seeds', 'num_devices'}
+_ANAKIN_FIELDS = {'num_devices'}
 _SEBULBA_FIELDS = {name for name in FIELDS if name.startswith('sebulba.')}
 
 
@@ -225,6 +225,12 @@ def check(config: ConfigDict) -> None:
     raise ValueError('config.network.hidden_sizes=() needs one or more widths')
   check_choice('config.agent.name', fields['agent.name'], AGENTS)
   AGENTS[fields['agent.name']].check(fields)
+  # Environment i on the host has the seed `seed` + i, an int32.
+  is_host, num_envs = 'sebulba' in config, fields['env.num_envs']
+  bound = 2**31 - num_envs if is_host else 2**32
+  if config.seed + config.get('num_seeds', 1) > bound:
+    bound -= config.get('num_seeds', 1) - 1
+    raise ValueError(f'config.seed={config.seed} must be less than {bound}')
   is_deterministic = fields.get('sebulba.mode') == 'deterministic'
   if is_deterministic and fields['sebulba.autotune']:
     raise ValueError(
@@ -299,6 +305,15 @@ def _split_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
   return overrides
 
 
+def _owner(name: str) -> str:
+  """Names the architecture or the agents that alone have a field, if any."""
+  if name in _SEBULBA_FIELDS:
+    return 'Sebulba'
+  if name in _ANAKIN_FIELDS:
+    return 'Anakin'
+  return ' and '.join(k for k, x in AGENTS.items() if name in x.defaults)
+
+
 def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
   """Sets fields from `--config.FIELD=VALUE` arguments, in place.
 
@@ -321,12 +336,11 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
       names.add('env.options')
       continue
     known = sorted(set(flatten(config.to_dict())) - {'env.options'})
-    if name == 'num_seeds' and name not in known:
-      raise ValueError(
-        f'config.num_seeds={text} needs Anakin, and {config.env.suite} runs in '
-        'Sebulba; give each seed a run of its own: --seed=0, --seed=1 ...'
-      )
     if name not in known:
+      if owner := _owner(name):
+        raise ValueError(
+          f'config.{name} is a field of {owner}, which this run does not use'
+        )
       near = difflib.get_close_matches(name, known, 3, 0.5)
       near = near or [x for x in known if field and x.endswith(field)]
       remedy = f'the fields are {", ".join(known)}'
@@ -347,7 +361,7 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
 class CommandLine(NamedTuple):
   """A parsed command line."""
 
-  usage: str  # The command, for `--help`.
+  command: str  # How to start it, without arguments.
   flags: flags.FlagValues
   overrides: Sequence[str]  # Arguments that override fields.
   task: str = ''  # The environment that `podrl train` was asked for.
@@ -455,7 +469,8 @@ def print_help(
   config = get_config(values.agent, values.variant)
   comments = {name: field.comment for name, field in FIELDS.items()}
   comments |= AGENTS[config.agent.name].comments
-  print(f'usage: {command_line.usage} [flags]\n{values.get_help()}')
+  name = ' [SUITE:]NAME' if command_line.task else ''
+  print(f'usage: {command_line.command}{name} [flags]\n{values.get_help()}')
   print('\nfields, with their defaults:')
   for name, value in flatten(config.to_dict()).items():
     comment = comments.get(name, '')
@@ -519,6 +534,11 @@ def resolve_config(
     requested = apply_overrides(config, command_line.overrides)
     if values.variant:
       requested |= {*flatten(config.to_dict())} - {*workdir.CHANGEABLE}
+    if values.init_from and workdir.is_series(config):
+      raise ValueError(
+        f'--init_from does not fit config.num_seeds={config.num_seeds} in '
+        'Sebulba; train each seed with a command of its own'
+      )
     if values.resume and (not values.workdir or values.init_from):
       raise ValueError(
         '--resume continues a run: it needs --workdir, and it does not fit '
@@ -534,8 +554,8 @@ def resolve_config(
   # Only process 0 runs this; a resumed run replaces values of `config`.
   def find_files() -> tuple[dict, Files]:
     path = values.workdir or workdir.default_path(config)
-    if values.init_from:
-      checkpoint.find(values.init_from)
+    if source := values.init_from:
+      checkpoint.find(workdir.run_of_agent(source) or source)
     if not is_resumed:
       workdir.check_new(path)
       if values.resume:
@@ -556,13 +576,13 @@ def resolve_config(
         f'config.total_env_steps to more than {total}; to start another run '
         f'with its parameters, use --init_from={path}'
       )
-    num_resumes, num_updates, steps_per_update = checkpoint.last_progress(path)
-    if -(-total // steps_per_update) < num_updates:
-      raise ValueError(
-        f'config.total_env_steps={total} is less than the '
-        f'{num_updates * steps_per_update} steps that {path} has done; set it '
-        'to more'
-      )
+    for part, _ in workdir.programs(path, config):
+      num_resumes, num_updates, unit = checkpoint.last_progress(part)
+      if -(-total // unit) < num_updates:
+        raise ValueError(
+          f'config.total_env_steps={total} is less than the '
+          f'{num_updates * unit} steps that {part} has done; set it to more'
+        )
     for message in messages:
       print(message, file=sys.stderr)
     saved = workdir.read_config(path).env.get('path', '')

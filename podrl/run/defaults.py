@@ -43,7 +43,11 @@ _KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
   },
   'continuous': {  # Added to those of numbers.
     'all': {'agent.entropy_cost': 0.0},
-    'ppo': {},
+    'ppo': {
+      'num_epochs': 8,
+      'num_minibatches': 16,
+      'optimizer.learning_rate': 7e-4,
+    },
   },
   'memory': {  # Added to those of another kind.
     'all': {'network.recurrent': 'gru', 'unroll_length': 32},

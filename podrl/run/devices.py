@@ -1,6 +1,6 @@
 """Chooses the devices and threads of this host that a run uses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import importlib.metadata
 from typing import NamedTuple
 
@@ -63,9 +63,29 @@ def _check_minibatches(
 
 
 def num_named_devices(config: ConfigDict) -> int:
-  """Counts the CPU devices that each process of a Sebulba run needs."""
-  fields = config.sebulba
-  return 1 + max((*fields.actor_devices, *fields.learner_devices), default=0)
+  """Counts the CPU devices that each process of a Sebulba run needs.
+
+  Raises:
+    ValueError: if there are gaps between them, which would be devices too.
+  """
+  fields = {k: config.sebulba[k] for k in ('actor_devices', 'learner_devices')}
+  fields = {k: indices for k, indices in fields.items() if indices}
+  named = sorted({i for indices in fields.values() for i in indices})
+  num_devices = 1 + max(named, default=0)
+  # A field that is empty takes what the other one leaves: one device may be.
+  if fields and num_devices > len(named) + (len(fields) == 1):
+
+    def write(number: Callable[[int], int]) -> str:
+      return ' and '.join(
+        f'config.sebulba.{k}={",".join(str(number(i)) for i in indices)}'
+        for k, indices in fields.items()
+      )
+
+    raise ValueError(
+      f'{write(int)} would make {num_devices} CPU devices; number them from 0 '
+      f'without gaps: {write(named.index)}'
+    )
+  return num_devices
 
 
 def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:

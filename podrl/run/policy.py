@@ -108,10 +108,18 @@ class Policy:
     return act
 
 
-def load(
-  path: str | os.PathLike, which: str = 'last', seed: int | None = None
-) -> Policy:
-  """Loads the policy of a run; see `podrl.load`."""
+def find_agent(
+  path: str, seed: int | None = None
+) -> tuple[str, ConfigDict, int]:
+  """Finds one agent of a run: the run's path and configuration, and its index.
+
+  Args:
+    path: a run, or `seed_N` in a run of several agents.
+    seed: index of the agent.
+
+  Raises:
+    ValueError: if there is no such agent, or `seed` must say which it is.
+  """
   path = os.path.normpath(path)
   if parent := workdir.run_of_agent(path):
     path, seed = parent, int(path.rpartition('_')[2])
@@ -122,16 +130,41 @@ def load(
   seed = seed or 0
   if not 0 <= seed < num_seeds:
     raise ValueError(f'{path} has no agent {seed}; it has {num_seeds}')
+  if workdir.is_series(config):
+    return find_agent(workdir.programs(path, config)[seed][0])
+  return path, config, seed
+
+
+def read_agent(
+  path: str, config: ConfigDict, seed: int, step: int, like: Variables
+) -> Variables:
+  """Reads the variables of one agent; see `checkpoint.read_variables`.
+
+  Args:
+    path: see `find_agent`, which returns the first three arguments.
+    config: configuration of the run.
+    seed: index of the agent.
+    step: the checkpoint's number of updates.
+    like: shapes of the agent's variables.
+  """
+  num_seeds = config.get('num_seeds', 1)
+  if num_seeds == 1:
+    return checkpoint.read_variables(path, step, like)
+  like = jax.tree.map(lambda x: x.update(shape=(num_seeds, *x.shape)), like)
+  variables = checkpoint.read_variables(path, step, like)
+  return jax.tree.map(lambda x: x[seed], variables)
+
+
+def load(
+  path: str | os.PathLike, which: str = 'last', seed: int | None = None
+) -> Policy:
+  """Loads the policy of a run; see `podrl.load`."""
+  path, config, seed = find_agent(os.fspath(path), seed)
   step = checkpoint.find(path, which)
   spec = build.make_spec(config)
   agent = build.make_agent(config, spec)
-  is_single = num_seeds == 1
-  keys = jax.random.split(jax.random.key(0), () if is_single else num_seeds)
-  init = agent.init if is_single else jax.vmap(agent.init)
-  like = jax.eval_shape(init, keys)
-  variables = checkpoint.read_variables(path, step, like)
-  if not is_single:
-    variables = jax.tree.map(lambda x: x[seed], variables)
+  like = jax.eval_shape(agent.init, jax.random.key(0))
+  variables = read_agent(path, config, seed, step, like)
   hyperparams = build.hyperparams(config, agent, num_updates=step)
   variables = variables._replace(hyperparams=hyperparams)
   return Policy(config, spec, agent, variables, step)

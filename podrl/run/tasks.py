@@ -50,7 +50,7 @@ def parse(
   """
   argv = ['podrl train', *arguments]
   command_line = configs.parse_command_line(argv, has_task=True)
-  command_line = command_line._replace(usage='podrl train [SUITE:]NAME')
+  command_line = command_line._replace(command='podrl train')
   return functools.partial(_get_config, command_line), command_line
 
 

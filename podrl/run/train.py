@@ -10,6 +10,7 @@ import dataclasses
 import faulthandler
 import functools
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -19,15 +20,21 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.drivers import limits, spmd
+from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.energy import Meter
 from podrl.records import checkpoint, workdir
-from podrl.records.recorder import Recorder, local_part, merge_processes
+from podrl.records.recorder import (
+  Recorder,
+  join_seeds,
+  local_part,
+  merge_processes,
+)
+from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
-from podrl.run import build
+from podrl.run import build, policy
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster
-from podrl.run.config import Files
+from podrl.run.config import FIELDS, Files
 from podrl.run.devices import describe_machine
 from podrl.run.signals import (
   DONE,
@@ -37,9 +44,10 @@ from podrl.run.signals import (
   PREEMPTED,
   Signals,
 )
-from podrl.types import Report, Tree, Variables
+from podrl.types import Culprit, Report, Tree, Variables
 
 _ROUND_SECONDS = 0.5  # A signal waits at most about this long.
+_LARGE = 1e6  # Parameters beyond it have diverged.
 
 _OUTCOMES = {
   DONE: 'done',
@@ -47,6 +55,16 @@ _OUTCOMES = {
   PREEMPTED: 'preempted',
   INTERRUPTED: 'interrupted',
 }
+
+
+# Fields that decide which parameters an agent has.
+_SHAPING = (
+  'agent.name',
+  'agent.normalize_',
+  'network.',
+  'env.name',
+  'env.options',
+)
 
 
 class _Mistake(ValueError):
@@ -133,30 +151,23 @@ def execute(
     if cluster.is_distributed:
       platforms = [x.platform for x in jax.local_devices()]
       cluster.compare({'num_processes': num_processes, 'devices': platforms})
-    built, variables = cluster.attempt(
-      lambda: _build(config, files, cluster.process == 0, exit_stack)
-    )
-    recorder = Recorder(
-      config,
-      files.workdir,
-      built.spec.frame_skip,
-      built.num_updates,
-      built.steps_per_update,
-      start_seconds,
-      built.driver.describe,
-      cluster.process == 0,
-    )
     signals.grace_seconds = config.checkpoint.grace_seconds
-    trainer = _Trainer(
-      config, built, files, variables, recorder, signals, cluster
+    outcome = _train_programs(
+      config,
+      files,
+      start_seconds,
+      signals,
+      cluster,
+      exit_stack,
+      command_line.command,
     )
-    outcome = trainer.train()
   except ValueError as error:
     outcome = Outcome(MISTAKE, error=str(error))
   except BaseException as error:
     if cluster.watchdog:  # Otherwise this process and the others hang.
       traceback.print_exc()
-      cluster.watchdog.fail(_one_line(error), is_suspect=True)
+      message = workdir.one_line(error, with_kind=True)
+      cluster.watchdog.fail(message, is_suspect=True)
       _exit(FAILED)
     raise
   finally:
@@ -167,18 +178,14 @@ def execute(
   return outcome
 
 
-def _print_error(message: str) -> None:
-  print(f'error: {message}', file=sys.stderr)
-
-
 def _local_devices(run: build.Run) -> list[jax.Device]:
   """The devices of a run that belong to this process."""
   process = jax.process_index()
   return [x for x in run.devices if x.process_index == process]
 
 
-def _one_line(error: BaseException) -> str:
-  return f'{type(error).__name__}: {" ".join(str(error).split())}'
+def _print_error(message: str) -> None:
+  print(f'error: {message}', file=sys.stderr, flush=True)
 
 
 def _exit(exit_code: int) -> None:
@@ -187,23 +194,131 @@ def _exit(exit_code: int) -> None:
   os._exit(exit_code)
 
 
+def _train_programs(
+  config: ConfigDict,
+  root: Files,
+  start_seconds: float,
+  signals: Signals,
+  cluster: Cluster,
+  exit_stack: contextlib.ExitStack,
+  command: str,
+) -> Outcome:
+  """Trains the programs of a run, one after another, up to one that fails.
+
+  Args:
+    root: the files of the whole run.
+    start_seconds: `time.perf_counter()` at the start of the process.
+    exit_stack: receives the locks.
+    command: how the user started the run, without arguments.
+
+  Returns:
+    How the last program that ran ended.
+  """
+  is_series, is_writer = workdir.is_series(config), cluster.process == 0
+  programs = workdir.programs(root.workdir, config)
+  for number, (path, program) in enumerate(programs):
+    files = root
+    if is_series:
+      find = functools.partial(_find_seed, path, program)
+      if (found := cluster.decide(find)) is None:
+        continue
+      files = Files(*found)
+
+    def begin() -> tuple[build.Run, Variables | None]:
+      built = _build(program, files)
+      if is_writer and not root.is_resumed and number == 0:
+        exit_stack.enter_context(workdir.lock(root.workdir))
+        workdir.make(root.workdir, config)
+      if is_writer and is_series:
+        workdir.update_config(root.workdir, config)
+        exit_stack.enter_context(workdir.lock(path))
+      return built
+
+    built, variables = cluster.attempt(begin)
+    recorder = Recorder(
+      program,
+      path,
+      built.spec.frame_skip,
+      built.num_updates,
+      built.steps_per_update,
+      start_seconds,
+      built.driver.describe,
+      is_writer,
+    )
+    trainer = _Trainer(
+      program, built, files, variables, recorder, signals, cluster, command
+    )
+    outcome = trainer.train()
+    if cluster.watchdog:  # A failure from now on is not that of this program.
+      cluster.watchdog.on_failure = _print_error
+    if outcome.exit_code:
+      return outcome._replace(workdir=root.workdir)
+    start_seconds = time.perf_counter()
+  if is_series and is_writer:
+    try:
+      summary = join_seeds(root.workdir, [path for path, _ in programs])
+    except WriteError as error:
+      return Outcome(FAILED, root.workdir, str(error))
+    steps_per_update = checkpoint.last_progress(programs[0][0])[2]
+    terminal = Terminal(config, summary['num_updates'], steps_per_update)
+    terminal.close()
+    terminal.print_summary(summary, root.workdir)
+  return Outcome(DONE, root.workdir)
+
+
+def _find_seed(path: str, config: ConfigDict) -> Files | None:
+  """Finds the files of a run's seed; None if the seed is finished."""
+  is_finished = workdir.is_finished(path, config.total_env_steps)
+  text = 'is finished' if is_finished else f'trains seed {config.seed}'
+  print(f'{path} {text}', file=sys.stderr)
+  if is_finished:
+    return None
+  num_resumes, *_ = checkpoint.last_progress(path)
+  return Files(path, '', bool(checkpoint.steps(path)), num_resumes)
+
+
 def _build(
-  config: ConfigDict, files: Files, is_first: bool, stack: contextlib.ExitStack
+  config: ConfigDict, files: Files
 ) -> tuple[build.Run, Variables | None]:
-  """Builds the run, creates its directory, and reads initial variables."""
+  """Builds the run and reads its initial variables."""
   built = build.make_run(config, files.num_resumes)
   for warning in built.warnings:
     print(f'warning: {warning}', file=sys.stderr)
   variables = None
   if files.init_from:
-    step = checkpoint.find(files.init_from)
-    variables = checkpoint.read_variables(
-      files.init_from, step, built.variables
-    )
-  if is_first and not files.is_resumed:
-    workdir.make(files.workdir, config)
-    stack.enter_context(workdir.lock(files.workdir))
+    variables = _read_initial(files.init_from, config, built.variables)
   return built, variables
+
+
+def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
+  """Reads initial variables from a run, or from one agent of a run.
+
+  `like` has the shapes of all agents of this run.
+  """
+  num_seeds = config.get('num_seeds', 1)
+  if num_seeds == 1:
+    path, theirs, seed = policy.find_agent(path)
+  else:
+    theirs = workdir.read_config(path)
+    number = theirs.get('num_seeds', 1)
+    if number != num_seeds:
+      raise ValueError(
+        f'--init_from={path} has {limits.count(number, "agent")}, and this run '
+        f'has {num_seeds}; use config.num_seeds={number}'
+      )
+  step = checkpoint.find(path)
+  try:
+    if num_seeds == 1:
+      return policy.read_agent(path, theirs, seed, step, like)
+    return checkpoint.read_variables(path, step, like)
+  except checkpoint.IncompatibleError as error:
+    there, here = (workdir.flatten(x.to_dict()) for x in (theirs, config))
+    differing = [
+      f'config.{k} is {there[k]} there, {x} here'
+      for k, x in here.items()
+      if k.startswith(_SHAPING) and k in there and there[k] != x
+    ]
+    raise ValueError('; '.join([str(error), *differing])) from error
 
 
 @dataclasses.dataclass
@@ -217,6 +332,7 @@ class _Trainer:
   recorder: Recorder
   signals: Signals
   cluster: Cluster
+  command: str  # How the user started the run, without arguments.
   checkpoints: checkpoint.Checkpoints | None = None
   saved_seconds: float = 0.0  # When the last periodic checkpoint was written.
   updates_per_round: int = 1
@@ -280,9 +396,9 @@ class _Trainer:
 
   def _fail(self, exception: BaseException, outcome: Outcome) -> Outcome:
     """Saves what is valid after a failure; adds the error to the outcome."""
-    error = _one_line(exception)
     is_nan = isinstance(exception, FloatingPointError)
     is_expected = is_nan or isinstance(exception, WriteError)
+    error = workdir.one_line(exception, with_kind=not is_expected)
     if watchdog := self.cluster.watchdog:
       watchdog.fail(error, is_suspect=not is_nan)
     with contextlib.suppress(WriteError):
@@ -383,14 +499,13 @@ class _Trainer:
     return found
 
   def _check_progress(self, progress: Record) -> None:
-    """Raises an error if a checkpoint does not fit the run or its records."""
+    """Raises an error if a checkpoint does not fit the run."""
     before, now = progress['steps_per_update'], self.run.steps_per_update
     if before != now:
       raise checkpoint.IncompatibleError(
         f'an update of the run has {before} environment steps, but on these '
         f'devices it would have {now}; use the same devices'
       )
-    self.recorder.check_files(progress)
 
   def _save(self) -> None:
     """Writes a checkpoint."""
@@ -484,11 +599,51 @@ class _Trainer:
     self.recorder.add(merged)
     for i, report in enumerate(reports):
       if not report.is_finite:
-        raise FloatingPointError(
-          f'the loss of seed {self.config.seed + i} is NaN or infinite at '
-          f'update {self.recorder.num_updates + 1}; try a smaller '
-          'optimizer.learning_rate'
-        )
+        found = self._gather(report.culprit)
+        step = self._find_sound_checkpoint()
+        message = self.cluster.decide(lambda: self._explain(i, found, step))
+        raise FloatingPointError(message)
+
+  def _find_sound_checkpoint(self) -> int | None:
+    """Finds the newest checkpoint, unless its parameters have diverged too."""
+    path = self.files.workdir
+    assert self.checkpoints is not None
+    self.checkpoints.wait()
+    for step in self.cluster.decide(lambda: checkpoint.steps(path)[:1]):
+      params = checkpoint.read_variables(path, step, self.run.variables).params
+      # NaN is not less than it.
+      if all(np.all(np.abs(x) < _LARGE) for x in jax.tree.leaves(params)):
+        return step
+    return None
+
+  def _explain(
+    self, agent: int, found: Sequence[Any], checkpoint_step: int | None
+  ) -> str:
+    """Says why a loss is not finite, and what to do now.
+
+    Args:
+      agent: index of the agent.
+      found: `Report.culprit` of each process, as JSON.
+      checkpoint_step: what `_find_sound_checkpoint` returned.
+    """
+    text = (
+      f'the loss of seed {self.config.seed + agent} is NaN or infinite at '
+      f'update {self.recorder.num_updates + 1}'
+    )
+    fields = workdir.flatten(self.config.to_dict())
+    for culprit in filter(None, found):
+      if reason := culprits.explain(Culprit(*culprit), fields):
+        return f'{text}: {reason}'
+    default = FIELDS['optimizer.learning_rate'].default
+    rate = min(fields['optimizer.learning_rate'] / 10, default)
+    advice = f'--config.optimizer.learning_rate={rate:g}'
+    if checkpoint_step is None:
+      return f'{text}; start another run with {advice}'
+    path = shlex.quote(self.files.workdir)
+    return (
+      f'{text}; continue from update {checkpoint_step} with a smaller learning '
+      f'rate: {self.command} --workdir={path} --resume {advice}'
+    )
 
   def _write_record_if_due(self) -> bool:
     """Evaluates and writes a record; false if a signal stopped it."""

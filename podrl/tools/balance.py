@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
-from podrl.drivers import limits
+from podrl.drivers import culprits, limits
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
@@ -185,16 +185,23 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
     while window.num_updates < 2 or time.perf_counter() - start < seconds:
       (report,) = meter.measure(lambda: driver.advance(pace, driver.plan()))
       if not report.is_finite:
-        raise ValueError(
-          'the loss is NaN or infinite; try a smaller optimizer.learning_rate'
-        )
+        fields = workdir.flatten(config.to_dict())
+        reason = report.culprit and culprits.explain(report.culprit, fields)
+        reason = reason or 'try a smaller optimizer.learning_rate'
+        raise ValueError(f'the loss is NaN or infinite: {reason}')
       if start:
         window.add(report)
         pace = max(1, int(0.2 * report.num_updates / report.seconds))
       else:  # The first update waits for the first unroll.
         start = time.perf_counter()
   finally:
-    driver.close()
+    hanging = driver.close()
+    if hanging:  # Python cannot join a thread that stays in C++.
+      error, names = sys.exception(), ', '.join(hanging)
+      reason = f': {workdir.one_line(error)}' if error else ''
+      print(f'error: {names} did not return{reason}', file=sys.stderr)
+      sys.stderr.flush()
+      os._exit(1)
   record = window.record()
   used = record['updates_per_second'] * batch / record['predictions_per_second']
   for name in ('steps_per_second', 'frames_per_second', 'frames_per_joule'):

@@ -25,6 +25,7 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from podrl import tools
 from podrl.envs import envpool
+from podrl.records import workdir
 from podrl.run import build, policy
 from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree, Variables
 
@@ -179,7 +180,7 @@ def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
       raise ValueError('the library gives no picture')
     return env.render, ''
   except Exception as error:  # Libraries raise many kinds of errors.
-    return None, ' '.join(str(error).split()) or type(error).__name__
+    return None, workdir.one_line(error)
 
 
 def fit(picture: np.ndarray) -> np.ndarray:

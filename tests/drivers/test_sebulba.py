@@ -712,6 +712,38 @@ def test_a_learner_has_a_core_unless_images_are_drawn(
   assert (plan.num_actors, plan.env_threads) == (1, env_threads)
 
 
+@pytest.mark.parametrize(
+  'actors,learners,expected',
+  [
+    ((), (), 1),
+    ((0,), (0,), 1),
+    ((1,), (), 2),  # Device 0 learns.
+    ((), (0, 1), 2),
+    ((0, 1), (1, 2), 3),
+    (
+      (7,),
+      (),
+      'actor_devices=7 would make 8 .*: config.sebulba.actor_devices=0',
+    ),
+    ((), (2,), 'learner_devices=2 would make 3 CPU .*learner_devices=0$'),
+    (
+      (0, 4),
+      (2,),
+      '=0,4 and .*=2 would make 5 .*=0,2 and .*learner_devices=1$',
+    ),
+  ],
+)
+def test_cpu_devices_are_named_without_gaps(actors, learners, expected):
+  config = sebulba_config('ppo')
+  config.sebulba.actor_devices = actors
+  config.sebulba.learner_devices = learners
+  if isinstance(expected, int):
+    assert layout.num_named_devices(config) == expected
+    return
+  with pytest.raises(ValueError, match=expected):
+    layout.num_named_devices(config)
+
+
 def test_idle_devices_are_warned_of():
   config = _config()
   config.env.num_envs = 4  # Four devices: one acts, and two of three learn.

@@ -55,3 +55,16 @@ def test_a_look_for_accelerators_leaves_the_number_of_cpu_devices_open():
     [sys.executable, '-c', code], capture_output=True, text=True, check=True
   )
   assert outcome.stdout.strip() == '3'
+
+
+def test_a_look_for_accelerators_keeps_the_arrays_of_a_session():
+  code = (
+    'import jax; from podrl.drivers import spmd; '
+    'jax.config.update("jax_platforms", "cpu"); x = jax.numpy.arange(3); '
+    'client = jax.devices()[0].client; assert not spmd.has_accelerator(); '
+    'assert jax.devices()[0].client is client; print((x + 1).sum())'
+  )
+  outcome = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, check=True
+  )
+  assert outcome.stdout.strip() == '6'

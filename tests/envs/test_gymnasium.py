@@ -167,3 +167,33 @@ def test_mistakes(name, options, message):
   with pytest.raises(ValueError, match=message) as error:
     adapter.make_spec(name, **options)
   assert '\n' not in str(error.value)
+
+
+_BOX, _TWO = gymnasium.spaces.Box(-1, 1, (3,)), gymnasium.spaces.Discrete(2)
+
+
+@pytest.mark.parametrize(
+  'obs,action,message',
+  [
+    (gymnasium.spaces.Box(0, 1, (0,)), _TWO, 'observations are Box.* no num'),
+    (
+      gymnasium.spaces.Dict(
+        {'x': _BOX, 'y': gymnasium.spaces.Box(0, 1, (2, 0))}
+      ),
+      _TWO,
+      'observations are Box.* no number',
+    ),
+    (_BOX, gymnasium.spaces.Box(0, 1, (0,)), 'actions are Box.* no number'),
+    (gymnasium.spaces.Discrete(10**9), _TWO, 'observations .* at most 16384'),
+    (_BOX, gymnasium.spaces.Discrete(2_000_000), 'actions .* at most 16384'),
+    (_BOX, gymnasium.spaces.MultiDiscrete([9, 2**14]), 'actions .* at most 16'),
+    (gymnasium.spaces.MultiDiscrete([]), _TWO, 'observations are Multi.* no n'),
+  ],
+)
+def test_spaces_that_no_network_can_hold_are_refused(obs, action, message):
+  with pytest.raises(ValueError, match=message) as error:
+    spaces.env_spec('Mine-v0', obs, action, 1, 0)
+  assert str(error.value).startswith('env.name=Mine-v0: ')
+  assert '; wrap the environment so that' in str(error.value)
+  assert '\n' not in str(error.value)
+  spaces.env_spec('Mine-v0', gymnasium.spaces.Discrete(2**14), _TWO, 1, 0)

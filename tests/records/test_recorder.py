@@ -196,6 +196,21 @@ def test_not_a_number_is_null_in_json(tmp_path):
   }
 
 
+def test_lines_before_a_damaged_one_are_kept(tmp_path):
+  file = tmp_path / 'metrics.jsonl'
+  lines = [f'{{"num_updates": {i}, "env_steps": {i}}}\n' for i in range(5)]
+  whole = ''.join(lines[:2]) + '{"num_upd\0\0\n' + ''.join(lines[3:])
+  file.write_text(whole)
+  sink = recorder.JsonLines(str(file), 4)
+  assert sink.num_lines == 2
+  sink.write({'num_updates': 9, 'env_steps': 9})
+  assert sink.num_lines == 3
+  sink.close()
+  expected = ''.join([*lines[:2], '{"num_updates": 9, "env_steps": 9}\n'])
+  assert file.read_text() == expected
+  assert (tmp_path / 'metrics.jsonl.set_aside').read_text() == whole
+
+
 def test_wandb_gets_every_record(tmp_path, monkeypatch):
   class Fake:
     """What is used of the library, with its signatures."""
@@ -247,7 +262,7 @@ def test_an_extra_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
 def test_a_sink_that_is_off_writes_nothing(tmp_path):
   assert helpers.run(tmp_path / 'run', '--config.log.tensorboard=False') == 0
   names = {x.name for x in (tmp_path / 'run').iterdir()}
-  expected = 'config.json metrics.jsonl checkpoints summary.json'
+  expected = 'config.json metrics.jsonl checkpoints summary.json .lock'
   assert names == set(expected.split())
 
 
@@ -291,6 +306,7 @@ def _lines(
   monkeypatch.setattr(terminal, 'Console', console)
   panel = terminal.Terminal(config or _config(), 100, 2048)
   panel.begin()
+  panel.start(0)
   for record in records:
     panel.write(record)
   panel.close()
@@ -365,14 +381,15 @@ def test_the_panel_fits_80_columns(more, monkeypatch):
 
 def test_plain_output_is_a_line_for_each_record(monkeypatch):
   lines = _lines(False, monkeypatch, [_RECORD, _RECORD | _STAGES]).splitlines()
-  assert lines[:2] == [
+  assert lines[:3] == [
     'Catch-bsuite, ppo: 100 updates of 2,048 steps (64 environments x 32) '
     '= 204,800 steps, joints included',
     'Catch-bsuite, ppo: compiling',
+    'Catch-bsuite, ppo: training',
   ]
-  assert lines[2].startswith('Catch-bsuite, ppo:  50%  101k steps')
+  assert lines[3].startswith('Catch-bsuite, ppo:  50%  101k steps')
   assert '\x1b' not in ''.join(lines)
-  assert 'environment 50%' in lines[4]
+  assert 'environment 50%' in lines[5]
 
 
 _EVALUATED = {'eval_return': 1234.5, 'eval_return_std': 6, 'eval_episodes': 8}

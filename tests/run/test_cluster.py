@@ -515,6 +515,29 @@ def test_signals_end_all_at_the_same_update(name, arguments, tmp_path):
   assert [x for x in updates if x % 4 == 0] == whole
 
 
+@pytest.mark.slow  # Seeds in turn and extensions have tests of one process.
+def test_seeds_in_processes_are_stopped_resumed_and_extended(tmp_path):
+  path = tmp_path / 'run'
+  arguments = [*_HOST, '--config.num_seeds=2', f'--workdir={path}']
+  arguments += ['--config.log.every_updates=5']
+  total = '--config.total_env_steps'
+  pod = _Pod(2, 'sebulba_cartpole', *arguments, f'{total}=3_840')
+  _until(path / 'seed_1', 1)
+  pod.processes[1].send_signal(signal.SIGTERM)
+  codes, output = pod.wait()
+  assert codes == [75, 75], output
+  stopped = checkpoint.find(str(path / 'seed_1'))
+  arguments += ['--resume']
+  output = _run_pod(2, 'sebulba_cartpole', *arguments, f'{total}=3_840')
+  assert 'seed_0 is finished' in output[0]
+  assert f'seed_1: resuming after update {stopped}' in output[0]
+  counts = [helpers.read(path)[1]['num_updates']]
+  _run_pod(2, 'sebulba_cartpole', *arguments, f'{total}=7_680')
+  for directory in path, path / 'seed_0', path / 'seed_1':
+    counts.append(helpers.read(directory)[1]['num_updates'])
+  assert counts[1:] == [2 * counts[0]] * 3
+
+
 @pytest.mark.parametrize('victim', [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_after_a_preemption_kill_9_of_one_ends_the_other(victim, tmp_path):
   path = tmp_path / 'run'

@@ -72,6 +72,8 @@ def test_options_are_open():
     ('--config.agent.gama=.9', 'config.agent.gamma'),
     ('--config.learning_rate=.9', 'config.optimizer.learning_rate'),
     ('--config.seed.x=3', 'not a field'),
+    ('--config.sebulba.autotune=True', 'autotune is a field of Sebulba, which'),
+    ('--config.sebulba.autotun=True', 'not a field'),
     ('--config.agent=ppo', 'not a field'),
     ('--config=3', 'not understood'),
     ('--config.seed=two', 'not of type int'),
@@ -90,6 +92,13 @@ def test_mistakes_are_one_line(argument, message):
   with pytest.raises(ValueError, match=message) as error:
     apply_overrides(base_config('ppo'), [argument])
   assert '\n' not in str(error.value)
+
+
+def test_fields_of_others_name_their_owner():
+  with pytest.raises(ValueError, match='agent.clip is a field of ppo, which'):
+    apply_overrides(base_config('a2c'), ['--config.agent.clip=.1'])
+  with pytest.raises(ValueError, match='num_devices is a field of Anakin'):
+    apply_overrides(sebulba_config('ppo'), ['--config.num_devices=1'])
 
 
 def test_fields_are_locked():

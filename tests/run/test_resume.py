@@ -1,9 +1,11 @@
 """Runs that are stopped, killed or damaged, and resumed."""
 
+import contextlib
 import json
 import os
 import pathlib
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,7 @@ import podrl
 from podrl.drivers import sebulba, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.records import checkpoint, recorder
+from podrl.records import workdir as records_workdir
 from podrl.run import build, train
 
 _HOST = (
@@ -335,7 +338,7 @@ def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):
   digests = workdir / 'checkpoints' / '8' / 'digests.json'
   newer = json.loads(digests.read_text()) | {'format': 99}
   digests.write_text(json.dumps(newer))
-  assert_refused('of another version of podrl')
+  assert_refused('another version of podrl wrote')
   for step in '48':  # Both checkpoints.
     (workdir / 'checkpoints' / step / 'digests.json').write_text('{')
   assert_refused('no checkpoint of')
@@ -349,6 +352,73 @@ def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):
     '{"exit": "done", "total_env_steps": 512}'
   )
   assert_refused('is finished')
+
+
+def test_advice_after_a_nan_works(tmp_path, monkeypatch, capfd):
+  workdir = tmp_path / 'a run'
+  with monkeypatch.context() as patch:
+    _signal_at(patch, Anakin, 'advance', 2)
+    assert helpers.run(workdir) == train.PREEMPTED
+  (done,) = checkpoint.steps(str(workdir))
+  too_large = '--config.optimizer.learning_rate=1e30'
+  capfd.readouterr()
+  assert helpers.run(workdir, '--resume', too_large) == train.FAILED
+  said = capfd.readouterr().err
+  assert 'config.optimizer.learning_rate=1e+30 replaces 0.001' in said
+  assert (
+    json.loads((workdir / 'config.json').read_text())['optimizer'][
+      'learning_rate'
+    ]
+    == 1e30
+  )
+  _, found, advice = said.splitlines()[-1].partition(
+    f'; continue from update {done} with a smaller learning rate: '
+  )
+  assert found and said.count('\n') == 3
+  python, script, *arguments = shlex.split(advice)
+  assert (python, script) == ('python', 'anakin_catch.py')
+  assert arguments == [
+    f'--workdir={workdir}',
+    '--resume',
+    '--config.optimizer.learning_rate=0.001',
+  ]
+  rates, start = [], Anakin.start
+
+  def start_and_note(self, restore):
+    start(self, restore)
+    hyperparams = self.state.learner.variables.hyperparams
+    rates.append(float(hyperparams['learning_rate']))
+
+  monkeypatch.setattr(Anakin, 'start', start_and_note)
+  assert helpers.run(*[workdir, *arguments[1:]]) == 0
+  assert rates == [np.float32(1e-3)]
+  assert helpers.read(workdir)[1]['exit'] == 'done'
+
+
+def test_values_of_the_program_change_on_resume(tmp_path, monkeypatch, capfd):
+  workdir = tmp_path / 'run'
+  with monkeypatch.context() as patch:
+    _signal_at(patch, Anakin, 'advance', 1)
+    seeds = '--config.num_seeds=2'
+    assert helpers.run(workdir, '--config.agent.clip=0.3', seeds) == 75
+  values = {'gamma': 0.5, 'lambda_': 0.25, 'entropy_cost': 0.0}
+  arguments = [f'--config.agent.{k}={x}' for k, x in values.items()]
+  states, start = [], Anakin.start
+
+  def start_and_note(self, restore):
+    start(self, restore)
+    states.append(jax.device_get(self.state.learner.variables.hyperparams))
+
+  monkeypatch.setattr(Anakin, 'start', start_and_note)
+  assert helpers.run(workdir, '--resume', *arguments) == 0
+  expected = values | {'clip': 0.3}  # What the command line leaves out stays.
+  for name, value in expected.items():
+    np.testing.assert_array_equal(
+      states[0][name], np.full(2, value, np.float32)
+    )
+  for path in workdir, workdir / 'seed_1':
+    agent = json.loads((path / 'config.json').read_text())['agent']
+    assert {k: agent[k] for k in expected} == expected
 
 
 def test_digests_are_computed_once_per_load(workdir, monkeypatch):
@@ -367,13 +437,36 @@ def test_digests_are_computed_once_per_load(workdir, monkeypatch):
   assert len(digested) == 2
 
 
-def test_lost_records_give_way_to_an_older_checkpoint(workdir, capsys):
-  lines = (workdir / 'metrics.jsonl').read_text().splitlines(keepends=True)
+def test_lost_records_are_reported_and_the_run_goes_on(
+  workdir, monkeypatch, capfd
+):
+  metrics = workdir / 'metrics.jsonl'
+  lines = metrics.read_text().splitlines(keepends=True)
   assert len(lines) == 3  # At 3, 6 and 8; the checkpoint at 4 counts one.
-  (workdir / 'metrics.jsonl').write_text(lines[0] + lines[1][:20])
+  metrics.write_text(lines[0] + lines[1][:20])
   assert helpers.run(workdir, '--resume') == 0
-  assert '1 records, but had 3' in capsys.readouterr().err
-  assert _plain(helpers.read_records(workdir)) == _plain(map(json.loads, lines))
+  said = capfd.readouterr().err
+  assert 'metrics.jsonl: 2 of the 3 records before the checkpoint are l' in said
+  assert 'resuming after update 8' in said and 'skipped' not in said
+  records, summary = helpers.read(workdir)
+  assert _plain(records) == _plain([json.loads(lines[0])])
+  last = json.loads(lines[-1])
+  names = last.keys() - helpers.TIMINGS
+  assert {k: summary[k] for k in names} == {k: last[k] for k in names}
+  # From the older checkpoint, later records are as before, and written once.
+  (workdir / 'summary.json').unlink()
+  shutil.rmtree(workdir / 'checkpoints' / '8')
+  metrics.write_text(lines[0][:20])
+  with monkeypatch.context() as patch:
+    _signal_at(patch, Anakin, 'advance', 3)
+    assert helpers.run(workdir, '--resume') == train.PREEMPTED
+  assert '1 of the 1 records' in capfd.readouterr().err
+  assert (workdir / 'metrics.jsonl.set_aside_1').read_text() == lines[0][:20]
+  assert helpers.run(workdir, '--resume') == 0
+  assert 'are lost' not in capfd.readouterr().err
+  assert _plain(helpers.read_records(workdir)) == _plain(
+    map(json.loads, lines[1:])
+  )
 
 
 def test_what_was_written_after_the_checkpoint_is_written_again(workdir):
@@ -394,19 +487,57 @@ def test_records_without_a_checkpoint_are_set_aside(workdir):
   assert _plain(helpers.read_records(workdir)) == expected
 
 
-def test_two_processes_do_not_write_one_run(workdir, capsys):
+@pytest.mark.parametrize(
+  'is_new,is_over,message',
+  [
+    (False, False, 'another process is writing to'),
+    (True, False, 'another process is writing to'),
+    (True, True, 'already holds a run'),
+  ],
+)
+def test_two_processes_do_not_write_one_run(
+  is_new, is_over, message, workdir, tmp_path, monkeypatch, capsys
+):
+  # The other one begins while this one builds a new run, or before it resumes.
+  other, make_run = contextlib.ExitStack(), build.make_run
+  path = tmp_path / 'new' if is_new else workdir
+  config = records_workdir.read_config(str(workdir))
+
+  def begin():
+    other.enter_context(records_workdir.lock(str(path)))
+    if is_new:
+      records_workdir.make(str(path), config)
+    if is_over:
+      other.close()
+
+  def begin_and_make(*arguments):
+    begin()
+    return make_run(*arguments)
+
+  if is_new:
+    monkeypatch.setattr(build, 'make_run', begin_and_make)
+  else:
+    begin()
+    before = _files(path)
+  arguments = () if is_new else ('--resume',)
+  with other:
+    assert helpers.run(path, '--config.seed=5', *arguments) == train.MISTAKE
+  said = capsys.readouterr().err
+  assert message in said and said.count('\n') == 1
+  if not is_new:
+    assert _files(path) == before
+  assert records_workdir.read_config(str(path)).seed == 0
+
+
+def test_a_run_without_its_config_is_not_begun_again(workdir, capsys):
+  (workdir / 'config.json').unlink()
   before = _files(workdir)
-  code = (
-    'import fcntl, os, sys, time; file = os.open(sys.argv[1], os.O_RDONLY); '
-    'fcntl.flock(file, fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)'
-  )
-  command = [sys.executable, '-c', code, str(workdir)]
-  with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-    process.stdout.readline()
-    assert helpers.run(workdir, '--resume') == train.MISTAKE
-    process.kill()
+  for arguments in (), ('--resume',):
+    assert helpers.run(workdir, *arguments) == train.MISTAKE
+    said = capsys.readouterr().err
+    assert 'its config.json is missing; restore that file from a ba' in said
+    assert '--resume' not in said and said.count('\n') == 1
   assert _files(workdir) == before
-  assert 'another process' in capsys.readouterr().err
 
 
 def test_init_from_takes_only_the_parameters(
@@ -439,10 +570,24 @@ def test_init_from_takes_only_the_parameters(
   capsys.readouterr()
   for arguments, message in (
     ([f'--init_from={tmp_path}'], 'is not a run'),
-    ([init_from, '--config.network.hidden_sizes=(9,)'], 'another network'),
+    (
+      [init_from, '--config.network.hidden_sizes=(9,)'],
+      'do not fit: params/params/Dense_0/kernel is float32[8, 3] there, '
+      'float32[9, 3] here; config.network.hidden_sizes is (8,) there, (9,)',
+    ),
+    (
+      [init_from, '--config.agent.normalize_observation=True'],
+      'do not fit: statistics/obs/mean is missing there, float32[10, 5] here; '
+      'config.agent.normalize_observation is False there, True here',
+    ),
+    (
+      [init_from, '--config.num_seeds=2'],
+      'has 1 agent, and this run has 2; use config.num_seeds=1',
+    ),
   ):
     assert helpers.run(tmp_path / 'third', *arguments) == train.MISTAKE
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said and said.count('\n') == 1, said
     assert not (tmp_path / 'third').exists()
 
 
@@ -466,17 +611,30 @@ def test_a_signal_at_the_start_leaves_the_summary(workdir, monkeypatch):
   assert _files(workdir) == before
 
 
-def test_one_agent_of_several_is_not_a_run(tmp_path, capsys):
+def test_one_agent_of_several_is_not_a_run(tmp_path, monkeypatch, capfd):
   workdir = tmp_path / 'run'
   assert helpers.run(workdir, '--config.num_seeds=2') == 0
   (workdir / 'summary.json').unlink()
   (workdir / 'seed_1' / 'summary.json').unlink()
   before = _files(workdir)
   assert helpers.run(workdir / 'seed_1', '--resume') == train.MISTAKE
-  assert f'is one agent of {workdir}' in capsys.readouterr().err
+  assert f'is one agent of {workdir}' in capfd.readouterr().err
   assert _files(workdir) == before
   with pytest.raises(ValueError, match='2 agents; name one'):
     podrl.load(workdir)
+  new = tmp_path / 'new'
+  assert helpers.run(new, f'--init_from={workdir}') == train.MISTAKE
+  assert f'2 agents; name one, {workdir}/seed_0' in capfd.readouterr().err
+  with monkeypatch.context() as patch:
+    _signal_at(patch, Anakin, 'advance', 1)
+    init_from = f'--init_from={workdir}/seed_1'
+    assert helpers.run(new, init_from) == train.PREEMPTED
+  assert checkpoint.steps(str(new))[-1] == 0
+  _assert_close(
+    podrl.load(new, '0').variables.params,
+    podrl.load(workdir, seed=1).variables.params,
+    0,
+  )
 
 
 def test_a_run_may_be_named_as_an_agent(original, tmp_path):
@@ -506,8 +664,8 @@ def test_a_file_that_cannot_be_written_ends_a_run_in_one_line(
   tmp_path, monkeypatch, capsys
 ):
   class Full(recorder.JsonLines):
-    def __init__(self, file, num_records=0):
-      super().__init__(file, num_records)
+    def __init__(self, file, num_lines=0):
+      super().__init__(file, num_lines)
       self._file.close()
       self._file = open('/dev/full', 'a')
 

@@ -85,6 +85,19 @@ def test_every_experiment_is_built(path, agent):
   assert run.suite == config.env.suite and run.num_updates > 0
 
 
+def test_a_run_makes_its_environment_once(monkeypatch):
+  suite, names = build.SUITES['gymnax'], []
+
+  def make(name, **options):
+    names.append(name)
+    return suite.make(name, **options)
+
+  counted = suite._replace(make=make, make_spec=lambda *_, **__: 1 / 0)
+  monkeypatch.setitem(build.SUITES, 'gymnax', counted)
+  build.make_run(helpers.get_config('anakin_catch')())
+  assert names == ['Catch-bsuite']
+
+
 # A convolution, and continuous actions with normalization. The runs that
 # test_policy loads have a recurrent core.
 _FAST = ('anakin_breakout', 'anakin_pendulum')
@@ -307,11 +320,15 @@ def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
     '--config.optimizer.learning_rate=1e30',
     '--config.optimizer.name=sgd',
     '--agent=impala',
+    '--config.checkpoint.every_env_steps=64',  # It has diverged parameters.
   )
   assert code == train.FAILED
   records, summary = helpers.read(tmp_path / 'run')
-  assert (
-    'update 2' in summary['error'] and 'update 2' in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert summary['error'] in said and said.count('\n') == 1
+  assert summary['error'].endswith(
+    'is NaN or infinite at update 2; start another run with '
+    '--config.optimizer.learning_rate=0.001'
   )
   assert summary['exit'] == 'failed'
   assert records[-1]['num_updates'] == 1 and np.isfinite(records[-1]['loss'])
@@ -430,7 +447,11 @@ def test_a_platform_that_is_not_there_is_one_line(platform):
     env=os.environ | {'JAX_PLATFORMS': platform, 'CUDA_VISIBLE_DEVICES': ''},
   )
   assert outcome.returncode == train.MISTAKE
-  assert f'JAX_PLATFORMS={platform}' in outcome.stderr
+  assert outcome.stderr.startswith(
+    f'error: JAX_PLATFORMS={platform}: JAX finds no {platform.upper()} on this '
+    'machine; unset it, or use cpu'
+  )
+  assert outcome.stderr.endswith((' cpu\n', ')\n'))
   assert outcome.stderr.count('\n') == 1
 
 

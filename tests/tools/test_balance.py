@@ -4,6 +4,7 @@ import collections
 import io
 import itertools
 import os
+import sys
 
 import gymnasium
 import numpy as np
@@ -311,6 +312,25 @@ def test_an_environment_that_fails_ends_the_search_in_a_line():
     balance.find(config, 2.0)
 
 
+def test_an_actor_that_hangs_is_named(monkeypatch, capsys):
+  class Hangs:
+    def start(self, restore):
+      raise RuntimeError('podrl-actor-1 has not come back')
+
+    def close(self):
+      return ['podrl-actor-1']
+
+  run = build.make_run(_config())._replace(driver=Hangs())
+  monkeypatch.setattr(build, 'make_run', lambda config: run)
+  monkeypatch.setattr(os, '_exit', sys.exit)
+  with pytest.raises(SystemExit) as outcome:
+    balance.measure(_config(), 1, 1.0)
+  assert outcome.value.code == 1
+  assert capsys.readouterr().err == (
+    'error: podrl-actor-1 did not return: podrl-actor-1 has not come back\n'
+  )
+
+
 def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
   def find(*_, **__):
     raise KeyboardInterrupt
@@ -333,7 +353,8 @@ def test_a_run_is_described(tmp_path, capsys):
   for flag in '--config.seed=1', '--apply', '--agent=ppo', '--max_lag=1':
     assert balance.run(['balance', str(path), flag]) == 2
     said = capsys.readouterr().err
-    assert f'{flag} needs an experiment; {path} is a run' in said
+    assert flag.split('=')[0] in said
+    assert f'needs an experiment; {path} is a run' in said
 
 
 def _decision(seconds, tried, is_kept, num_drifts):

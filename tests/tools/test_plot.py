@@ -161,7 +161,7 @@ def test_a_directory_stands_for_the_runs_in_it_at_any_depth(tmp_path):
   (tmp_path / 'b' / 'circle').symlink_to(tmp_path)
   (tmp_path / 'b' / 'lost').symlink_to(tmp_path / 'nowhere')
   expected = [*names, 'five/seed_0', 'five/seed_1']
-  paths = [str(tmp_path / x) for x in ('', 'b', 'b/c')]
+  paths = [str(tmp_path / x) for x in ('', 'b', 'b/c', 'five/seed_0')]
   found, problems = plot.find_runs(paths)
   assert sorted(found) == [str(tmp_path / x) for x in expected]
   assert problems == []

@@ -1,0 +1,121 @@
+"""Whether an environment made a loss NaN or infinite, and which one.
+
+Each unroll keeps the largest number of each field: an argmax, which costs next
+to nothing beside learning. Only after a loss that is not finite is it asked
+what these numbers mean.
+"""
+
+from collections.abc import Mapping
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from podrl.types import Array, Culprit, Trajectory
+
+_REWARD, _ACTION, _OBSERVATION = 'reward', 'action', 'observation'
+# Numbers beyond it are suspected; the square of 1e19 is infinite in float32.
+_LARGE = 1e6
+
+
+class Largest(NamedTuple):
+  """The first number of a field that is not finite, else the largest one.
+
+  All are scalars.
+  """
+
+  value: Any  # Float32.
+  step: Any  # Int32, steps of the environment until then, joints included.
+  env: Any  # Int32, its index in the batch.
+  element: Any  # Int32, index in the flattened value of one environment.
+
+
+def find_largest(
+  trajectory: Trajectory, num_steps: Array | int
+) -> dict[str, Largest]:
+  """Finds the largest number of each field of floats in an unroll.
+
+  Args:
+    trajectory: leaves `[T+1, B, ...]` or `[T, B, ...]`.
+    num_steps: steps of each environment before the unroll.
+
+  Returns:
+    By name: the reward, each array of the observation, and the action.
+  """
+
+  def find(x: Array) -> Largest:
+    flat = x.reshape(-1).astype(jnp.float32)
+    magnitude = jnp.where(jnp.isfinite(flat), jnp.abs(flat), jnp.inf)
+    index = jnp.argmax(magnitude).astype(jnp.int32)
+    step, place = jnp.divmod(index, math.prod(x.shape[1:]))
+    return Largest(
+      flat[index], num_steps + step, *jnp.divmod(place, math.prod(x.shape[2:]))
+    )
+
+  timestep = trajectory.timestep
+  fields = {_REWARD: timestep.reward, _ACTION: trajectory.action}
+  for path, x in jax.tree_util.tree_leaves_with_path(timestep.obs):
+    fields[_OBSERVATION + jax.tree_util.keystr(path)] = x
+  return {
+    name: find(x)
+    for name, x in fields.items()
+    if jnp.issubdtype(x.dtype, jnp.floating)
+  }
+
+
+def find_culprit(
+  largest: Mapping[str, Largest], first_env: int, is_failing: bool
+) -> Culprit | None:
+  """Finds what an environment gave that a network cannot learn from.
+
+  Args:
+    largest: what `find_largest` returned for one unroll, on the host.
+    first_env: global index of the first environment of the batch.
+    is_failing: whether the loss of this unroll is not finite; only then is a
+      large number suspected.
+  """
+  fields = {k: x for k, x in largest.items() if k != _ACTION}
+  bad = {k: x for k, x in fields.items() if not math.isfinite(x.value)}
+  if not bad and is_failing:
+    bad = {k: x for k, x in fields.items() if abs(x.value) > _LARGE}
+  if not bad:
+    return None
+  name, first = min(bad.items(), key=lambda item: item[1].step)
+  action = largest.get(_ACTION)
+  if action and action.step < first.step and not abs(action.value) <= _LARGE:
+    return None  # The environment got such an action first.
+  value, step, env, element = (x.item() for x in first)
+  return Culprit(name, value, step, first_env + env, element)
+
+
+def explain(culprit: Culprit, fields: Mapping[str, Any]) -> str:
+  """Says what an environment gave, and what to do about it.
+
+  Args:
+    culprit: what `find_culprit` returned.
+    fields: the configuration by dotted name.
+
+  Returns:
+    Part of a sentence; empty if the configuration bounds the number already.
+  """
+  name, value, step, env, element = culprit
+  is_reward, is_finite = name == _REWARD, math.isfinite(value)
+  if is_reward:
+    is_normalized = fields['agent.normalize_reward']
+    is_clipped = fields['agent.reward_clip'] and not math.isnan(value)
+    is_harmless = is_finite if is_normalized else is_clipped
+    remedy = 'set config.agent.reward_clip or config.agent.normalize_reward'
+  else:
+    is_harmless = is_finite and fields['agent.normalize_observation']
+    remedy = 'set config.agent.normalize_observation=True'
+  if is_harmless:
+    return ''
+  if not is_finite:
+    remedy = 'correct the environment'
+  text = 'NaN' + ' or None' * is_reward if math.isnan(value) else f'{value:g}'
+  place = '' if is_reward else f' (element {element})'
+  return (
+    f'environment {env} of {fields["env.name"]} gave the {name} {text}{place} '
+    f'in its step {step}; {remedy}'
+  )
