@@ -130,7 +130,7 @@ ask() {
 # workload policy if it has several hosts.
 is_group() { [[ $family == tpu7x ]]; }
 
-# Runs a command for queued resources; $1 is its verb.
+# Runs a command for queued resources; $1 is create, describe or another one.
 tpu() { run gcloud compute tpus queued-resources "$@" "${where[@]}"; }
 
 create_slice() {

@@ -40,9 +40,9 @@ setup() {
   command -v gcsfuse >/dev/null || install_gcsfuse
   if ! mountpoint -q "$mount"; then
     sudo install -d -o "$(id -un)" "$mount" || fail "$mount could not be created"
-    # Three defaults of gcsfuse do not fit: podrl renames a checkpoint's directory,
-    # every host must see at once what another host writes, and data must be in the
-    # bucket after a file is synchronised.
+    # podrl needs other values than three defaults of gcsfuse. It renames a
+    # checkpoint's directory. A host must immediately see what another host writes.
+    # After a file is synchronised, its data must be in the bucket.
     gcsfuse --implicit-dirs --rename-dir-limit=1000000 --metadata-cache-ttl-secs=0 \
       --metadata-cache-negative-ttl-secs=0 --enable-streaming-writes=false \
       "$bucket" "$mount" >>"$HOME/podrl-setup.log" 2>&1 || fail \

@@ -27,7 +27,7 @@ def weights(timestep: TimeStep) -> Array:
   """Returns `[T, ...]` float32: 1 for a real transition, 0 for a joint.
 
   Args:
-    timestep: the steps of an unroll, `is_first` is `[T+1, ...]`.
+    timestep: the steps of an unroll; `is_first` is `[T+1, ...]`.
   """
   return 1.0 - timestep.is_first[1:].astype(jnp.float32)
 

@@ -271,7 +271,7 @@ class Anakin:
   hyperparams: Hyperparams = dataclasses.field(default_factory=dict)
   state: Any = None  # An AnakinState.
   error: BaseException | None = None  # Stays None: Anakin has no threads.
-  # The first number of each seed that was not finite, though the loss was.
+  # The first number of each seed that was not finite, even if the loss was.
   _culprits: dict[int, Culprit] = dataclasses.field(default_factory=dict)
 
   @property

@@ -53,8 +53,8 @@ _SENTENCES = {  # `_words` fills the braces.
   'the actors: the hand-off is the limit. Make updates fewer and larger '
   '(unroll_length, sebulba.unrolls_per_update, env.num_envs).',
   'no lag': _BOTH_WAIT + ': with sebulba.max_lag=0 they never work at the same '
-  'time. Set it to 1, so that acting and learning overlap (a2c needs 0; use '
-  '--agent=impala).',
+  'time. Set it to 1, so that acting and learning overlap. a2c needs 0; use '
+  '--agent=impala instead.',
   'slowest actor': _BOTH_WAIT + ': each update needs an unroll from each of '
   '{actors}, so the slowest actor is the limit. Use sebulba.mode=asynchronous, '
   'or raise sebulba.max_lag.',
@@ -158,7 +158,7 @@ def _find_case(record: Mapping[str, float], system: System) -> str:
   learner = record['time_update'] + record['time_hand_off']
   actors = 1 - record['time_actor_waiting']
   busy = record['busy_actor_devices']
-  # A busy CPU device says little, because some cores may still be free.
+  # A CPU device can be busy although some cores are free, so ignore it.
   is_device_busy = not is_cpu and busy >= _SATURATED
   is_updating = system.is_shared and record['time_update'] >= busy / 2
   if learner >= max(actors, _SATURATED) or (is_device_busy and is_updating):

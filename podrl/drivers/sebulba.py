@@ -114,7 +114,7 @@ class Sebulba:
     self._stopper: threading.Thread | None = None
     self.error: BaseException | None = None  # Error of an actor or the learner.
     self.state: Any = None  # A LearnerState; `start` sets it.
-    # The first number that was not finite, though the loss may have been.
+    # The first number that was not finite, even if the loss was finite.
     self._culprit: Culprit | None = None
     self._num_updates = self._num_dropped = self._num_waits = 0
     self._num_unrolls = [0] * self._num_actors  # Per actor, dropped ones too.

@@ -301,7 +301,7 @@ def newest_intact(
       reason = workdir.one_line(error)[:_MAX_REASON]
       print(f'checkpoint {step} is skipped: {reason}', file=sys.stderr)
       continue
-    for damaged in skipped:  # A new checkpoint will need the name.
+    for damaged in skipped:  # A new checkpoint may need the same name.
       workdir.set_aside(_directory(path, damaged))
     return step, progress
   if skipped:

@@ -75,7 +75,7 @@ class Chip(NamedTuple):
 
 
 # For TPU v3, a core is half a chip, with half of its figures. For the others,
-# it is a whole chip. Sources of the figures:
+# it is a whole chip. The figures have these sources.
 # TPUs: Google Cloud, Cloud TPU documentation, pages "TPU v3" to "TPU v6e" for
 # peak, memory bandwidth and pod size. The link bandwidth is the all-reduce
 # bandwidth of a pod divided by its chips (v3: 340 TB/s / 1,024; v4: 1.1 PB/s /
@@ -526,8 +526,8 @@ def predict(
   return rows
 
 
-# Published steps or frames per second, by number of cores. Anakin and Sebulba:
-# Hessel et al. 2021, arXiv:2104.06272. InstaDeep: TPU v4-8 to v4-128.
+# Published steps or frames per second, by number of cores. Hessel et al. 2021,
+# arXiv:2104.06272, has Anakin and Sebulba. InstaDeep used TPU v4-8 to v4-128.
 PUBLISHED = {
   'Anakin': {8: 5e6},
   'Sebulba': {8: 0.2e6, 2048: 43e6},
