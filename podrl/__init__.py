@@ -45,15 +45,15 @@ def train(
 ) -> 'Trained':
   """Trains an environment, as the command `podrl train` does.
 
-  It leaves the same files as a run from the command line. If JAX is in use
-  already, it keeps the devices of the session.
+  It writes the same files as a run from the command line. If JAX has already
+  started, the run uses the devices that JAX has.
 
   Args:
     name: `[SUITE:]NAME`, or `MODULE:NAME` for a module that registers a
       gymnasium environment.
     agent: 'ppo', 'impala' or 'a2c'.
-    steps: environment steps; by default what suits the kind of environment.
-    seed: all random numbers derive from it.
+    steps: environment steps; the default depends on the kind of environment.
+    seed: all random numbers depend on it.
     seeds: number of independent agents.
     workdir: directory of the run; by default `runs/TASK/AGENT-TIME`.
     resume: whether to continue the run in `workdir`.

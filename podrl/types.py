@@ -105,7 +105,7 @@ class Discrete(NamedTuple):
 
 
 class MultiDiscrete(NamedTuple):
-  """Several discrete actions at once, as int32 `[num_components]`.
+  """Several discrete actions at the same time, as int32 `[num_components]`.
 
   Component i is one of 0, 1 ... num_actions[i] - 1.
   """
@@ -257,14 +257,14 @@ class Episodes(NamedTuple):
 
 
 class Culprit(NamedTuple):
-  """A number from an environment that may have made the loss not finite.
+  """A number from an environment that may have made the loss NaN or infinite.
 
   Attributes:
     field: 'reward', or 'observation' with the keys of the array in it.
     value: NaN, infinite, or large.
-    step: steps of the environment until then, joints included.
+    step: number of earlier steps of the environment, joints included.
     env: global index of the environment.
-    element: index in the flattened array.
+    element: index of the number in the flattened array.
   """
 
   field: str
@@ -288,8 +288,8 @@ class Report(NamedTuple):
     stages: seconds spent in each stage; divide by `seconds` for its share.
     own: `[N]` each, metrics of this process only.
     decisions: what the driver decided during the call, as JSON.
-    culprit: what this process's environments gave, if `is_finite` is false and
-      that explains it.
+    culprit: the number from an environment of this process that explains why
+      `is_finite` is false, if there is one.
   """
 
   metrics: dict[str, np.ndarray]

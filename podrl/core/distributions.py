@@ -72,7 +72,7 @@ def categorical(num_actions: int) -> Distribution:
 
 
 def multi_categorical(num_actions: Sequence[int]) -> Distribution:
-  """Independent categorical distributions, one for each component of actions.
+  """Independent categorical distributions, one for each component of an action.
 
   The head holds the logits of all components, one component after another.
 

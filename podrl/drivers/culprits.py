@@ -1,8 +1,8 @@
-"""Whether an environment made a loss NaN or infinite, and which one.
+"""Finds the environment that made a loss NaN or infinite, if there is one.
 
-Each unroll keeps the largest number of each field: an argmax, which costs next
-to nothing beside learning. Only after a loss that is not finite is it asked
-what these numbers mean.
+Each unroll keeps the largest number of each field. This needs an argmax, which
+costs very little compared with learning. podrl examines these numbers only
+after a loss that is not finite.
 """
 
 from collections.abc import Mapping
@@ -15,19 +15,19 @@ import jax.numpy as jnp
 from podrl.types import Array, Culprit, Trajectory
 
 _REWARD, _ACTION, _OBSERVATION = 'reward', 'action', 'observation'
-# Numbers beyond it are suspected; the square of 1e19 is infinite in float32.
+# Larger numbers may be the cause; the square of 1e20 is infinite in float32.
 _LARGE = 1e6
 
 
 class Largest(NamedTuple):
-  """The first number of a field that is not finite, else the largest one.
+  """The first number of a field that is not finite, or else the largest one.
 
-  All are scalars.
+  All attributes are scalars.
   """
 
-  value: Any  # Float32.
-  step: Any  # Int32, steps of the environment until then, joints included.
-  env: Any  # Int32, its index in the batch.
+  value: Any  # Float32, the number.
+  step: Any  # Int32, earlier steps of the environment, joints included.
+  env: Any  # Int32, index of the environment in the batch.
   element: Any  # Int32, index in the flattened value of one environment.
 
 
@@ -41,7 +41,8 @@ def find_largest(
     num_steps: steps of each environment before the unroll.
 
   Returns:
-    By name: the reward, each array of the observation, and the action.
+    A `Largest` by name: for the reward, each array of the observation, and the
+    action.
   """
 
   def find(x: Array) -> Largest:
@@ -67,13 +68,13 @@ def find_largest(
 def find_culprit(
   largest: Mapping[str, Largest], first_env: int, is_failing: bool
 ) -> Culprit | None:
-  """Finds what an environment gave that a network cannot learn from.
+  """Finds a number from an environment that a network cannot learn from.
 
   Args:
     largest: what `find_largest` returned for one unroll, on the host.
     first_env: global index of the first environment of the batch.
-    is_failing: whether the loss of this unroll is not finite; only then is a
-      large number suspected.
+    is_failing: whether the loss of this unroll is not finite. Only then, a
+      large finite number may be the culprit.
   """
   fields = {k: x for k, x in largest.items() if k != _ACTION}
   bad = {k: x for k, x in fields.items() if not math.isfinite(x.value)}
@@ -84,20 +85,20 @@ def find_culprit(
   name, first = min(bad.items(), key=lambda item: item[1].step)
   action = largest.get(_ACTION)
   if action and action.step < first.step and not abs(action.value) <= _LARGE:
-    return None  # The environment got such an action first.
+    return None  # An action was already too large or not finite.
   value, step, env, element = (x.item() for x in first)
   return Culprit(name, value, step, first_env + env, element)
 
 
 def explain(culprit: Culprit, fields: Mapping[str, Any]) -> str:
-  """Says what an environment gave, and what to do about it.
+  """Describes the number of an environment, and what to do about it.
 
   Args:
     culprit: what `find_culprit` returned.
     fields: the configuration by dotted name.
 
   Returns:
-    Part of a sentence; empty if the configuration bounds the number already.
+    Part of a sentence; empty if the configuration already limits the number.
   """
   name, value, step, env, element = culprit
   is_reward, is_finite = name == _REWARD, math.isfinite(value)

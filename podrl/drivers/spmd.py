@@ -178,7 +178,7 @@ def _sees_accelerator() -> bool:
 
 
 def is_in_use() -> bool:
-  """Whether JAX has devices already, so that their number cannot change."""
+  """Returns whether JAX already has devices; their number is then fixed."""
   return xla_bridge.backends_are_initialized()
 
 

@@ -32,8 +32,8 @@ class Suite(NamedTuple):
       actor; if not, `make` ignores `num_threads`.
     needs_memory: `(name) -> bool`, whether a policy without a memory cannot
       solve the environment.
-    small_options: `(name) -> options` that make large images small enough to
-      learn from without an accelerator.
+    small_options: `(name) -> options` that make large images small enough for
+      a machine without an accelerator.
   """
 
   architecture: str
@@ -57,7 +57,7 @@ def _suite(module: Any, architecture: str, **fields: Any) -> Suite:
   return Suite(architecture, *makers, package, **fields)
 
 
-# A name that several suites have belongs to the first of them.
+# If several suites have a name, the first of them is used.
 SUITES = {
   'gymnax': _suite(gymnax, 'anakin', needs_memory=gymnax.needs_memory),
   'envpool': _suite(
@@ -73,7 +73,7 @@ SUITES = {
 
 
 class Task(NamedTuple):
-  """An environment of a suite; `note` says which of several suites has it."""
+  """An environment of a suite; `note` says if other suites have its name."""
 
   suite: str
   name: str
@@ -100,7 +100,7 @@ def find_task(text: str) -> Task:
     near = difflib.get_close_matches(text.lower(), lower, 3, 0.5)
     remedy = ', '.join(x for key in near for x in lower[key]) or 'none'
     raise ValueError(
-      f'no suite has an environment {text}; near names: {remedy}; '
+      f'no suite has an environment {text}; similar names: {remedy}; '
       'podrl envs lists all names'
     )
   suite, *others = owners
@@ -110,21 +110,21 @@ def find_task(text: str) -> Task:
   return Task(
     suite,
     text,
-    f'{text} is in {", ".join(first)} and {last}; {suite} is used; '
+    f'{text} is in {", ".join(first)} and {last}; podrl uses {suite}; '
     f'write {others[0]}:{text} for {others[0]}',
   )
 
 
 def add_to_path(directory: str) -> None:
-  """Lets Python import the modules of a directory, after all others."""
+  """Lets Python search a directory for modules, after all other directories."""
   if directory and directory not in sys.path:
     sys.path.append(directory)
 
 
 def module_directory(name: str) -> str:
-  """The directory from which the module of `MODULE:NAME` is imported.
+  """Returns the directory that contains the module of `MODULE:NAME`.
 
-  It is '' if the name has no module, or an installed package has it.
+  It returns '' if the name has no module, or the module is installed.
   """
   module = name.rpartition(':')[0].partition('.')[0]
   spec = importlib.util.find_spec(module) if module else None

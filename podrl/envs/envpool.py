@@ -26,14 +26,14 @@ _can_mujoco_draw = sys.platform != 'linux'
 
 
 def names() -> list[str]:
-  """Returns the tasks of one agent that envpool lists."""
+  """Returns the tasks that envpool lists, except those with several players."""
   import envpool
 
   return sorted(x for x in envpool.list_all_envs() if not _has_players(x))
 
 
 def _has_players(name: str) -> bool:
-  """Whether a task has several players, as most games of pgx do."""
+  """Returns whether a task has several players, like most games of pgx."""
   import envpool
 
   if 'multiagent' in name.lower().replace('-', ''):
@@ -48,7 +48,7 @@ def needs_memory(name: str) -> bool:
 
 
 def small_options(name: str) -> dict[str, Any]:
-  """See `Suite.small_options`; only some tasks take the size of the image."""
+  """See `Suite.small_options`; only some tasks have options for the size."""
   import envpool
 
   options = envpool.make_spec(name).config._asdict()

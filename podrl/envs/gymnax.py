@@ -20,7 +20,7 @@ _BINARY_OBS = frozenset(
   'SpaceInvaders-MinAtar Catch-bsuite DeepSea-bsuite Pong-misc'.split()
 )
 _DOWNLOADS = 'MNISTBandit-bsuite'
-# What to do depends on observations and rewards of earlier steps.
+# The best action depends on earlier observations and rewards.
 _HIDDEN_STATE = frozenset(
   'MemoryChain-bsuite BernoulliBandit-misc GaussianBandit-misc '
   'MetaMaze-misc'.split()
@@ -40,7 +40,7 @@ def _action_space(space: Any) -> Discrete | Box:
 def names() -> list[str]:
   """Returns gymnax's environments, except the one that downloads a data set.
 
-  Importing gymnax would take seconds and use a device.
+  It does not import gymnax, which would take seconds and use a device.
   """
   if 'gymnax' in sys.modules:
     known = sys.modules['gymnax'].registered_envs

@@ -12,8 +12,8 @@ import numpy as np
 
 from podrl.types import Array, Box, Discrete, EnvSpec, MultiDiscrete, Tree
 
-# A category becomes a one-hot vector, an action one of the policy's outputs.
-# An unroll of more of them would need gigabytes.
+# Each category is an element of a one-hot vector, or an output of the policy.
+# With more categories, an unroll would need gigabytes.
 _MAX_CATEGORIES = 2**14
 
 
@@ -23,14 +23,14 @@ def _check(what: str, space: Any) -> None:
   field = fields.get(type(space).__name__)
   if field and np.sum(getattr(space, field)) > _MAX_CATEGORIES:
     raise ValueError(
-      f'{what} are {space}, and podrl accepts at most {_MAX_CATEGORIES} '
-      'categories; wrap the environment so that several smaller ones say the '
-      'same'
+      f'{what} are {space}, but podrl accepts at most {_MAX_CATEGORIES} '
+      'categories; wrap the environment so that several smaller spaces replace '
+      'this one'
     )
   if not math.prod(space.shape or ()):
     raise ValueError(
-      f'{what} are {space}, which holds no number; wrap the environment so '
-      'that it holds at least one'
+      f'{what} are {space}, which contains no number; wrap the environment so '
+      'that it contains at least one'
     )
 
 
@@ -67,8 +67,8 @@ def obs_spec(space: Any) -> Tree:
 def observe(space: Any, obs: Tree) -> Tree:
   """Converts a library's observations `[B, ...]` to those of `obs_spec(space)`.
 
-  Categories become one-hot vectors, and those of several are concatenated. The
-  function is traced on the device.
+  A category becomes a one-hot vector; several categories become one vector of
+  concatenated one-hot vectors. The function runs on the device.
   """
   kind = type(space).__name__
   if kind == 'Dict':
@@ -156,7 +156,7 @@ def to_library_action(space: Any) -> Callable[[Array], Array]:
   is_integer = np.issubdtype(space.dtype, np.integer)
   device_dtype = jax.dtypes.canonicalize_dtype(space.dtype)
 
-  def cast(action: Array) -> Array:  # Copies: JAX's arrays are read-only.
+  def cast(action: Array) -> Array:  # It copies: JAX's arrays are read-only.
     is_host = isinstance(action, np.ndarray)
     action = action.round() if is_integer else action
     return action.astype(space.dtype if is_host else device_dtype)

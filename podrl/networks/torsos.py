@@ -202,7 +202,7 @@ TORSOS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
 
 
 def image_size(spec: EnvSpec) -> int:
-  """The shorter side of an image; 0 for other observations."""
+  """Returns the shorter side of an image, or 0 for other observations."""
   shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
   if len(shapes) != 1 or len(shapes[0]) != 3:
     return 0

@@ -27,9 +27,9 @@ from podrl.records import workdir
 from podrl.records.workdir import Record, WriteError
 from podrl.types import LearnerState, Tree, Variables
 
-_FORMAT = 2  # Version of the format; another podrl may write another number.
-_EXTRA_BYTES = 2**20  # A checkpoint's size without its arrays.
-_MAX_REASON = 200  # Orbax's own errors can be pages long.
+_FORMAT = 2  # Version of the checkpoint format; podrl reads only this one.
+_EXTRA_BYTES = 2**20  # Size of a checkpoint without its arrays.
+_MAX_REASON = 200  # Longest part of an orbax error that a message contains.
 
 # One jitted call copies all arrays before the next update can donate them.
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -56,7 +56,7 @@ def _directory(path: str, *names: Any) -> str:
 
 
 def _describe(tree: Tree) -> dict[str, str]:
-  """The type and shape of each array of a tree, by its path in the tree."""
+  """Returns the type and shape of each array of a tree, by its path."""
   return {
     jax.tree_util.keystr(path, simple=True, separator='/'): (
       f'{x.dtype}{[*x.shape]}'
@@ -193,7 +193,7 @@ def find(path: str, which: str = 'last') -> int:
   config = workdir.read_config(path)
   if workdir.is_series(config):
     raise ValueError(
-      f'{path} has {config.num_seeds} agents; name one, {path}/seed_0'
+      f'{path} has {config.num_seeds} agents; name one: {path}/seed_0'
     )
   found = steps(path)
   if not found:
@@ -256,7 +256,7 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
   )
   try:
     _verify(_directory(path, step))
-    # Compared before orbax does it, which prints pages about a difference.
+    # Compare first, because orbax's error about a difference is very long.
     theirs, ours = _read_progress(path, step)['arrays'], _describe(shapes)
     for name in [*ours, *theirs]:
       there, here = (x.get(name, 'missing') for x in (theirs, ours))

@@ -55,7 +55,7 @@ _REDUCTIONS = defaultdict(_Reduction) | {
 def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
   """Merges the records of several agents; keeps the numbers that all have.
 
-  `in_turn` says that the agents ran one after another: rates are then means.
+  `in_turn` says that the agents ran one after another. Rates are then means.
   """
   merged = {}
   for name in records[0]:
@@ -71,14 +71,14 @@ def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
 
 
 def join_seeds(path: str, directories: Sequence[str]) -> Record:
-  """Writes the means of runs that are done as the records of a run.
+  """Writes the records of a run: the means over the finished runs of its seeds.
 
   Args:
     path: directory of the run.
-    directories: directories of the runs, one for each seed.
+    directories: directories of the seeds' runs.
 
   Returns:
-    The summary. Its times are sums, and it has the last seed's texts.
+    The summary. Its times are sums; its texts are those of the last seed.
   """
   runs = [
     {record['num_updates']: record for record in workdir.read_records(x)}
@@ -216,8 +216,8 @@ class JsonLines:
   """A file with one JSON object per line, flushed after each line.
 
   It keeps the first `num_lines` lines of an existing file; a resumed run writes
-  the later ones again. If one of the first is damaged, it keeps those before,
-  and a copy of the file.
+  the later lines again. If one of the first lines is damaged, it keeps only the
+  lines before that one, and a copy of the file.
 
   Attributes:
     num_lines: number of lines in the file.
@@ -427,12 +427,12 @@ class Recorder:
         if lost := number - self._files[-1].num_lines:
           print(
             f'warning: {file}: {lost} of the {number} records before the '
-            'checkpoint are lost; the run goes on from the checkpoint, which '
+            'checkpoint are lost; the run continues from the checkpoint, which '
             'is intact',
             file=sys.stderr,
           )
         sinks: list[Sink] = [self._files[-1]]
-        self.sinks.append(sinks)  # First, so that `close` closes them.
+        self.sinks.append(sinks)  # From now on, `close` closes them.
         if self.config.log.tensorboard:
           sinks.append(TensorBoard(path, last.get('env_steps', -1) + 1))
         if self.config.log.wandb:
@@ -441,7 +441,7 @@ class Recorder:
     if self._paths:
       self.sinks[0].append(self.terminal)
       if os.path.exists(self._decisions_file):
-        # It drops the lines that this run will repeat.
+        # This deletes the lines that the run will repeat.
         self._open_decisions(progress.get('num_decisions', 0))
 
   def _open_decisions(self, num_decisions: int = 0) -> None:

@@ -8,9 +8,9 @@ checkpoints/     one directory per checkpoint, named by its number of updates
 summary.json     the last value of each metric, and how the run ended
 seed_0/ ...      with several seeds: the same files per seed
 
-Anakin trains several seeds together, and their checkpoints are the run's. With
-Sebulba, each seed is a run of its own with its own checkpoints (`is_series`),
-and the run's directory has their means once all of them are done.
+Anakin trains several seeds together, and saves all of them in the run's
+checkpoints. With Sebulba, each seed is a separate run with its own checkpoints
+(`is_series`). When all of them are done, the run's directory gets their means.
 """
 
 from collections.abc import Iterator, Set
@@ -37,8 +37,8 @@ MOVABLE = tuple(
   'env.path sebulba.actor_devices sebulba.learner_devices sebulba.env_threads '
   'sebulba.hang_seconds'.split()
 )
-# It may change these only where its command line sets them; `config.json` then
-# gets the new value.
+# A resumed run may change these fields only by its command line. `config.json`
+# then gets the new values.
 CHANGEABLE = tuple(
   'total_env_steps optimizer.learning_rate agent.gamma agent.lambda_ '
   'agent.entropy_cost agent.value_cost agent.clip'.split()
@@ -62,7 +62,7 @@ def write_errors(what: str, kind: type[Exception] = Exception) -> Iterator:
 
 
 def one_line(error: BaseException, *, with_kind: bool = False) -> str:
-  """An exception in one line; without a message, it is the exception's kind."""
+  """Returns an exception's message as one line, or its kind if it has none."""
   kind, message = type(error).__name__, ' '.join(str(error).split())
   return f'{kind}: {message}' if with_kind and message else message or kind
 
@@ -85,7 +85,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def write_text(path: str, text: str) -> None:
-  """Writes a file atomically; raises an OSError if it cannot."""
+  """Writes a file atomically; raises an OSError if this fails."""
   directory, name = os.path.split(path)
   temporary = os.path.join(directory, f'.{name}-{uuid.uuid4().hex}')
   try:
@@ -98,7 +98,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def write_json(path: str, value: Any) -> None:
-  """Writes a JSON file as `write_text` does."""
+  """Writes a JSON file; see `write_text`."""
   write_text(path, to_json(value, indent=2) + '\n')
 
 
@@ -108,25 +108,25 @@ def read_json(path: str) -> dict[str, Any]:
     with open(path, encoding='utf-8') as file:
       value = json.load(file)
     if not isinstance(value, dict):
-      raise ValueError('it does not hold a JSON object')
+      raise ValueError('it does not contain a JSON object')
     return value
   except (OSError, ValueError, RecursionError) as error:
     raise ValueError(f'{path} cannot be read: {error}') from error
 
 
 def task_name(config: ConfigDict) -> str:
-  """The name of the task, with only characters that suit a file name."""
+  """Returns the task's name, with only characters that suit a file name."""
   return re.sub(r'[^\w.+-]+', '-', config.env.name)
 
 
 def default_path(config: ConfigDict) -> str:
-  """The directory of a run that begins now: `runs/TASK/AGENT-TIME`."""
+  """Returns the directory of a run that begins now: `runs/TASK/AGENT-TIME`."""
   now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')
   return os.path.join('runs', task_name(config), f'{config.agent.name}-{now}')
 
 
 def is_run(path: str) -> bool:
-  """Whether a directory holds a run, finished or not."""
+  """Returns whether a directory contains a run, finished or not."""
   return os.path.exists(os.path.join(path, 'config.json'))
 
 
@@ -142,14 +142,14 @@ def is_finished(path: str, total_env_steps: int) -> bool:
 
 
 def is_series(config: ConfigDict) -> bool:
-  """Whether the seeds are runs of their own, trained one after another."""
+  """Returns whether the seeds are separate runs, trained one after another."""
   return 'sebulba' in config and config.get('num_seeds', 1) > 1
 
 
 def run_of_agent(path: str) -> str | None:
   """Returns the run whose directory contains `seed_N` of one agent, or None.
 
-  It returns None for a seed that is a run of its own.
+  It returns None for a seed that is a separate run.
   """
   parent, name = os.path.split(os.path.abspath(path))
   is_seed = re.fullmatch(r'seed_\d+', name) and is_run(parent)
@@ -169,7 +169,7 @@ def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
 
 
 def programs(path: str, config: ConfigDict) -> list[tuple[str, ConfigDict]]:
-  """The directory and the configuration of each program that a run needs."""
+  """Returns the directory and configuration of each program of a run."""
   if not is_series(config):
     return [(path, config)]
   fields = config.to_dict()
@@ -185,7 +185,7 @@ def set_aside(path: str) -> None:
 
 
 def free_name(path: str) -> str:
-  """A new name for a file or directory that is set aside."""
+  """Returns an unused name for a file or directory that is set aside."""
   name, numbers = f'{path}.set_aside', itertools.count(1)
   while os.path.lexists(name):
     name = f'{path}.set_aside_{next(numbers)}'
@@ -255,7 +255,7 @@ def check_new(path: str) -> None:
     )
   if found:
     raise ValueError(
-      f'--workdir={path} holds {" and ".join(found)} of a run, but its '
+      f'--workdir={path} contains {" and ".join(found)} of a run, but its '
       'config.json is missing; restore that file from a backup, or choose '
       'another directory'
     )
@@ -270,12 +270,12 @@ def check_new(path: str) -> None:
 
 
 def make(path: str, config: ConfigDict) -> None:
-  """Makes a locked directory that of a new run, and writes its configuration.
+  """Makes a new run in a locked directory, and writes its configuration.
 
   Raises:
     ValueError: if it cannot be written, or already holds a run.
   """
-  check_new(path)  # Again: another run may have begun and ended meanwhile.
+  check_new(path)  # Check again: another run may have begun and ended since.
   try:
     for seed, directory in seed_directories(path, config):
       os.makedirs(directory, exist_ok=True)
@@ -294,8 +294,8 @@ def update_config(path: str, config: ConfigDict) -> None:
   """Writes the values of `CHANGEABLE` fields to the files of a run."""
   fields = flatten(config.to_dict())
   values = {name: fields[name] for name in CHANGEABLE if name in fields}
-  # The run's own file comes first: a run that is killed in between resumes with
-  # the new values, and writes the other files then.
+  # Write the run's own file first. If the run is killed before the next file,
+  # it resumes with the new values, and writes the other files then.
   directories = [x for _, x in seed_directories(path, config)]
   for directory in dict.fromkeys([path, *directories]):
     saved = read_config(directory)
@@ -314,8 +314,8 @@ def lock(path: str) -> Iterator[None]:
   with contextlib.ExitStack() as stack:
     try:
       os.makedirs(path, exist_ok=True)
-      # A file of its own, because the others are replaced while the run is
-      # locked. It is open for writing, because NFS locks no other files.
+      # The lock needs its own file, because a run replaces its other files. It
+      # is open for writing, because NFS locks no other files.
       file = open(os.path.join(path, '.lock'), 'a', encoding='utf-8')
       fcntl.flock(stack.enter_context(file), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

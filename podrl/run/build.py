@@ -101,7 +101,7 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
 
 
 def _suite(config: ConfigDict) -> Suite:
-  """The environment's suite, which then finds the modules of the run."""
+  """Returns the environment's suite, and lets it import the run's modules."""
   for directory in (config.env.get('path', ''), os.getcwd()):
     add_to_path(directory)
   return SUITES[config.env.suite]

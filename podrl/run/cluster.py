@@ -325,7 +325,7 @@ class Cluster:
 
 
 def num_processes() -> int:
-  """The number of processes that JAX's runtime connects; 1 without it."""
+  """Returns the number of processes that JAX's runtime connects, or 1."""
   return distributed.global_state.num_processes or 1
 
 

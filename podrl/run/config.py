@@ -1,8 +1,8 @@
 """The configuration: its fields, their checks, overrides and the command line.
 
 One table names every field with its default, its allowed values and a comment.
-Configurations, checks, `--help` and the types of overrides come from it. What
-an agent adds or changes comes from `AGENTS`.
+Configurations, checks, `--help` and the types of overrides come from it. The
+fields that an agent adds or changes come from `AGENTS`.
 """
 
 import ast
@@ -43,7 +43,7 @@ class Range(NamedTuple):
   excludes_low: bool = False
 
   def allows(self, value: float | tuple[float, ...]) -> bool:
-    """Whether a number, or every element of a tuple, is in the range."""
+    """Returns whether a number, or each element of a tuple, is in the range."""
     if isinstance(value, tuple):
       return all(map(self.allows, value))
     is_above = value > self.low if self.excludes_low else value >= self.low
@@ -57,9 +57,9 @@ class Range(NamedTuple):
 class Field(NamedTuple):
   """A field of the configuration."""
 
-  default: Any  # Its value unless the agent or the experiment sets another one.
+  default: Any  # The value, unless the agent or the experiment sets another.
   comment: str  # One line for `--help`.
-  # A range, the allowed strings, or None where the type is enough.
+  # A range, the allowed strings, or None if any value of the type is allowed.
   allowed: Range | tuple[str, ...] | None = None
 
 
@@ -76,13 +76,13 @@ _DTYPES = ('float32', 'bfloat16')
 _MODES = ('deterministic', 'asynchronous')
 
 FIELDS = {
-  'seed': Field(0, 'All random numbers derive from it.', _FROM_0),
+  'seed': Field(0, 'All random numbers depend on it.', _FROM_0),
   'num_seeds': Field(1, 'Independent agents of one run.', Range(1, 2**16)),
   'num_devices': Field(
     0, 'Devices per process; 0 means all (CPU: one per core).', _DEVICES
   ),
   'total_env_steps': Field(
-    1_000_000, 'Joints included; rounded up to whole updates.', Range(1)
+    1_000_000, 'Steps, joints included; rounded up to whole updates.', Range(1)
   ),
   'unroll_length': Field(32, 'Steps of each environment per update.', _COUNT),
   'num_epochs': Field(1, 'Passes over each unroll.', _COUNT),
@@ -93,9 +93,9 @@ FIELDS = {
   ),
   'env.suite': Field('gymnax', 'Library that provides the environment.'),
   'env.name': Field('', 'Name of the environment in its library.'),
-  'env.num_envs': Field(64, 'Number over devices and processes.', _COUNT),
+  'env.num_envs': Field(64, 'Environments of all processes.', _COUNT),
   'env.options': Field({}, 'Options that are passed to the library.'),
-  'env.path': Field('', 'Where the MODULE of MODULE:NAME lies.'),
+  'env.path': Field('', 'Directory of MODULE, if the name is MODULE:NAME.'),
   'agent.gamma': Field(0.99, 'Discount per step.', _FRACTION),
   'agent.lambda_': Field(
     1.0, 'Mixes one-step (0) and full (1) returns.', _FRACTION
@@ -116,7 +116,7 @@ FIELDS = {
     Range(1),
   ),
   'network.shared_torso': Field(False, 'Policy and value share one torso.'),
-  'network.recurrent': Field('none', 'Memory after each torso.', CORES),
+  'network.recurrent': Field('none', 'Recurrent core after a torso.', CORES),
   'network.distribution': Field(
     'auto', 'Distribution of actions; auto fits the space.', DISTRIBUTIONS
   ),
@@ -128,7 +128,7 @@ FIELDS = {
   'optimizer.name': Field('adam', 'The optimiser.', tuple(OPTIMIZERS)),
   'optimizer.learning_rate': Field(1e-3, 'Initial learning rate.', _ABOVE_0),
   'optimizer.anneal': Field(True, 'The learning rate falls linearly to 0.'),
-  'optimizer.max_grad_norm': Field(0.5, 'Clips global norm; 0: off.', _FROM_0),
+  'optimizer.max_grad_norm': Field(0.5, 'Clips the gradient; 0: off.', _FROM_0),
   'eval.num_episodes': Field(128, 'Episodes, one per environment.', _COUNT),
   'eval.every_env_steps': Field(0, 'Period; 0 means only at the end.', _FROM_0),
   'eval.greedy': Field(True, "Takes the policy's mode instead of a sample."),
@@ -154,11 +154,11 @@ FIELDS = {
   'sebulba.unrolls_per_update': Field(0, '0 means one per actor.', _FEW),
   'sebulba.mode': Field(
     'deterministic',
-    'Deterministic runs repeat; asynchronous suits uneven actors.',
+    'Deterministic is reproducible; asynchronous suits uneven actors.',
     _MODES,
   ),
   'sebulba.max_lag': Field(1, 'Bound of the policy lag, in updates.', _FEW),
-  'sebulba.autotune': Field(False, 'Starts and parks actors for speed.'),
+  'sebulba.autotune': Field(False, 'Finds the fastest number of actors.'),
   'sebulba.hang_seconds': Field(
     300.0, 'An actor hangs after this time without progress.', _SECONDS
   ),
@@ -195,12 +195,12 @@ def _make_config(agent: str, others: Collection[str]) -> ConfigDict:
 
 
 def base_config(agent: str) -> ConfigDict:
-  """Makes an agent's defaults for Anakin; an unknown agent is a ValueError."""
+  """Makes an agent's defaults for Anakin; ValueError for an unknown agent."""
   return _make_config(agent, _SEBULBA_FIELDS)
 
 
 def sebulba_config(agent: str) -> ConfigDict:
-  """Makes an agent's defaults for Sebulba; an unknown agent is a ValueError."""
+  """Makes an agent's defaults for Sebulba; ValueError for an unknown agent."""
   config = _make_config(agent, _ANAKIN_FIELDS)
   config.env.suite = 'envpool'
   return config
@@ -254,9 +254,9 @@ def _parse_literal(text: str) -> Any:
 
 
 def _parse(name: str, text: str, default: Any) -> Any:
-  """Reads an override's text as a value of its default's type.
+  """Converts the text of an override to the type of the field's default.
 
-  Without a default, it is any value that fits into config.json.
+  Without a default, any value that config.json can contain is allowed.
   """
   value = _parse_literal(text)
   if default is None:
@@ -306,7 +306,7 @@ def _split_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _owner(name: str) -> str:
-  """Names the architecture or the agents that alone have a field, if any."""
+  """Names the architecture or the agents that have a field; '' if none has."""
   if name in _SEBULBA_FIELDS:
     return 'Sebulba'
   if name in _ANAKIN_FIELDS:
@@ -317,14 +317,14 @@ def _owner(name: str) -> str:
 def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
   """Sets fields from `--config.FIELD=VALUE` arguments, in place.
 
-  `1e6` is an integer where the field is one. Only `env.options` accepts new
+  For an integer field, `1e6` is an integer. Only `env.options` accepts new
   fields.
 
   Returns:
     The names of the fields, with 'env.options' for any option.
 
   Raises:
-    ValueError: for an argument of another form, an unknown field (with near
+    ValueError: for an argument of another form, an unknown field (with similar
       names) or a value of the wrong type.
   """
   names = set()
@@ -361,10 +361,10 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
 class CommandLine(NamedTuple):
   """A parsed command line."""
 
-  command: str  # How to start it, without arguments.
+  command: str  # The command that starts the program, without arguments.
   flags: flags.FlagValues
   overrides: Sequence[str]  # Arguments that override fields.
-  task: str = ''  # The environment that `podrl train` was asked for.
+  task: str = ''  # The argument of `podrl train`: an environment.
 
 
 class Files(NamedTuple):
@@ -433,7 +433,7 @@ def take_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def parse_command_line(
   argv: Sequence[str], *, has_task: bool = False
 ) -> CommandLine:
-  """Parses a command line; a wrong flag is a ValueError.
+  """Parses a command line; raises a ValueError for a wrong flag.
 
   Args:
     argv: the script's path or the command, then its arguments.
@@ -551,7 +551,7 @@ def resolve_config(
     fields = flatten(config.to_dict())
     cluster.compare({f'config.{k}': v for k, v in fields.items()})
 
-  # Only process 0 runs this; a resumed run replaces values of `config`.
+  # Only process 0 runs this. If the run is resumed, it changes `config`.
   def find_files() -> tuple[dict, Files]:
     path = values.workdir or workdir.default_path(config)
     if source := values.init_from:
@@ -567,7 +567,7 @@ def resolve_config(
       raise ValueError(
         f'--workdir={path} is one agent of {parent}; resume that run'
       )
-    exit_stack.enter_context(workdir.lock(path))  # Before reading the run.
+    exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
     messages = workdir.restore_config(config, path, requested)
     total = config.total_env_steps
     if workdir.is_finished(path, total):

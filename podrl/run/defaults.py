@@ -1,6 +1,6 @@
 """Settings for each kind of environment, so that a name is enough to train.
 
-The kind follows from the environment's specification and from its suite's row.
+The environment's specification and the row of its suite determine the kind.
 No environment has settings of its own.
 """
 
@@ -15,8 +15,8 @@ from podrl.networks.torsos import image_size
 from podrl.run.config import base_config, sebulba_config
 from podrl.types import Box, EnvSpec
 
-_LARGE_SIDE = 36  # From this side on, an image is like Atari's.
-_SPARSE_SIDE = 16  # From this side on, an MLP reads an image of zeros and ones.
+_LARGE_SIDE = 36  # Images of this size or more are large, like Atari's.
+_SPARSE_SIDE = 16  # An MLP reads images of zeros and ones from this size.
 
 # Agents that learn once from each unroll need more updates, and larger steps.
 _ONE_PASS = {'unroll_length': 8, 'optimizer.learning_rate': 3e-3}
@@ -68,7 +68,7 @@ _KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
       'network.hidden_sizes': (128,),
       'network.shared_torso': True,
     },
-    # A high rate leaves the first poor policy quickly.
+    # With a high rate, the agent improves its first poor policy quickly.
     'ppo': _LONG_UNROLL | {'optimizer.learning_rate': 5e-3},
   },
   'large image': {
@@ -116,7 +116,7 @@ def base(task: Task, agent: str) -> ConfigDict:
 
 
 def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
-  """Returns the kinds whose settings an environment gets, in order."""
+  """Returns the kinds of an environment; settings of later kinds win."""
   size = image_size(spec)
   leaves = jax.tree.leaves(spec.obs)
   if size >= _LARGE_SIDE:

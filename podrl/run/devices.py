@@ -66,13 +66,14 @@ def num_named_devices(config: ConfigDict) -> int:
   """Counts the CPU devices that each process of a Sebulba run needs.
 
   Raises:
-    ValueError: if there are gaps between them, which would be devices too.
+    ValueError: if some devices between them would not be used.
   """
   fields = {k: config.sebulba[k] for k in ('actor_devices', 'learner_devices')}
   fields = {k: indices for k, indices in fields.items() if indices}
   named = sorted({i for indices in fields.values() for i in indices})
   num_devices = 1 + max(named, default=0)
-  # A field that is empty takes what the other one leaves: one device may be.
+  # An empty field uses the devices that the other field does not name. So one
+  # device may be without a name.
   if fields and num_devices > len(named) + (len(fields) == 1):
 
     def write(number: Callable[[int], int]) -> str:

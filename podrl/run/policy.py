@@ -21,8 +21,8 @@ def observe(spec: EnvSpec, obs: Tree) -> Tree:
 
   Args:
     spec: describes the environment.
-    obs: leaves `[B, ...]`. Observations that have the shapes of `spec.obs`
-      already only change their dtype.
+    obs: leaves `[B, ...]`. If they already have the shapes of `spec.obs`, only
+      their dtypes change.
 
   Raises:
     ValueError: if an observation has another shape.
@@ -36,13 +36,13 @@ def observe(spec: EnvSpec, obs: Tree) -> Tree:
 
   seen = obs
   if shapes(obs) != expected:
-    # The error below says it better.
+    # The error below is clearer than these.
     with contextlib.suppress(TypeError, KeyError, IndexError):
       seen = spec.observe(obs)
   if shapes(seen) != expected:
     raise ValueError(
-      f'observations have the shapes {shapes(obs)}; the policy takes those of '
-      f'the library, or {expected}'
+      f'observations have the shapes {shapes(obs)}; the policy takes the '
+      f"shapes of the environment's library, or {expected}"
     )
   return jax.tree.map(lambda like, x: x.astype(like.dtype), spec.obs, seen)
 
@@ -76,7 +76,7 @@ class Policy:
       carry: what the last call returned; None at the start of episodes.
       is_first: bool `[B]`, whether an episode starts; by default, it is true
         if `carry` is None.
-      rng_key: samples actions; by default they are the policy's mode.
+      rng_key: key to sample actions. By default, they are the policy's mode.
 
     Returns:
       Actions `[B, ...]` that the environment's library accepts, and the carry
@@ -118,7 +118,7 @@ def find_agent(
     seed: index of the agent.
 
   Raises:
-    ValueError: if there is no such agent, or `seed` must say which it is.
+    ValueError: if there is no such agent, or several and `seed` is None.
   """
   path = os.path.normpath(path)
   if parent := workdir.run_of_agent(path):
@@ -141,7 +141,7 @@ def read_agent(
   """Reads the variables of one agent; see `checkpoint.read_variables`.
 
   Args:
-    path: see `find_agent`, which returns the first three arguments.
+    path: directory of the run. `find_agent` returns the first three arguments.
     config: configuration of the run.
     seed: index of the agent.
     step: the checkpoint's number of updates.

@@ -44,11 +44,11 @@ def quiet_imports() -> Iterator[None]:
 class Signals:
   """Remembers Ctrl-C or SIGTERM; a second signal ends the process immediately.
 
-  A guest is a run inside another program: a second signal then does what that
-  program wants. Only the main thread can handle signals.
+  A guest is a run inside another program. After the first signal, it restores
+  that program's handlers. Only the main thread can handle signals.
 
-  The handlers only set a flag: an exception in the middle of a call would leave
-  donated, deleted arrays behind. In a run of several processes JAX handles
+  The handlers only set a flag, because an exception during a compiled program
+  would lose its donated arrays. In a run of several processes, JAX handles
   SIGTERM, because all processes must end at the same update.
   """
 

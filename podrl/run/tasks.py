@@ -16,7 +16,7 @@ from podrl.run import config as configs
 from podrl.run import train as runs
 from podrl.run.signals import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
 
-# A run sets these for the whole process.
+# A run changes these settings for the whole process.
 _JAX_SETTINGS = (
   'jax_enable_compilation_cache',
   'jax_compilation_cache_dir',
@@ -29,7 +29,7 @@ class Trained(NamedTuple):
   """A finished run.
 
   Attributes:
-    policy: the trained policy; with several seeds, that of the first.
+    policy: the trained policy; with several seeds, the policy of the first.
     records: the records of `metrics.jsonl`.
     workdir: the run's directory.
   """
@@ -42,11 +42,11 @@ class Trained(NamedTuple):
 def parse(
   arguments: Sequence[str],
 ) -> tuple[Callable[..., ConfigDict], configs.CommandLine]:
-  """Parses the arguments of `podrl train`; a mistake is a ValueError.
+  """Parses the arguments of `podrl train`; raises a ValueError for a mistake.
 
   Returns:
-    `get_config` of the environment that the arguments name, and the command
-    line.
+    The function `get_config` for the environment in the arguments, and the
+    command line.
   """
   argv = ['podrl train', *arguments]
   command_line = configs.parse_command_line(argv, has_task=True)
@@ -55,7 +55,7 @@ def parse(
 
 
 def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
-  """Finds the environment, and the `env` section of a run that is resumed."""
+  """Finds the environment, and the section `env` of a run to resume."""
   text, values = command_line.task, command_line.flags
   saved = ConfigDict()
   if values.resume and files.is_run(values.workdir):
@@ -64,8 +64,8 @@ def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
       return Task(saved.suite, saved.name), saved
   if not text:
     raise ValueError(
-      'name an environment, as in podrl train CartPole-v1; podrl envs lists '
-      'the names'
+      'give the name of an environment, as in podrl train CartPole-v1; podrl '
+      'envs lists the names'
     )
   return find_task(text), saved
 
@@ -80,7 +80,7 @@ def _get_config(
   config.env.options.update(saved.get('options', {}))
   config.env.path = saved.get('path', '')
   configs.apply_overrides(config, command_line.overrides)
-  # Making the specification uses devices.
+  # `make_spec` needs this first, because it uses devices.
   build.set_up_jax(config, cluster.num_processes())
   if task.note and jax.process_index() == 0:
     print(task.note, file=sys.stderr)
@@ -103,7 +103,7 @@ def train(
   arguments = [name, *(['--resume'] if resume else ())]
   arguments += [f'--{k}={x}' for k, x in options.items() if x is not None]
   for field, value in config.items():
-    # Options have no type of their own: quotes keep a string a string.
+    # The type of an option is unknown, so quotes must mark a string.
     text = repr(value) if field.startswith('env.options.') else value
     arguments.append(f'--config.{field}={text}')
   get_config, command_line = parse(arguments)

@@ -1,7 +1,7 @@
-"""Runs: the main of every experiment, `train.main(get_config)`, and the loop.
+"""The entry point of experiments, `train.main(get_config)`, and the loop.
 
-All processes of a run execute the same loop. Process 0 decides whatever depends
-on a clock or a signal, and the others follow.
+All processes of a run execute the same loop. Process 0 decides everything that
+depends on a clock or a signal, and the other processes follow.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ from podrl.run.signals import (
 from podrl.types import Culprit, Report, Tree, Variables
 
 _ROUND_SECONDS = 0.5  # A signal waits at most about this long.
-_LARGE = 1e6  # Parameters beyond it have diverged.
+_LARGE = 1e6  # Larger parameters have diverged.
 
 _OUTCOMES = {
   DONE: 'done',
@@ -68,7 +68,7 @@ _SHAPING = (
 
 
 class _Mistake(ValueError):
-  """A mistake of the user that shows only after the devices were used."""
+  """A mistake of the user that podrl finds only after it has used devices."""
 
 
 class Outcome(NamedTuple):
@@ -77,9 +77,9 @@ class Outcome(NamedTuple):
   exit_code: int
   workdir: str = ''  # Empty if the run has no directory.
   error: str = ''  # The error in one line, or empty.
-  # The cause of `error`, if it is neither the user's mistake nor foreseen.
+  # The exception, if podrl did not expect it.
   cause: BaseException | None = None
-  is_hanging: bool = False  # Whether a thread did not return.
+  is_hanging: bool = False  # Whether a thread did not end.
 
 
 def main(get_config: Callable[..., ConfigDict]) -> None:
@@ -134,7 +134,7 @@ def execute(
   Args:
     get_config: `(agent, variant) -> ConfigDict`.
     command_line: see `configs.parse_command_line`.
-    is_guest: whether the process belongs to a program that goes on afterwards.
+    is_guest: whether the run is inside a program that continues afterwards.
   """
   start_seconds = time.perf_counter()
   signals = Signals(is_guest)
@@ -179,7 +179,7 @@ def execute(
 
 
 def _local_devices(run: build.Run) -> list[jax.Device]:
-  """The devices of a run that belong to this process."""
+  """Returns the devices of a run that belong to this process."""
   process = jax.process_index()
   return [x for x in run.devices if x.process_index == process]
 
@@ -203,7 +203,7 @@ def _train_programs(
   exit_stack: contextlib.ExitStack,
   command: str,
 ) -> Outcome:
-  """Trains the programs of a run, one after another, up to one that fails.
+  """Trains the programs of a run, one after another, until one fails.
 
   Args:
     root: the files of the whole run.
@@ -212,7 +212,7 @@ def _train_programs(
     command: how the user started the run, without arguments.
 
   Returns:
-    How the last program that ran ended.
+    The outcome of the last program that ran.
   """
   is_series, is_writer = workdir.is_series(config), cluster.process == 0
   programs = workdir.programs(root.workdir, config)
@@ -249,7 +249,7 @@ def _train_programs(
       program, built, files, variables, recorder, signals, cluster, command
     )
     outcome = trainer.train()
-    if cluster.watchdog:  # A failure from now on is not that of this program.
+    if cluster.watchdog:  # Later failures do not belong to this program.
       cluster.watchdog.on_failure = _print_error
     if outcome.exit_code:
       return outcome._replace(workdir=root.workdir)
@@ -267,7 +267,7 @@ def _train_programs(
 
 
 def _find_seed(path: str, config: ConfigDict) -> Files | None:
-  """Finds the files of a run's seed; None if the seed is finished."""
+  """Returns the files of a run's seed, or None if the seed is finished."""
   is_finished = workdir.is_finished(path, config.total_env_steps)
   text = 'is finished' if is_finished else f'trains seed {config.seed}'
   print(f'{path} {text}', file=sys.stderr)
@@ -303,7 +303,7 @@ def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
     number = theirs.get('num_seeds', 1)
     if number != num_seeds:
       raise ValueError(
-        f'--init_from={path} has {limits.count(number, "agent")}, and this run '
+        f'--init_from={path} has {limits.count(number, "agent")}, but this run '
         f'has {num_seeds}; use config.num_seeds={number}'
       )
   step = checkpoint.find(path)
@@ -328,7 +328,7 @@ class _Trainer:
   config: ConfigDict
   run: build.Run
   files: Files
-  variables: Variables | None  # Initial ones, from another run.
+  variables: Variables | None  # Initial variables, from another run.
   recorder: Recorder
   signals: Signals
   cluster: Cluster
@@ -370,7 +370,7 @@ class _Trainer:
       _print_error(message)
       self._conclude(Outcome(FAILED, error=message))
 
-    if self.cluster.watchdog:  # Another process may fail.
+    if self.cluster.watchdog:  # It calls this if another process fails.
       self.cluster.watchdog.on_failure = on_failure
     else:
       signals.on_signal = self.run.driver.stop
@@ -382,7 +382,7 @@ class _Trainer:
     self.run.driver.start(self._restore)
     keep = self.config.checkpoint.keep
     self.checkpoints = checkpoint.Checkpoints(self.files.workdir, keep)
-    if self.variables is not None:  # No other file of this run has them.
+    if self.variables is not None:  # No other file of this run contains them.
       self._save()
     is_finished = self._loop()
     self._save()
@@ -405,12 +405,12 @@ class _Trainer:
       if self.checkpoints and not watchdog and not is_expected:
         leaves = jax.tree.leaves(self.run.driver.state)
         if not any(x.is_deleted() for x in leaves):
-          self._save()  # For example an environment failed: the state is valid.
+          self._save()  # The state is valid, for example if an actor failed.
       if self.recorder.num_updates_since_record:
         self.recorder.write()
     cause = None if is_expected else exception
     outcome = outcome._replace(error=error, cause=cause)
-    if watchdog:  # The others end too, so no collective can follow.
+    if watchdog:  # The other processes end too, so no collective can follow.
       if cause:
         traceback.print_exception(cause)
       _print_error(error)
@@ -440,7 +440,7 @@ class _Trainer:
     return outcome
 
   def _describe(self, outcome: Outcome) -> Record:
-    """Makes the entries of a summary that are not last values of metrics."""
+    """Makes the fields of a summary other than the last values of metrics."""
     run, recorder = self.run, self.recorder
     ending = recorder.times() | describe_machine(run.devices, run.suite)
     ending['exit'] = _OUTCOMES[outcome.exit_code]
@@ -456,7 +456,7 @@ class _Trainer:
     return ending
 
   def _restore(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
-    """Replaces a driver's first state; see `types.Restore`."""
+    """Restores a driver's initial state; see `types.Restore`."""
     files, found, progress = self.files, None, {}
     try:
       if files.is_resumed:
@@ -523,7 +523,7 @@ class _Trainer:
     self.checkpoints.save(number, state, progress, best)
 
   def _loop(self) -> bool:
-    """Trains; false if a signal ended it before the last update."""
+    """Trains; returns false if a signal came before the last update."""
     recorder, cluster, driver = self.recorder, self.cluster, self.run.driver
     num_profiled = self.config.log.profile
     recorder.terminal.start(recorder.num_updates)
@@ -586,7 +586,7 @@ class _Trainer:
     return self.signals.exit_code, is_save, num_updates, self.run.driver.plan()
 
   def _gather(self, value: Any) -> list[Any]:
-    """Gathers JSON values in process 0, which notes the others' signals."""
+    """Gathers JSON values in process 0, and the signals of all processes."""
     gathered = self.cluster.gather([self.signals.exit_code, value]) or []
     for exit_code, _ in gathered:
       self.signals.note(exit_code)
@@ -605,13 +605,13 @@ class _Trainer:
         raise FloatingPointError(message)
 
   def _find_sound_checkpoint(self) -> int | None:
-    """Finds the newest checkpoint, unless its parameters have diverged too."""
+    """Returns the newest checkpoint, or None if it has diverged too."""
     path = self.files.workdir
     assert self.checkpoints is not None
     self.checkpoints.wait()
     for step in self.cluster.decide(lambda: checkpoint.steps(path)[:1]):
       params = checkpoint.read_variables(path, step, self.run.variables).params
-      # NaN is not less than it.
+      # For NaN, this is false.
       if all(np.all(np.abs(x) < _LARGE) for x in jax.tree.leaves(params)):
         return step
     return None
@@ -646,7 +646,7 @@ class _Trainer:
     )
 
   def _write_record_if_due(self) -> bool:
-    """Evaluates and writes a record; false if a signal stopped it."""
+    """Evaluates and writes a record; returns false if a signal stopped it."""
     run, recorder, signals = self.run, self.recorder, self.signals
     is_end = recorder.num_updates == run.num_updates
     is_evaluation = is_end or self._is_due(run.eval_every_updates)
@@ -663,7 +663,7 @@ class _Trainer:
     return True
 
   def _evaluate(self) -> list[Record] | None:
-    """Evaluates each agent; None if a signal stopped it in some process."""
+    """Evaluates each agent; returns None if a signal stopped any process."""
     run, signals, cluster = self.run, self.signals, self.cluster
     self.recorder.terminal.say('evaluating')
     assert run.driver.learner is not None

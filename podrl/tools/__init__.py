@@ -1,4 +1,4 @@
-"""The commands of `podrl`, one file each, and what they share."""
+"""The commands of `podrl`, one file for each, and their common functions."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -54,10 +54,10 @@ def run_experiment_command(
   values: flags.FlagValues,
   act: Callable[[list[str], list[str], flags.FlagValues], None],
 ) -> int:
-  """`run_command` for a command that takes the file of an experiment.
+  """Does the same as `run_command`, for a command that takes an experiment.
 
-  It adds `--agent` and `--variant`, and accepts `--config.FIELD=VALUE`: `act`
-  is called with these overrides, the positional arguments and the flags.
+  It adds `--agent` and `--variant`, and accepts `--config.FIELD=VALUE`. It
+  calls `act` with these overrides, the positional arguments and the flags.
   """
   text = f'The agent: {", ".join(AGENTS)}.'
   flags.DEFINE_string('agent', 'ppo', text, flag_values=values)
@@ -68,7 +68,7 @@ def run_experiment_command(
 
 
 def single_path(paths: Sequence[str], what: str, example: str) -> str:
-  """Returns the only path; the error otherwise names `what` and an example."""
+  """Returns the only path, or raises an error with `what` and an example."""
   if len(paths) != 1:
     raise ValueError(
       f'expected one {what}, got {len(paths)}; try podrl {example}'
@@ -93,12 +93,12 @@ def check_out(path: str) -> None:
 
 
 def make_directory(path: str) -> None:
-  """Makes the directory of `--out`; a ValueError if it cannot be written."""
+  """Makes the directory of `--out`; raises a ValueError if this fails."""
   try:
     os.makedirs(path, exist_ok=True)
   except OSError as error:
     reason = error.strerror
-    raise ValueError(f'--out={path} is no directory: {reason}') from error
+    raise ValueError(f'--out={path} is not a directory: {reason}') from error
   if not os.access(path, os.W_OK):
     raise ValueError(f'--out={path} cannot be written')
 
@@ -106,14 +106,14 @@ def make_directory(path: str) -> None:
 def read_config(
   path: str, overrides: Sequence[str], values: flags.FlagValues
 ) -> ConfigDict:
-  """Builds the configuration that `run_experiment_command` was asked for.
+  """Builds the configuration of an experiment, for `run_experiment_command`.
 
   Raises:
-    ValueError: if `path` is no experiment, or an override does not fit.
+    ValueError: if `path` is not an experiment, or an override is wrong.
   """
   if not os.path.isfile(path) or not path.endswith('.py'):
     raise ValueError(
-      f'{path} is no experiment; try experiments/sebulba_cartpole.py'
+      f'{path} is not an experiment; try experiments/sebulba_cartpole.py'
     )
   # Experiments import one another by name, from their own directory.
   sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
@@ -122,7 +122,7 @@ def read_config(
   finally:
     del sys.path[0]
   if 'get_config' not in module:
-    raise ValueError(f'{path} is no experiment: it has no get_config')
+    raise ValueError(f'{path} is not an experiment: it has no get_config')
   config = module['get_config'](values.agent, values.variant)
   apply_overrides(config, overrides)
   return config

@@ -3,8 +3,8 @@
   podrl envs [WORD]
 
 With WORD, it lists only names that contain WORD. Each line is a NAME for podrl
-train. A name without its suite is taken from the first suite that has it.
-Modules can register further gymnasium environments, see podrl train --help.
+train. For a name without a suite, podrl train uses the first suite that has it.
+Modules can register more gymnasium environments; see podrl train --help.
 """
 
 from collections.abc import Sequence
@@ -27,5 +27,5 @@ def _act(words: list[str], values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-  """Runs the command and returns its exit code, as `tools.run_command`."""
+  """Runs the command and returns its exit code; see `tools.run_command`."""
   return tools.run_command(argv, __doc__, flags.FlagValues(), _act)

@@ -3,9 +3,9 @@
   podrl evaluate RUN [--episodes=N] [--checkpoint=last|best|UPDATES]
       [--[no]greedy] [--seed=S] [--out=FILE]
 
-This command runs N episodes, prints their mean return with a bootstrap 95 %
-interval, and writes both, with the return of every episode, to FILE. By default
-FILE is evaluation.json in the directory RUN.
+This command runs N episodes and prints their mean return, with a bootstrap 95 %
+interval. It writes these numbers and the return of every episode to FILE. By
+default, FILE is evaluation.json in the directory RUN.
 """
 
 from collections.abc import Sequence

@@ -2,12 +2,12 @@
 
   podrl plot RUN [RUN ...] [--x=env_steps|wall_seconds] [--out=FILE]
 
-A directory stands for all runs in it, at any depth; a run that cannot be drawn
-is skipped. Each task has a panel. Runs that differ only in the seed (and in
-what they evaluate and log) form one group. A group's line is the mean of its
-runs, and the band is a bootstrap 95 % interval of that mean. Dots are
-evaluations. FILE ends in .png or .svg. By default it is curve.png, in the
-directory RUN or in the one that contains all the runs.
+A directory stands for all runs in it, at any depth. The command skips a run
+that it cannot draw. Each task has a panel. Runs that differ only in the seed,
+or in settings of evaluation and records, form one group. A group's line is the
+mean of its runs, and the band is a bootstrap 95 % interval of that mean. Dots
+are evaluations. FILE ends in .png or .svg. By default, FILE is curve.png in the
+directory RUN, or in the directory that contains all the runs.
 """
 
 from collections.abc import Sequence
@@ -39,13 +39,13 @@ _COLORS = ('#1f5fa8', '#c44e00', '#2f8f4e', '#8a4fbf', '#b8860b', '#5a5a5a')
 
 
 class Run(NamedTuple):
-  """A run as read from its directory."""
+  """The configuration and the records of a run."""
 
   config: dict[str, Any]  # Values by dotted name: `env.num_envs`.
   records: list[dict[str, Any]]  # The lines of `metrics.jsonl`, in order.
 
   def series(self, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-    """The values of two keys in the records that have both."""
+    """Returns the values of two metrics, from the records that have both."""
     points = [(r[x], r[y]) for r in self.records if r.get(y) is not None]
     xs, ys = np.asarray(points, np.float64).reshape(-1, 2).T
     return xs, ys
@@ -60,11 +60,11 @@ class Group(NamedTuple):
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Finds the runs at paths, each of which is a run or a directory of runs.
+  """Finds the runs at paths; a path is a run or a directory that contains runs.
 
   Returns:
-    The runs, where the directories `seed_N` stand for the run whose agents they
-    are; and a sentence for each path without a run that can be read.
+    The directories of the runs, with the directories `seed_N` instead of a run
+    of several agents; and a sentence for each path without a readable run.
   """
   found: list[str] = []
   problems, seen = [], set()
@@ -95,12 +95,12 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     )
     visit(path)
     if is_new and len(found) + len(problems) == before:
-      problems.append(f'{path} is not a run and holds none')
+      problems.append(f'{path} is not a run and contains none')
   return found, problems
 
 
 def read_run(path: str) -> Run:
-  """Reads a run, which may still be under way.
+  """Reads a run, which may still be training.
 
   Raises a ValueError if the path is not a run, or one of its files is damaged.
   """
@@ -117,7 +117,7 @@ def read_run(path: str) -> Run:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-  """Groups runs that differ only in their seeds; the order stays."""
+  """Groups runs that differ only in their seeds; keeps their order."""
   members: dict[str, list[Run]] = {}
   for run in runs:
     compared = {k: v for k, v in run.config.items() if not k.startswith(_SEEDS)}
@@ -145,7 +145,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _task(config: dict[str, Any]) -> tuple[str, str]:
-  """The name and the suite of the task."""
+  """Returns the name and the suite of the task."""
   return str(config['env.name']), str(config.get('env.suite'))
 
 
@@ -170,7 +170,7 @@ def training_curve(
 
 def draw(groups: Sequence[Group], x: str, path: str) -> None:
   """Draws the curves of the groups, one panel per task, into a file."""
-  import matplotlib  # Takes a second.
+  import matplotlib  # The import takes a second.
 
   matplotlib.use('Agg')
   matplotlib.rcParams['text.parse_math'] = False  # Names may contain a $.
@@ -208,7 +208,7 @@ def draw(groups: Sequence[Group], x: str, path: str) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=''))
     axes.ticklabel_format(axis='y', useOffset=False)
     axes.spines[['top', 'right']].set_visible(False)
-    below = ScaledTranslation(0, -0.5, figure.dpi_scale_trans)  # Inches.
+    below = ScaledTranslation(0, -0.5, figure.dpi_scale_trans)  # In inches.
     axes.legend(
       loc='upper left',
       bbox_to_anchor=(0, 0),
@@ -230,7 +230,7 @@ def draw(groups: Sequence[Group], x: str, path: str) -> None:
 
 
 def _legend(group: Group) -> str:
-  """The text of a group in the legend."""
+  """Returns the text of a group in the legend."""
   number = len(group.runs)
   return f'{group.label}, mean of {number} runs' if number > 1 else group.label
 
@@ -265,8 +265,8 @@ def _draw_group(
 def table(groups: Sequence[Group]) -> Table:
   """Makes a table of the final returns of the groups.
 
-  The final return of a run is its last evaluation. Where a run of the group has
-  none, it is the last training return.
+  The final return of a run is its last evaluation. If a run of the group has no
+  evaluation, the group shows the last training returns of all its runs.
   """
   rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
   rows.add_column('group', overflow='fold')
@@ -295,7 +295,7 @@ def table(groups: Sequence[Group]) -> Table:
 def _act(paths: list[str], values: flags.FlagValues) -> None:
   """Reads the runs, draws their curves and prints the table."""
   if not paths:
-    raise ValueError('no run is named; try podrl plot RUN')
+    raise ValueError('no run is given; try podrl plot RUN')
   paths = [os.path.normpath(path) for path in paths]
   directory = paths[0]
   if len(paths) > 1:

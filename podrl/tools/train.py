@@ -4,10 +4,10 @@
       [--workdir=DIR] [--resume] [--config.FIELD=VALUE ...]
 
 NAME is an environment of gymnax, envpool or gymnasium, for example CartPole-v1
-or envpool:Pong-v5; podrl envs lists them. MODULE:NAME imports a module that
-registers a gymnasium environment, also one in the current directory. A name
-that several suites have is taken from the first of them. With --resume, the run
-in DIR knows its NAME. podrl train NAME --help lists the fields of --config.
+or envpool:Pong-v5; podrl envs lists them. If several suites have a name, podrl
+uses the first of them. MODULE:NAME first imports MODULE, which registers a
+gymnasium environment; MODULE may be in the current directory. --resume needs no
+NAME. podrl train NAME --help lists the fields of --config.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ def test_the_first_of_several_suites_is_taken_and_said():
   task = find_task('CartPole-v1')
   assert task[:2] == ('gymnax', 'CartPole-v1')
   assert task.note == (
-    'CartPole-v1 is in gymnax, envpool and gymnasium; gymnax is used; write '
+    'CartPole-v1 is in gymnax, envpool and gymnasium; podrl uses gymnax; write '
     'envpool:CartPole-v1 for envpool'
   )
 

@@ -582,7 +582,7 @@ def test_init_from_takes_only_the_parameters(
     ),
     (
       [init_from, '--config.num_seeds=2'],
-      'has 1 agent, and this run has 2; use config.num_seeds=1',
+      'has 1 agent, but this run has 2; use config.num_seeds=1',
     ),
   ):
     assert helpers.run(tmp_path / 'third', *arguments) == train.MISTAKE
@@ -624,7 +624,7 @@ def test_one_agent_of_several_is_not_a_run(tmp_path, monkeypatch, capfd):
     podrl.load(workdir)
   new = tmp_path / 'new'
   assert helpers.run(new, f'--init_from={workdir}') == train.MISTAKE
-  assert f'2 agents; name one, {workdir}/seed_0' in capfd.readouterr().err
+  assert f'2 agents; name one: {workdir}/seed_0' in capfd.readouterr().err
   with monkeypatch.context() as patch:
     _signal_at(patch, Anakin, 'advance', 1)
     init_from = f'--init_from={workdir}/seed_1'

@@ -174,7 +174,7 @@ def test_python_trains_in_any_thread_and_keeps_the_session(tmp_path):
 
 
 def test_python_raises_mistakes_and_failures(home, capsys):
-  with pytest.raises(ValueError, match='near names: .*gymnax:CartPole-v1'):
+  with pytest.raises(ValueError, match='similar names: .*gymnax:CartPole-v1'):
     podrl.train('CartPole', workdir='a')
   with pytest.raises(ValueError, match='config.agent.gama is not a field'):
     podrl.train('Catch-bsuite', config={'agent.gama': 0.9}, workdir='a')

@@ -230,9 +230,9 @@ def _run(*arguments):
   [
     (
       ['experiments/nothing.py'],
-      'experiments/nothing.py is no experiment; try',
+      'experiments/nothing.py is not an experiment; try',
     ),
-    ([__file__], 'is no experiment: it has no get_config'),
+    ([__file__], 'is not an experiment: it has no get_config'),
     ([], 'expected one experiment, got 0'),
     (['{}', '--chip=tpu_v9'], '--chip=tpu_v9 is unknown; did you mean tpu_v4'),
     (['{}', '--config.num_envs=4'], 'config.num_envs is not a field; did you'),
@@ -242,7 +242,7 @@ def _run(*arguments):
     (['{}', '--agent=ppq'], 'agent=ppq is unknown'),
     (['{}', '--variant=x'], 'variant=x is unknown'),
     (['{}', '--repeats=0'], '--repeats=0'),
-    (['{}', f'--out={__file__}'], f'--out={__file__} is no directory'),
+    (['{}', f'--out={__file__}'], f'--out={__file__} is not a directory'),
     (['{}', '--config.env.name=Breakout-MinAtr'], 'Breakout-MinAtr'),
   ],
 )
