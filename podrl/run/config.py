@@ -141,7 +141,7 @@ FIELDS = {
   'log.profile': Field(0, 'Number of updates to trace.', Range(0, 10**6)),
   'checkpoint.every_seconds': Field(300.0, 'Period; 0 means off.', _FROM_0),
   'checkpoint.every_env_steps': Field(0, 'Period; 0 means off.', _FROM_0),
-  'checkpoint.keep': Field(2, 'Keeps this many, and the best one.', _COUNT),
+  'checkpoint.keep': Field(2, 'Keeps the newest N, and the best one.', _COUNT),
   'checkpoint.grace_seconds': Field(
     30.0, 'Seconds to save a checkpoint after SIGTERM.', _SECONDS
   ),
