@@ -48,6 +48,8 @@ class Finder:
     if name == module:
       os.kill(os.getpid(), signal.SIGINT)
 
+# A background job starts with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 module = sys.argv.pop(1)
 del sys.argv[0]
 sys.meta_path.insert(0, Finder())

@@ -638,7 +638,7 @@ def test_evaluation_leaves_out_what_only_training_uses():
     ),
     ({'network.initial_scale': 0.0}, 'at least 0.01 and at most 10'),
     ({'env.name': 'Go9x9-v1'}, '2 players'),
-    ({'env.suite': 'gymnax'}, 'from an experiment of anakin'),
+    ({'env.suite': 'gymnax'}, 'needs an experiment of anakin'),
     ({'env.num_envs': 15}, 'try 12 or 16'),
     ({'sebulba.learner_devices': (0, 1, 2)}, '3 learner devices; try 12 or 18'),
     ({'sebulba.learner_devices': (4,)}, '0 to 3'),
@@ -662,7 +662,7 @@ def test_evaluation_leaves_out_what_only_training_uses():
     ({'sebulba.max_lag': 10**12}, 'at most 1024'),
     ({'sebulba.hang_seconds': 1e30}, 'at most 1000000'),
     ({'env.num_envs': 10**12}, 'at most 16777216'),
-    ({'total_env_steps': 10**15}, 'fewer than 2**31'),
+    ({'total_env_steps': 10**15}, 'only 2**31 - 1; use fewer'),
     ({'num_minibatches': 7}, 'try 4 or 8'),
   ],
 )

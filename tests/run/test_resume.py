@@ -624,7 +624,7 @@ def test_one_agent_of_several_is_not_a_run(tmp_path, monkeypatch, capfd):
     podrl.load(workdir)
   new = tmp_path / 'new'
   assert helpers.run(new, f'--init_from={workdir}') == train.MISTAKE
-  assert f'2 agents; name one: {workdir}/seed_0' in capfd.readouterr().err
+  assert f'2 agents; name one, {workdir}/seed_0' in capfd.readouterr().err
   with monkeypatch.context() as patch:
     _signal_at(patch, Anakin, 'advance', 1)
     init_from = f'--init_from={workdir}/seed_1'

@@ -117,8 +117,8 @@ def test_a_run_that_is_resumed_knows_its_environment(
 @pytest.mark.parametrize(
   'arguments,message',
   [
-    ([], 'name an environment, as in podrl train CartPole-v1'),
-    (['--resume', '--workdir=x'], 'name an environment'),
+    ([], 'the name of an environment, as in podrl train CartPole-v1'),
+    (['--resume', '--workdir=x'], 'the name of an environment'),
     (['Catch-bsuite', 'Pong-misc'], 'expected one environment, got Catch'),
     (['Catch-bsuite', '--sede=1'], '--sede=1 is not understood; did you mean'),
     (['Catch-bsuite', '--steps=many'], 'config.total_env_steps=many is not of'),

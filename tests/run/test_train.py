@@ -219,7 +219,7 @@ def test_parameters_are_bitwise_reproducible():
     (['--variant=x'], 'variant=x is unknown'),
     (['--config.env.name=Catch'], 'Catch-bsuite'),
     (['--config.env.suite=gym'], 'did you mean gymnax'),
-    (['--config.env.suite=envpool'], 'from an experiment of sebulba'),
+    (['--config.env.suite=envpool'], 'needs an experiment of sebulba'),
     (['--config.env.options.size=3'], 'max_steps_in_episode'),
     (
       [
@@ -238,7 +238,7 @@ def test_parameters_are_bitwise_reproducible():
     (['--config.env.num_envs=9'], 'try 8 or 10'),
     (['--config.env.num_envs=0'], 'at least 1'),
     (['--config.eval.num_episodes=1e20'], 'at most'),
-    (['--config.total_env_steps=1e15'], 'fewer than 2**31'),
+    (['--config.total_env_steps=1e15'], 'only 2**31 - 1; use fewer'),
     (['--config.env.options.max_steps_in_episode=99999999999'], '2**31'),
     (['--config.unroll_length=-1'], 'at least 1'),
     (['--config.num_minibatches=7'], 'try 4 or 8'),
