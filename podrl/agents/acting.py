@@ -1,4 +1,4 @@
-"""Functions that all actor-critic agents use: `init`, `act` and ratios."""
+"""Functions that all actor-critic agents use: acting, losses and ratios."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from podrl.core.distributions import Distribution
 from podrl.networks.actor_critic import Network
-from podrl.types import Array, TimeStep, Tree, Variables
+from podrl.types import (
+  Array,
+  Hyperparams,
+  Metrics,
+  TimeStep,
+  Tree,
+  Variables,
+)
 
 # Continuous actions can have huge log-ratios. Their exp could be infinite, and
 # infinity times a weight of 0 is NaN. This bound is far above every clip.
@@ -64,6 +71,27 @@ def make_act(
     return distribution.to_action(sample), extras, carry
 
   return act
+
+
+def combine_losses(
+  hyperparams: Hyperparams,
+  policy_loss: Array,
+  value_loss: Array,
+  entropy: Array,
+) -> tuple[Array, Metrics]:
+  """Returns the weighted sum of the losses, and the losses as metrics.
+
+    policy_loss + value_cost * value_loss - entropy_cost * entropy
+
+  Source: Mnih et al. 2016, arXiv:1602.01783, section 4.
+  """
+  total = policy_loss + hyperparams['value_cost'] * value_loss
+  total -= hyperparams['entropy_cost'] * entropy
+  return total, {
+    'policy_loss': policy_loss,
+    'value_loss': value_loss,
+    'entropy': entropy,
+  }
 
 
 def log_ratio(log_prob: Array, behaviour_log_prob: Array) -> Array:

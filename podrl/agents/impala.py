@@ -81,13 +81,7 @@ def make_agent(
     policy_loss = losses.policy_gradient(log_prob, advantages, weight)
     value_loss = losses.value(values[:-1], values[:-1] + errors, weight)
     entropy = losses.entropy(distribution.entropy(head), weight)
-    total = policy_loss + hyperparams['value_cost'] * value_loss
-    total -= hyperparams['entropy_cost'] * entropy
-    return total, {
-      'policy_loss': policy_loss,
-      'value_loss': value_loss,
-      'entropy': entropy,
-    }
+    return acting.combine_losses(hyperparams, policy_loss, value_loss, entropy)
 
   init = acting.make_init(
     network.init,

@@ -161,16 +161,12 @@ def make_agent(
     )
     value_loss = losses.value(value, batch.target, weight)
     entropy = losses.entropy(distribution.entropy(head), weight)
-    total = policy_loss + hyperparams['value_cost'] * value_loss
-    total -= hyperparams['entropy_cost'] * entropy
+    total, metrics = acting.combine_losses(
+      hyperparams, policy_loss, value_loss, entropy
+    )
     # An estimate of KL(old, new) that is never negative (Schulman 2020).
     approx_kl = jnp.mean(weight * (jnp.expm1(log_ratios) - log_ratios))
-    return total, {
-      'policy_loss': policy_loss,
-      'value_loss': value_loss,
-      'entropy': entropy,
-      'approx_kl': approx_kl,
-    }
+    return total, metrics | {'approx_kl': approx_kl}
 
   init = acting.make_init(
     network.init,

@@ -220,9 +220,8 @@ def read_config(path: str) -> ConfigDict:
 def parse_record(line: str) -> Record:
   """Reads a line of `metrics.jsonl`; raises a ValueError if it is damaged."""
   record = json.loads(line)
-  if not isinstance(record, dict) or not {'num_updates', 'env_steps'} <= {
-    *record
-  }:
+  names = set(record) if isinstance(record, dict) else set()
+  if not {'num_updates', 'env_steps'} <= names:
     raise ValueError('it is not a record')
   return record
 

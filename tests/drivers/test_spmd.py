@@ -44,27 +44,29 @@ def test_a_copy_outlives_the_donation_of_its_source():
   assert copy.devices() == {jax.devices()[0]}
 
 
-def test_a_look_for_accelerators_leaves_the_number_of_cpu_devices_open():
-  code = (
+def _print_on_cpu(code):
+  """Runs code in a new process on CPUs; returns what it prints."""
+  start = (
     'import jax; from podrl.drivers import spmd; '
     'jax.config.update("jax_platforms", "cpu"); '
+  )
+  command = [sys.executable, '-c', start + code]
+  outcome = subprocess.run(command, capture_output=True, text=True, check=True)
+  return outcome.stdout.strip()
+
+
+def test_a_look_for_accelerators_leaves_the_number_of_cpu_devices_open():
+  printed = _print_on_cpu(
     'assert not spmd.has_accelerator(); spmd.set_num_cpu_devices(3); '
     'print(len(jax.devices()))'
   )
-  outcome = subprocess.run(
-    [sys.executable, '-c', code], capture_output=True, text=True, check=True
-  )
-  assert outcome.stdout.strip() == '3'
+  assert printed == '3'
 
 
 def test_a_look_for_accelerators_keeps_the_arrays_of_a_session():
-  code = (
-    'import jax; from podrl.drivers import spmd; '
-    'jax.config.update("jax_platforms", "cpu"); x = jax.numpy.arange(3); '
-    'client = jax.devices()[0].client; assert not spmd.has_accelerator(); '
+  printed = _print_on_cpu(
+    'x = jax.numpy.arange(3); client = jax.devices()[0].client; '
+    'assert not spmd.has_accelerator(); '
     'assert jax.devices()[0].client is client; print((x + 1).sum())'
   )
-  outcome = subprocess.run(
-    [sys.executable, '-c', code], capture_output=True, text=True, check=True
-  )
-  assert outcome.stdout.strip() == '6'
+  assert printed == '6'
