@@ -27,7 +27,7 @@ _SECTIONS = {
 
 
 def _number(value: float) -> str:
-  """Writes a bound as a person does; a large power of two becomes 2^N."""
+  """Formats a bound; a large power of two becomes 2^N."""
   for offset, suffix in ((0, ''), (1, ' - 1')):
     exponent = math.log2(value + offset) if value > 2**15 else 0.5
     if exponent.is_integer():
@@ -47,7 +47,7 @@ def _allowed(field: Field) -> str:
 
 
 def _default(name: str, field: Field) -> str:
-  """Returns the default of a field, and the agents that have another one."""
+  """Returns a field's default, and the agents whose default differs."""
   text = f'`{field.default!r}`' if field.default != '' else ''
   others: dict[str, list[str]] = {}
   for agent, entry in AGENTS.items():
@@ -60,7 +60,7 @@ def _default(name: str, field: Field) -> str:
 
 
 def make_tables() -> str:
-  """Returns the tables of all fields, one for each section."""
+  """Returns a table of fields for each section of the configuration."""
   fields = dict(FIELDS)
   for agent, entry in AGENTS.items():
     for name, comment in entry.comments.items():

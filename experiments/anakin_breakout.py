@@ -12,15 +12,15 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   """Returns the configuration for an agent; the default variant is conv."""
   check_choice('variant', variant, ('', 'conv', 'mlp'))
   config = base_config(agent)
-  config.env.name = 'Breakout-MinAtar'  # 10 x 10 x 4 images, 3 actions.
-  config.network.name = variant or 'conv'  # conv is the network of MinAtar.
+  config.env.name = 'Breakout-MinAtar'  # Images: 10 x 10 x 4. Actions: 3.
+  config.network.name = variant or 'conv'  # MinAtar's authors use conv.
   config.total_env_steps = 5_000_000  # The return still rises at the end.
   if agent == 'ppo':
     config.unroll_length = 128  # Rewards are rare, so unrolls are long.
     # More passes and smaller minibatches give more optimiser steps per unroll.
     config.num_epochs = 4
     config.num_minibatches = 8
-    # With a high rate, the policy improves quickly at the start.
+    # A high learning rate improves the policy quickly at the start.
     config.optimizer.learning_rate = 5e-3
   if config.network.name == 'conv':
     config.network.hidden_sizes = (128,)  # One layer after the convolution.

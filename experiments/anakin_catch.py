@@ -1,4 +1,4 @@
-"""Anakin on bsuite's Catch: catch a falling ball for +1, or get -1.
+"""Anakin on bsuite's Catch: a caught ball gives +1, a missed one gives -1.
 
 python experiments/anakin_catch.py [--agent=ppo|impala|a2c]
 """
@@ -11,7 +11,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   """Returns the configuration for an agent. There are no variants."""
   check_choice('variant', variant, ('',))
   config = base_config(agent)
-  config.env.name = 'Catch-bsuite'  # 10 x 5 images, 9 steps per episode.
+  config.env.name = 'Catch-bsuite'  # Images: 10 x 5. Episodes have 9 steps.
   config.total_env_steps = 500_000  # The run takes a few seconds.
   return config
 

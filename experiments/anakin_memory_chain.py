@@ -11,7 +11,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   """Returns the configuration for an agent. There are no variants."""
   check_choice('variant', variant, ('',))
   config = base_config(agent)
-  # 3 numbers, 2 actions. The last reward is 1 if the action is right, else -1.
+  # Observations: 3 numbers. The last action earns 1 if it is right, else -1.
   config.env.name = 'MemoryChain-bsuite'
   config.network.recurrent = 'gru'  # Without a memory, the return is about 0.
   config.unroll_length = 32

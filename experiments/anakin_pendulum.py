@@ -11,7 +11,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   """Returns the configuration for an agent. There are no variants."""
   check_choice('variant', variant, ('',))
   config = base_config(agent)
-  config.env.name = 'Pendulum-v1'  # 3 numbers, 1 torque, 200 steps per episode.
+  config.env.name = 'Pendulum-v1'  # Observations: 3 numbers. Action: 1 torque.
   config.agent.normalize_observation = True
   config.agent.normalize_reward = True
   return config

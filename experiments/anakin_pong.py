@@ -11,9 +11,9 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   """Returns the configuration for an agent. There are no variants."""
   check_choice('variant', variant, ('',))
   config = base_config(agent)
-  config.env.name = 'Pong-misc'  # 30 x 40 x 3 images, at most 1,000 steps.
+  config.env.name = 'Pong-misc'  # Images: 30 x 40 x 3. At most 1,000 steps.
   config.network.name = 'mlp'  # These sparse images need no convolution.
-  config.total_env_steps = 800_000  # This takes a minute on two CPU cores.
+  config.total_env_steps = 800_000  # The run takes a minute on two CPU cores.
   return config
 
 

@@ -16,22 +16,22 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
     variant: 'cleanba' is for accelerators and has the settings of Cleanba
       (Huang et al. 2023, arXiv:2310.00036). 'cpu' is for machines without an
       accelerator and has small images, a small network and small batches. ''
-      selects the one of these two that fits this machine. 'recurrent' does so
-      too, but an observation is one frame and the network has a memory.
+      selects 'cleanba' or 'cpu', whichever fits this machine. 'recurrent' makes
+      the same choice, but an observation is one frame and the network has a
+      memory.
   """
   check_choice('variant', variant, ('', 'cleanba', 'cpu', 'recurrent'))
   is_recurrent = variant == 'recurrent'
   if not variant or is_recurrent:
-    from podrl.drivers import (
-      spmd,
-    )  # At the top, Ctrl-C would print a traceback.
+    # An import at the top would make Ctrl-C print a traceback.
+    from podrl.drivers import spmd
 
     variant = 'cleanba' if spmd.has_accelerator() else 'cpu'
   config = sebulba_config(agent)
   options = config.env.options
   config.env.name = 'Pong-v5'
-  config.total_env_steps = 50_000_000  # These are 200 million frames.
-  config.env.num_envs = 128  # Two actor threads have 64 each.
+  config.total_env_steps = 50_000_000  # Each step is 4 frames of the game.
+  config.env.num_envs = 128  # Two actor threads have 64 environments each.
   config.agent.reward_clip = 1.0
   config.network.name = 'impala_resnet'
   config.network.hidden_sizes = (256,)
@@ -49,7 +49,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
     config.optimizer.name = 'rmsprop'
     config.optimizer.learning_rate = 6e-4
     config.optimizer.max_grad_norm = 40.0
-  if variant != 'cpu':  # See Machado et al. 2018, arXiv:1709.06009.
+  if variant != 'cpu':  # Source: Machado et al. 2018, arXiv:1709.06009.
     options.repeat_action_probability = 0.25
     options.full_action_space = True
   else:

@@ -10,8 +10,8 @@ process I prints begins with [I].
 
 The exit code of the script is that of the first process that fails. After a
 failure, the other processes have grace_seconds to end. Then the script sends
-SIGTERM to them, and SIGKILL after kill_seconds more. If the script itself gets
-Ctrl-C or SIGTERM, it passes the signal to every process.
+SIGTERM to them. After kill_seconds more, it sends SIGKILL. If the script itself
+gets Ctrl-C or SIGTERM, it passes the signal to every process.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-  """Prints the text above as help, and prints each mistake as one line."""
+  """Prints this file's docstring as help, and each mistake as one line."""
 
   def format_help(self) -> str:
     return __doc__
@@ -60,7 +60,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
   args = parser.parse_args(argv[:split])
   args.command = argv[split + 1 :]
   if not 0 < args.N < 10_000:
-    fail(f"'{args.N}' is not a number of processes; try 2")
+    fail(f"'{args.N}' is not a valid number of processes; try 2")
   if not args.command:
     fail('-- and a command are missing; try: launch/local.sh 2 -- COMMAND')
   for word in args.command:
@@ -95,9 +95,9 @@ def share(items: Sequence, index: int, count: int) -> Sequence:
 def start(
   count: int, command: Sequence[str], gpus: Sequence[str]
 ) -> Iterator[subprocess.Popen]:
-  """Starts the processes in groups that a terminal's Ctrl-C does not reach."""
+  """Starts each process in its own group, which Ctrl-C does not reach."""
   port, cores = find_port(), []
-  if hasattr(os, 'sched_getaffinity'):  # macOS does not have it.
+  if hasattr(os, 'sched_getaffinity'):  # macOS has no such function.
     cores = sorted(os.sched_getaffinity(0))
   for index in range(count):
     environment = dict(os.environ)
@@ -136,7 +136,8 @@ def is_alive(group: int) -> bool:
 def guard(pipe: int, kill_seconds: int) -> None:
   """Runs in a forked process, and ends all others if this script is killed.
 
-  The script writes the process groups to a pipe. The pipe closes at its end.
+  The script writes the process groups to a pipe, which closes when the script
+  ends.
   """
   os.setsid()
   with open(pipe) as file:
@@ -180,7 +181,7 @@ def main() -> int:
   os.close(read_end)
   life = open(write_end, 'w', buffering=1)
 
-  # Pairs: a process's index and its exit code, or None and a signal to pass on.
+  # Each item is (index of a process, exit code) or (None, signal to pass on).
   events: queue.SimpleQueue = queue.SimpleQueue()
   passed = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM}
   if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP.
@@ -224,10 +225,10 @@ def main() -> int:
         seconds, others = args.grace_seconds, len(running)
         say(
           f'process {index} ended with exit code {code}; waiting {seconds} s '
-          f'for the other {others}'
+          f'for the others ({others})'
         )
 
-  # A process that a command started may outlive it, and keep the output open.
+  # A command may start a process that outlives it and keeps the output open.
   for number, seconds in (
     (signal.SIGTERM, 1),
     (signal.SIGKILL, args.kill_seconds),

@@ -41,7 +41,7 @@ case ${1-} in --help | -h) usage; exit 0 ;; esac
 (($#)) || mistake \
   'a command is missing; try: sbatch launch/slurm.sh python experiments/NAME.py'
 [[ -n ${SLURM_JOB_ID-} ]] \
-  || mistake 'this is not a job of Slurm; try: sbatch launch/slurm.sh ...'
+  || mistake 'this is not a job of Slurm; start it with: sbatch launch/slurm.sh ...'
 
 has_workdir='' has_resume=''
 for word in "$@"; do

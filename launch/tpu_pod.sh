@@ -9,29 +9,29 @@ launch/tpu_pod.sh --accelerator=TYPE --project=PROJECT --bucket=gs://BUCKET[/PRE
 
 This script creates a TPU slice, installs the last commit on all of its hosts, runs
 the command there and shows the output of the first host. At the end, and after
-Ctrl-C, it fetches the run's files to runs/NAME and deletes the slice. The bucket
-keeps the run: if the slice is preempted, the script creates another slice and the
-run resumes there. In this list, brackets show the defaults:
+Ctrl-C, it fetches the run's files to runs/NAME and deletes the slice. The run's
+files are in the bucket: if the slice is preempted, the script creates another slice
+and the run resumes there. In this list, brackets show the defaults:
 
   --accelerator=TYPE   v4-8, v5e-256, v5p-32, v6e-8, tpu7x-8 ...
-  --project            project of Google Cloud
-  --bucket             bucket of Google Cloud; the slice's service account must be
-                       allowed to write to it (in a bucket with a hierarchical
-                       namespace, renaming a directory is a single step)
+  --project=PROJECT    project of Google Cloud
+  --bucket=gs://BUCKET bucket of Google Cloud; the slice's service account must be
+                       allowed to write to it (with a hierarchical namespace, the
+                       bucket renames a directory in a single step)
   --name=NAME          name of the slice and the run; the same name resumes the run
                        [podrl-DATE-TIME]
   --zone=ZONE          [a zone that has the accelerator]
-  --topology=AxBxC     chips of a tpu7x slice [as near to a cube as possible]
+  --topology=AxBxC     shape of a tpu7x slice, in chips [as near a cube as possible]
   --spot               cheaper, but Google may preempt the slice
   --keep               do not delete the slice; the next run with this name uses it
   --fetch-checkpoints  fetch the checkpoints too
-  --create-attempts=5  give up after this many failures in a row to get a slice
+  --create-attempts=5  give up if no slice works after this many attempts in a row
   --backoff-seconds=30 pause after the first failure; it doubles each time
   --poll-seconds=20    pause between two checks of the slice's state
   --dry-run            print all commands and run none
 
-You need gcloud, and you must be logged in. The exit code is that of the run: 0 for
-success, 1 for a failure, 2 for a mistake of the user, and 130 after Ctrl-C.
+You need gcloud, and you must be logged in. The script exits with the exit code of
+the run: 0 for success, 1 for a failure, 2 for a user's mistake, 130 after Ctrl-C.
 TEXT
 }
 
@@ -50,8 +50,8 @@ parse_accelerator() {
   [[ $accelerator =~ ^(v4|v5e|v5litepod|v5p|v6e|tpu7x)-([1-9][0-9]{0,4})$ ]] \
     || mistake "--accelerator='$accelerator' is unknown; try v4-8, v5e-256, v6e-8 or tpu7x-8"
   family=${BASH_REMATCH[1]} size=${BASH_REMATCH[2]} runtime=''
-  # The size of v4, v5p and tpu7x counts cores; a host has eight. The size of v5e and
-  # v6e counts chips; a host has four, or up to eight if there is only one host.
+  # The size of v4, v5p and tpu7x counts cores; a host has eight cores. The size of v5e
+  # and v6e counts chips; a host has four chips, or up to eight if it is the only one.
   case $family in
     v4) runtime=tpu-ubuntu2204-base default_zone=us-central2-b ;;
     v5p) runtime=v2-alpha-tpuv5 default_zone=us-east5-a ;;
@@ -109,7 +109,7 @@ run() {
 }
 
 # Runs a command that deletes a resource. It is no error if the resource does not
-# exist. (In a trap, a bare return would give the status from before the trap.)
+# exist. (In a trap, a bare return would return the status from before the trap.)
 run_delete() {
   [[ $dry_run ]] && { quote "$@"; return 0; }
   run "$@" 2>"$scratch/delete" && return 0
@@ -118,7 +118,7 @@ run_delete() {
   return 1
 }
 
-# Asks the cloud: sets `answer` to the output, or to the error of a failed command.
+# Runs a query, and sets `answer` to its output, or to the error if it fails.
 ask() {
   answer=$("$@" 2>"$scratch/error" </dev/null) && return
   answer=$(<"$scratch/error")
@@ -130,7 +130,7 @@ ask() {
 # workload policy if it has several hosts.
 is_group() { [[ $family == tpu7x ]]; }
 
-# Runs a command for queued resources; $1 is create, describe or another one.
+# Runs a gcloud command for queued resources; $1 is, for example, create.
 tpu() { run gcloud compute tpus queued-resources "$@" "${where[@]}"; }
 
 create_slice() {
@@ -153,11 +153,11 @@ create_slice() {
     run gcloud compute resource-policies create workload-policy "$name" \
       --type=HIGH_THROUGHPUT "--accelerator-topology=$topology" \
       "--region=$region" "--project=$project" --quiet || return
-    # The group gets all hosts or none: a part of a slice is of no use.
+    # The group gets all hosts or none, because a part of a slice is useless.
     policy=(--target-size-policy-mode=bulk
       "--workload-policy=projects/$project/regions/$region/resourcePolicies/$name")
   fi
-  # Compute Engine must not replace a lost host: this script does so.
+  # Compute Engine must not replace a lost host: this script replaces the slice.
   run gcloud compute instance-groups managed create "$name" "--template=$name" \
     "--size=$hosts" --default-action-on-vm-failure=do-nothing \
     ${policy[@]+"${policy[@]}"} "${where[@]}"
@@ -178,8 +178,8 @@ delete_slice() {
   return $code
 }
 
-# Sets `detail` to the state in the cloud's words. Sets `state` to absent, waiting, up
-# or gone, or to unknown if the cloud does not answer.
+# Sets `detail` to the state that Google reports. Sets `state` to absent, waiting, up
+# or gone, or to unknown if Google does not answer.
 slice_state() {
   local answer
   state=waiting
@@ -195,7 +195,7 @@ slice_state() {
       state=gone ;;
     ' RUNNING ') (($(wc -l <<<"$answer") == hosts)) && state=up ;;
     ' ACTIVE ')
-      # The request stays active for a while after its node is gone.
+      # A queued resource stays active for a while after its node is gone.
       ask gcloud compute tpus tpu-vm describe "$name" '--format=value(state)' \
         "${where[@]}"
       detail+=" $answer"
@@ -206,8 +206,8 @@ slice_state() {
   esac
 }
 
-# Sets `first` to the machine of process 0, because the script shows its output. If no
-# machine knows which one this is, `first` is any machine.
+# Sets `first` to the machine of process 0, whose output the script shows. If this
+# machine cannot be found, `first` is any machine.
 find_first() {
   local answer zero
   is_group || return 0
@@ -270,7 +270,7 @@ wait_until_up() {
 
 count_failure() {
   failures=$((failures + 1))
-  say "could not get a working slice: failure $failures of $create_attempts in a row"
+  say "no slice works: failure $failures of at most $create_attempts in a row"
   ((failures < create_attempts)) && return
   say 'gave up; try another --zone, or try again later'
   exit 1
@@ -338,7 +338,7 @@ follow_run() {
     fi
     slice_state
     case $state in gone | absent) code=75; return ;; esac
-    # The connection is lost, but the run continues.
+    # Only the connection is lost: the run continues.
     silent=$((silent + 1))
     (($(wc -l <"$scratch/seen") > lines)) && silent=0
     nap "$poll_seconds"
@@ -347,7 +347,7 @@ follow_run() {
     say "the first host of $name ($detail) does not answer: $(tail -n 1 "$scratch/ssh")"
     code=75
   fi
-  # The run may have failed because Google is taking a host away.
+  # If Google preempts a host, the run may fail before the state of the slice changes.
   while ((code != 0 && code != 2 && code != 75 && code != 130 && polls++ < 3)); do
     slice_state
     case $state in gone | absent) code=75; return ;; esac
@@ -362,7 +362,7 @@ fetch() {
     || say "the run's files could not be fetched; they are in gs://$bucket_name/$path"
 }
 
-# shellcheck disable=SC2329 # Traps call it and the next function.
+# shellcheck disable=SC2329 # Traps call this function and the next one.
 interrupted() {
   trap '' INT TERM HUP
   local child
@@ -386,14 +386,14 @@ leave() {
     delete_slice || problem='could not be deleted'
   fi
   if [[ $problem ]]; then
-    say "$name $problem, and costs money until you delete it:"
+    say "$name $problem, and costs money until you delete it with:"
     (dry_run=yes; delete_slice) >&2
   fi
   rm -rf "$scratch"
 }
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-mount=/mnt/podrl # Where each host mounts the bucket.
+mount=/mnt/podrl # Each host mounts the bucket here.
 scopes=--scopes=https://www.googleapis.com/auth/cloud-platform
 accelerator='' name='' zone='' project='' bucket='' topology='' spot='' keep=''
 dry_run='' exclude_checkpoints=yes
@@ -410,7 +410,7 @@ while (($#)); do
     --spot | --keep | --dry-run) printf -v "${word//-/_}" yes ;;
     --fetch-checkpoints) exclude_checkpoints='' ;;
     --) break ;;
-    *) mistake "'$1' is unknown; --help lists the options; a command goes after --" ;;
+    *) mistake "'$1' is unknown; --help lists the options; put the command after --" ;;
   esac
   shift
 done
@@ -421,13 +421,13 @@ shift
 if [[ $dry_run ]]; then
   project=${project:-PROJECT} bucket=${bucket:-gs://BUCKET}
 fi
-[[ $project ]] || mistake '--project is missing: name the Google Cloud project that pays'
-[[ $bucket ]] || mistake '--bucket is missing: it keeps the checkpoints'
+[[ $project ]] || mistake '--project is missing; give your project of Google Cloud'
+[[ $bucket ]] || mistake '--bucket is missing; give the bucket for the checkpoints'
 [[ $bucket =~ ^gs://([^/]+)/?(.*)$ ]] || mistake "--bucket=$bucket is not gs://NAME"
 bucket_name=${BASH_REMATCH[1]} prefix=${BASH_REMATCH[2]%/}
 name=${name:-podrl-$(date +%Y%m%d-%H%M%S)}
 [[ $name =~ ^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$ ]] || mistake \
-  "--name=$name: try at most 50 small letters, digits and -, with a letter first"
+  "--name=$name: use at most 50 small letters, digits and -, and begin with a letter"
 path=${prefix:+$prefix/}$name
 parse_accelerator
 where=("--project=$project" "--zone=$zone" --quiet)
@@ -465,7 +465,7 @@ if [[ $dry_run ]]; then
   say "$accelerator in $zone, $hosts host(s), commit $(git rev-parse --short HEAD)"
   run git archive --format=tar.gz "--output=$archive" HEAD
   create_slice
-  say 'the script repeats this until the slice is up, and if the connection is lost:'
+  say 'the script repeats this query until the slice is up:'
   quote "${query[@]}"
   say 'then it runs these commands on the hosts:'
   copy_to_all
@@ -481,7 +481,7 @@ if [[ $dry_run ]]; then
 fi
 
 # Each child gets its own process group. So Ctrl-C reaches only this script, and a
-# signal to the group of gcloud also ends its ssh.
+# signal to the group of gcloud also ends the ssh that gcloud started.
 set -m
 scratch=$(mktemp -d) || exit 1
 archive=$scratch/podrl.tar.gz

@@ -11,14 +11,14 @@ set -u
 archive=$HOME/podrl.tar.gz
 project=$HOME/podrl
 environment=$HOME/podrl-venv
-run=$HOME/podrl-run # run.pid, run.log, run.code
+run=$HOME/podrl-run # The prefix of run.pid, run.log and run.code.
 
 fail() {
   echo "tpu_worker.sh on $(hostname): $1" >&2
   exit 1
 }
 
-# A new machine updates itself in its first minutes, and holds apt's lock meanwhile.
+# A new machine updates itself in its first minutes, and apt is locked meanwhile.
 apt_get() {
   { sudo DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=600 "$@"
   } >>"$HOME/podrl-setup.log" 2>&1 || fail "apt-get $1 failed; see podrl-setup.log"
@@ -40,13 +40,13 @@ setup() {
   command -v gcsfuse >/dev/null || install_gcsfuse
   if ! mountpoint -q "$mount"; then
     sudo install -d -o "$(id -un)" "$mount" || fail "$mount could not be created"
-    # podrl needs other values than three defaults of gcsfuse. It renames a
-    # checkpoint's directory. A host must immediately see what another host writes.
-    # After a file is synchronised, its data must be in the bucket.
+    # Three defaults of gcsfuse do not suit podrl. podrl renames the directories of
+    # checkpoints. A host must immediately see what another host writes. After a file
+    # is synchronised, its data must be in the bucket.
     gcsfuse --implicit-dirs --rename-dir-limit=1000000 --metadata-cache-ttl-secs=0 \
       --metadata-cache-negative-ttl-secs=0 --enable-streaming-writes=false \
       "$bucket" "$mount" >>"$HOME/podrl-setup.log" 2>&1 || fail \
-      "gs://$bucket could not be mounted; let the machine's service account write to it"
+      "gs://$bucket could not be mounted; allow the machine's service account to write to it"
   fi
 
   local digest
@@ -55,7 +55,7 @@ setup() {
   rm -rf "$project"
   mkdir "$project"
   tar -xzf "$archive" -C "$project" || fail "$archive could not be unpacked"
-  # Some images have Python 3.10, which is too old for JAX.
+  # uv installs Python 3.12, because Python 3.10 of some images is too old for JAX.
   if [[ ! -x $environment/bin/python ]]; then
     apt_get update
     apt_get install python3-venv
@@ -92,13 +92,13 @@ start() {
   stop
   rm -f "$run".*
   : >"$run.log"
-  # In its own session, the run outlives the connection.
+  # Because of its own session, the run continues when the connection ends.
   setsid nohup bash "$0" run "$@" </dev/null >>"$run.log" 2>&1 &
   until [[ -s $run.pid ]]; do sleep 0.1; done
 }
 
 run() {
-  trap : TERM # SIGTERM ends the command; this shell waits for its exit code.
+  trap : TERM # SIGTERM ends only the command: this shell writes its exit code.
   echo $$ >"$run.pid"
   cd "$project" || exit 1
   PATH=$environment/bin:$PATH PYTHONUNBUFFERED=1 "$@"

@@ -3,13 +3,13 @@
   python experiments/benchmarks/logging_cost.py [--driver=anakin|sebulba]
       [--pairs=20] [--seconds=2] [--wandb]
 
-One driver trains CartPole with the settings of its experiment. The measurement
-consists of pairs of turns. In one turn of a pair, the driver writes records to
-metrics.jsonl, TensorBoard and the terminal; with --wandb, it also writes to
-Weights & Biases (offline). In the other turn, it writes no records. The order
-of the two turns changes from pair to pair. For each pair, the ratio is the
-speed with records divided by the speed without records. The program prints the
-median ratio.
+The driver trains CartPole with the settings of the CartPole experiment. The
+measurement consists of pairs of turns. In one turn of a pair, the program
+writes records to metrics.jsonl, TensorBoard and the terminal; with --wandb, it
+also writes to Weights & Biases (offline). In the other turn, it writes no
+records. The order of the two turns changes from pair to pair. The program
+divides the speed with records by the speed without records, and prints the
+median of this ratio over the pairs.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _ARCHITECTURE = flags.DEFINE_enum(
   'driver', 'anakin', ['anakin', 'sebulba'], 'architecture to measure.'
 )
 _PAIRS = flags.DEFINE_integer('pairs', 20, 'number of pairs of turns.', 1)
-_SECONDS = flags.DEFINE_float('seconds', 2.0, 'length of a turn.', 0.0)
+_SECONDS = flags.DEFINE_float('seconds', 2.0, 'seconds of each turn.', 0.0)
 _WANDB = flags.DEFINE_bool('wandb', False, 'use Weights & Biases, offline.')
 
 
@@ -45,7 +45,7 @@ def get_config(architecture: str) -> ConfigDict:
 def measure(
   config: ConfigDict, num_pairs: int, seconds: float, wandb: bool
 ) -> list[float]:
-  """Returns the speed with records over the speed without, for each pair."""
+  """Returns, for each pair, the speed with records / the speed without."""
   config.total_env_steps = 10**9
   config.log.wandb = wandb
   build.set_up_jax(config)
@@ -75,7 +75,7 @@ def measure(
         recorder.add(reports)
         if recorder.num_updates_since_record >= config.log.every_updates:
           recorder.write()
-      recorder.progress()  # It waits until all records are written.
+      recorder.progress()  # This waits until all records are written.
       return steps / (time.perf_counter() - start)
 
     try:
@@ -96,7 +96,7 @@ def measure(
 def main(argv: Sequence[str]) -> None:
   """Measures the ratio of each pair, and prints the median and quartiles."""
   if len(argv) > 1:
-    raise app.UsageError(f'{argv[1]} is unknown')
+    raise app.UsageError(f'the argument {argv[1]} is unknown')
   os.environ['WANDB_MODE'] = 'offline'
   os.environ['WANDB_SILENT'] = 'true'
   ratios = measure(
@@ -107,8 +107,8 @@ def main(argv: Sequence[str]) -> None:
   )
   low, middle, high = np.percentile(ratios, [25, 50, 75])
   print(
-    f'{_ARCHITECTURE.value}: the rate with records is {middle:.3f} times the '
-    f'rate without (quartiles {low:.3f} and {high:.3f}, {len(ratios)} pairs)'
+    f'{_ARCHITECTURE.value}: the speed with records is {middle:.3f} times the '
+    f'speed without (quartiles {low:.3f} and {high:.3f}, {len(ratios)} pairs)'
   )
 
 

@@ -2,18 +2,18 @@
 
   python experiments/benchmarks/overlap.py [--repeats=3]
 
-Each of two actors has a pool of environments, which sleep in each step. The
+Each of two actors has a pool of environments, which sleeps in each step. The
 learner sleeps in each update. The cost of an update is the time of this sleep
-divided by the time of an unroll; it varies from a quarter to four. For each
+divided by the time of an unroll. The costs go from a quarter to four. For each
 cost and both modes, the table has medians of four rates, in updates per second:
 
   environment  the environments alone
   acting       inference alone, on an observation that does not change
   update       updates alone
-  training     the whole
+  training     all parts together
 
-Training cannot be faster than the slowest part. If it is nearly as fast, the
-parts overlap well.
+Training cannot be faster than the slowest part. If training is nearly as fast
+as this part, the parts overlap well.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from podrl.types import Discrete, EnvSpec, HostEnv, Learner, TimeStep
 
 _NUM_ACTORS, _NUM_ENVS, _LENGTH = 2, 8, 10
 _STEP_SECONDS = 0.05
-_COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # Sleep of an update / time of an unroll.
+_COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # Update time / unroll time.
 _UPDATES = 5  # Updates in one measurement.
 
 
@@ -185,13 +185,13 @@ def main() -> None:
     default=3,
     choices=range(1, 1000),
     metavar='N',
-    help='number of repeats',
+    help='number of measurements',
   )
   repeats = parser.parse_args().repeats
-  # A run has this setting too.
+  # A run uses this setting too.
   jax.config.update('jax_cpu_enable_async_dispatch', False)
   print(
-    f'Updates per second, medians of {repeats}; an unroll sleeps '
+    f'Updates per second, medians of {repeats} repeats; each unroll sleeps '
     f'{_LENGTH * _STEP_SECONDS:g} s'
   )
   columns = (
@@ -201,7 +201,7 @@ def main() -> None:
     'acting',
     'update',
     'training',
-    'of least',
+    'of slowest',
   )
   print(' '.join(f'{x:>13}' for x in columns))
   for mode in 'deterministic', 'asynchronous':
@@ -211,7 +211,7 @@ def main() -> None:
       try:
         for repeat in range(repeats + 1):
           for name, function in functions.items():
-            # Use up the unrolls that actors made while other parts ran.
+            # Use the unrolls that actors made while other parts ran.
             ahead = 2 if name == 'training' else 0
             function(ahead)
             start = time.perf_counter()

@@ -6,14 +6,14 @@
 
 Each row has four rates in steps per second: the environments alone, with random
 actions; acting; the update alone; and training. The program first compiles all
-of them. Then it runs them in turn, several times, and takes the median of each
-rate.
+four. Then it measures the four rates in turn, several times, and prints the
+median of each rate.
 
-With Anakin, each part is a compiled program for the same number of updates, and
-acting includes the environments. The last column is the rate of training
-divided by its bound, 1 / (1 / acting + 1 / update).
+With Anakin, each part is one compiled program, and acting includes the
+environments. The last column is the rate of training divided by its bound,
+1 / (1 / acting + 1 / update).
 
-With Sebulba, each part uses the pools and threads of a run, and acting is
+With Sebulba, each part uses the same pools and threads as a run, and acting is
 inference on an observation that does not change. The last column is the rate of
 training divided by its bound, the rate of the slowest part. Training cannot
 reach this bound if the parts share the same cores, for example on a machine
@@ -50,7 +50,7 @@ _AGENT = flags.DEFINE_enum(
   'agent', 'ppo', ['ppo', 'impala'], 'agent for Sebulba; Anakin always uses PPO'
 )
 _FILTER = flags.DEFINE_string(
-  'filter', '', 'measure only environments whose name contains this'
+  'filter', '', 'measure only environments whose name contains this text'
 )
 _NUM_ENVS = flags.DEFINE_list(
   'num_envs',
@@ -63,7 +63,7 @@ _NUM_DEVICES = flags.DEFINE_integer(
   'num_devices', 0, 'devices for Anakin; 0 means the default of a run', 0
 )
 _THREADS = flags.DEFINE_integer(
-  'threads', 0, 'Sebulba threads per actor device; 0: default of a run', 0
+  'threads', 0, 'actors per device for Sebulba; 0 means the default of a run', 0
 )
 _OUT = flags.DEFINE_string('out', '', 'JSON file to write the rows to')
 
@@ -106,7 +106,7 @@ def get_config(name: str, num_envs: int) -> ConfigDict:
   config.num_minibatches = max(4, num_envs // 32)
   config.network.name = 'mlp'
   config.num_devices = _NUM_DEVICES.value
-  config.optimizer.anneal = False  # This training has no fixed end.
+  config.optimizer.anneal = False  # Annealing needs a fixed end.
   config.compilation_cache = 'off'
   return config
 
@@ -143,7 +143,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
     )
 
   def used(actors: Tree, trajectory: Tree) -> Tree:
-    # Without this barrier the compiler would remove the unused trajectory.
+    # Without this barrier, the compiler would remove the unused trajectory.
     actors, _ = jax.lax.optimization_barrier((actors, trajectory))
     return actors
 
@@ -179,7 +179,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   state = whole
 
   def train(num_updates: int) -> None:
-    nonlocal state  # The call donates it.
+    nonlocal state  # The call donates the state.
     while num_updates > 0:
       state, _ = driver.train(state, np.int32(min(num_updates, _MAX_UPDATES)))
       num_updates -= _MAX_UPDATES
@@ -331,7 +331,7 @@ def sebulba_programs(
 
 
 def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
-  """Measures a row: median rates, and training's share of its bound."""
+  """Measures one row: median rates, and training's share of its bound."""
   make = sebulba_programs if _is_sebulba(config) else programs
   functions, num_params, close = make(config)
   try:
@@ -381,7 +381,7 @@ def main(argv: Sequence[str]) -> None:
   """Measures all rows, prints the table and writes the file."""
   logging.set_verbosity(logging.WARNING)  # JAX logs each missing backend.
   if len(argv) > 1:
-    raise app.UsageError(f'{argv[1]} is unknown')
+    raise app.UsageError(f'the argument {argv[1]} is unknown')
   all_names = _NAMES[_ARCHITECTURE.value]
   names = [n for n in all_names if _FILTER.value.lower() in n.lower()]
   if not names:
@@ -389,7 +389,7 @@ def main(argv: Sequence[str]) -> None:
       f'--filter={_FILTER.value} matches none of {", ".join(all_names)}'
     )
   if not all(n.isdecimal() and int(n) for n in _NUM_ENVS.value):
-    raise app.UsageError('--num_envs takes numbers, such as 64,1024')
+    raise app.UsageError('--num_envs needs positive integers, such as 64,1024')
   rows, console = [], Console(highlight=False)
   if _ARCHITECTURE.value == 'sebulba':
     configs = [
@@ -431,7 +431,7 @@ def main(argv: Sequence[str]) -> None:
     pad_edge=False,
     padding=(0, 1, 0, 0),
     title=(
-      f'Steps per second, medians of {_REPEATS.value}, with {num_devices} '
+      f'Steps per second, medians of {_REPEATS.value} repeats, {num_devices} '
       f'{device.platform} devices ({device.device_kind})'
     ),
   )

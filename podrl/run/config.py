@@ -76,91 +76,147 @@ _DTYPES = ('float32', 'bfloat16')
 _MODES = ('deterministic', 'asynchronous')
 
 FIELDS = {
-  'seed': Field(0, 'All random numbers depend on it.', _FROM_0),
-  'num_seeds': Field(1, 'Independent agents of one run.', Range(1, 2**16)),
+  'seed': Field(0, 'All random numbers depend on this number.', _FROM_0),
+  'num_seeds': Field(
+    1, 'Number of independent agents in one run.', Range(1, 2**16)
+  ),
   'num_devices': Field(
-    0, 'Devices per process; 0 means all (CPU: one per core).', _DEVICES
+    0, 'Devices per process; 0 means all (on a CPU, one per core).', _DEVICES
   ),
   'total_env_steps': Field(
-    1_000_000, 'Steps, joints included; rounded up to whole updates.', Range(1)
+    1_000_000,
+    'Number of steps, joints included; rounded up to whole updates.',
+    Range(1),
   ),
-  'unroll_length': Field(32, 'Steps of each environment per update.', _COUNT),
-  'num_epochs': Field(1, 'Passes over each unroll.', _COUNT),
+  'unroll_length': Field(
+    32, 'Steps of each environment in one unroll.', _COUNT
+  ),
+  'num_epochs': Field(1, 'Passes over the batch of each update.', _COUNT),
   'num_minibatches': Field(1, 'Optimiser steps per pass.', _COUNT),
-  'compilation_cache': Field('auto', "A directory, 'auto' or 'off'."),
+  'compilation_cache': Field(
+    'auto', "Directory for compiled programs, 'auto' or 'off'."
+  ),
   'price_per_hour': Field(
-    0.0, 'Price of all machines, in any currency; 0 means unknown.', _FROM_0
+    0.0,
+    "Hourly price of the run's machines, in any currency; 0 means unknown.",
+    _FROM_0,
   ),
   'env.suite': Field('gymnax', 'Library that provides the environment.'),
   'env.name': Field('', 'Name of the environment in its library.'),
-  'env.num_envs': Field(64, 'Environments of all processes.', _COUNT),
+  'env.num_envs': Field(
+    64, 'Number of environments in all processes together.', _COUNT
+  ),
   'env.options': Field({}, 'Options that are passed to the library.'),
   'env.path': Field('', 'Directory of MODULE, if the name is MODULE:NAME.'),
   'agent.gamma': Field(0.99, 'Discount per step.', _FRACTION),
   'agent.lambda_': Field(
-    1.0, 'Mixes one-step (0) and full (1) returns.', _FRACTION
+    1.0, 'Mix of one-step returns (0) and full returns (1).', _FRACTION
   ),
   'agent.entropy_cost': Field(0.01, 'Weight of the entropy bonus.', _FROM_0),
   'agent.value_cost': Field(0.5, 'Weight of the value loss.', _FROM_0),
-  'agent.reward_clip': Field(0.0, 'Bound of rewards; 0 means none.', _FROM_0),
+  'agent.reward_clip': Field(
+    0.0, 'Rewards are clipped to this size; 0 means off.', _FROM_0
+  ),
   'agent.normalize_observation': Field(
-    False, 'Standardises observations by running statistics.'
+    False, 'Standardises observations with running statistics.'
   ),
   'agent.normalize_reward': Field(
-    False, 'Divides rewards by a running deviation.'
+    False, 'Divides rewards by the running deviation of returns.'
   ),
-  'network.name': Field('auto', 'Torso; auto fits the observation.', TORSOS),
+  'network.name': Field(
+    'auto', 'Kind of torso; auto fits the observation.', TORSOS
+  ),
   'network.hidden_sizes': Field(
     (64, 64),
-    "Widths of hidden layers; the last is the torso's output width.",
+    "Widths of the hidden layers; the last one is the torso's output.",
     Range(1),
   ),
   'network.shared_torso': Field(False, 'Policy and value share one torso.'),
   'network.recurrent': Field('none', 'Recurrent core after a torso.', CORES),
   'network.distribution': Field(
-    'auto', 'Distribution of actions; auto fits the space.', DISTRIBUTIONS
+    'auto',
+    'Distribution of actions; auto fits the action space.',
+    DISTRIBUTIONS,
   ),
-  'network.state_dependent_scale': Field(False, 'Scale varies with the state.'),
+  'network.state_dependent_scale': Field(
+    False, "The Gaussian's scale depends on the state."
+  ),
   'network.initial_scale': Field(
-    1.0, 'Initial scale of a Gaussian; actions are in -1 to 1.', Range(0.01, 10)
+    1.0,
+    'Initial scale of a Gaussian; the action bounds are -1 and 1.',
+    Range(0.01, 10),
   ),
-  'network.dtype': Field('float32', "Type of the torso's arithmetic.", _DTYPES),
+  'network.dtype': Field(
+    'float32', 'Data type in which the torso computes.', _DTYPES
+  ),
   'optimizer.name': Field('adam', 'The optimiser.', tuple(OPTIMIZERS)),
   'optimizer.learning_rate': Field(1e-3, 'Initial learning rate.', _ABOVE_0),
   'optimizer.anneal': Field(True, 'The learning rate falls linearly to 0.'),
-  'optimizer.max_grad_norm': Field(0.5, 'Clips the gradient; 0: off.', _FROM_0),
-  'eval.num_episodes': Field(128, 'Episodes, one per environment.', _COUNT),
-  'eval.every_env_steps': Field(0, 'Period; 0 means only at the end.', _FROM_0),
-  'eval.greedy': Field(True, "Takes the policy's mode instead of a sample."),
+  'optimizer.max_grad_norm': Field(
+    0.5, 'Clips the gradient to this norm; 0 means off.', _FROM_0
+  ),
+  'eval.num_episodes': Field(
+    128, 'Number of episodes; each has its own environment.', _COUNT
+  ),
+  'eval.every_env_steps': Field(
+    0, 'Steps between evaluations; 0 means only at the end.', _FROM_0
+  ),
+  'eval.greedy': Field(
+    True, 'Uses the most probable action instead of a sample.'
+  ),
   'eval.max_episode_steps': Field(
-    0, "Cuts episodes; 0 means the environment's limit or 10,000.", _STEPS
+    0,
+    "Longest episode; 0 means the environment's limit, or else 10,000.",
+    _STEPS,
   ),
   'log.every_updates': Field(10, 'Updates per record.', Range(1, 2**31 - 1)),
   'log.tensorboard': Field(True, 'Writes TensorBoard events.'),
   'log.wandb': Field(False, 'Sends records to Weights & Biases.'),
-  'log.profile': Field(0, 'Number of updates to trace.', Range(0, 10**6)),
-  'checkpoint.every_seconds': Field(300.0, 'Period; 0 means off.', _FROM_0),
-  'checkpoint.every_env_steps': Field(0, 'Period; 0 means off.', _FROM_0),
-  'checkpoint.keep': Field(2, 'Keeps the newest N, and the best one.', _COUNT),
+  'log.profile': Field(
+    0, "Number of updates that JAX's profiler traces.", Range(0, 10**6)
+  ),
+  'checkpoint.every_seconds': Field(
+    300.0, 'Seconds between checkpoints; 0 means off.', _FROM_0
+  ),
+  'checkpoint.every_env_steps': Field(
+    0, 'Steps between checkpoints; 0 means off.', _FROM_0
+  ),
+  'checkpoint.keep': Field(
+    2, 'Keeps this many newest checkpoints, and the best one.', _COUNT
+  ),
   'checkpoint.grace_seconds': Field(
-    30.0, 'Seconds to save a checkpoint after SIGTERM.', _SECONDS
+    30.0, 'Time limit for saving a checkpoint after SIGTERM.', _SECONDS
   ),
-  'sebulba.actor_devices': Field((), 'Indices; empty: first quarter.', _INDEX),
-  'sebulba.learner_devices': Field((), 'Indices; empty: all others.', _INDEX),
+  'sebulba.actor_devices': Field(
+    (), 'Indices of devices; empty means the first quarter.', _INDEX
+  ),
+  'sebulba.learner_devices': Field(
+    (), 'Indices of devices; empty means all others.', _INDEX
+  ),
   'sebulba.threads_per_actor_device': Field(
-    0, 'Actors per device (with autotune: at most); 0 fits the cores.', _FEW
+    0,
+    'Actors per actor device; with autotune, the maximum; 0 is automatic.',
+    _FEW,
   ),
-  'sebulba.env_threads': Field(0, 'Per actor; 0 splits the cores.', _FEW),
-  'sebulba.unrolls_per_update': Field(0, '0 means one per actor.', _FEW),
+  'sebulba.env_threads': Field(
+    0, 'Environment threads per actor; 0 is automatic.', _FEW
+  ),
+  'sebulba.unrolls_per_update': Field(
+    0, 'Unrolls that an update learns from; 0 means one per actor.', _FEW
+  ),
   'sebulba.mode': Field(
     'deterministic',
-    'Deterministic is reproducible; asynchronous suits uneven actors.',
+    'Deterministic runs repeat; asynchronous suits actors of unequal speed.',
     _MODES,
   ),
-  'sebulba.max_lag': Field(1, 'Bound of the policy lag, in updates.', _FEW),
-  'sebulba.autotune': Field(False, 'Finds the fastest number of actors.'),
+  'sebulba.max_lag': Field(1, 'The largest policy lag, in updates.', _FEW),
+  'sebulba.autotune': Field(
+    False, 'Searches for the fastest number of actors during the run.'
+  ),
   'sebulba.hang_seconds': Field(
-    300.0, 'An actor hangs after this time without progress.', _SECONDS
+    300.0,
+    'After this time without progress, an actor counts as hanging.',
+    _SECONDS,
   ),
 }
 _ANAKIN_FIELDS = {'num_devices'}

@@ -407,10 +407,10 @@ def test_local_ends_grandchildren_and_does_not_wait_for_them(output):
   [
     ('', 'arguments are required: N'),
     ('-- x', 'arguments are required: N'),
-    ('0 -- x', 'not a number of processes'),
+    ('0 -- x', 'not a valid number of processes'),
     ('2.5 -- x', 'invalid int'),
     ('two -- x', 'invalid int'),
-    ('-1 -- x', 'not a number of processes'),
+    ('-1 -- x', 'not a valid number of processes'),
     ('2 3 -- x', 'unrecognized arguments: 3'),
     ('2 --grace -- x', 'unrecognized arguments: --grace'),
     ('2', '-- and a command'),
