@@ -15,7 +15,7 @@ import numpy as np
 Array: TypeAlias = jax.Array | np.ndarray
 Tree: TypeAlias = Any  # A nested structure whose leaves are arrays.
 Metrics = dict[str, Array]
-Hyperparams = dict[str, Array]  # A float32 `[]` for each name.
+Hyperparams = dict[str, Array]  # Each value is a float32 `[]`.
 
 # The mesh of devices has only this axis; batches are split over it.
 DEVICE_AXIS = 'devices'
@@ -25,10 +25,10 @@ class TimeStep(NamedTuple):
   """What an environment returns when it arrives in a state.
 
   Attributes:
-    obs: `[..., *obs_shape]`; its dtype is the smallest one that is exact.
-    reward: `[...]` float32, the environment's own reward; 0 where `is_first`.
-    discount: `[...]` float32, 0 if the episode terminated, else 1. It is 1 on
-      truncation and does not include the agent's gamma.
+    obs: `[..., *obs_shape]`, in the smallest dtype that stores it exactly.
+    reward: `[...]` float32, not scaled or clipped by podrl; 0 where `is_first`.
+    discount: `[...]` float32, 0 if the episode terminated, else 1. It is also 1
+      if the episode was truncated. It does not include the agent's gamma.
     is_first: `[...]` bool, whether the step is the first of an episode. The
       transition into a first step is the joint between two episodes; the
       environment ignored the action of this transition.
@@ -58,14 +58,14 @@ class Trajectory(NamedTuple):
 
 
 class Variables(NamedTuple):
-  """The variables of an agent; replicated over devices.
+  """The variables of an agent; each device has a copy.
 
   Attributes:
-    params: the optimiser changes them.
-    statistics: `Agent.absorb` changes them; for example running moments, or
+    params: the network's parameters, which the optimiser changes.
+    statistics: what `Agent.absorb` changes, for example running moments; or
       `()`. The statistics of a wrapper contain those of the agent inside it.
     hyperparams: numbers such as 'gamma'. They are inputs of the compiled
-      programs, so a new value does not compile a program again.
+      programs, so changing a value does not cause a new compilation.
   """
 
   params: Tree
@@ -78,16 +78,16 @@ class Variables(NamedTuple):
 
 
 class LearnerState(NamedTuple):
-  """Everything that learning changes; replicated over devices.
+  """Everything that learning changes; only `memory` is split over devices.
 
   Attributes:
-    variables: the agent's variables. Their `hyperparams` also contain those of
-      the optimiser, for example 'learning_rate'.
+    variables: the agent's variables. Their `hyperparams` also contain the
+      optimiser's hyperparameters, for example 'learning_rate'.
     target_params: a periodic copy of `variables.params`, or `()`.
-    opt_state: the optax state.
+    opt_state: the state of the optax optimiser.
     num_updates: int32 `[]`, number of calls of `Learner.update`.
     num_sgd_steps: int32 `[]`, number of optimiser steps.
-    memory: stored unrolls, `[capacity, T, B, ...]`, sharded on axis 2; or `()`.
+    memory: stored unrolls, `[capacity, T, B, ...]`, split on axis 2; or `()`.
   """
 
   variables: Variables
@@ -114,7 +114,7 @@ class MultiDiscrete(NamedTuple):
 
 
 class Box(NamedTuple):
-  """Float32 actions `[*shape]`; `low` and `high` are arrays of their bounds."""
+  """Float32 actions from `low` to `high`; all three have shape `[*shape]`."""
 
   shape: tuple[int, ...]
   low: np.ndarray
@@ -129,13 +129,14 @@ class EnvSpec(NamedTuple):
     channels_first: whether images are CHW (Atari) rather than HWC.
     action: the action space.
     frame_skip: raw frames per environment step.
-    max_episode_steps: an episode of this many steps is truncated; 0 or
-      2**31 - 1 means never.
-    observe: `(obs) -> obs`, runs on the device. It converts the library's own
-      observations `[B, ...]` to those of `obs`; for example, a category becomes
-      a one-hot vector.
-    to_library: `(action) -> action`, converts actions `[B, ...]` to those of
-      the library, whose categories may start at another number than 0.
+    max_episode_steps: the number of steps after which an episode is truncated;
+      0 or 2**31 - 1 means never.
+    observe: `(obs) -> obs`, runs on the device. It converts observations
+      `[B, ...]` from the library's format to that of `obs`; for example, a
+      category becomes a one-hot vector.
+    to_library: `(action) -> action`, converts actions `[B, ...]` to the
+      library's format. A library may count categories from another number
+      than 0.
   """
 
   obs: Tree
@@ -152,11 +153,11 @@ class DeviceEnv(NamedTuple):
 
   Attributes:
     spec: describes one environment.
-    reset: `(rng_key[B]) -> (env_state[B], TimeStep[B])`. In the time steps,
-      `is_first` is true, the reward is 0 and the discount is 1.
+    reset: `(rng_key[B]) -> (env_state[B], TimeStep[B])`. In the time
+      steps, `is_first` is true, the reward is 0 and the discount is 1.
     step: `(env_state[B], action[B]) -> (env_state[B], TimeStep[B])`. The step
-      after the last step of an episode ignores its action and returns the first
-      time step of the next one, as in dm_env. Random numbers come from
+      after an episode's last step ignores the action and returns the first time
+      step of the next episode, as in dm_env. Random numbers come from
       `env_state`.
   """
 
@@ -171,14 +172,14 @@ class HostEnv(NamedTuple):
   Attributes:
     spec: describes one environment.
     reset: `() -> TimeStep`, with leaves `[B, ...]` and `is_first` true. It is
-      called once. Here and in `step`, observations are the library's own:
-      `spec.observe` converts them on the device.
-    step: `(action) -> TimeStep`, for actions `[B, ...]`. The caller owns the
-      returned arrays. The step after the last step of an episode ignores its
-      action and returns the first time step of the next one.
+      called once. The observations of `reset` and `step` have the library's
+      format; `spec.observe` converts them on the device.
+    step: `(action) -> TimeStep`, for actions `[B, ...]`. Later calls do not
+      change the returned arrays. The step after an episode's last step ignores
+      the action and returns the first time step of the next episode.
     close: `() -> None`, frees the environments.
     render: `() -> uint8 [H, W, 3]`, draws the first environment, or raises the
-      library's error. None if no picture is available.
+      library's error. It is None if the environment cannot be drawn.
   """
 
   spec: EnvSpec
@@ -195,19 +196,19 @@ class Agent(NamedTuple):
     init: `(rng_key) -> Variables`.
     initial_carry: `(batch_size) -> carry`, leaves `[B, ...]`.
     act: `(variables, rng_key, timestep, carry, *, greedy=False) -> (action,
-      extras, carry)`, all `[B, ...]`. `rng_key` holds one key for each
+      extras, carry)`, all `[B, ...]`. `rng_key` has one key for each
       environment, so that the actions of an environment do not depend on the
       rest of the batch.
     prepare: `(variables, trajectory, mean) -> batch`, called once per unroll,
-      without gradients. `mean` averages a small tree over all devices.
-      Minibatches divide the leading axis of every leaf of `batch`.
-    loss: `(variables, target_params, batch, rng_key) -> (scalar, metrics)`; the
-      scalar is a mean over the slots of the batch. The learner computes its
-      gradient with respect to `variables.params`.
-    measure: `(variables, trajectory) -> tree` of float32, means over this
-      device's shard. The learner averages them over devices, and `absorb`
-      updates the statistics with them.
-    absorb: `(variables, measured) -> variables`, with updated statistics;
+      without gradients. `mean` averages a small tree over all devices. Axis 0
+      of every leaf of `batch` is split into minibatches.
+    loss: `(variables, target_params, batch, rng_key) -> (scalar, metrics)`. The
+      scalar is a mean over the slots of the batch. The learner computes the
+      gradient of the scalar with respect to `variables.params`.
+    measure: `(variables, trajectory) -> tree`, float32 means over this device's
+      shard of the trajectory. The learner averages them over devices and passes
+      them to `absorb`.
+    absorb: `(variables, measured) -> variables`, updates the statistics. It is
       called once per update, after the optimiser's steps.
   """
 
@@ -257,12 +258,12 @@ class Episodes(NamedTuple):
 
 
 class Culprit(NamedTuple):
-  """A number from an environment that may have made the loss NaN or infinite.
+  """A reward or observed number that may have made the loss NaN or infinite.
 
   Attributes:
-    field: 'reward', or 'observation' with the keys of the array in it.
-    value: NaN, infinite, or large.
-    step: number of earlier steps of the environment, joints included.
+    field: 'reward', 'observation', or a part such as "observation['x']".
+    value: the number, which is NaN, infinite or large.
+    step: how many steps the environment took before, joints included.
     env: global index of the environment.
     element: index of the number in the flattened array.
   """
@@ -283,13 +284,13 @@ class Report(NamedTuple):
     episodes: leaves `[N, ...]`, one row for each update.
     num_predictions: number of actions that the agent chose, joints included.
     seconds: wall time of the call.
-    is_finite: false if one more update ran and its loss was NaN or infinite.
-      That update is not among the N.
-    stages: seconds spent in each stage; divide by `seconds` for its share.
+    is_finite: false if the loss of one more update was NaN or infinite. That
+      update is not one of the N.
+    stages: seconds spent in each stage. Divided by `seconds`, they are shares.
     own: `[N]` each, metrics of this process only.
     decisions: what the driver decided during the call, as JSON.
-    culprit: the number from an environment of this process that explains why
-      `is_finite` is false, if there is one.
+    culprit: a reward or observed number of this process that made `is_finite`
+      false; None if there is no such number.
   """
 
   metrics: dict[str, np.ndarray]
@@ -308,9 +309,9 @@ class Report(NamedTuple):
     return len(self.episodes.num_joints)
 
 
-# Takes the initial state of a run. Returns the state to start from, and a list
-# of what `Driver.progress` returned in each process of the saved run. The list
-# is empty if the run is new.
+# This function takes the initial state of a run. It returns the state to start
+# from, and a list with the result of `Driver.progress` in each process of the
+# saved run. The list is empty if the run is new.
 Restore = Callable[[Tree], tuple[Tree, list[dict[str, Any]]]]
 
 
@@ -336,7 +337,7 @@ class Driver(Protocol):
     """Makes the initial state, calls `restore` with it, and compiles."""
 
   def plan(self) -> dict[str, Any]:
-    """Makes `advance`'s plan, as JSON, in process 0 for all processes."""
+    """Returns `advance`'s argument `plan`, as JSON; only process 0 calls it."""
 
   def advance(self, num_updates: int, plan: Mapping[str, Any]) -> list[Report]:
     """Runs at most `num_updates` updates; returns a report for each agent."""

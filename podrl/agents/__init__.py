@@ -1,4 +1,4 @@
-"""The agents: a table of learning algorithms. Each one has its own file."""
+"""The agents: a table of learning algorithms, with one file for each."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,13 +15,13 @@ class AgentEntry(NamedTuple):
   Attributes:
     make_agent: `(network, distribution, **fields) -> Agent`.
     defaults: values of configuration fields, by dotted name. The agent adds
-      these fields to the base configuration or changes their values. Fields
-      of an architecture that the run does not use are skipped.
+      these fields to the base configuration or changes their values. An
+      Anakin run skips fields such as `sebulba.max_lag`.
     comments: one line for `--help` about each field that the agent adds.
     check: `(fields) -> None`, raises a ValueError if the configuration does
       not fit the agent. `fields` is the flat configuration by dotted name.
-    minibatch_unit: `(fields) -> 'steps' | 'environments'`, what the minibatches
-      divide. `fields` is the flat configuration.
+    minibatch_unit: `(fields) -> 'steps' | 'environments'`, what is split into
+      minibatches. `fields` is the flat configuration by dotted name.
   """
 
   make_agent: Callable[..., Agent]

@@ -1,4 +1,4 @@
-"""A2C: IMPALA with all importance ratios equal to 1; needs policy lag 0."""
+"""A2C: IMPALA with importance ratios of 1; it needs a policy lag of 0."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -19,12 +19,12 @@ from podrl.types import (
 )
 
 # Continuous actions can have huge log-ratios. Their exp could be infinite, and
-# infinity times a weight of 0 is NaN. This bound is far above every clip.
+# infinity times a weight of 0 is NaN. This bound is far above the usual clips.
 _MAX_LOG_RATIO = 20.0
 
 
 class Extras(NamedTuple):
-  """What `act` returns with each action; leaves `[..., B]`."""
+  """What `act` returns with each action; leaves `[B, ...]`."""
 
   sample: Array  # The distribution's sample; the action is `to_action(sample)`.
   # Float32, the action's log-probability under the behaviour policy.
@@ -47,7 +47,7 @@ def make_init(
 def make_act(
   network: Network, distribution: Distribution, *, stores_value: bool
 ) -> Callable[..., tuple[Array, Extras, Tree]]:
-  """Builds `Agent.act`; its `Extras` contain the value if `stores_value`."""
+  """Builds `Agent.act`; `stores_value`: whether `Extras` contain the value."""
 
   def act(
     variables: Variables,

@@ -38,7 +38,7 @@ def make_agent(
     off_policy_correction: whether to use importance ratios. Without them, the
       agent is A2C, and it must learn from actions of its current policy.
     gamma: discount per step.
-    lambda_: mixes one-step (0) and full (1) returns.
+    lambda_: from 0 (one-step returns) to 1 (full returns).
     entropy_cost: weight of the entropy bonus.
     value_cost: weight of the value loss.
     reward_clip: rewards are clipped to [-reward_clip, reward_clip]; 0 means no

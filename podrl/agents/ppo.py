@@ -37,15 +37,15 @@ def check(fields: Mapping[str, Any]) -> None:
 
 
 def minibatch_unit(fields: Mapping[str, Any]) -> str:
-  """Returns what minibatches divide: 'environments' for a recurrent network."""
+  """Returns what is split into minibatches: 'steps' or 'environments'."""
   return 'steps' if fields['network.recurrent'] == 'none' else 'environments'
 
 
 class Batch(NamedTuple):
-  """Sequences `[N, S, ...]`; minibatches divide axis 0.
+  """Sequences `[N, S, ...]`; axis 0 is split into minibatches.
 
   For a recurrent network, there is a sequence for each environment: N = B and
-  S = T. Otherwise, every slot is a sequence of one step: N = T B and S = 1.
+  S = T. Otherwise, every slot is a sequence of one step: N = T x B and S = 1.
   """
 
   obs: Tree  # `[N, S, ...]`.
@@ -70,7 +70,7 @@ def normalize(
   """
   powers = 1.0, advantage, jnp.square(advantage)
   share, first, second = mean([jnp.mean(weight * x) for x in powers])
-  share = jnp.maximum(share, 1e-8)  # It is 0 if all slots are joints.
+  share = jnp.maximum(share, 1e-8)  # Avoids 0 / 0 if all slots are joints.
   first, second = first / share, second / share
   deviation = jnp.sqrt(jnp.maximum(second - jnp.square(first), 0.0))
   return (advantage - first) / (deviation + 1e-8)
@@ -92,7 +92,7 @@ def make_agent(
 
   Args:
     gamma: discount per step.
-    lambda_: mixes one-step (0) and full (1) advantages.
+    lambda_: from 0 (one-step advantages) to 1 (full advantages).
     clip: see `losses.ppo_clip`.
     entropy_cost: weight of the entropy bonus.
     value_cost: weight of the value loss.

@@ -28,8 +28,8 @@ class Distribution(NamedTuple):
 
   Attributes:
     num_params: width of the policy head.
-    num_constant_params: number of values at the end of the head that a network
-      may hold as parameters of its own, with the same values in every state.
+    num_constant_params: how many values at the end of the head do not need to
+      depend on the state. A network may store them as parameters.
     sample: `(rng_key, head[num_params]) -> sample`, without a batch axis.
     mode: `(head[..., num_params]) -> sample[...]`, the greedy choice.
     to_action: `(sample[...]) -> action[...]`, within the action space.
@@ -52,7 +52,7 @@ def categorical(num_actions: int) -> Distribution:
 
   def log_prob(logits: Array, action: Array) -> Array:
     chex.assert_equal_shape_prefix([logits, action], action.ndim)
-    # A product with the one-hot action has a faster gradient than an index.
+    # A product with the one-hot action has a faster gradient than indexing.
     one_hot = jax.nn.one_hot(action, num_actions)
     return jnp.sum(jax.nn.log_softmax(logits) * one_hot, axis=-1)
 
@@ -74,7 +74,7 @@ def categorical(num_actions: int) -> Distribution:
 def multi_categorical(num_actions: Sequence[int]) -> Distribution:
   """Independent categorical distributions, one for each component of an action.
 
-  The head holds the logits of all components, one component after another.
+  The head contains the logits of all components, one component after another.
 
   Args:
     num_actions: number of actions of each component.
@@ -128,25 +128,25 @@ def gaussian(
 ) -> Distribution:
   """A diagonal Gaussian whose samples are clipped to a box, or mapped by tanh.
 
-  A sample x uses units in which the bounds are -1 and 1. A dimension without
-  bounds keeps its own unit. The action is the clipped sample or tanh(x). The
-  density of a clipped action is that of the Gaussian before clipping, and the
-  density of a tanh action a is
+  A sample x is scaled so that the bounds are -1 and 1. A dimension without
+  bounds is not scaled. The action is the clipped sample or tanh(x), in the unit
+  of the box. For a clipped action, `log_prob` is the log-density of the
+  Gaussian before clipping. For an action a from tanh, it is
 
     log p(a) = log N(x; mean, scale) - log(1 - tanh(x)^2) - log((high - low)/2).
 
-  The head holds the means, followed by the numbers from which softplus computes
-  the scales. The entropy with tanh has no closed form, and a random estimate
-  would depend on how the batch is split over devices. Gauss-Hermite quadrature
-  computes this entropy. Its error is at most 0.003 for scales up to 3, and 0.03
-  for scales up to 5.
+  The head contains the means, followed by the numbers from which softplus
+  computes the scales. With tanh, the entropy has no closed form, so podrl uses
+  Gauss-Hermite quadrature. A random estimate would depend on how the batch is
+  split over devices. The error of the quadrature is at most 0.003 for scales up
+  to 3, and at most 0.03 for scales up to 5.
 
   Args:
     box: the action space.
     squash: whether to apply tanh, which needs bounds, instead of clipping.
     state_dependent_scale: whether the scales depend on the state; if not, they
       are parameters of the network.
-    initial_scale: the scale for a head of zeros; more than 0.001.
+    initial_scale: the scale if the head is zero; it must be more than 0.001.
 
   Raises:
     ValueError: if `initial_scale` is too small, or if `squash` is true and the
@@ -158,15 +158,15 @@ def gaussian(
   is_bounded = np.maximum(np.abs(low), np.abs(high)) < _LARGEST_BOUND
   if squash and not is_bounded.all():
     raise ValueError(
-      f'network.distribution=tanh_gaussian needs bounds, and actions are '
+      f'network.distribution=tanh_gaussian needs bounds, but actions are '
       f'from {low.min()} to {high.max()}; use gaussian'
     )
   if not initial_scale > _SMALLEST_SCALE:
     field = f'network.initial_scale={initial_scale}'
     raise ValueError(f'{field} must be more than {_SMALLEST_SCALE}')
   size = low.size
-  # A dimension without bounds, or with equal bounds, has no width for scaling.
-  # It keeps its own unit. Its centre is its bound, or 0 if it has no bound.
+  # A dimension that lacks a bound, or has equal bounds, is not scaled, because
+  # it has no width. Its centre is the bound that it has, or 0.
   finite_low, finite_high = (
     np.where(np.abs(x) < _LARGEST_BOUND, x, 0.0) for x in (low, high)
   )
@@ -234,7 +234,8 @@ def for_action_space(
 
   Args:
     action: the action space.
-    name: one of `DISTRIBUTIONS`; 'auto' is categorical or Gaussian.
+    name: one of `DISTRIBUTIONS`; 'auto' means Gaussian for a box, and
+      categorical for other spaces.
     **options: options of `gaussian`.
 
   Raises:

@@ -1,6 +1,6 @@
-"""The learner core: every agent and every driver changes parameters here.
+"""The learner core: the only code that changes an agent's parameters.
 
-This is the only module that calls a collective. The compiled update has one
+No other module calls a collective operation. The compiled update has one
 all-reduce per optimiser step. It averages one vector: the gradients, the loss's
 metrics and the measured statistics. This vector is as large as the parameters
 and statistics, plus at most 1 KB. If `prepare` uses `mean`, each unroll needs
@@ -38,10 +38,10 @@ def _mean_rows(tree: Tree) -> Tree:
 
 
 def shuffle(rng_key: chex.PRNGKey, size: int) -> Array:
-  """A random permutation of 0 ... size - 1, as int32 or uint32 `[size]`.
+  """Returns a random permutation of 0 ... size - 1, int32 or uint32 `[size]`.
 
   If size is a power of two, the permutation is i -> (a i + b) mod size with a
-  random odd a and a random b. It needs no sort, but it is not uniform.
+  random odd a and a random b. It needs no sort, but most orders never occur.
   """
   if size & (size - 1):
     return jax.random.permutation(rng_key, size)
@@ -63,12 +63,12 @@ def make_learner(
   Args:
     agent: the agent whose loss is minimised.
     optimizer: an optax transformation. If its `update` takes an argument
-      `hyperparams`, it gets those of the agent's variables.
+      `hyperparams`, the learner passes `Variables.hyperparams`.
     num_epochs: passes over each unroll.
-    num_minibatches: optimiser steps in each pass. It must divide the leading
-      axis of the batch that `Agent.prepare` returns on each device.
-    target_period: number of calls of `update` after which the parameters are
-      copied to `target_params`; None keeps no target parameters.
+    num_minibatches: optimiser steps in each pass. It must divide the number of
+      rows (axis 0) of the batch that `Agent.prepare` returns on each device.
+    target_period: number of updates between two copies of the parameters to
+      `target_params`; None means that there are no target parameters.
 
   Returns:
     A `Learner`. Its metrics are `loss`, `grad_norm` and the metrics of the
@@ -80,10 +80,10 @@ def make_learner(
   def init(
     rng_key: chex.PRNGKey, example_trajectory: Trajectory
   ) -> LearnerState:
-    del example_trajectory  # Learners with a memory use it.
+    del example_trajectory  # Only a learner with a memory needs it.
     variables, target_params = agent.init(rng_key), ()
     if target_period is not None:
-      # Copied, because donating one buffer as two arguments crashes.
+      # Copy them, because donating one buffer as two arguments crashes.
       target_params = jax.tree.map(jnp.copy, variables.params)
     return LearnerState(
       variables=variables,
@@ -128,8 +128,8 @@ def make_learner(
     size = jax.tree.leaves(batch)[0].shape[0]
     if size % num_minibatches:
       raise ValueError(
-        f'num_minibatches={num_minibatches} does not divide the {size} slots '
-        'that each device learns from'
+        f'num_minibatches={num_minibatches} does not divide the {size} rows of '
+        'the batch on each device'
       )
     order = shuffle(shuffle_key, size).reshape(num_minibatches, -1)
 
@@ -155,7 +155,7 @@ def make_learner(
         lambda state, key: epoch(state, batch, measured, key), state, keys
       )
       metrics, measured = _mean_rows(rows)
-    # Absorb last, so that all steps of the update see the same statistics.
+    # Absorb last, so that all optimiser steps see the same statistics.
     variables = agent.absorb(state.variables, measured)
     state = state._replace(variables=variables)
     num_updates = state.num_updates + 1

@@ -1,8 +1,8 @@
 """Losses: weighted means over slots.
 
 All arguments have the same shape; a weight is 0 at joints. A mean divides by
-the number of all slots, joints included. A mean over the other slots would
-depend on how the batch is split over devices.
+the number of all slots, joints included. A mean without the joints would depend
+on how the batch is split over devices.
 """
 
 import chex
@@ -32,11 +32,11 @@ def ppo_clip(
   """PPO's clipped surrogate, -E[weight min(r A, clip(r, 1 - c, 1 + c) A)].
 
   Args:
-    log_ratio: `[...]` float32, log of the action's probability under the
-      current policy divided by that under the behaviour policy.
+    log_ratio: `[...]` float32, log(p / q): p is the action's probability under
+      the current policy, and q is its probability under the behaviour policy.
     advantage: `[...]` float32; no gradient flows through it.
     weight: `[...]` float32.
-    clip: c; the loss rewards no change of the ratio beyond 1 - c or 1 + c.
+    clip: c; moving the ratio beyond 1 - c or 1 + c does not reduce the loss.
 
   Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
   """
@@ -58,6 +58,9 @@ def value(prediction: Array, target: Array, weight: Array) -> Array:
 
 
 def entropy(policy_entropy: Array, weight: Array) -> Array:
-  """The policy's mean entropy in nats, E[weight H(pi(.|s))]; maximise it."""
+  """The policy's mean entropy in nats, E[weight H(pi(.|s))].
+
+  Training maximises it.
+  """
   chex.assert_equal_shape([policy_entropy, weight])
   return jnp.mean(weight * policy_entropy)

@@ -3,8 +3,8 @@
 The statistics are part of the agent's variables, so they are saved, copied and
 replicated with the parameters. Every step that the agent learns from counts
 once. The first unroll is an exception: it gives only the first mean, because a
-variance around a mean of 0 would be inexact. An update uses the old statistics
-and changes them at its end. Without policy lag, acting used them too.
+variance around a mean of 0 would be inexact. An update changes the statistics
+only at its end. Without policy lag, acting and learning use the same ones.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from podrl.types import (
   Variables,
 )
 
-_LARGEST = 10.0  # Values are clipped to this many deviations.
+_LARGEST = 10.0  # Values are clipped to this many standard deviations.
 _EPSILON = 1e-8
 
 
@@ -35,7 +35,7 @@ class Moments(NamedTuple):
   Attributes:
     mean: float32 leaves.
     variance: float32 leaves; 1 until the second unroll.
-    count: float32 `[]`, number of unrolls; the first one adds almost 0.
+    count: float32 `[]`, sum of `Measured.share`; the first one adds almost 0.
   """
 
   mean: Tree
@@ -44,7 +44,7 @@ class Moments(NamedTuple):
 
 
 class Measured(NamedTuple):
-  """Means over the slots of an unroll, around the running mean m."""
+  """Means over the slots of an unroll; m is the running mean."""
 
   share: Array  # Float32 `[]`, mean of the weights.
   first: Tree  # Float32 leaves, mean of weight * (x - m).
@@ -55,7 +55,7 @@ class Statistics(NamedTuple):
   """`Moments` or `Measured` of each quantity; `()` if it is not normalised.
 
   The discounted return is the discounted sum of an episode's rewards so far.
-  `agent` holds the statistics of the agent inside the wrapper.
+  `agent` contains the statistics of the agent inside the wrapper.
   """
 
   agent: Tree
@@ -64,7 +64,7 @@ class Statistics(NamedTuple):
 
 
 class Carry(NamedTuple):
-  """The agent's own carry, and the discounted return so far, `[B]` or `()`."""
+  """The inner agent's carry; the discounted return so far, `[B]` or `()`."""
 
   agent: Tree
   discounted_return: Tree
@@ -80,7 +80,7 @@ def init(obs: Tree) -> Moments:
 
 
 def measure(moments: Moments, x: Tree, weight: Array) -> Measured:
-  """Computes the means over the slots of an unroll that `absorb` needs.
+  """Computes the means that `absorb` needs, over the slots of an unroll.
 
   Args:
     moments: the moments before this unroll.
@@ -109,7 +109,7 @@ def absorb(moments: Moments, measured: Measured) -> Moments:
   Computing Sample Variances, eq. 2.1.
   """
   share = measured.share
-  safe_share = jnp.maximum(share, _EPSILON)  # It is 0 if all slots are joints.
+  safe_share = jnp.maximum(share, _EPSILON)  # Avoids 0 / 0 if all are joints.
   shift = jax.tree.map(lambda x: x / safe_share, measured.first)
   is_first = moments.count == 0.0
   count = moments.count + jnp.where(is_first, _EPSILON, 1.0) * share
@@ -130,8 +130,8 @@ def absorb(moments: Moments, measured: Measured) -> Moments:
 def _scale(mean: Array, variance: Array) -> Array:
   """Returns 1 / deviation, or 1 for a quantity that is almost constant.
 
-  The deviation of a constant is a rounding error. Division by it would enlarge
-  other rounding errors, which depend on the number of devices.
+  The measured deviation of a constant is only a rounding error. Dividing by it
+  would enlarge other rounding errors, which depend on the number of devices.
   """
   has_varied = variance > _EPSILON + jnp.square(1e-5 * mean)
   scale = jax.lax.rsqrt(jnp.maximum(variance, _EPSILON))
@@ -164,9 +164,9 @@ def normalize(
   """Wraps an agent so that it sees normalised observations or rewards.
 
   The wrapper subtracts the running mean from observations and divides them by
-  their running deviation. It divides rewards by the running deviation, over all
-  environments, of an episode's discounted return so far. This return uses the
-  hyperparameter 'gamma'. Both results are clipped to [-10, 10].
+  their running deviation. It divides rewards by the running deviation of the
+  discounted return over all environments. The discount is the hyperparameter
+  'gamma'. Normalised observations and rewards are clipped to [-10, 10].
 
   Args:
     agent: the agent, made for `as_float(obs)` if observations are normalised.
@@ -247,7 +247,7 @@ def normalize(
     of_agent = agent.measure(
       inner(variables), normalize_all(variables, trajectory)
     )
-    # The last time step is the first one of the next unroll.
+    # The last time step counts as the first one of the next unroll.
     timestep = jax.tree.map(lambda x: x[:-1], trajectory.timestep)
     statistics = variables.statistics
     of_obs: Tree = ()

@@ -20,18 +20,18 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
   """Makes an optimiser.
 
-  Its `update` takes an argument `hyperparams`. Step t uses the learning rate
+  The optimiser's `update` takes an argument `hyperparams`, which contains
+  'learning_rate' and 'anneal_steps'. The learning rate of step t is
 
-    learning_rate * max(0, 1 - t / anneal_steps)
-
-  with the 'learning_rate' and the 'anneal_steps' of `hyperparams`.
+    learning_rate * max(0, 1 - t / anneal_steps).
 
   Args:
     name: a key of `OPTIMIZERS`.
-    learning_rate: initial learning rate if `hyperparams` does not contain it.
+    learning_rate: used if `hyperparams` does not contain 'learning_rate'.
     anneal: whether the rate falls to 0; otherwise it stays constant, and
       'anneal_steps' is not needed.
-    max_grad_norm: the largest global norm of the gradient; 0 means no bound.
+    max_grad_norm: a gradient with a larger global norm is scaled down to this
+      norm; 0 means no bound.
   """
 
   def scale(

@@ -1,4 +1,4 @@
-"""Returns: one recursion computes V-trace and GAE, also over episode ends."""
+"""Returns: one recursion computes V-trace and GAE, even across episode ends."""
 
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ class VTrace(NamedTuple):
   Attributes:
     errors: `[T, ...]` float32; `values[:-1] + errors` are the value targets.
       If every importance ratio is 0 or 1, the errors are the GAE advantages.
-    advantages: `[T, ...]` float32, for the policy gradient. The clipped
-      importance ratio is a factor of them.
+    advantages: `[T, ...]` float32, for the policy gradient. They are already
+      multiplied by the clipped importance ratio.
   """
 
   errors: Array
@@ -48,17 +48,17 @@ def vtrace(
     error_t = delta_t + discount_t lambda min(1, ratio_t) error_{t+1}
 
   A ratio of 0 marks a joint. The error of a joint is 0, so errors of the next
-  episode do not reach the previous one. If every other ratio is 1, the errors
-  are the advantages of GAE(lambda).
+  episode do not reach the previous episode. If every other ratio is 1, the
+  errors are the advantages of GAE(lambda).
 
   Args:
     values: `[T+1, ...]` float32, the values of all time steps.
     rewards: `[T, ...]` float32, received on arrival at step t + 1.
-    discounts: `[T, ...]` float32, gamma included; 0 where terminated.
-    ratios: `[T, ...]` float32, importance ratio of the action at step t, times
-      its weight. The ratio is its probability under the current policy divided
-      by its probability under the behaviour policy.
-    lambda_: mixes one-step (0) and full (1) returns.
+    discounts: `[T, ...]` float32, gamma included; 0 if the episode terminated.
+    ratios: `[T, ...]` float32, importance ratio of the action at step t; 0 for
+      a joint. This ratio is the action's probability under the current policy
+      divided by its probability under the behaviour policy.
+    lambda_: from 0 (one-step returns) to 1 (full returns).
     clip_ratio: the largest ratio in the temporal difference delta (rho bar).
     clip_policy_gradient_ratio: the largest ratio in the advantages.
 
@@ -81,7 +81,7 @@ def vtrace(
   _, errors = jax.lax.scan(
     backward, jnp.zeros_like(deltas[0]), (deltas, decays), reverse=True
   )
-  # The return from step t + 1 is its value plus lambda times its error.
+  # The return from a step is the step's value plus lambda times its error.
   following = values[1:] + lambda_ * jnp.concatenate(
     [errors[1:], jnp.zeros_like(errors[:1])]
   )

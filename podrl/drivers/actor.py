@@ -1,7 +1,7 @@
 """An actor of Sebulba: it takes parameters and returns trajectories.
 
 It steps a pool of environments on the host, chooses actions on one device and
-collects the unroll on that device. It runs programs on no other device.
+collects the unroll on that device. It runs no program on another device.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class Unroll(NamedTuple):
   version: int  # Version of the parameters that chose the actions.
   episodes: Episodes  # Episodes that ended in the unroll.
   actor: int  # Index of the actor.
-  largest: dict[str, Largest]  # Scalars in numpy.
+  largest: dict[str, Largest]  # Result of `find_largest`, in numpy.
   first_env: int  # Global index of the actor's first environment.
 
 
@@ -63,9 +63,9 @@ class ActorFunctions(NamedTuple):
   # per step. `num_steps` is the number of earlier steps of each environment.
   step: Callable[..., tuple[Row, Tree]]
   stack: Callable[[list[Row]], Row]  # `(rows) -> Row`, leaves `[N, B, ...]`.
-  # `(stacks, timesteps, carry, num_steps) -> ([Trajectory], largest)`, a shard
-  # for each learner device, and what `find_largest` returns. `timesteps` holds
-  # `[T+1, B]` rewards, discounts and `is_first`, but only the last observation.
+  # `(stacks, timesteps, carry, num_steps) -> ([Trajectory], largest)` returns a
+  # shard for each learner device, and the result of `find_largest`. `timesteps`
+  # has only the last observation; its other leaves are `[T+1, B]`.
   finish: Callable[..., tuple[list[Trajectory], dict[str, Largest]]]
 
 
@@ -125,7 +125,7 @@ class _Episodes:
 
   def add(self, reward: np.ndarray, is_first: np.ndarray) -> Episodes:
     """Counts the episodes that ended in one unroll; arguments are `[T, B]`."""
-    # After its last joint, an environment's episode is still open.
+    # Steps after an environment's last joint belong to an open episode.
     is_open = ~np.logical_or.accumulate(is_first[::-1])[::-1]
     ends = is_first.any(0)
     sums: list[Any] = [int(is_first.sum())] * 2  # Each joint ends an episode.
@@ -184,12 +184,13 @@ class Actor:
     self._keys, self._carry = jax.device_put(
       (keys, functions.initial_carry(num_envs)), device
     )
-    self._seen_late = 0.0, 0.0  # Start of a late stage, and time of the check.
+    # Start of a stage that looked late, and the time of the first such check.
+    self._seen_late = 0.0, 0.0
     seconds = dict.fromkeys((*STAGES, PARKED), 0.0)
     self._times = 'actor_waiting', time.perf_counter(), seconds
 
   def skip(self, num_unrolls: int) -> None:
-    """Continues with the random numbers after `num_unrolls` unrolls."""
+    """Skips the random numbers of `num_unrolls` unrolls."""
     self._num_steps = num_unrolls * self._unroll_length
 
   def enter(self, stage: str) -> None:
@@ -209,9 +210,9 @@ class Actor:
   def hang(self, hang_seconds: float) -> str:
     """Returns a sentence if the actor hangs, or else an empty string.
 
-    It hangs if two checks, a second apart, find it late in its current stage.
-    One check is not enough: after a suspended process resumes, every actor
-    looks late.
+    It hangs if two checks, a second apart, find that it stays in one stage for
+    too long. One check is not enough: after a suspended process resumes, every
+    actor looks late.
     """
     stage, since, _ = self._times
     now = time.perf_counter()
@@ -294,7 +295,7 @@ class Actor:
     return jax.block_until_ready(list(placed)), jax.device_get(largest)
 
   def close(self) -> None:
-    """Frees the environments; prints errors, so that all actors are closed."""
+    """Frees the environments; prints an error instead of raising it."""
     try:
       self._env.close()
     except Exception:

@@ -1,8 +1,10 @@
 """Anakin: one compiled program steps environments, acts and learns.
 
-Hessel et al. 2021, arXiv:2104.06272, section 3. One call runs several updates.
-An update is an unroll of all environments and one `Learner.update`, mapped over
-the devices. The environments are split over devices; the learner is replicated.
+One call runs several updates. An update is an unroll of all environments and
+one `Learner.update`, mapped over the devices. The environments are split over
+devices; each device has a copy of the learner's state.
+
+Source: Hessel et al. 2021, arXiv:2104.06272, section 3.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,14 +72,15 @@ class AnakinState(NamedTuple):
 class Records(NamedTuple):
   """What a call of `Programs.train` reports, with one row per update.
 
-  Rows after the last update are zero. For S seeds, arrays have a last axis S.
+  Rows after the last update are zero. For S seeds, all arrays except
+  `is_finite` have a last axis S.
   """
 
   metrics: Metrics  # Float32 `[max_updates]` each, the learner's metrics.
   episodes: Episodes  # `[max_updates, num_devices]` each.
   largest: dict[str, Largest]  # `[max_updates, num_devices]` each.
-  # Bool `[]`, false if the loss of the last update was NaN or infinite. The
-  # call ends after such an update.
+  # Bool `[]`, false if a loss of the last update was NaN or infinite. The call
+  # ends after such an update.
   is_finite: Array
 
 
@@ -152,12 +155,12 @@ def make_programs(
   """Makes Anakin's programs.
 
   Args:
-    num_envs: environments on all devices; the number of devices divides it.
+    num_envs: environments on all devices, a multiple of their number.
     unroll_length: T, steps of an unroll.
     max_updates: the largest number of updates in one call.
     num_seeds: S, the number of independent agents in the program. S is the
       first axis of keys and of the state's leaves, and the last axis of
-      records. None means one agent, without this axis.
+      records. None means one agent, and then arrays do not have this axis.
   """
 
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
@@ -209,7 +212,8 @@ def make_programs(
     _, state, (metrics, own), is_finite = jax.lax.while_loop(
       is_running, body, (0, state, rows, jnp.ones((), bool))
     )
-    own = jax.tree.map(lambda x: x[:, None], own)  # Different on each device.
+    # These rows differ between devices, so they get an axis for the devices.
+    own = jax.tree.map(lambda x: x[:, None], own)
     return state, Records(metrics, *own, is_finite)
 
   batch = spmd.BATCH if num_seeds is None else spmd.TRAJECTORY  # Axis 0 or 1.
@@ -234,8 +238,8 @@ def make_programs(
 
   def init(rng_key: chex.PRNGKey, hyperparams: Hyperparams = {}) -> AnakinState:
     learner_key, *keys = over_seeds(stream_keys)(rng_key)
-    # With jaxlib 0.10.2, two batched QR factorisations (for the orthogonal
-    # initialisation) at the same time can deadlock in XLA's CPU threads.
+    # The orthogonal initialisation uses batched QR factorisations. With jaxlib
+    # 0.10.2, two of them at the same time can deadlock in XLA's CPU threads.
     learner_state = jax.jit(
       over_seeds(init_learner, (0, None)),
       compiler_options=spmd.in_order_options(),
@@ -261,7 +265,7 @@ class Anakin:
     max_updates: the largest number of updates in one call.
     predictions_per_update: number of actions in one update, in this process.
     hyperparams: see `Programs.init`.
-    state: the whole run, or None before `start`; `advance` deletes its buffers.
+    state: the run's state, or None before `start`; `advance` donates it.
   """
 
   programs: Programs
@@ -271,7 +275,7 @@ class Anakin:
   hyperparams: Hyperparams = dataclasses.field(default_factory=dict)
   state: Any = None  # An AnakinState.
   error: BaseException | None = None  # Stays None: Anakin has no threads.
-  # The first number of each seed that was not finite, even if the loss was.
+  # The first culprit of each seed; its update may have had a finite loss.
   _culprits: dict[int, Culprit] = dataclasses.field(default_factory=dict)
 
   @property
@@ -321,14 +325,15 @@ class Anakin:
     is_sound: bool,
     seed: int,
   ) -> Culprit | None:
-    """Finds the culprit of a loss that is not finite, after N good updates.
+    """Returns the culprit if the update after `num_updates` updates failed.
 
-    `largest` has leaves `[max_updates, num_devices]`.
+    It also keeps the first culprit of each seed, for later calls. `largest` has
+    leaves `[max_updates, num_devices]`.
     """
     values = np.stack([x.value for x in largest.values()])
     if is_sound and np.isfinite(values[:, :num_updates]).all():
       return None
-    num_devices = values.shape[2]  # Those of this process.
+    num_devices = values.shape[2]  # Devices of this process.
     num_envs = self.state.actors.timestep.reward.shape[-1]
     num_envs //= num_devices * jax.process_count()
     for update, device in np.ndindex(num_updates + (not is_sound), num_devices):

@@ -1,8 +1,8 @@
 """Finds the environment that made a loss NaN or infinite, if there is one.
 
 Each unroll keeps the largest number of each field. This needs an argmax, which
-costs very little compared with learning. podrl examines these numbers only
-after a loss that is not finite.
+costs very little compared with learning. podrl reports a number only after a
+loss that is not finite.
 """
 
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ import jax.numpy as jnp
 from podrl.types import Array, Culprit, Trajectory
 
 _REWARD, _ACTION, _OBSERVATION = 'reward', 'action', 'observation'
-# Larger numbers may be the cause; the square of 1e20 is infinite in float32.
+# A larger number may be the cause: in float32, the square of 1e20 is infinite.
 _LARGE = 1e6
 
 
 class Largest(NamedTuple):
-  """The first number of a field that is not finite, or else the largest one.
+  """A field's first number that is NaN or infinite, or else its largest number.
 
   All attributes are scalars.
   """
 
   value: Any  # Float32, the number.
-  step: Any  # Int32, earlier steps of the environment, joints included.
+  step: Any  # Int32, earlier steps of its environment, joints included.
   env: Any  # Int32, index of the environment in the batch.
   element: Any  # Int32, index in the flattened value of one environment.
 
@@ -34,15 +34,15 @@ class Largest(NamedTuple):
 def find_largest(
   trajectory: Trajectory, num_steps: Array | int
 ) -> dict[str, Largest]:
-  """Finds the largest number of each field of floats in an unroll.
+  """Finds the largest number, in magnitude, of each float field of an unroll.
 
   Args:
     trajectory: leaves `[T+1, B, ...]` or `[T, B, ...]`.
     num_steps: steps of each environment before the unroll.
 
   Returns:
-    A `Largest` by name: for the reward, each array of the observation, and the
-    action.
+    A `Largest` for the reward, for each array of the observation and for the
+    action, by name. Fields of integers or booleans are left out.
   """
 
   def find(x: Array) -> Largest:
@@ -68,13 +68,13 @@ def find_largest(
 def find_culprit(
   largest: Mapping[str, Largest], first_env: int, is_failing: bool
 ) -> Culprit | None:
-  """Finds a number from an environment that a network cannot learn from.
+  """Finds a reward or observed number that a network cannot learn from.
 
   Args:
     largest: what `find_largest` returned for one unroll, on the host.
     first_env: global index of the first environment of the batch.
-    is_failing: whether the loss of this unroll is not finite. Only then, a
-      large finite number may be the culprit.
+    is_failing: whether the loss of this unroll is not finite. Only in this
+      case, a large finite number may be the culprit.
   """
   fields = {k: x for k, x in largest.items() if k != _ACTION}
   bad = {k: x for k, x in fields.items() if not math.isfinite(x.value)}
@@ -85,20 +85,20 @@ def find_culprit(
   name, first = min(bad.items(), key=lambda item: item[1].step)
   action = largest.get(_ACTION)
   if action and action.step < first.step and not abs(action.value) <= _LARGE:
-    return None  # An action was already too large or not finite.
+    return None  # An earlier action was too large or not finite.
   value, step, env, element = (x.item() for x in first)
   return Culprit(name, value, step, first_env + env, element)
 
 
 def explain(culprit: Culprit, fields: Mapping[str, Any]) -> str:
-  """Describes the number of an environment, and what to do about it.
+  """Describes a culprit, and says what to do about it.
 
   Args:
     culprit: what `find_culprit` returned.
     fields: the configuration by dotted name.
 
   Returns:
-    Part of a sentence; empty if the configuration already limits the number.
+    Part of a sentence, or '' if the configuration already limits the number.
   """
   name, value, step, env, element = culprit
   is_reward, is_finite = name == _REWARD, math.isfinite(value)

@@ -11,7 +11,7 @@ from podrl.types import Report
 
 
 def _open_gpus(devices: Sequence[jax.Device]) -> tuple[Any, list[Any]]:
-  """Returns NVML and its handles for the GPUs; no handles without NVML."""
+  """Returns NVML and a handle per GPU, or (None, []) if NVML cannot measure."""
   if devices[0].platform not in ('gpu', 'cuda'):
     return None, []
   try:
@@ -54,20 +54,21 @@ class Meter:
     self, devices: Sequence[jax.Device], powercap: str = '/sys/class/powercap'
   ):
     self._nvml, self._gpus = _open_gpus(devices)
-    self._last: dict[str, tuple[int, int]] = {}  # Microjoules and their range.
+    # For each path, the counter's last value and its range, in microjoules.
+    self._last: dict[str, tuple[int, int]] = {}
     self._cpu_microjoules = 0
-    # Packages contain cores and memory, and 'psys' contains the packages.
+    # A package includes its cores and memory. 'psys' would count it again.
     for path in glob.glob(os.path.join(powercap, 'intel-rapl:*')):
       try:
         if _read(path, 'name').startswith('package'):
           size = int(_read(path, 'max_energy_range_uj'))
           self._last[path] = int(_read(path, 'energy_uj')), size
-      except (OSError, ValueError):  # Since 2020, only root may read the file.
+      except (OSError, ValueError):  # Since 2020, only root may read counters.
         pass
 
   @property
   def parts(self) -> list[str]:
-    """Returns what is measured: 'gpu', 'cpu', both or nothing."""
+    """Returns what the meter measures: 'gpu', 'cpu', both or nothing."""
     return ['gpu'] * bool(self._gpus) + ['cpu'] * bool(self._last)
 
   def joules(self) -> float | None:
@@ -77,9 +78,10 @@ class Meter:
     try:
       for path, (last, size) in self._last.items():
         now = int(_read(path, 'energy_uj'))
-        self._cpu_microjoules += (now - last) % size  # It restarts at 0.
+        # At the end of its range, the counter restarts at 0.
+        self._cpu_microjoules += (now - last) % size
         self._last[path] = now, size
-    except (OSError, ValueError):  # Training continues without the energy.
+    except (OSError, ValueError):  # Continue without CPU energy.
       self._last = {}
     millijoules = 0
     try:
@@ -90,9 +92,9 @@ class Meter:
     return self._cpu_microjoules / 1e6 + millijoules / 1e3
 
   def measure(self, advance: Callable[[], list[Report]]) -> list[Report]:
-    """Calls `advance` and adds the energy that it used to its reports.
+    """Calls `advance`, and adds the used energy to the returned reports.
 
-    If there are several agents, each report gets the same part of the energy.
+    If there are several agents, each report gets an equal part of the energy.
     """
     before, parts = self.joules(), self.parts
     reports = advance()

@@ -14,11 +14,11 @@ from typing import Any
 
 
 class Closed(Exception):
-  """The exchange is closed, because the other side has ended."""
+  """The exchange is closed, because the run ends."""
 
 
 class Monitor:
-  """A lock that threads take when a condition is true; it can be closed."""
+  """A lock with which threads wait for a condition; it can be closed."""
 
   def __init__(self):
     self._changed = threading.Condition()
@@ -30,7 +30,9 @@ class Monitor:
     is_ready: Callable[[], Any] = lambda: True,
     timeout_seconds: float | None = None,
   ) -> Iterator[None]:
-    """Waits for `is_ready()`, holds the lock, then wakes all waiting threads.
+    """Waits until `is_ready()`, then runs the `with` block under the lock.
+
+    At the end of the block, it wakes all waiting threads.
 
     Raises:
       Closed: if the monitor is closed before or during the wait.
@@ -71,7 +73,7 @@ class Channel:
       self._items.append(item)
 
   def get(self, timeout_seconds: float | None = None) -> Any:
-    """Takes the oldest item; waits while there is none."""
+    """Removes and returns the oldest item; waits while there is none."""
     with self._monitor.when(lambda: self._items, timeout_seconds):
       return self._items.popleft()
 
@@ -83,7 +85,7 @@ class Deterministic:
   k - min(k, max_lag). The timing of the threads has no influence on this.
 
   Args:
-    num_actors: number of actors; each update learns from one unroll of each.
+    num_actors: number of actors; each update learns from one unroll per actor.
     max_lag: policy lag of all updates after the first ones.
 
   Source for a lag of 1: Huang et al. 2023, arXiv:2310.00036, section 3.
@@ -92,7 +94,8 @@ class Deterministic:
   def __init__(self, num_actors: int, max_lag: int):
     self._variables = [Channel(max_lag + 1) for _ in range(num_actors)]
     self._unrolls = [Channel(1) for _ in range(num_actors)]
-    self._num_copies = max_lag + 1  # Unrolls with the first parameters.
+    # How many unrolls each actor makes with the next published parameters.
+    self._num_copies = max_lag + 1
 
   def publish(self, variables: Any, version: int) -> None:
     """Gives parameters to all actors."""
@@ -107,7 +110,7 @@ class Deterministic:
     return *self._variables[actor].get(), waited
 
   def put(self, actor: int, unroll: Any) -> None:
-    """Adds an unroll after the learner has taken the actor's previous one."""
+    """Adds an unroll; waits until the learner has taken the previous one."""
     self._unrolls[actor].put(unroll)
 
   def take(self, i: int, timeout_seconds: float) -> Any:
@@ -130,10 +133,10 @@ class Deterministic:
 class Asynchronous:
   """Actors use the newest parameters; the learner takes any finished unroll.
 
-  An actor needs a permit for each unroll. The number of permits keeps the
-  policy lag of all unrolls within `max_lag`, if the learner takes them in the
-  order in which they began. An unroll that ends after later ones may have a
-  larger lag; the learner sees this from its version.
+  An actor needs a permit for each unroll. If the learner takes unrolls in the
+  order in which they began, the number of permits keeps their policy lag within
+  `max_lag`. A slow unroll may end after unrolls that began later, and may then
+  have a larger lag. The learner computes the lag from the unroll's version.
 
   Args:
     unrolls_per_update: number of unrolls that one update learns from.

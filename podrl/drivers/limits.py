@@ -1,8 +1,8 @@
 """What limits a Sebulba run, how its machine is balanced, and what it costs.
 
-The limit is the part with the highest utilisation: if that part were faster,
-the run would be faster. If no utilisation is near 1, the parts wait for one
-another. The functions are pure: they read a record's shares and a `System`.
+The limit is the part that works for the largest share of the time: if that part
+were faster, the run would be faster. If no share is near 1, the parts wait for
+one another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,9 @@ import jax
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 
-# If a part works this share of the time, faster other parts make the run at
-# most a quarter faster. Step times vary, so even a clear limit is below 1.
+# A part that works for this share of the time is the limit: if all other parts
+# were faster, the run would be at most a quarter faster. The value is below 1,
+# because step times vary.
 _SATURATED = 0.8
 OTHERS_WORTH_NAMING = 0.1  # Name other programs that use this share of cores.
 _FRAMES = 200_000_000  # The usual number of frames in Atari papers.
@@ -96,7 +97,7 @@ class System(NamedTuple):
     return bool({*self.actor_devices} & {*self.learner_devices})
 
   def with_active(self, record: Mapping[str, float]) -> 'System':
-    """Returns this system with only the actors that a record calls active."""
+    """Returns this system with only the actors that are active in a record."""
     total = self.num_actors * self.num_processes
     active = record.get('num_actors', total) / self.num_processes
     return self._replace(num_actors=round(active))
@@ -112,7 +113,7 @@ class Limit(NamedTuple):
 
 
 def count(number: int, noun: str) -> str:
-  """Returns a count and its noun, like '1 actor' or '2 actors'."""
+  """Returns a count and its noun, for example '1 actor' or '2 actors'."""
   return f'{number:,} {noun}{"s" * (number != 1)}'
 
 
@@ -139,9 +140,10 @@ def find_limit(record: Mapping[str, float], system: System) -> Limit:
   """Returns the resource that limits a run.
 
   Args:
-    record: shares of a window, from 0 to 1: `time_*` of the learner and of the
-      mean actor, `busy_*` of cores and devices, and, if known, `idle_cores`,
-      the cores that no program uses. `num_actors` counts the active actors.
+    record: shares of a window's time, from 0 to 1. `time_*` describe the
+      learner and the mean actor. `busy_*` describe cores and devices.
+      `idle_cores`, if known, is the share of cores that no program uses.
+      `num_actors` is the number of active actors.
     system: resources and settings of one process of the run.
   """
   system = system.with_active(record)
@@ -167,7 +169,7 @@ def _find_case(record: Mapping[str, float], system: System) -> str:
   is_acting = actors >= _SATURATED or system.is_shared
   if is_device_busy and is_acting and busy >= used_cores:
     return 'actor devices'
-  if actors >= _SATURATED:  # The actors always work, but not their devices.
+  if actors >= _SATURATED:  # Actors always work; devices are not always busy.
     if used_cores >= _SATURATED:
       return 'cores'
     is_stepping = record['time_environment'] >= record['time_inference']
@@ -239,10 +241,10 @@ def _words(record: Mapping[str, float], system: System) -> dict[str, Any]:
 def workload_ratio(record: Mapping[str, float], system: System) -> float | None:
   """Returns CPU seconds of the environments per busy second of a device.
 
-  To keep a device always busy, the environments need this many cores. A second
-  in which a pool steps counts once for each of its threads, but the sum is at
-  most the CPU time of the process. A device that acts and learns counts once.
-  The result is None if no device was busy.
+  The environments need this many cores to keep one device always busy. Their
+  CPU seconds are the time in which they step, times the threads of one actor.
+  The CPU time of the process is an upper bound. A device that acts and learns
+  counts once. The result is None if no device was busy.
 
   Source: Inci et al. 2020, arXiv:2012.04210.
   """
@@ -267,7 +269,7 @@ def summarise(
   Args:
     record: the run's last record.
     devices: devices of this process that the run uses.
-    price_per_hour: price of the whole run's machines; 0 means unknown.
+    price_per_hour: price per hour of all machines of the run; 0 means unknown.
   """
   summary: dict[str, Any] = {'energy_of': Meter(devices).parts}
   if price_per_hour and record.get('frames_per_second'):
@@ -290,14 +292,17 @@ def describe(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   rows = []
   if 'limit' in summary:
     rows.append((f'limit: {summary["limit"]}', summary['limit_sentence']))
-  if 'num_compute_units' in summary:  # Devices made of CPU cores have none.
+  if 'num_compute_units' in summary:  # CPU devices have no such units.
     text = (
       f'{summary["threads_per_compute_unit"]:.3g} hardware threads for each '
       f'of {summary["num_compute_units"]} compute units'
     )
     if 'cpu_seconds_per_device_second' in summary:
       ratio = summary['cpu_seconds_per_device_second']
-      text += f'; environments take {ratio:.3g} CPU-seconds per device-second'
+      text += (
+        f'; environments use {ratio:.3g} CPU-seconds for each second that a '
+        'device works'
+      )
     if 'cpu_balance' in summary:
       text += (
         f'; the machine has {summary["cpu_balance"]:.2g} times the CPU cores '

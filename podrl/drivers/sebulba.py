@@ -1,7 +1,7 @@
-"""Sebulba: actor threads on the host, and a learner on accelerators.
+"""Sebulba: actor threads step environments on the host; a learner uses devices.
 
-Hessel et al. 2021, arXiv:2104.06272, section 4. Each actor has a thread. The
-learner joins unrolls on the batch axis and calls `Learner.update`.
+Each actor has a thread. The learner joins unrolls on the batch axis and calls
+`Learner.update`. Source: Hessel et al. 2021, arXiv:2104.06272, section 4.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ from podrl.types import (
 class Settings:
   """How Sebulba uses a host."""
 
-  # Environments of each actor; the number of learner devices divides it.
+  # Environments of each actor, a multiple of the number of learner devices.
   num_envs: int
   unroll_length: int  # T, steps of an unroll.
   actors_per_device: int  # Actor threads for each actor device.
@@ -63,7 +63,7 @@ class Sebulba:
     make_env: `(index) -> HostEnv`, makes the environments of actor `index`.
     mesh: mesh of the learner devices.
     rng_key: key of the whole run.
-    hyperparams: these replace those of `Agent.init`.
+    hyperparams: values that replace those of `Agent.init`, by name.
   """
 
   def __init__(
@@ -114,10 +114,11 @@ class Sebulba:
     self._stopper: threading.Thread | None = None
     self.error: BaseException | None = None  # Error of an actor or the learner.
     self.state: Any = None  # A LearnerState; `start` sets it.
-    # The first number that was not finite, even if the loss was finite.
+    # The first culprit; its update may still have had a finite loss.
     self._culprit: Culprit | None = None
     self._num_updates = self._num_dropped = self._num_waits = 0
-    self._num_unrolls = [0] * self._num_actors  # Per actor, dropped ones too.
+    # The number of unrolls of each actor, dropped ones included.
+    self._num_unrolls = [0] * self._num_actors
     self._stages = Stages(self._actor_devices, mesh.local_devices, num_cores())
     self._end_seconds = time.perf_counter()  # End of the last `advance`.
 
@@ -145,7 +146,7 @@ class Sebulba:
     return {'num_actors': self._num_active}
 
   def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what limits the run, and the CPU time that its devices need."""
+    """Returns what limits the run, and its `workload_ratio`."""
     if 'busy_cores' not in record:
       return {}
     name, sentence = find_limit(record, self._system)
@@ -229,12 +230,12 @@ class Sebulba:
     self._num_updates = int(self.state.num_updates)
     if len(saved) == jax.process_count():
       saved = [saved[jax.process_index()]]
-    elif jax.process_index():  # Process 0 continues the counts of all.
+    elif jax.process_index():  # Only process 0 adds the saved counts.
       saved = [x | {'num_dropped': 0, 'num_waits': 0} for x in saved]
     self._num_dropped = sum(x['num_dropped'] for x in saved)
     self._num_waits = sum(x['num_waits'] for x in saved)
     unrolls = [number for x in saved for number in x['num_unrolls']]
-    if len(unrolls) != self._num_actors:  # The saved run used other devices.
+    if len(unrolls) != self._num_actors:  # The number of actors has changed.
       unrolls = [max(unrolls)] * self._num_actors
     for actor, num_unrolls in zip(self._actors, unrolls):
       actor.skip(num_unrolls)
@@ -281,7 +282,7 @@ class Sebulba:
         raise ActorHangs(sentence)
 
   def _take(self) -> tuple[list[Unroll], list[Unroll]]:
-    """Returns the unrolls for one update, and those with too much lag."""
+    """Returns the unrolls for an update, and the unrolls with too much lag."""
     taken: list[Unroll] = []
     dropped: list[Unroll] = []
     timeout_seconds = min(1.0, self._settings.hang_seconds / 2)
@@ -410,7 +411,7 @@ class Sebulba:
   def stop(self) -> None:
     """Wakes and ends all threads; a signal handler may call `stop`."""
     # This needs a new thread: a signal handler may interrupt a thread that
-    # holds a lock, or that is about to wait and would then not wake up.
+    # holds a lock, or one that is about to wait and would miss the wake-up.
     self._stopper = threading.Thread(target=self._stop, name='podrl-stop')
     self._stopper.start()
 
@@ -421,7 +422,7 @@ class Sebulba:
       actor.is_stopped = True
 
   def close(self) -> list[str]:
-    """Ends threads, frees environments; returns the names of hanging actors."""
+    """Ends threads and frees environments; returns names of hanging actors."""
     self._stop()
     if self._stopper:
       self._stopper.join()

@@ -20,7 +20,7 @@ import numpy as np
 
 from podrl.types import DEVICE_AXIS, Learner, LearnerState, Tree
 
-# Typed as Any, because a tree of specs has the type of a tree of arrays.
+# These specs are typed as Any, so that a `LearnerState` can contain them.
 REPLICATED: Any = PartitionSpec()
 BATCH: Any = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
 TRAJECTORY: Any = PartitionSpec(None, DEVICE_AXIS)  # Axis 1 is the batch.
@@ -96,7 +96,7 @@ def map_update(learner: Learner, mesh: Mesh) -> jax.stages.Wrapped:
 def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
   """Copies a tree of arrays to a mesh; `specs` is a tree prefix of specs.
 
-  If the mesh has devices of several processes, each passes the whole tree.
+  If several processes have devices of the mesh, each passes the whole tree.
   """
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
   if mesh.is_multi_process:
@@ -109,9 +109,9 @@ def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
 
 
 def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-  """Places an array that every process has, on devices of several processes."""
+  """Copies an array, whole in each process, to devices of several processes."""
   if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-    # The data of an array of keys has one more axis, at the end.
+    # numpy has no dtype for keys, so place the numbers that they contain.
     return jax.random.wrap_key_data(
       _spread(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x)
     )
@@ -132,7 +132,7 @@ def like(tree: Tree, arrays: Tree) -> Tree:
 
 
 def fetch(tree: Tree) -> Tree:
-  """Returns numpy arrays of this process's parts, joined on the split axis."""
+  """Copies a tree to numpy; a split array keeps only this process's part."""
 
   def to_numpy(x: jax.Array) -> np.ndarray:
     if x.is_fully_addressable or x.is_fully_replicated:
@@ -148,9 +148,10 @@ def fetch(tree: Tree) -> Tree:
 
 
 def set_num_cpu_devices(num_devices: int, num_processes: int = 1) -> None:
-  """Sets the number of CPU devices of this process; a run has `num_processes`.
+  """Sets the number of CPU devices of this process.
 
-  Call it before the first use of a device.
+  Call it before the first use of a device. `num_processes` is the number of
+  processes of the run.
   """
   if num_processes > 1 and hasattr(os, 'SCHED_BATCH'):
     # The threads of a gloo collective must not preempt one another. With one
@@ -185,8 +186,8 @@ def is_in_use() -> bool:
 def has_accelerator() -> bool:
   """Whether JAX finds an accelerator.
 
-  If JAX finds none, and no device was used before, `set_num_cpu_devices` still
-  works afterwards.
+  If JAX finds none, `set_num_cpu_devices` still works afterwards, unless it was
+  called or a device was used before.
 
   Raises:
     ValueError: if the machine does not have the platform in JAX_PLATFORMS.
@@ -199,7 +200,7 @@ def has_accelerator() -> bool:
     platform = jax.default_backend()
   except (RuntimeError, AssertionError) as error:
     name = _config.jax_platforms
-    reason = ' '.join(str(error).split())  # Of JAX; it may be empty.
+    reason = ' '.join(str(error).split())  # JAX's message; it may be empty.
     raise ValueError(
       f'JAX_PLATFORMS={name}: JAX finds no {name.upper()} on this machine; '
       'unset it, or use cpu' + f' ({reason})' * bool(reason)
@@ -212,7 +213,7 @@ def has_accelerator() -> bool:
 
 
 def copy_to_first_device(tree: Tree) -> Tree:
-  """Copies a replicated tree on the first of its devices in this process."""
+  """Returns a copy of a replicated tree on its first device in this process."""
   return jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), tree)
 
 
@@ -229,7 +230,7 @@ def to_device(tree: Tree, device: jax.Device) -> Tree:
 
 
 def join_shards(shards: list[Tree], mesh: Mesh, spec: PartitionSpec) -> Tree:
-  """Joins shards on the devices of a mesh into arrays over the mesh.
+  """Joins shards, one on each device of a mesh, into arrays over the mesh.
 
   `shards` has a tree for each mesh device of this process, in the mesh's order.
   """

@@ -1,4 +1,4 @@
-"""Measures Sebulba's time: the stages of its threads, and busy resources."""
+"""Measures how Sebulba's threads spend time, and how busy its devices are."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 import contextlib
@@ -10,12 +10,12 @@ import time
 import jax
 import numpy as np
 
-# Stages of an actor; a parked actor, which must not act, is in stage PARKED.
+# Stages of an actor that may act; an actor that must not act is in PARKED.
 STAGES = ('environment', 'inference', 'actor_waiting')
 PARKED = 'parked'
 _LEARNER = ('update', 'learner_waiting', 'hand_off')  # Stages of the learner.
 
-_QUOTA = '/sys/fs/cgroup/cpu.max'  # It contains the CPU time and its period.
+_QUOTA = '/sys/fs/cgroup/cpu.max'  # It contains a CPU quota and its period.
 
 
 def num_cores() -> int:
@@ -35,7 +35,7 @@ def _cpu_seconds_of_descendants(pid: int) -> float:
   """Returns CPU seconds of a process's running descendants, from /proc."""
   seconds = 0.0
   try:
-    # Python's main thread starts processes, and has the id of its process.
+    # The main thread starts processes; its thread id is the process id.
     with open(f'/proc/{pid}/task/{pid}/children', encoding='ascii') as file:
       children = file.read().split()
     for child in children:
@@ -51,7 +51,8 @@ def _cpu_seconds_of_descendants(pid: int) -> float:
 def cpu_seconds() -> float:
   """Returns the CPU seconds of this process, its threads and its descendants.
 
-  envpool steps in threads; gymnasium's 'async' environments are processes.
+  envpool steps environments in threads, and gymnasium's 'async' mode in
+  processes.
   """
   ended = resource.getrusage(resource.RUSAGE_CHILDREN)
   living = time.process_time() + _cpu_seconds_of_descendants(os.getpid())
@@ -59,9 +60,9 @@ def cpu_seconds() -> float:
 
 
 def idle_core_seconds(cores: Set[int]) -> float | None:
-  """Returns the sum of the cores' idle seconds, in which no program used them.
+  """Returns the seconds in which no program used a core, summed over cores.
 
-  It returns None if the system does not report idle time. Only Linux does.
+  It returns None if the system does not report this. Only Linux reports it.
   """
   seconds, found = 0.0, set()
   try:
@@ -70,7 +71,7 @@ def idle_core_seconds(cores: Set[int]) -> float | None:
         name, *fields = line.split()
         core = name.removeprefix('cpu')
         if name != core and core.isdigit() and int(core) in cores:
-          # These fields are idle time, and time that waits for a disk.
+          # These two fields are idle time, and time spent waiting for a disk.
           seconds += sum(map(int, fields[3:5])) / os.sysconf('SC_CLK_TCK')
           found.add(int(core))
   except (OSError, ValueError):
@@ -112,7 +113,8 @@ class Stages:
 
   A device is busy while an actor chooses actions or the learner updates on it.
   If both happen at the same time, the time counts once, because one waits for
-  the other. All devices belong to this process. It may use `num_cores` cores.
+  the other. All devices belong to this process, which may use `num_cores`
+  cores.
   """
 
   def __init__(
@@ -127,7 +129,8 @@ class Stages:
     self._num_cores = num_cores
     has_affinity = hasattr(os, 'sched_getaffinity')
     cores = os.sched_getaffinity(0) if has_affinity else frozenset()
-    # If a quota allows fewer cores, this process cannot use every idle core.
+    # If a quota allows fewer cores, this process cannot use all idle cores, so
+    # it does not measure idle time.
     self._cores = cores if len(cores) == num_cores else frozenset()
     self._learner = dict.fromkeys(_LEARNER, 0.0)
     self._mark = time.perf_counter()
@@ -138,7 +141,7 @@ class Stages:
     return self._mark
 
   def spend(self, stage: str) -> None:
-    """Adds the time since the last `begin` or `spend` to a learner's stage."""
+    """Adds the time since the last `begin` or `spend` to a learner stage."""
     now = time.perf_counter()
     self._learner[stage] += now - self._mark
     self._mark = now
@@ -155,10 +158,13 @@ class Stages:
         clock.leave()
 
   def seconds(self, actors: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns seconds since the start; `actors` has the seconds of each actor.
+    """Returns cumulative seconds, by the names that records use.
 
     `time_*` of the actors are means over the actors. `busy_*` of devices are
     means over the devices. `busy_cores` is the mean over the cores.
+
+    Args:
+      actors: what `Actor.seconds` returned for each actor.
     """
 
     def mean(clocks: Sequence[Busy]) -> float:
@@ -178,7 +184,7 @@ class Stages:
 
 
 def leave_out_parked(stages: Mapping[str, float]) -> dict[str, float]:
-  """Converts means over all actors to means over those that were not parked."""
+  """Converts means over all actors to means over the actors not parked."""
   means = {**stages}
   parked = means.pop(f'time_{PARKED}')
   names = [f'time_{stage}' for stage in STAGES]

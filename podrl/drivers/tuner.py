@@ -2,23 +2,25 @@
 
 GA3C's scheduler (Babaeizadeh et al. 2017, arXiv:1611.06256) changes the number
 at random, and decides after one noisy window of training. This tuner compares
-two numbers by their samples learned per second, in alternating windows A B B A.
-It waits after each change, and ignores differences that may be noise.
+two numbers, A and B, by the samples learned per second. Its windows alternate:
+A B B A. It waits after each change, and ignores differences that may be noise.
 """
 
 from collections.abc import Generator
 import math
 from typing import NamedTuple
 
-# Smallest window. To watch, the tuner uses windows _WATCH_SCALE times as long.
+# A window has at least this many seconds and updates. After its search, the
+# tuner uses windows that are _WATCH_SCALE times as long.
 _WINDOW_SECONDS, _WINDOW_UPDATES, _WATCH_SCALE = 1.0, 4, 3.0
-_SETTLE_SECONDS = 0.2
+_SETTLE_SECONDS = 0.2  # After a change, the tuner waits at least this long.
 _PAUSE_SECONDS = 0.1  # A longer pause of the learner begins a new window.
 _WORTH = 0.02  # Log of the gain that justifies more actors.
 # A comparison ends if the gain differs from _WORTH by _CLEAR standard errors,
-# if the standard error is _PRECISION, or after _MAX_PAIRS pairs.
+# if the standard error is at most _PRECISION, or after _MAX_PAIRS pairs.
 _CLEAR, _PRECISION, _MAX_PAIRS = 2.5, 0.03, 4
-_PRIOR_NOISE, _PRIOR_NUMBER = 0.03, 3  # Deviation of log rates, and its weight.
+# The noise at the start: the deviation of log rates, and its weight in windows.
+_PRIOR_NOISE, _PRIOR_NUMBER = 0.03, 3
 # The rate has changed if its log differs by more than _DRIFT, and by more than
 # _DRIFT_NOISE deviations, in _NUM_DRIFTED windows in a row.
 _DRIFT, _DRIFT_NOISE, _NUM_DRIFTED = 0.06, 2.5, 3
@@ -27,14 +29,14 @@ _DRIFT, _DRIFT_NOISE, _NUM_DRIFTED = 0.06, 2.5, 3
 class Decision(NamedTuple):
   """A comparison of two numbers of actors, and its result."""
 
-  seconds: float  # Seconds of training before the comparison.
+  seconds: float  # Seconds of training until the decision.
   num_actors: int  # Number of actors before the comparison.
   tried: int  # The other number.
   is_kept: bool  # Whether the other number stays.
   rate: float  # Samples learned per second with `num_actors`.
   rate_tried: float  # Samples learned per second with `tried`.
   num_pairs: int  # Pairs of windows that were compared.
-  num_drifts: int  # How often the settled rate had changed before.
+  num_drifts: int  # How often a changed rate had started a new search.
 
 
 class _Window(NamedTuple):
@@ -51,10 +53,11 @@ _Search = Generator[_Window, float, None]
 class Tuner:
   """Finds the number of actors that gives the most samples learned per second.
 
-  The tuner has no clock and no thread. It doubles the number until that gains
+  The tuner has no clock and no thread. It doubles the number until this gains
   nothing, and then halves the remaining interval. After this search, it only
-  watches; when the rate changes, it searches again in both directions. If some
-  numbers are equally fast, it takes the lowest, whose unrolls are least stale.
+  watches the rate. When the rate changes, it searches again in both directions.
+  If several numbers are equally fast, it takes the lowest, because this gives
+  the smallest policy lag.
 
   Attributes:
     best: the best number so far.
@@ -93,7 +96,10 @@ class Tuner:
     return self._window.num_actors
 
   def _start_window(self, before: int = 0, queue_depth: int = 0) -> None:
-    """Starts a window; first waits until the effects of `before` actors end."""
+    """Starts a window after the present unrolls of `before` actors have ended.
+
+    If `before` is 0, the window starts at once.
+    """
     self._before, self._depth = before, queue_depth
     self._passed, self._num_updates = 0.0, 0
 
@@ -121,7 +127,7 @@ class Tuner:
     self._passed += seconds
     self._num_updates += num_updates
     if self._before:
-      # Wait until each actor has ended its unroll, and one or two more.
+      # Wait until each actor has ended its unroll and one or two new ones.
       rounds = 2 * max(self._before, self.num_actors) / self._unrolls_per_update
       num_updates = 1 + math.ceil(rounds)
       if self._passed >= _SETTLE_SECONDS and self._num_updates >= num_updates:
@@ -132,7 +138,7 @@ class Tuner:
       self._passed >= scale * _WINDOW_SECONDS
       and self._num_updates >= scale * _WINDOW_UPDATES
     ):
-      # While the queue empties, the learner is faster than the actors allow.
+      # Do not count updates that only emptied the queue.
       drained = max(0, self._depth - queue_depth) / self._unrolls_per_update
       num_learned = max(self._num_updates - drained, 0.1)
       rate = num_learned * self._samples_per_update / self._passed
@@ -151,7 +157,7 @@ class Tuner:
     return math.sqrt(squares / number)
 
   def _update_noise(self, log_rate: float, other: float) -> None:
-    """Updates the noise with log rates of windows of the same number."""
+    """Updates the noise with two log rates of the same number of actors."""
     squares, number = self._noise
     # Old values lose weight. An outlier is not noise, so it counts as three
     # deviations at most.
@@ -168,8 +174,8 @@ class Tuner:
 
   def _find_best(self) -> _Search:
     """Searches until `best` is the best number."""
-    # `low` is worse than the best; `high` is not better. If `may_rise`, a
-    # number between the best and `high` may be better.
+    # `low` is worse than the best number; `high` is not better than it. If
+    # `may_rise` is true, a number between the best and `high` may be better.
     low, high, may_rise = 0, 0, False
     rate = None  # Rate of the last window, if that window measured `best`.
     while True:
@@ -197,15 +203,17 @@ class Tuner:
   def _compare(
     self, tried: int, rate: float | None
   ) -> Generator[_Window, float, tuple[bool, bool, float | None]]:
-    """Compares `tried` with the best number; `rate` is the best's, or None.
+    """Compares `tried` with the best number.
 
-    It returns three values: whether `tried` is now the best; whether the two
-    rates differ; and the last window's rate if it measured the new best.
+    `rate` is the rate of the best number in the last window, or None. The
+    generator returns three values: whether `tried` is now the best; whether the
+    two rates differ; and the rate of the last window, or None if that window
+    did not measure the new best.
     """
     best = self.best
     logs: tuple[list[float], list[float]] = [], []
     for num_pairs in range(1, _MAX_PAIRS + 1):
-      # The order A B, B A, A B ... changes the number half as often as A B.
+      # The order A B, B A, A B ... has half as many changes as A B, A B, A B.
       for i in (0, 1) if num_pairs % 2 else (1, 0):
         if rate is None:
           rate = yield _Window((best, tried)[i])
@@ -219,7 +227,8 @@ class Tuner:
       error = self._deviation() * math.sqrt(2 / num_pairs)
       if abs(gain - _WORTH) > _CLEAR * error or error <= _PRECISION:
         break
-    # More actors need a clear gain; fewer actors only need a likely gain.
+    # To replace the best number, a higher one needs a clear gain. To stay the
+    # best, it needs only a likely gain.
     is_more = gain > _WORTH and (tried < best or gain > 1.5 * error)
     is_kept = is_more == (tried > best)
     rates = math.exp(mean), math.exp(mean_tried)

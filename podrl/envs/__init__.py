@@ -1,4 +1,4 @@
-"""The suites: a table of environment libraries. Each one has its own file."""
+"""The suites: a table of environment libraries, with one file for each."""
 
 from collections.abc import Callable
 import difflib
@@ -26,11 +26,11 @@ class Suite(NamedTuple):
     make_spec: `(name, **options) -> EnvSpec`.
     names: `() -> list[str]`, the environments that `make` accepts.
     package: the Python package of the library; a run records its version.
-    training_options: options that evaluation does not use, because scores with
-      them are not comparable.
+    training_options: options that evaluation does not use, because they change
+      what a return means.
     has_env_threads: whether several threads can step the environments of one
       actor; if not, `make` ignores `num_threads`.
-    needs_memory: `(name) -> bool`, whether a policy without a memory cannot
+    needs_memory: `(name) -> bool`, whether only a policy with a memory can
       solve the environment.
     small_options: `(name) -> options` that make large images small enough for
       a machine without an accelerator.
@@ -51,13 +51,13 @@ _INCOMPARABLE = ('episodic_life', 'reward_clip')
 
 
 def _suite(module: Any, architecture: str, **fields: Any) -> Suite:
-  """Builds the row of an adapter; the module is named like the package."""
+  """Builds the row of an adapter, whose module is named like the package."""
   package = module.__name__.rpartition('.')[2]
   makers = module.make, module.make_spec, module.names
   return Suite(architecture, *makers, package, **fields)
 
 
-# If several suites have a name, the first of them is used.
+# If several suites have an environment of one name, podrl uses the first.
 SUITES = {
   'gymnax': _suite(gymnax, 'anakin', needs_memory=gymnax.needs_memory),
   'envpool': _suite(
@@ -73,7 +73,7 @@ SUITES = {
 
 
 class Task(NamedTuple):
-  """An environment of a suite; `note` says if other suites have its name."""
+  """An environment; if other suites have its name, `note` says so."""
 
   suite: str
   name: str
@@ -116,7 +116,7 @@ def find_task(text: str) -> Task:
 
 
 def add_to_path(directory: str) -> None:
-  """Lets Python search a directory for modules, after all other directories."""
+  """Lets Python search a directory for modules, after all of `sys.path`."""
   if directory and directory not in sys.path:
     sys.path.append(directory)
 
@@ -124,7 +124,8 @@ def add_to_path(directory: str) -> None:
 def module_directory(name: str) -> str:
   """Returns the directory that contains the module of `MODULE:NAME`.
 
-  It returns '' if the name has no module, or the module is installed.
+  It returns '' if the name has no module, or if the module is installed or
+  cannot be found.
   """
   module = name.rpartition(':')[0].partition('.')[0]
   spec = importlib.util.find_spec(module) if module else None

@@ -1,4 +1,4 @@
-"""envpool environments as a `HostEnv`; envpool's own threads step a batch."""
+"""envpool environments as a `HostEnv`; C++ threads of envpool step a batch."""
 
 import ctypes
 import sys
@@ -10,13 +10,14 @@ import numpy as np
 from podrl.envs import joints, spaces
 from podrl.types import EnvSpec, HostEnv
 
-# podrl sets these options itself, or does not need them.
+# A user cannot set these options: podrl sets them, or does not need them.
 _RESERVED_OPTIONS = frozenset(
   'num_envs batch_size num_threads seed env_seed base_path '
   'gym_reset_return_info max_num_players task '
   'zero_discount_on_life_loss'.split()
 )
-# If one of these options is 0, the C++ code crashes, hangs or is wrong.
+# If one of these options is 0, the C++ code crashes, hangs or computes
+# wrong results.
 _COUNTS = frozenset(
   'frame_skip img_height img_width max_episode_steps stack_num height width '
   'size noop_max'.split()
@@ -48,7 +49,7 @@ def needs_memory(name: str) -> bool:
 
 
 def small_options(name: str) -> dict[str, Any]:
-  """See `Suite.small_options`; only some tasks have options for the size."""
+  """See `Suite.small_options`; only some tasks have these options."""
   import envpool
 
   options = envpool.make_spec(name).config._asdict()
@@ -68,7 +69,8 @@ def _check(
     defaults = envpool.make_spec(name).config._asdict()
   except Exception as error:  # For example, a system library is missing.
     raise ValueError(
-      f'env.name={name} cannot be made here: {spaces.one_line(error)}'
+      f'env.name={name} cannot be made on this machine: '
+      f'{spaces.one_line(error)}'
     ) from error
   spaces.check_options(name, options, set(defaults) - _RESERVED_OPTIONS)
   options = {k: _cast(k, v, defaults[k]) for k, v in options.items()}
@@ -90,7 +92,7 @@ def _check(
       f'env.name={name} has {num_players} players, but podrl trains only one; '
       'choose a task with one player'
     )
-  with warnings.catch_warnings(action='ignore'):  # It warns about rounding.
+  with warnings.catch_warnings(action='ignore'):  # Warnings about rounding.
     spec = spaces.env_spec(
       name,
       library_spec.gymnasium_observation_space,
@@ -136,9 +138,9 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
 def load_opengl() -> None:
   """Lets MuJoCo's tasks draw on Linux; call it before envpool is imported.
 
-  To draw, MuJoCo needs a loaded library with the name libEGL. envpool loads it
-  under another name. A libEGL that is loaded after envpool does not help, since
-  envpool has not initialised it. In both cases, MuJoCo ends the process.
+  To draw, MuJoCo looks for a loaded library with the name libEGL. envpool loads
+  libEGL under another name, so MuJoCo does not find it. If libEGL is loaded
+  after envpool, nothing initialises it. In both cases, MuJoCo ends the process.
   """
   global _can_mujoco_draw
   if sys.platform == 'linux' and 'envpool' not in sys.modules:
@@ -177,8 +179,8 @@ def make(
   def draw() -> np.ndarray:
     module = envpool.registration.registry.specs[name][0]
     if module.startswith('envpool.mujoco') and not _can_mujoco_draw:
-      raise RuntimeError('to draw, MuJoCo needs libEGL, loaded before envpool')
+      raise RuntimeError('to draw, MuJoCo needs libEGL loaded before envpool')
     return pool.render()[0].copy()
 
-  with warnings.catch_warnings(action='ignore'):  # It warns about rounding.
+  with warnings.catch_warnings(action='ignore'):  # Warnings about rounding.
     return joints.make_host_env(spec, pool, None, close=pool.close, render=draw)

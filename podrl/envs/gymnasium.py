@@ -20,7 +20,7 @@ def names() -> list[str]:
 
 
 def _registered_spec(name: str) -> Any:
-  """Returns gymnasium's own specification of an environment."""
+  """Returns the `gymnasium.EnvSpec` of an environment."""
   import gymnasium
 
   module, _, identifier = name.rpartition(':')
@@ -91,15 +91,15 @@ def make(
   """Makes a batch of gymnasium environments through its vector API.
 
   Args:
-    name: the registered name, for example 'CartPole-v1'. For 'module:Id', it
+    name: the registered name, for example 'CartPole-v1'. For 'module:Id', podrl
       first imports the module, which must register Id.
     num_envs: see `Suite.make`.
     seed: see `Suite.make`.
-    num_threads: not used; `vectorization_mode` decides this.
+    num_threads: not used; see `vectorization_mode`.
     render: see `Suite.make`.
     **options: options of the environment, and `vectorization_mode`. 'sync'
-      steps one environment after another; 'async' steps each environment in its
-      own process.
+      steps one environment after another; 'async' steps each environment in a
+      separate process.
 
   Raises:
     ValueError: see `make_spec`.
@@ -115,9 +115,9 @@ def make(
     'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP
   }
   if mode == 'async':
-    # A forked process would copy locks that JAX's threads hold.
+    # A forked process would copy JAX's locks, some of them locked.
     vector_kwargs['context'] = 'spawn'
-    # Starting the resource tracker resets the signal mask, so start it first.
+    # Start the resource tracker now: its start would reset the mask below.
     resource_tracker.ensure_running()
   # Processes inherit the mask, so Ctrl-C or SIGTERM does not end them directly.
   signals = (signal.SIGINT, signal.SIGTERM)
@@ -132,12 +132,12 @@ def make(
   def close() -> None:
     try:
       envs.close()
-    except BaseException:  # One of the processes died.
+    except BaseException:  # A process of an environment died.
       for process in getattr(envs.unwrapped, 'processes', ()):
         process.kill()  # The processes block SIGTERM.
       raise
 
-  # VectorEnv returns copies of its observations by default.
+  # By default, VectorEnv returns copies of observations, as HostEnv requires.
   return joints.make_host_env(
     spec, envs, seed, close=close, render=lambda: envs.render()[0]
   )

@@ -20,7 +20,7 @@ _BINARY_OBS = frozenset(
   'SpaceInvaders-MinAtar Catch-bsuite DeepSea-bsuite Pong-misc'.split()
 )
 _DOWNLOADS = 'MNISTBandit-bsuite'
-# The best action depends on earlier observations and rewards.
+# Here, the best action depends on earlier observations and rewards.
 _HIDDEN_STATE = frozenset(
   'MemoryChain-bsuite BernoulliBandit-misc GaussianBandit-misc '
   'MetaMaze-misc'.split()
@@ -92,7 +92,10 @@ def make(name: str, **options: Any) -> DeviceEnv:
   for key, value in options.items():
     default, option = getattr(params, key), f'env.options.{key}={value!r}'
     if not isinstance(value, int | float) or np.ndim(default):
-      raise ValueError(f'{option} is not a number like its default, {default}')
+      raise ValueError(
+        f'{option} cannot be set: this value or the default, {default}, is '
+        'not a number'
+      )
     if not abs(value) < 2**31:
       raise ValueError(f'{option} must be between -2**31 and 2**31')
   params = params.replace(**options)
@@ -123,7 +126,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
     return obs, env_state, reward, terminated, truncated
 
   spec = EnvSpec(
-    # Some environments return other dtypes than those of their spaces.
+    # Some environments return dtypes that differ from those of their spaces.
     obs=jax.eval_shape(lambda key: observe(reset(key)[0]), jax.random.key(0)),
     channels_first=False,
     action=_action_space(env.action_space(params)),

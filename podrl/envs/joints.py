@@ -18,10 +18,11 @@ from podrl.types import Array, DeviceEnv, EnvSpec, HostEnv, TimeStep, Tree
 class JointState(NamedTuple):
   """The state of one environment."""
 
-  env_state: Tree  # The environment's own state.
+  env_state: Tree  # The state in the environment's library.
   rng_key: chex.PRNGKey  # Fixed; each step folds `num_steps` into it.
   num_steps: Array  # Int32 `[]`, steps since the first reset, joints included.
-  # Bool `[]`, whether the last step ended an episode. If so, the next resets.
+  # Bool `[]`, whether the last step ended an episode. If true, the next step
+  # resets the environment.
   is_last: Array
 
 
@@ -52,7 +53,7 @@ def make_device_env(
   def reset_one(rng_key: chex.PRNGKey) -> tuple[JointState, TimeStep]:
     reset_key, step_key = jax.random.split(rng_key)
     obs, env_state = reset(reset_key)
-    # Some leaves are Python numbers.
+    # Some leaves of the state are Python numbers.
     env_state = jax.tree.map(jnp.asarray, env_state)
     state = JointState(env_state, step_key, jnp.int32(0), jnp.bool(False))
     obs = observe(obs)
@@ -99,8 +100,8 @@ def make_host_env(
   Args:
     spec: describes one environment.
     envs: has the interface of `gymnasium.vector.VectorEnv`, and resets an
-      environment in the step after the last one of an episode (gymnasium's
-      next-step mode). It does not need to mark the first steps of episodes.
+      environment in the step after an episode's last step (gymnasium's
+      next-step mode). It does not need to report which steps are first.
     seed: the argument `seed` of `envs.reset`.
     close: see `HostEnv`.
     render: see `HostEnv`.

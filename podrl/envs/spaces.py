@@ -13,7 +13,7 @@ import numpy as np
 from podrl.types import Array, Box, Discrete, EnvSpec, MultiDiscrete, Tree
 
 # Each category is an element of a one-hot vector, or an output of the policy.
-# With more categories, an unroll would need gigabytes.
+# With more categories than this, an unroll would need gigabytes.
 _MAX_CATEGORIES = 2**14
 
 
@@ -30,19 +30,19 @@ def _check(what: str, space: Any) -> None:
   if not math.prod(space.shape or ()):
     raise ValueError(
       f'{what} are {space}, which contains no number; wrap the environment so '
-      'that it contains at least one'
+      'that this space contains at least one'
     )
 
 
 def obs_spec(space: Any) -> Tree:
-  """Returns the tree of `jax.ShapeDtypeStruct` that `observe` produces.
+  """Describes the result of `observe` by a tree of `jax.ShapeDtypeStruct`.
 
   Args:
     space: a gymnasium space: a box, one or several categories, or a dict or
       tuple of spaces.
 
   Raises:
-    ValueError: for another kind of space.
+    ValueError: if the space is not supported.
   """
   kind = type(space).__name__
   if kind == 'Dict':
@@ -99,7 +99,7 @@ def action_space(space: Any) -> Discrete | MultiDiscrete | Box:
   if kind == 'MultiDiscrete':
     return MultiDiscrete(tuple(space.nvec.reshape(-1).tolist()))
   if kind == 'Box':
-    # Round inwards: float32's 0.4 is larger than float64's, so out of bounds.
+    # Round towards the inside: 0.4 in float32 is larger than 0.4 in float64.
     low, high = (np.asarray(x, np.float32) for x in (space.low, space.high))
     low = np.where(low < space.low, np.nextafter(low, np.float32(np.inf)), low)
     high = np.where(
@@ -143,10 +143,11 @@ def env_spec(
 
 
 def to_library_action(space: Any) -> Callable[[Array], Array]:
-  """Builds the function that converts actions `[B, ...]` to the library's.
+  """Builds a function that converts actions `[B, ...]` to the library's format.
 
-  It adds the start of categories. It casts the numbers of a box to the dtype of
-  the space, and rounds them if that is an integer dtype.
+  The function adds the number of the space's first category to each category.
+  It casts the numbers of a box to the dtype of the space. If this is an integer
+  dtype, the function first rounds the numbers.
   """
   if type(space).__name__ in ('Discrete', 'MultiDiscrete'):
     start = np.asarray(space.start, np.int32)[None]
@@ -156,7 +157,7 @@ def to_library_action(space: Any) -> Callable[[Array], Array]:
   is_integer = np.issubdtype(space.dtype, np.integer)
   device_dtype = jax.dtypes.canonicalize_dtype(space.dtype)
 
-  def cast(action: Array) -> Array:  # It copies: JAX's arrays are read-only.
+  def cast(action: Array) -> Array:  # JAX's arrays are read-only, so copy.
     is_host = isinstance(action, np.ndarray)
     action = action.round() if is_integer else action
     return action.astype(space.dtype if is_host else device_dtype)
@@ -165,7 +166,7 @@ def to_library_action(space: Any) -> Callable[[Array], Array]:
 
 
 def unknown_name(name: str, kind: str, known: Collection[str]) -> ValueError:
-  """Returns the error: `name` is not `kind`, for example 'an envpool task'."""
+  """Returns the error that `name` is not `kind`, such as 'an envpool task'."""
   near = difflib.get_close_matches(name, known, 3, 0.4)
   if near:
     remedy = f'similar names: {", ".join(near)}'
@@ -194,5 +195,5 @@ def check_options(
       near = difflib.get_close_matches(key, known, 3, 0.4) or sorted(known)
       raise UnknownOption(
         f'env.options.{key} is not an option of {name}; '
-        f'its options: {", ".join(near)}'
+        f'choose from: {", ".join(near)}'
       )

@@ -11,7 +11,7 @@ from podrl.networks import cores
 from podrl.networks.torsos import MLP, TwinMLP, as_vector
 from podrl.types import Array, Tree
 
-# For wider observations, one joint first layer for both torsos is faster (CPU).
+# For wider observations, `TwinMLP` is faster on a CPU than two `MLP`s.
 _JOIN_WIDTH = 256
 
 
@@ -64,7 +64,8 @@ def recurrent(
   """Makes a recurrent network.
 
   Args:
-    module: computes `Network.unroll`; it resets its carry where `is_first`.
+    module: computes `Network.unroll`; it resets the carry where `is_first` is
+      true.
     obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
     initial_carry: `(batch_size) -> carry`.
   """
@@ -84,8 +85,8 @@ class ActorCritic(nn.Module):
   make_torso: Callable[[], nn.Module]  # Builds a torso, an `nn.Module`.
   num_policy_params: int  # Width of the policy head.
   shared_torso: bool = True  # Whether the two heads share one torso.
-  # Number of values at the end of the policy head that are parameters, with the
-  # same value in all states.
+  # How many values at the end of the policy head are parameters, which do not
+  # depend on the state.
   num_constant_params: int = 0
   # One of `cores.CORES`, placed between each torso and its head.
   core: str = 'none'
@@ -95,7 +96,7 @@ class ActorCritic(nn.Module):
   def __call__(
     self, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Array, Tree]:
-    """Computes `Network.unroll`; the carry is a list, one element per core."""
+    """Computes `Network.unroll`; the carry is a list with one item per core."""
     features = self._features(_merge_time(obs))
     shape = is_first.shape
     if self.core != 'none':
@@ -132,7 +133,7 @@ class ActorCritic(nn.Module):
     """Maps features `[..., F]` to heads `[..., P]` and values `[..., 1]`."""
     orthogonal = nn.initializers.orthogonal
     num_outputs = self.num_policy_params - self.num_constant_params
-    # With small initial weights, the first policy is close to uniform.
+    # With small initial weights, the first policy hardly depends on the state.
     dense = nn.Dense(num_outputs, kernel_init=orthogonal(0.01))
     policy = dense(policy_features)
     if size := self.num_constant_params:

@@ -1,8 +1,8 @@
 """Torsos: networks that map an observation to features.
 
-A torso is a flax module from `[N, *obs_shape]` to `[N, features]`. It takes the
-observations as environments return them (bool, uint8, CHW) and converts them in
-the compiled program, so that podrl stores and copies only the small dtype.
+A torso is a flax module from `[N, *obs_shape]` to `[N, features]`. It accepts
+observations as environments return them (bool, uint8, CHW). It converts them in
+the compiled program, so podrl stores and copies observations in a small dtype.
 `dtype` is the dtype of the arithmetic; parameters are float32.
 """
 
@@ -61,10 +61,10 @@ class MLP(nn.Module):
 
 
 class TwinMLP(nn.Module):
-  """Two separate MLPs for one observation; one matrix product for both inputs.
+  """Two separate MLPs; one matrix product computes both first layers.
 
   It computes the same as two `MLP`s, with the same number of parameters, but it
-  reads and converts a wide observation only once. It has `MLP`'s attributes.
+  reads and converts a wide observation only once. Its attributes are `MLP`'s.
   """
 
   hidden_sizes: Sequence[int] = (64, 64)
@@ -128,7 +128,7 @@ class Conv(nn.Module):
     zeros = nn.initializers.zeros_init()
     bias: Any = self.param('bias', zeros, (self.features,))
     x, kernel, bias = (a.astype(self.dtype) for a in (x, kernel, bias))
-    # XLA's CPU convolution is about ten times slower in a gradient in a scan.
+    # On a CPU, XLA's convolution has a ten times slower gradient inside a scan.
     matmul = self.matmul
     if matmul is None:
       matmul = jax.default_backend() == 'cpu'
@@ -191,8 +191,9 @@ class ImpalaResNet(nn.Module):
 # Source: Mnih et al. 2015, Human-level control, methods.
 _NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 # For small images, 'conv' is MinAtar's network (Young and Tian 2019,
-# arXiv:1903.03176). For larger images, it standardises the image and has two
-# strided layers that cost about the same, so it is fast without an accelerator.
+# arXiv:1903.03176). For larger images, 'conv' standardises the image and has
+# two strided layers. They cost about as much as MinAtar's layer, so 'conv' is
+# fast even without an accelerator.
 _SMALL_LAYERS = ((16, 3, 1),)
 _STRIDED_LAYERS = ((16, 3, 3), (32, 4, 2))
 _MIN_NATURE_SIZE = 36  # A smaller image is too small for the last convolution.
@@ -202,7 +203,7 @@ TORSOS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
 
 
 def image_size(spec: EnvSpec) -> int:
-  """Returns the shorter side of an image, or 0 for other observations."""
+  """Returns the shorter side of an image, or 0 if `obs` is not an image."""
   shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
   if len(shapes) != 1 or len(shapes[0]) != 3:
     return 0
@@ -227,7 +228,7 @@ def make_torso(
     dtype: dtype of the torso's arithmetic.
 
   Raises:
-    ValueError: if the observations are too small for the torso.
+    ValueError: if the torso needs an image, or a larger image.
   """
   size = image_size(spec)
   is_large = size >= _MIN_NATURE_SIZE
@@ -241,7 +242,8 @@ def make_torso(
     shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
     raise ValueError(
       f'network.name={name} needs an image of at least {smallest} x '
-      f'{smallest}, but observations are {shapes}; use network.name=auto'
+      f'{smallest}, but observations have the shapes {shapes}; use '
+      'network.name=auto'
     )
   fields = {'hidden_size': hidden_sizes[-1], 'dtype': dtype}
   if name == 'impala_resnet':

@@ -115,7 +115,7 @@ def read_config(
     raise ValueError(
       f'{path} is not an experiment; try experiments/sebulba_cartpole.py'
     )
-  # Experiments import one another by name, from their own directory.
+  # Experiments import one another by name, from their directory.
   sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
   try:
     module = runpy.run_path(path)

@@ -49,7 +49,7 @@ from podrl.run.devices import make_layout
 MAX_PLANS, FINAL_ROUNDS = 12, 3
 RUNG_SECONDS = (1.0, 2.0, 2.0)  # Length of a run in each round of `search`.
 _NUM_SHOWN, _MAX_RANGE = 5, 64
-_PAYS = 1.2  # An accelerator pays if it is this many times faster.
+_PAYS = 1.2  # An accelerator pays off if it is this many times faster.
 _BUSY = dict(cores='cores', act='actor_devices', learn='learner_devices')
 _COLORS = ('#1f5fa8', '#3d7a3a', '#c44e00')
 _FIELDS = (  # The configuration's fields that a plan sets, in the plan's order.
@@ -90,7 +90,7 @@ class Plan(NamedTuple):
 
 
 def from_config(config: ConfigDict) -> Plan:
-  """Returns a configuration's plan; ValueError if it does not fit here."""
+  """Returns a configuration's plan; raises a ValueError if it does not fit."""
   layout = make_layout(config, build.make_spec(config))
   sizes = config.unroll_length, config.env.num_envs
   threads = layout.threads, layout.env_threads
@@ -115,7 +115,7 @@ def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
   """Returns the plans that differ from `plan` by one step of one setting.
 
   The plans may be invalid. If the unroll length changes, the batch size stays
-  the same. If the number of threads changes, the number of environments stays.
+  the same. If the number of threads changes, `num_envs` stays the same.
   """
   num_envs, length = plan.num_envs, plan.unroll_length
   steps: list[dict[str, Any]] = [
@@ -163,7 +163,7 @@ def is_candidate(
 def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
   """Runs a driver for some seconds, or for two updates if they take longer.
 
-  Compilation and the first updates do not count.
+  Compilation and the first update do not count.
 
   Args:
     config: the configuration of the run.
@@ -192,7 +192,7 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
       if start:
         window.add(report)
         pace = max(1, int(0.2 * report.num_updates / report.seconds))
-      else:  # The first update waits for the first unroll.
+      else:  # Ignore the first update: it waits for the first unroll.
         start = time.perf_counter()
   finally:
     hanging = driver.close()
@@ -218,8 +218,8 @@ def search(
   """Finds fast plans by successive halving.
 
   Source: Jamieson and Talwalkar 2016, arXiv:1502.07943, figure 1. Here, the
-  first round finds its plans while it runs. It takes the fastest plan that has
-  new neighbours, and measures one of these neighbours next.
+  first round chooses its plans while it runs. Its next plan is a new neighbour
+  of the fastest plan that has one.
 
   Args:
     base: the configured plan, which every round measures.
@@ -227,8 +227,8 @@ def search(
     run: `(plan, seconds) -> record`, which runs a plan for about that time.
 
   Returns:
-    The record of each plan, the best plan first. The configured plan is first
-    or last.
+    The record of each plan, the best plan first. The configured plan is last,
+    unless it is the best.
   """
   first, second, last = RUNG_SECONDS
   runs = {base: run(base, first)}
@@ -298,7 +298,7 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
 
 
 def table(runs: dict[Plan, Record], base: Plan) -> Table:
-  """Returns the best plans, and the configured one, in 80 columns."""
+  """Returns a table of the best plans and the configured one, in 80 columns."""
   ranking = itertools.islice(runs, _NUM_SHOWN)
   rows = {str(i): plan for i, plan in enumerate(ranking, 1)}
   if base not in rows.values():
@@ -329,7 +329,7 @@ def _anakin_config(config: ConfigDict, plan: Plan) -> ConfigDict:
 
 
 def answer() -> None:
-  """Measures the configuration from standard input, and prints its rate."""
+  """Reads a configuration from standard input, and prints its steps/s."""
   fields, size_range = json.load(sys.stdin)
   config = workdir.as_config(fields)
   build.set_up_jax(config)
@@ -344,7 +344,10 @@ def answer() -> None:
 def _measure_apart(
   config: ConfigDict, size_range: float, on_cpu: bool
 ) -> float:
-  """Returns what `answer` prints; ValueError if its process fails."""
+  """Returns what `answer` prints in a new process.
+
+  It raises a ValueError if the process fails.
+  """
   environment = os.environ | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
   process = subprocess.run(
     [sys.executable, '-c', 'from podrl.tools import balance; balance.answer()'],
@@ -362,9 +365,10 @@ def _measure_apart(
 def compare(
   config: ConfigDict, plan: Plan, rate: float, size_range: float
 ) -> list[str]:
-  """Measures the other ways to run an experiment here; returns lines to print.
+  """Measures other ways to run an experiment on this machine.
 
-  `rate`: steps per second of `plan`, the fastest plan of Sebulba.
+  It returns lines to print. `rate` is the steps per second of `plan`, Sebulba's
+  fastest plan.
   """
   platform, anakin = jax.default_backend(), _anakin_config(config, plan)
   rates = {f'Sebulba on {platform}': rate}
@@ -375,7 +379,7 @@ def compare(
   for way, fields in ways.items():
     try:
       if fields is anakin:
-        build.make_env(fields)  # Raises if gymnax does not have it.
+        build.make_env(fields)  # Raises if gymnax lacks the environment.
       rates[way] = _measure_apart(fields, size_range, way.endswith(' cpu'))
       lines.append(f'  {way}: {rates[way]:,.0f} steps/s')
     except ValueError as error:
@@ -395,8 +399,8 @@ def verdict(rates: dict[str, float]) -> str:
   text = f'{best} learns {ratio:.2f} times as fast as {second}.'
   if not elsewhere:
     return text
-  opinion = 'pays' if ratio >= _PAYS else 'hardly pays'
-  return f'An accelerator {"does not pay" if is_cpu else opinion}: {text}'
+  opinion = 'pays off' if ratio >= _PAYS else 'hardly pays off'
+  return f'An accelerator {"does not pay off" if is_cpu else opinion}: {text}'
 
 
 @contextlib.contextmanager
@@ -444,7 +448,7 @@ def draw_decisions(run_directory: str, path: str) -> None:
   Raises:
     ValueError: if the run has no record of active actors yet, or is damaged.
   """
-  decisions, name = [], 'decisions.jsonl'  # The first decision creates it.
+  decisions, name = [], 'decisions.jsonl'  # The first decision makes it.
   if os.path.exists(os.path.join(run_directory, name)):
     decisions = workdir.read_records(run_directory, name)
   records = workdir.read_records(run_directory)
@@ -483,7 +487,7 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
     for name, text in limits.describe(workdir.read_json(summary)):
       _CONSOLE.print(f'{name}: {text}')
   else:
-    text = f'{path} has not ended; at the end, its summary says what limits it'
+    text = f'{path} has not ended; at the end, its summary says what limited it'
     _CONSOLE.print(text, soft_wrap=True)
   if config.sebulba.autotune:
     tools.make_directory(out)
@@ -556,7 +560,7 @@ def _act(
   if values.apply:
     _CONSOLE.file.flush()
     own = [f'--agent={values.agent}', f'--variant={values.variant}', *settings]
-    # Use a new process, because JAX is already set up in this one.
+    # Restart Python, because JAX is already set up in this process.
     arguments = [sys.executable, path, *own, *lines[0].split()]
     os.execv(sys.executable, arguments)
 

@@ -2,8 +2,8 @@
 
   podrl envs [WORD]
 
-With WORD, it lists only names that contain WORD. Each line is a NAME for podrl
-train. For a name without a suite, podrl train uses the first suite that has it.
+With WORD, it lists only names that contain WORD. podrl train accepts each line
+as NAME. If several suites have a name, podrl train uses the first of them.
 Modules can register more gymnasium environments; see podrl train --help.
 """
 

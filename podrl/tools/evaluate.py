@@ -66,10 +66,7 @@ def run(argv: Sequence[str]) -> int:
   flags.DEFINE_integer('episodes', 128, text, 1, 2**24, values)
   text = 'The checkpoint: last, best, or its number of updates.'
   flags.DEFINE_string('checkpoint', 'last', text, values)
-  text = (
-    "Whether to take the policy's mode rather than a sample. By default the "
-  )
-  text += "run's eval.greedy decides."
+  text = "Take the most probable action; the default is the run's eval.greedy."
   flags.DEFINE_bool('greedy', None, text, values)
   text = 'The seed of the environments and the actions.'
   flags.DEFINE_integer('seed', 0, text, 0, 2**31 - 1, values)

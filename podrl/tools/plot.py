@@ -2,7 +2,7 @@
 
   podrl plot RUN [RUN ...] [--x=env_steps|wall_seconds] [--out=FILE]
 
-A directory stands for all runs in it, at any depth. The command skips a run
+RUN may be a directory that contains runs, at any depth. The command skips a run
 that it cannot draw. Each task has a panel. Runs that differ only in the seed,
 or in settings of evaluation and records, form one group. A group's line is the
 mean of its runs, and the band is a bootstrap 95 % interval of that mean. Dots
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 class Group(NamedTuple):
-  """Runs that differ only in their seeds."""
+  """Runs that differ only in the fields of `_SEEDS`."""
 
   task: str
   label: str  # The agent, and the fields that differ from other groups.
@@ -63,8 +63,8 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
   """Finds the runs at paths; a path is a run or a directory that contains runs.
 
   Returns:
-    The directories of the runs, with the directories `seed_N` instead of a run
-    of several agents; and a sentence for each path without a readable run.
+    The directories of the runs, and a sentence for each path without a readable
+    run. A run of several agents is replaced by its directories `seed_N`.
   """
   found: list[str] = []
   problems, seen = [], set()
@@ -95,7 +95,7 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     )
     visit(path)
     if is_new and len(found) + len(problems) == before:
-      problems.append(f'{path} is not a run and contains none')
+      problems.append(f'{path} is not a run and contains no run')
   return found, problems
 
 
@@ -117,7 +117,7 @@ def read_run(path: str) -> Run:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-  """Groups runs that differ only in their seeds; keeps their order."""
+  """Groups runs that differ only in fields of `_SEEDS`; keeps their order."""
   members: dict[str, list[Run]] = {}
   for run in runs:
     compared = {k: v for k, v in run.config.items() if not k.startswith(_SEEDS)}

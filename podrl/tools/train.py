@@ -1,4 +1,4 @@
-"""Trains an environment by its name, with settings for its kind.
+"""Trains an agent in an environment, with settings for its kind.
 
   podrl train [SUITE:]NAME [--agent=ppo] [--steps=1e6] [--seed=0] [--seeds=N]
       [--workdir=DIR] [--resume] [--config.FIELD=VALUE ...]

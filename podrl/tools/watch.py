@@ -35,7 +35,7 @@ _MAX_PICTURES = 600  # A file has at most about this many pictures.
 _MAX_FPS = 25  # More frames per second make the file larger, not better.
 _MIN_SIDE, _MAX_SIDE = 240, 320  # Pictures are scaled to about this size.
 _SIZE = (300, 200)  # Size of a drawing, in pixels.
-_OVERSAMPLING = 3  # Drawings are made larger, then reduced: smooth edges.
+_OVERSAMPLING = 3  # Drawings are made this much larger, then reduced.
 _MAX_BARS = 60
 _PAPER, _INK, _PALE = '#fafafa', '#33383d', '#b9bfc6'
 _BLUE, _ORANGE, _GREEN, _RED = '#1f5fa8', '#c44e00', '#2f8f4e', '#c0303c'
@@ -54,7 +54,7 @@ class Episode(NamedTuple):
 
   pictures: list[np.ndarray]  # K pictures, uint8 `[H, W, 3]`.
   steps: list[int]  # The number of steps before each picture; the first is 0.
-  returns: np.ndarray  # The return after each number of steps, `[T + 1]`.
+  returns: np.ndarray  # The return after 0, 1 ... T steps, `[T + 1]`.
   is_over: bool  # Whether the episode ended by itself, before `max_steps`.
   note: str  # The reason why the library drew no pictures, or ''.
 
@@ -70,8 +70,9 @@ def record(
 ) -> Episode:
   """Records the episode that an evaluation of one episode would run.
 
-  There is one picture every `stride` steps, and always one of the last step.
-  Each time that there are more than `max_pictures`, `stride` doubles.
+  There is one picture every `stride` steps, and always one of the last step. If
+  there are more than `max_pictures`, every second one is removed, and `stride`
+  doubles.
   """
   config, agent = loaded.config, loaded.agent
   env, act_keys = _make_env(config, rng_key)
@@ -93,8 +94,8 @@ def record(
     for t in range(max_steps + 1):
       action, carry, obs = act(loaded.variables, np.int32(t), timestep, carry)
       action = np.asarray(action)
-      # Draw now if this may be the last step. Only the next step proves it, and
-      # then the library can draw only the next episode.
+      # Draw now if this may be the last step. The next call of `step` shows
+      # whether it was, but then the library can draw only the next episode.
       limits = (max_steps, env.spec.max_episode_steps)
       may_be_last = not timestep.discount[0] or t in limits
       if t % stride == 0 or may_be_last:
@@ -174,7 +175,7 @@ def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
 
 
 def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
-  """Returns the function that draws, or None and why it cannot draw."""
+  """Returns (a function that draws, ''), or (None, why nothing can draw)."""
   try:
     if env.render and np.shape(env.render())[2:] != (3,):
       raise ValueError('the library gives no picture')
@@ -184,7 +185,7 @@ def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
 
 
 def fit(picture: np.ndarray) -> np.ndarray:
-  """Scales a picture, uint8 `[H, W, 3]`, by an integer to a good size."""
+  """Scales a picture, uint8 `[H, W, 3]`, by a whole factor to a good size."""
   side = max(picture.shape[:2])
   if side > _MAX_SIDE:
     return np.asarray(Image.fromarray(picture).reduce(-(-side // _MAX_SIDE)))
@@ -299,13 +300,13 @@ def _acrobot(cos_1, sin_1, cos_2, sin_2, *_w) -> np.ndarray:
   hand_y = -cos_1 - cos_1 * cos_2 + sin_1 * sin_2
   return _draw(
     *(-3.3, 3.3, -2.2),
-    ('line', [(-9, 1), (9, 1)], _GREEN, 2),  # The hand's goal height.
+    ('line', [(-9, 1), (9, 1)], _GREEN, 2),  # The goal's height.
     ('line', [(0, 0), elbow, (hand_x, hand_y)], _BLUE, 7),
     ('dots', [(0, 0), elbow], _ORANGE, 5),
   )
 
 
-# The keys are the task's name without its version and the observation's shape.
+# Each key is a task's name without its version, and an observation's shape.
 _DRAWINGS: dict[tuple, Callable[..., np.ndarray]] = {
   ('CartPole', (4,)): _cart_pole,
   ('Pendulum', (3,)): _pendulum,
@@ -317,7 +318,7 @@ _DRAWINGS: dict[tuple, Callable[..., np.ndarray]] = {
 def _draw_bars(
   values: np.ndarray, actions: Sequence[np.ndarray | None]
 ) -> list[np.ndarray]:
-  """Draws N pictures: D numbers as bars, and the action as text below them."""
+  """Draws N pictures of `values` `[N, D]` as bars, with the action as text."""
   font = ImageFont.load_default(11)
   num_bars = min(values.shape[1], _MAX_BARS)
   top, bottom = 20, _SIZE[1] - 24
@@ -343,7 +344,7 @@ def _draw_bars(
 
 
 def add_caption(picture: np.ndarray, left: str, right: str) -> np.ndarray:
-  """Puts a picture below two texts; width and height become even numbers."""
+  """Adds two texts above a picture; makes its width and height even numbers."""
   height, width = picture.shape[:2]
   total = max(width + width % 2, 160)  # The texts need some width.
   image = Image.new('RGB', (total, 18 + height + height % 2), '#20242a')
@@ -380,7 +381,7 @@ def write(path: str, frames: list[np.ndarray], seconds: list[float]) -> None:
     return
   fps = 1 / float(np.median(seconds))
   counts = [max(1, round(x * fps)) for x in seconds]
-  # Without this, imageio forks this process, which is unsafe: it has threads.
+  # Without this, imageio forks. A fork is unsafe in a process with threads.
   os.environ.setdefault('IMAGEIO_FFMPEG_NO_PREVENT_SIGINT', '1')
   repeated = np.repeat(np.stack(frames), counts, axis=0)
   imageio.imwrite(path, repeated, fps=fps, macro_block_size=2)
@@ -410,7 +411,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   out = values.out or os.path.join(path, 'episode.gif')
   if not out.endswith(('.gif', '.mp4')):
     raise ValueError(f'--out={out} must be a file that ends in .gif or .mp4')
-  envpool.load_opengl()  # This must precede the first import of envpool.
+  envpool.load_opengl()  # Call it before envpool is imported.
   loaded = policy.load(path, values.checkpoint)
   tools.check_out(out)
   config = loaded.config
@@ -445,7 +446,7 @@ def run(argv: Sequence[str]) -> int:
   text = 'The checkpoint: last, best, or its number of updates.'
   flags.DEFINE_string('checkpoint', 'last', text, flag_values=values)
   for name, number, text, low, high in (
-    ('episodes', 1, 'The number of episodes, shown in turn.', 1, 100),
+    ('episodes', 1, 'The number of episodes in the file.', 1, 100),
     ('seed', 0, 'The seed of environments and actions.', 0, 2**31 - 1),
     ('max_steps', 1000, 'The largest number of steps per episode.', 1, 10**9),
   ):

@@ -230,7 +230,7 @@ def test_boxes_of_any_shape_and_with_missing_bounds():
     (
       Box((1,), np.float32([0]), np.float32([np.inf])),
       'tanh_gaussian',
-      'needs bounds, and actions are from 0.0 to inf; use gaussian',
+      'needs bounds, but actions are from 0.0 to inf; use gaussian',
     ),
   ],
 )

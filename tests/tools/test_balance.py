@@ -197,18 +197,18 @@ def test_table_and_picture(tmp_path):
         'Sebulba on cpu': 100.0,
         'Anakin on gpu': 200.0,
       },
-      'An accelerator pays: Sebulba on gpu learns 3.00 times as fast as '
+      'An accelerator pays off: Sebulba on gpu learns 3.00 times as fast as '
       'Sebulba on cpu.',
     ),
     (
       {'Sebulba on gpu': 110.0, 'Anakin on cpu': 100.0},
-      'An accelerator hardly pays: Sebulba on gpu learns 1.10 times as fast as '
-      'Anakin on cpu.',
+      'An accelerator hardly pays off: Sebulba on gpu learns 1.10 times as '
+      'fast as Anakin on cpu.',
     ),
     (
       {'Sebulba on gpu': 50.0, 'Sebulba on cpu': 100.0},
-      'An accelerator does not pay: Sebulba on cpu learns 2.00 times as fast '
-      'as Sebulba on gpu.',
+      'An accelerator does not pay off: Sebulba on cpu learns 2.00 times as '
+      'fast as Sebulba on gpu.',
     ),
     (
       {'Sebulba on cpu': 50.0},

@@ -118,7 +118,7 @@ def test_pictures_lie_beside_their_runs(tmp_path, monkeypatch):
   [
     ([], 'no run is given'),
     (['nowhere'], 'nowhere cannot be read: No such file'),
-    (['nothing'], 'nothing is not a run and contains none'),
+    (['nothing'], 'nothing is not a run and contains no run'),
     (['a', 'a', '--out=a'], 'must end in .png or .svg'),
     (['a', '--out=d.png'], 'd.png cannot be written: it is a directory'),
     (['a', '--out=x.gif'], 'must end in .png or .svg'),
