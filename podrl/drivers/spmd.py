@@ -109,7 +109,7 @@ def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
 
 
 def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-  """Copies an array, whole in each process, to devices of several processes."""
+  """Places an array, which every process has, on devices of all processes."""
   if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
     # numpy has no dtype for keys, so place the numbers that they contain.
     return jax.random.wrap_key_data(
@@ -122,7 +122,7 @@ def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def like(tree: Tree, arrays: Tree) -> Tree:
-  """Copies each array of a tree to the devices of the same leaf in `arrays`."""
+  """Copies each array of a tree to the devices of its match in `arrays`."""
 
   def copy(x: jax.Array, old: jax.Array) -> jax.Array:
     put: Callable = jax.device_put if old.is_fully_addressable else _spread
@@ -186,8 +186,8 @@ def is_in_use() -> bool:
 def has_accelerator() -> bool:
   """Whether JAX finds an accelerator.
 
-  If JAX finds none, `set_num_cpu_devices` still works afterwards, unless it was
-  called or a device was used before.
+  If JAX finds none, `set_num_cpu_devices` still works afterwards, unless that
+  function was called or a device was used before.
 
   Raises:
     ValueError: if the machine does not have the platform in JAX_PLATFORMS.

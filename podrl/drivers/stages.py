@@ -51,8 +51,7 @@ def _cpu_seconds_of_descendants(pid: int) -> float:
 def cpu_seconds() -> float:
   """Returns the CPU seconds of this process, its threads and its descendants.
 
-  envpool steps environments in threads, and gymnasium's 'async' mode in
-  processes.
+  envpool uses threads, and gymnasium's 'async' mode uses processes.
   """
   ended = resource.getrusage(resource.RUSAGE_CHILDREN)
   living = time.process_time() + _cpu_seconds_of_descendants(os.getpid())

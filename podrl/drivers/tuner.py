@@ -66,8 +66,8 @@ class Tuner:
 
   Args:
     max_actors: the largest number of actors that can act.
-    samples_per_update: samples of all processes that one update learns from.
-    unrolls_per_update: unrolls of this process that one update learns from.
+    samples_per_update: samples, from all processes, in one update.
+    unrolls_per_update: unrolls, from this process, in one update.
     num_actors: first number of the search; clipped to [1, max_actors].
   """
 
@@ -119,7 +119,7 @@ class Tuner:
       pause_seconds: how long the learner paused before that time. Actors may
         have filled the queue, so a long pause begins a new window.
     """
-    # A pause before every call affects all windows equally.
+    # If every call follows a pause, the pauses affect all windows equally.
     if pause_seconds > max(_PAUSE_SECONDS, 4 * self._last_pause):
       self._start_window(self.num_actors)
     self._last_pause = pause_seconds

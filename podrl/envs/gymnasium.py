@@ -59,7 +59,7 @@ def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Makes an environment only to read its `EnvSpec`; see `make`.
+  """Returns an environment's `EnvSpec`; see `make` for the arguments.
 
   Raises:
     ValueError: if the name or an option is unknown, the environment refuses an
@@ -115,9 +115,9 @@ def make(
     'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP
   }
   if mode == 'async':
-    # A forked process would copy JAX's locks, some of them locked.
+    # Do not fork: a fork copies locks while JAX's threads use them.
     vector_kwargs['context'] = 'spawn'
-    # Start the resource tracker now: its start would reset the mask below.
+    # Start the tracker now: its start would reset the mask that is set below.
     resource_tracker.ensure_running()
   # Processes inherit the mask, so Ctrl-C or SIGTERM does not end them directly.
   signals = (signal.SIGINT, signal.SIGTERM)

@@ -99,7 +99,7 @@ def action_space(space: Any) -> Discrete | MultiDiscrete | Box:
   if kind == 'MultiDiscrete':
     return MultiDiscrete(tuple(space.nvec.reshape(-1).tolist()))
   if kind == 'Box':
-    # Round towards the inside: 0.4 in float32 is larger than 0.4 in float64.
+    # Round inwards: in float32, 0.4 is larger than the bound 0.4 in float64.
     low, high = (np.asarray(x, np.float32) for x in (space.low, space.high))
     low = np.where(low < space.low, np.nextafter(low, np.float32(np.inf)), low)
     high = np.where(

@@ -77,7 +77,7 @@ def single_path(paths: Sequence[str], what: str, example: str) -> str:
 
 
 def check_out(path: str) -> None:
-  """Raises a ValueError if a file cannot be written, before the work begins."""
+  """Before the work begins, raises a ValueError if `path` cannot be written."""
   directory = os.path.dirname(path) or '.'
   reason = ''
   if not os.path.isdir(directory):

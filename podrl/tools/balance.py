@@ -388,7 +388,7 @@ def compare(
 
 
 def verdict(rates: dict[str, float]) -> str:
-  """Says which way to run is the fastest, by the steps per second of each."""
+  """Says which way to run is the fastest; `rates` are in steps per second."""
   best, *others = sorted(rates, key=rates.__getitem__, reverse=True)
   if not others:
     return 'No other way to run this experiment was measured.'

@@ -175,7 +175,7 @@ def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
 
 
 def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
-  """Returns (a function that draws, ''), or (None, why nothing can draw)."""
+  """Returns (a function that draws, ''), or (None, the reason for None)."""
   try:
     if env.render and np.shape(env.render())[2:] != (3,):
       raise ValueError('the library gives no picture')
