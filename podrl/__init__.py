@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 import os
 from typing import TYPE_CHECKING, Any
 
-# `import podrl` imports nothing else: each function imports what it needs.
+# `import podrl` loads no other module of podrl: each function imports its own.
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
 
@@ -19,8 +19,8 @@ def load(
 
   Args:
     path: the directory of the run, or of one of its agents (`RUN/seed_2`).
-    which: the checkpoint: 'last', 'best' by evaluated return, or a number of
-      updates.
+    which: 'last', 'best' (the highest evaluated return), or the checkpoint's
+      number of updates.
     seed: index of the agent, from 0, if the run has several.
 
   Raises:
@@ -43,14 +43,14 @@ def train(
   resume: bool = False,
   config: Mapping[str, Any] | None = None,
 ) -> 'Trained':
-  """Trains an environment, as the command `podrl train` does.
+  """Trains an agent in an environment, like the command `podrl train`.
 
   It writes the same files as a run from the command line. If JAX has already
   started, the run uses the devices that JAX has.
 
   Args:
-    name: `[SUITE:]NAME`, or `MODULE:NAME` for a module that registers a
-      gymnasium environment.
+    name: `[SUITE:]NAME` of an environment, or `MODULE:NAME` if a module
+      registers it with gymnasium.
     agent: 'ppo', 'impala' or 'a2c'.
     steps: environment steps; the default depends on the kind of environment.
     seed: all random numbers depend on it.
@@ -65,7 +65,7 @@ def train(
   Raises:
     ValueError: for a mistake in the arguments.
     RuntimeError: if the run failed.
-    KeyboardInterrupt: after Ctrl-C, when the run has been saved.
+    KeyboardInterrupt: after Ctrl-C. The run is saved first.
   """
   from podrl.run import tasks
 
@@ -75,7 +75,7 @@ def train(
 
 
 def main(get_config: Callable[..., 'ConfigDict']) -> None:
-  """Runs an experiment from the command line and exits with its exit code.
+  """Runs an experiment from the command line; exits with the run's exit code.
 
   Args:
     get_config: `(agent, variant) -> ConfigDict`.

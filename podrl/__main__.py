@@ -1,11 +1,11 @@
-"""The command line: `podrl COMMAND`, the same as `python -m podrl COMMAND`."""
+"""Runs the command line `podrl COMMAND` or `python -m podrl COMMAND`."""
 
 import difflib
 import importlib
 import sys
 
 COMMANDS = {
-  'train': 'train an environment by its name',
+  'train': 'train an agent in an environment',
   'envs': 'list the environments that can be trained',
   'plot': 'draw the learning curves of runs',
   'watch': "record an episode of a run's policy as a GIF or an MP4",
@@ -16,13 +16,13 @@ COMMANDS = {
 
 
 def main() -> None:
-  """Runs one command and exits with its exit code."""
+  """Runs a command and exits with the command's exit code."""
   name = sys.argv[1] if len(sys.argv) > 1 else '--help'
   if name in ('--help', '-h'):
     print('usage: podrl COMMAND [ARGUMENTS]\n')
     for command, text in COMMANDS.items():
       print(f'  {command:10}{text}')
-    print('\npodrl COMMAND --help describes one command.')
+    print('\npodrl COMMAND --help describes that command.')
     sys.exit(0)
   if name not in COMMANDS:
     near = difflib.get_close_matches(name, COMMANDS, 3, 0.4) or COMMANDS

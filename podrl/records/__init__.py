@@ -1,1 +1,1 @@
-"""Writes a run to files and to the terminal, and reads its files."""
+"""Writes a run's files, reads them, and shows the run in the terminal."""

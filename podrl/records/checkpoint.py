@@ -2,9 +2,10 @@
 
 A checkpoint is a directory `checkpoints/NUM_UPDATES` with three items:
 `variables`, all that a policy needs; `state`, the rest of the driver's state;
-and `progress`, JSON. A checkpoint gets its name only when it is complete. It
-has SHA-256 digests of its files, because orbax does not detect damaged data. It
-has no hyperparameters, because the configuration contains them.
+and `progress`, all other data as JSON. A checkpoint gets its name only when it
+is complete. It has SHA-256 digests of its files, because orbax does not detect
+damaged data. It has no hyperparameters, because the configuration contains
+them.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from podrl.types import LearnerState, Tree, Variables
 
 _FORMAT = 2  # Version of the checkpoint format; podrl reads only this one.
 _EXTRA_BYTES = 2**20  # Size of a checkpoint without its arrays.
-_MAX_REASON = 200  # Longest part of an orbax error that a message contains.
+_MAX_REASON = 200  # A message contains at most this much of an orbax error.
 
 # One jitted call copies all arrays before the next update can donate them.
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -45,7 +46,7 @@ def learner_of(state: Tree) -> LearnerState:
 
 
 def with_variables(state: Tree, variables: Tree) -> Tree:
-  """Returns a driver's state with other variables of the agent."""
+  """Returns a driver's state in which `variables` replaces the agent's."""
   learner = learner_of(state)._replace(variables=variables)
   is_whole = isinstance(state, LearnerState)
   return learner if is_whole else state._replace(learner=learner)
@@ -56,7 +57,7 @@ def _directory(path: str, *names: Any) -> str:
 
 
 def _describe(tree: Tree) -> dict[str, str]:
-  """Returns the type and shape of each array of a tree, by its path."""
+  """Maps the path of each array in a tree to its type and shape."""
   return {
     jax.tree_util.keystr(path, simple=True, separator='/'): (
       f'{x.dtype}{[*x.shape]}'
@@ -66,7 +67,7 @@ def _describe(tree: Tree) -> dict[str, str]:
 
 
 def _digests(directory: str) -> dict[str, str]:
-  """Returns the digests of all files in subdirectories, by relative path."""
+  """Maps the relative path of each file in a subdirectory to its digest."""
   digests = {}
   for parent, _, names in os.walk(directory):
     for name in names if parent != directory else ():
@@ -92,7 +93,7 @@ def _verify(directory: str) -> None:
 
 
 class Checkpoints:
-  """Writes the checkpoints of a run and keeps the `keep` newest ones."""
+  """Writes a run's checkpoints; keeps the `keep` newest and the best."""
 
   def __init__(self, path: str, keep: int):
     logging.set_verbosity(logging.FATAL)  # Orbax would log every file.
@@ -123,7 +124,7 @@ class Checkpoints:
   ) -> None:
     """Writes a checkpoint in the background, unless it exists already.
 
-    The driver need not wait. `progress` is JSON that a resumed run needs
+    The driver can continue at once. `progress` is JSON that a resumed run needs
     in addition to the state. `best` is the number of updates at the best
     evaluation; orbax keeps that checkpoint.
     """
@@ -131,7 +132,7 @@ class Checkpoints:
       self._policies[1:] = [checkpoint_managers.CustomSteps([best])]
     if num_updates == self._manager.latest_step():
       return
-    # Check this first: on a full disk, orbax's threads print many errors.
+    # Check the space first: on a full disk, orbax's threads print many errors.
     directory = _directory(self._path)
     needed = sum(x.nbytes for x in jax.tree.leaves(state)) + _EXTRA_BYTES
     free = shutil.disk_usage(directory).free
@@ -160,17 +161,17 @@ class Checkpoints:
       self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Waits and ends orbax's threads; it does not raise a `WriteError`."""
+    """Waits for the checkpoints and ends orbax's threads; ignores errors."""
     with contextlib.suppress(WriteError), self._errors():
       self._manager.close()
 
   def _errors(self) -> contextlib.AbstractContextManager[None]:
-    # Catch every kind of error: orbax raises all errors of the file system.
+    # Catch every exception: file systems make orbax raise many kinds.
     return workdir.write_errors(f'checkpoint {self._num_updates}')
 
 
 def steps(path: str) -> list[int]:
-  """Returns the numbers of updates of a run's checkpoints, newest first."""
+  """Lists a run's checkpoints by their number of updates, newest first."""
   directory = _directory(path)
   if not os.path.lexists(directory):
     return []
@@ -189,11 +190,12 @@ def find(path: str, which: str = 'last') -> int:
     which: 'last', 'best' (by evaluation), or a number of updates.
   """
   if parent := workdir.run_of_agent(path):
-    raise ValueError(f'{path} is one agent of {parent}; use that path')
+    raise ValueError(f'{path} is one agent of {parent}; use {parent}')
   config = workdir.read_config(path)
   if workdir.is_series(config):
     raise ValueError(
-      f'{path} has {config.num_seeds} agents; name one: {path}/seed_0'
+      f'{path} has {config.num_seeds} agents; name one, for example '
+      f'{path}/seed_0'
     )
   found = steps(path)
   if not found:
@@ -231,19 +233,20 @@ def last_progress(path: str) -> tuple[int, int, int]:
 
   Returns:
     The number of resumes, including the one that is about to begin; the number
-    of updates; and environment steps per update. (0, 0, 1) without checkpoints.
+    of updates; and environment steps per update. Without a checkpoint, these
+    are (0, 0, 1).
   """
   for step in steps(path):
     with contextlib.suppress(ValueError, KeyError, TypeError):
-      progress = _read_progress(path, step)  # It does not check digests.
+      progress = _read_progress(path, step)  # Digests are not checked here.
       return progress['num_resumes'] + 1, step, progress['steps_per_update']
   return 0, 0, 1
 
 
 def read_variables(path: str, step: int, like: Variables) -> Variables:
-  """Reads the variables of one checkpoint to this process's first device.
+  """Reads the variables of one checkpoint onto this process's first device.
 
-  `like` holds a `jax.ShapeDtypeStruct` for each array. The hyperparameters of
+  `like` has a `jax.ShapeDtypeStruct` for each array. The hyperparameters of
   the result are empty.
 
   Raises:
@@ -262,8 +265,8 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
       there, here = (x.get(name, 'missing') for x in (theirs, ours))
       if there != here:
         raise IncompatibleError(
-          f'the parameters of {path} do not fit: {name} is {there} there, '
-          f'{here} here'
+          f'the parameters of {path} do not fit: {name} is {there} in the '
+          f'checkpoint, {here} in the agent'
         )
     return _read(path, step, 'variables', shapes)
   except IncompatibleError:
@@ -278,15 +281,17 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
 def newest_intact(
   path: str, check: Callable[[Record], None]
 ) -> tuple[int, Record] | None:
-  """Returns the number of updates and `progress` of the newest good checkpoint.
+  """Finds the newest intact checkpoint: its number of updates and `progress`.
 
-  It reports newer checkpoints, which are damaged, and renames them to
-  `checkpoints/NUM_UPDATES.set_aside`. Without checkpoints, it returns None.
+  Newer checkpoints, which are damaged, are reported and renamed to
+  `checkpoints/NUM_UPDATES.set_aside`. Without checkpoints, this returns None.
 
   Args:
     path: directory of the run.
-    check: raises a ValueError if `progress` does not fit the run's files, or an
-      `IncompatibleError` if no checkpoint of the run can fit.
+    check: raises an `IncompatibleError` if `progress` does not fit the run.
+
+  Raises:
+    ValueError: if all checkpoints are damaged.
   """
   skipped = []
   for step in steps(path):

@@ -34,9 +34,9 @@ class _Reduction(NamedTuple):
 _COUNT = _Reduction(operator.itemgetter(-1), np.sum)
 _RATE = _Reduction(seeds=np.sum)
 _ROUNDED_DOWN = _Reduction(seeds=lambda x: sum(x) // len(x))
-# All other metrics are means, for example the losses of the agents.
+# All other metrics are averaged, for example losses.
 _REDUCTIONS = defaultdict(_Reduction) | {
-  # Rounded in two directions: their sum is that of every agent.
+  # Steps are rounded down and joints up, so that their sum stays exact.
   'env_steps': _ROUNDED_DOWN,
   'frames': _ROUNDED_DOWN,
   'num_joints': _Reduction(seeds=lambda x: -(-sum(x) // len(x))),
@@ -53,9 +53,10 @@ _REDUCTIONS = defaultdict(_Reduction) | {
 
 
 def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
-  """Merges the records of several agents; keeps the numbers that all have.
+  """Merges the records of several agents; keeps only numbers that all have.
 
-  `in_turn` says that the agents ran one after another. Rates are then means.
+  `in_turn` says that the agents ran one after another. The rates of agents are
+  then averaged instead of added.
   """
   merged = {}
   for name in records[0]:
@@ -71,14 +72,14 @@ def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
 
 
 def join_seeds(path: str, directories: Sequence[str]) -> Record:
-  """Writes the records of a run: the means over the finished runs of its seeds.
+  """Writes the records of a run: the means of its seeds, which are finished.
 
   Args:
     path: directory of the run.
     directories: directories of the seeds' runs.
 
   Returns:
-    The summary. Its times are sums; its texts are those of the last seed.
+    The summary. Its times are sums; its texts come from the last seed.
   """
   runs = [
     {record['num_updates']: record for record in workdir.read_records(x)}
@@ -129,7 +130,7 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
 
 @dataclasses.dataclass
 class _Totals:
-  """Sums over the run and since its last record; JSON can hold all fields."""
+  """Sums over the run, and sums since its last record, as types of JSON."""
 
   env_steps: int = 0  # Steps of the whole run so far.
   num_joints: int = 0  # Joints of the whole run so far.
@@ -215,9 +216,9 @@ class Window:
 class JsonLines:
   """A file with one JSON object per line, flushed after each line.
 
-  It keeps the first `num_lines` lines of an existing file; a resumed run writes
-  the later lines again. If one of the first lines is damaged, it keeps only the
-  lines before that one, and a copy of the file.
+  An existing file keeps its first `num_lines` lines; a resumed run writes the
+  later lines again. If one of the kept lines is damaged, the file is copied,
+  and then keeps only the lines before the damaged one.
 
   Attributes:
     num_lines: number of lines in the file.
@@ -246,13 +247,13 @@ class JsonLines:
 
 
 class TensorBoard:
-  """A file of TensorBoard events, by environment steps.
+  """A file of TensorBoard events, whose step is `env_steps`.
 
   TensorBoard ignores older events whose step is `purge_step` or later.
   """
 
   def __init__(self, path: str, purge_step: int = 0):
-    # SummaryWriter does not suit: its thread hangs when the disk is full.
+    # Do not use SummaryWriter: its thread hangs when the disk is full.
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -278,9 +279,10 @@ class TensorBoard:
 
 
 class Wandb:
-  """A run of Weights & Biases, by environment steps; each seed has its own run.
+  """A run at Weights & Biases, whose step is `env_steps`.
 
-  Its name comes from the directory, so that a resumed run continues it.
+  Its name comes from the directory, so that a resumed run continues it. Each
+  seed has a separate run.
   """
 
   def __init__(self, path: str, project: str, config: dict[str, Any]):
@@ -304,7 +306,7 @@ Sink = JsonLines | TensorBoard | Wandb | Terminal
 class Writer:
   """Writes records in a separate thread, so that no sink delays training.
 
-  After an error of a sink, the next call of any method raises a `WriteError`.
+  After a sink fails, the next call of any method raises a `WriteError`.
   """
 
   def __init__(self):
@@ -321,7 +323,7 @@ class Writer:
           sink.close()
         elif self._error is None:
           sink.write(record)
-      except Exception as error:  # The main thread raises it.
+      except Exception as error:  # `_check` raises it in the main thread.
         message = f'{type(sink).__name__} could not write: {error}'
         self._error = self._error or WriteError(message)
         self._error.__cause__ = error
@@ -332,7 +334,7 @@ class Writer:
       raise self._error
 
   def write(self, sinks: Sequence[Sink], record: Record) -> None:
-    """Queues a record for each sink; it waits only if the queue is full."""
+    """Queues a record for each sink; waits only if the queue is full."""
     self._check()
     for sink in sinks:
       self._queue.put((sink, record))
@@ -355,8 +357,8 @@ class Writer:
 class Recorder:
   """Records a run of one or several agents, each with its own seed.
 
-  A run of several agents has a directory for each agent, and its own directory
-  has the means over all agents. Only the first process of a run writes.
+  A run of several agents has a directory for each agent, and the run's main
+  directory has the means of all agents. Only process 0 writes.
 
   Attributes:
     sinks: a list of sinks for each directory.
@@ -370,7 +372,7 @@ class Recorder:
   total_updates: int
   steps_per_update: int  # Joints included.
   start_seconds: float  # `time.perf_counter()` at the start of the process.
-  describe: Callable[[Record], Record]  # Its result is added to each record.
+  describe: Callable[[Record], Record]  # Makes more fields for a run's record.
   is_writer: bool = True  # Whether this process writes.
 
   def __post_init__(self):
@@ -394,7 +396,7 @@ class Recorder:
     self._writer = Writer()
 
   def _on_duration(self, event: str, duration_secs: float, **_) -> None:
-    # Includes the time to read a program from XLA's cache.
+    # This event includes the time to read a program from XLA's cache.
     if event == '/jax/core/compile/backend_compile_duration':
       self._compile_seconds += duration_secs
 
@@ -422,7 +424,7 @@ class Recorder:
       for path, last, number in zip(self._paths, self.last, num_records):
         file = os.path.join(path, 'metrics.jsonl')
         if not progress and os.path.exists(file) and os.path.getsize(file):
-          workdir.set_aside(file)  # The earlier start reached no checkpoint.
+          workdir.set_aside(file)  # An earlier start saved no checkpoint.
         self._files.append(JsonLines(file, number))
         if lost := number - self._files[-1].num_lines:
           print(
@@ -449,7 +451,7 @@ class Recorder:
       self._decisions.append(JsonLines(self._decisions_file, num_decisions))
 
   def add(self, reports: Sequence[Report]) -> None:
-    """Adds a driver's reports, one per agent, and writes its decisions."""
+    """Adds a driver's reports, one per agent, and writes their decisions."""
     for window, report in zip(self._windows, reports):
       window.add(report)
     now = self.times() | {'num_updates': self.num_updates}
@@ -460,14 +462,14 @@ class Recorder:
       self._writer.write(self._decisions, now | decision)
 
   def times(self) -> Record:
-    """Returns the seconds of wall time and compilation, over all resumes."""
+    """Returns seconds of wall time and of compilation, summed over resumes."""
     return {
       'wall_seconds': time.perf_counter() - self.start_seconds,
       'compile_seconds': self._compile_seconds,
     }
 
   def write(self, outcomes: Sequence[Record] = ()) -> None:
-    """Writes the records of the windows; `outcomes` are the evaluations."""
+    """Writes the windows' records, with one evaluation per agent if given."""
     records = [window.record() for window in self._windows]
     for record, outcome in zip(records, outcomes):
       record |= outcome
@@ -500,10 +502,10 @@ class Recorder:
     try:
       self._writer.close(sinks + self._decisions)
     finally:
-      self.terminal.close()  # Before `open`, no list of sinks contains it.
+      self.terminal.close()  # `sinks` contains it only after `open`.
 
   def write_summaries(self, outcome: Record) -> None:
     """Writes each `summary.json`: the last values and `outcome`."""
-    if self.sinks:  # Before `open`, an earlier summary must stay.
+    if self.sinks:  # Before `open`, do not replace an earlier summary.
       for path, last in zip(self._paths, self.last):
         workdir.write_json(os.path.join(path, 'summary.json'), last | outcome)

@@ -38,7 +38,7 @@ limit: {limit}; busy: cores {busy_cores:.0%}, actor/learner devices \
 
 
 def describe_stages(record: Record) -> str:
-  """Returns lines about the stages of actors and learner, or an empty text."""
+  """Describes the stages of actors and learner; '' for Anakin's records."""
   if 'time_update' not in record:
     return ''
   template = _STAGES + (_LIMIT if 'limit' in record else '')
@@ -51,7 +51,7 @@ def describe_stages(record: Record) -> str:
 
 
 class Terminal:
-  """A live panel in a terminal, plain lines elsewhere, or nothing if silent."""
+  """Shows a live panel in a terminal, plain lines elsewhere, or nothing."""
 
   def __init__(
     self,
@@ -68,7 +68,7 @@ class Terminal:
     self._steps_per_update = steps_per_update  # Joints included.
     self._num_seeds = config.get('num_seeds', 1)
     self._live: Live | None = None
-    self._start = 0.0, 0.0  # (time, share done then)
+    self._start = 0.0, 0.0  # (time, share of the run that was done then)
     if self._console.is_terminal and not is_silent:
       self._bar = progress.Progress(
         progress.TextColumn('{task.description}'),
@@ -83,12 +83,12 @@ class Terminal:
       self._live.start()
 
   def _go_silent(self) -> None:
-    """Ends all output if its reader has ended, for example after `| head`."""
+    """Stops all output after its reader has ended, for example `| head`."""
     self._console.quiet = True
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
   def begin(self) -> None:
-    """Shows the run's budget, and that it compiles."""
+    """Shows how many updates and steps are planned, and that podrl compiles."""
     steps, length = self._steps_per_update, self._config.unroll_length
     num_envs, num_seeds = self._config.env.num_envs, self._num_seeds
     text = f'{count(self._num_updates, "update")} of {steps:,} steps'
@@ -102,7 +102,7 @@ class Terminal:
     self.say('compiling')
 
   def start(self, num_updates: int) -> None:
-    """Shows that training starts, with `num_updates` updates done."""
+    """Shows that training starts after `num_updates` earlier updates."""
     self._start = time.perf_counter(), num_updates / self._num_updates
     if self._live:
       self._bar.update(self._task, completed=num_updates)
@@ -146,7 +146,7 @@ class Terminal:
       self._live = None
 
   def print_summary(self, summary: Record, workdir: str) -> None:
-    """Prints the last values of a run as a table, and what to do next."""
+    """Prints the last values of a run as a table, and useful next commands."""
     title = Text(f'{self._name}: {summary["exit"]}')
     table = Table(title=title, show_header=False, title_justify='left')
     table.add_column()
@@ -176,7 +176,7 @@ class Terminal:
     self._console.print(table)
     if summary['exit'] == 'done':
       agent = seed_directories(workdir, self._config)[0][1]
-      # The shell finds `podrl` only in an active environment.
+      # The shell finds `podrl` only if its virtual environment is active.
       podrl = 'podrl' if shutil.which('podrl') else f'{sys.executable} -m podrl'
       for command, path in (
         ('plot', workdir),
@@ -187,7 +187,7 @@ class Terminal:
         self._console.print(line, soft_wrap=True)
 
   def _describe_steps(self, summary: Record) -> str:
-    """Adds up the environment steps and the joints of a summary."""
+    """Describes the sum of a summary's environment steps and joints."""
     steps, num_joints = summary['env_steps'], summary['num_joints']
     done = summary['num_updates'] * self._steps_per_update
     budget = self._num_updates * self._steps_per_update

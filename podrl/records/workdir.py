@@ -4,13 +4,13 @@ config.json      the configuration that the run uses
 metrics.jsonl    one record per line
 decisions.jsonl  one decision of sebulba.autotune per line
 checkpoints/     one directory per checkpoint, named by its number of updates
-.lock            empty; the process that writes the run locks it
+.lock            an empty file; the process that writes the run locks it
 summary.json     the last value of each metric, and how the run ended
-seed_0/ ...      with several seeds: the same files per seed
+seed_0/ ...      with several seeds, a directory with these files for each seed
 
 Anakin trains several seeds together, and saves all of them in the run's
 checkpoints. With Sebulba, each seed is a separate run with its own checkpoints
-(`is_series`). When all of them are done, the run's directory gets their means.
+(`is_series`). After the last seed, the run's directory gets the means of all.
 """
 
 from collections.abc import Iterator, Set
@@ -37,7 +37,7 @@ MOVABLE = tuple(
   'env.path sebulba.actor_devices sebulba.learner_devices sebulba.env_threads '
   'sebulba.hang_seconds'.split()
 )
-# A resumed run may change these fields only by its command line. `config.json`
+# A resumed run may change these fields only on its command line. `config.json`
 # then gets the new values.
 CHANGEABLE = tuple(
   'total_env_steps optimizer.learning_rate agent.gamma agent.lambda_ '
@@ -68,7 +68,7 @@ def one_line(error: BaseException, *, with_kind: bool = False) -> str:
 
 
 def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Returns fields by dotted name; `env.options` stays one field, a dict."""
+  """Maps dotted names to fields; `env.options` stays one field, a dict."""
   fields: dict[str, Any] = {}
   for key, value in config.items():
     name = prefix + key
@@ -131,9 +131,9 @@ def is_run(path: str) -> bool:
 
 
 def is_finished(path: str, total_env_steps: int) -> bool:
-  """Whether the run in a directory has done all its updates.
+  """Returns whether the run in a directory has done all its updates.
 
-  An extended run has the summary of its smaller total until it ends again.
+  Until an extended run ends, its summary still has the earlier total.
   """
   file = os.path.join(path, 'summary.json')
   summary = read_json(file) if os.path.exists(file) else {}
@@ -147,9 +147,9 @@ def is_series(config: ConfigDict) -> bool:
 
 
 def run_of_agent(path: str) -> str | None:
-  """Returns the run whose directory contains `seed_N` of one agent, or None.
+  """Returns the run that contains an agent's directory `RUN/seed_N`, or None.
 
-  It returns None for a seed that is a separate run.
+  If the seed is a separate run, it returns None.
   """
   parent, name = os.path.split(os.path.abspath(path))
   is_seed = re.fullmatch(r'seed_\d+', name) and is_run(parent)
@@ -169,7 +169,7 @@ def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
 
 
 def programs(path: str, config: ConfigDict) -> list[tuple[str, ConfigDict]]:
-  """Returns the directory and configuration of each program of a run."""
+  """Returns directory and configuration of each program; see `is_series`."""
   if not is_series(config):
     return [(path, config)]
   fields = config.to_dict()
@@ -185,7 +185,7 @@ def set_aside(path: str) -> None:
 
 
 def free_name(path: str) -> str:
-  """Returns an unused name for a file or directory that is set aside."""
+  """Returns an unused name, to which a file or directory can be renamed."""
   name, numbers = f'{path}.set_aside', itertools.count(1)
   while os.path.lexists(name):
     name = f'{path}.set_aside_{next(numbers)}'
@@ -244,13 +244,13 @@ def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
 
 
 def check_new(path: str) -> None:
-  """Raises a ValueError if a directory cannot be written or holds a run."""
+  """Raises a ValueError if a directory cannot be written or contains a run."""
   names = ('config.json', 'metrics.jsonl', 'checkpoints')
   found = [x for x in names if os.path.exists(os.path.join(path, x))]
   if 'config.json' in found:
     raise ValueError(
-      f'--workdir={path} already holds a run; add --resume to continue it, or '
-      'choose another directory'
+      f'--workdir={path} already contains a run; add --resume to continue it, '
+      'or choose another directory'
     )
   if found:
     raise ValueError(
@@ -272,7 +272,7 @@ def make(path: str, config: ConfigDict) -> None:
   """Makes a new run in a locked directory, and writes its configuration.
 
   Raises:
-    ValueError: if it cannot be written, or already holds a run.
+    ValueError: if it cannot be written, or already contains a run.
   """
   check_new(path)  # Check again: another run may have begun and ended since.
   try:
@@ -290,11 +290,11 @@ def make(path: str, config: ConfigDict) -> None:
 
 
 def update_config(path: str, config: ConfigDict) -> None:
-  """Writes the values of `CHANGEABLE` fields to the files of a run."""
+  """Writes the values of `CHANGEABLE` fields to each `config.json` of a run."""
   fields = flatten(config.to_dict())
   values = {name: fields[name] for name in CHANGEABLE if name in fields}
-  # Write the run's own file first. If the run is killed before the next file,
-  # it resumes with the new values, and writes the other files then.
+  # Write the run's main file first. If the process is killed before the next
+  # file, a resumed run reads the new values and writes the other files.
   directories = [x for _, x in seed_directories(path, config)]
   for directory in dict.fromkeys([path, *directories]):
     saved = read_config(directory)
@@ -313,8 +313,8 @@ def lock(path: str) -> Iterator[None]:
   with contextlib.ExitStack() as stack:
     try:
       os.makedirs(path, exist_ok=True)
-      # The lock needs its own file, because a run replaces its other files. It
-      # is open for writing, because NFS locks no other files.
+      # The lock needs a separate file, because a run replaces its other files.
+      # The file is open for writing, because NFS requires this for a lock.
       file = open(os.path.join(path, '.lock'), 'a', encoding='utf-8')
       fcntl.flock(stack.enter_context(file), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -334,9 +334,9 @@ def restore_config(
 ) -> list[str]:
   """Copies the configuration of a run, except `MOVABLE` fields, into `config`.
 
-  `overridden` names the fields that the command line sets; they must not differ
-  from those of the run, unless they are `CHANGEABLE`. It returns a message for
-  each field that differed.
+  `overridden` names the fields that the command line sets. Their values must be
+  equal to those of the run, unless the fields are `CHANGEABLE`. The function
+  returns a message for each field that differed.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
   differing = [

@@ -2,5 +2,5 @@
 
 from podrl.run.signals import quiet_imports
 
-with quiet_imports():  # Experiments import this first, which takes seconds.
+with quiet_imports():  # Importing `train` takes seconds.
   from podrl.run import train  # noqa: F401

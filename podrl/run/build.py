@@ -33,7 +33,7 @@ from podrl.types import (
 # Evaluation cuts episodes at this length if the environment has no limit.
 _UNLIMITED_STEPS = 10_000
 
-_MAX_UPDATES = 1024  # One call of Anakin's training has at most this many.
+_MAX_UPDATES = 1024  # One call of Anakin's program runs at most this many.
 
 
 class Run(NamedTuple):
@@ -41,16 +41,16 @@ class Run(NamedTuple):
 
   spec: EnvSpec
   suite: str
-  # The devices of all processes that the run uses.
+  # The devices that the run uses, from all processes.
   devices: Sequence[jax.Device]
   driver: Driver
   evaluate: Callable[..., Evaluation | None]  # See `make_evaluate`.
-  # A key for each agent's evaluations; fold in the number of updates.
+  # One key per agent. An evaluation folds the number of updates into it.
   eval_keys: Sequence[chex.PRNGKey]
   steps_per_update: int  # Environment steps, joints included.
   num_updates: int
-  eval_every_updates: int  # 0 means that evaluation is only at the end.
-  # Updates between checkpoints; 0 means that only time decides.
+  eval_every_updates: int  # 0 means that the run evaluates only at its end.
+  # Updates between checkpoints; 0 turns this period off.
   checkpoint_every_updates: int
   variables: Variables  # Shapes of the variables of all agents.
   warnings: Sequence[str]
@@ -64,8 +64,8 @@ def architecture(config: ConfigDict) -> str:
   names = [k for k, x in SUITES.items() if x.architecture == expected]
   if suite in SUITES and suite not in names:
     raise ValueError(
-      f'config.env.suite={suite} needs an experiment of '
-      f'{SUITES[suite].architecture}, but this is one of {expected}; use '
+      f'config.env.suite={suite} works only with {SUITES[suite].architecture}, '
+      f'but this experiment uses {expected}; set the suite to '
       f'{" or ".join(names)}'
     )
   check_choice('config.env.suite', suite, names)
@@ -86,7 +86,7 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
       else devices.num_named_devices(config)
     )
     spmd.set_num_cpu_devices(num_devices, num_processes)
-    # An actor's small programs are faster in the actor's own thread.
+    # Without asynchronous dispatch, an actor's small programs are faster.
     jax.config.update('jax_cpu_enable_async_dispatch', is_anakin)
   cache = config.compilation_cache
   jax.config.update('jax_enable_compilation_cache', cache != 'off')
@@ -101,7 +101,7 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
 
 
 def _suite(config: ConfigDict) -> Suite:
-  """Returns the environment's suite, and lets it import the run's modules."""
+  """Returns the suite, after making the user's modules importable."""
   for directory in (config.env.get('path', ''), os.getcwd()):
     add_to_path(directory)
   return SUITES[config.env.suite]
@@ -113,7 +113,7 @@ def make_spec(config: ConfigDict) -> EnvSpec:
 
 
 def make_env(config: ConfigDict) -> DeviceEnv:
-  """Makes the environments of an Anakin run; raises as `make_spec` does."""
+  """Makes an Anakin run's environments; raises the errors of `make_spec`."""
   make: Callable[..., Any] = _suite(config).make
   return make(config.env.name, **config.env.options)
 
@@ -130,7 +130,7 @@ def make_host_env(
   """Makes a pool of environments for a Sebulba run.
 
   `seed` is the seed of the first environment. `evaluation` omits the options
-  that only training uses. `render` allows calls of `HostEnv.render`.
+  that only training uses. `render` allows calls to `HostEnv.render`.
   """
   suite = _suite(config)
   omitted = suite.training_options if evaluation else ()
@@ -151,7 +151,7 @@ def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
 
 
 def make_learner(config: ConfigDict, agent: Agent) -> Learner:
-  """Makes the learner of an agent; its state needs values of `hyperparams`."""
+  """Makes an agent's learner; its state must contain `hyperparams(...)`."""
   return learner.make_learner(
     agent,
     make_optimizer(**config.optimizer.to_dict()),
@@ -163,7 +163,7 @@ def make_learner(config: ConfigDict, agent: Agent) -> Learner:
 def hyperparams(
   config: ConfigDict, agent: Agent, num_updates: int
 ) -> Hyperparams:
-  """Returns the hyperparameters of a run: inputs of its compiled programs."""
+  """Returns a run's hyperparameters, which are inputs of compiled programs."""
   variables = jax.eval_shape(agent.init, jax.random.key(0))
   values = {name: config.agent[name] for name in variables.hyperparams}
   num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
@@ -173,13 +173,13 @@ def hyperparams(
 
 
 def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
-  """Counts the updates of a run; raises a ValueError for too many."""
+  """Counts a run's updates; raises a ValueError if there are too many."""
   num_updates = -(-config.total_env_steps // steps_per_update)
   num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
   if num_sgd_steps >= 2**31:  # An int32 counts them.
     raise ValueError(
       f'config.total_env_steps={config.total_env_steps} needs {num_sgd_steps} '
-      'optimiser steps, but podrl can count only 2**31 - 1; use fewer'
+      'optimiser steps, but podrl can count only 2**31 - 1; set a smaller total'
     )
   return num_updates
 
@@ -190,12 +190,13 @@ def make_evaluate(
   agent: Agent,
   env: DeviceEnv | None = None,
 ) -> Callable[..., Evaluation | None]:
-  """Builds the evaluation of an agent, as the configuration says.
+  """Builds the evaluation that the configuration describes.
 
-  An Anakin run may pass the environments `env` that it has made.
+  `env` is for an Anakin run whose environments already exist.
 
-  It is `(variables, rng_key, should_stop) -> Evaluation | None`; see
-  `evaluation`.
+  Returns:
+    `(variables, rng_key, should_stop) -> Evaluation | None`; see
+    `evaluation.make_evaluate`.
   """
   limit = spec.max_episode_steps
   if not 0 < limit < 2**31 - 1:  # The environment has no limit.
@@ -220,8 +221,8 @@ def make_evaluate(
 def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
   """Builds everything that `train` needs.
 
-  `num_resumes` is the number of times that the run was resumed. It changes the
-  seeds of environments on the host.
+  `num_resumes` is the number of times that the run was resumed. The seeds of
+  Sebulba's environments depend on it.
 
   Raises:
     ValueError: for a user's mistake, before anything compiles.
@@ -259,20 +260,21 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
   )
 
 
-# The driver, the devices of all processes, environment steps per update
-# (joints included), the number of updates, and warnings.
+# Contains the driver, the run's devices in all processes, environment steps per
+# update (joints included), the number of updates, and warnings.
 _System = tuple[Driver, Sequence[jax.Device], int, int, Sequence[str]]
 
 
 def _make_anakin(
   config: ConfigDict, env: DeviceEnv, agent: Agent, init_key: chex.PRNGKey
 ) -> _System:
-  """Builds an Anakin run; if resumed, it continues its environments."""
+  """Builds an Anakin run; a resumed run continues the same episodes."""
   run_devices = devices.anakin_devices(config)
   num_envs, unroll_length = config.env.num_envs, config.unroll_length
   steps_per_update = unroll_length * num_envs
   num_updates = _count_updates(config, steps_per_update)
-  # A call reports each of its updates, and ends no later than the next record.
+  # A call ends at or before the next record. Its report has a row per update,
+  # so the number of updates is limited too.
   max_updates = min(config.log.every_updates, _MAX_UPDATES)
   programs = anakin.make_programs(
     env,
@@ -302,7 +304,7 @@ def _make_sebulba(
   init_key: chex.PRNGKey,
   num_resumes: int,
 ) -> _System:
-  """Builds a Sebulba run; if resumed, it starts new environments."""
+  """Builds a Sebulba run; a resumed run starts new episodes."""
   layout = devices.make_layout(config, spec)
   envs_per_host = config.env.num_envs // jax.process_count()
   envs_per_actor = envs_per_host // layout.num_actors
@@ -323,7 +325,7 @@ def _make_sebulba(
     autotune=fields.autotune,
   )
   first_seed = config.seed
-  if num_resumes:  # The same seeds would repeat episodes that it has seen.
+  if num_resumes:  # The same seeds would repeat the earlier episodes.
     key = jax.random.fold_in(jax.random.key(config.seed), num_resumes)
     bound = 2**31 - config.env.num_envs
     first_seed = int(jax.random.randint(key, (), 0, bound))

@@ -1,12 +1,12 @@
-"""Several processes of one run: how they start, agree and watch one another.
+"""Lets the processes of one run start, agree and watch one another.
 
 Every process runs the same updates in the same order. Process 0 decides
 everything that depends on a clock or on a signal. The other processes read its
 decisions from the key-value store of JAX's coordination service.
 
-A thread of each process reports to that store that the process is alive, and
-its progress. Process 0 reads the reports. If a process is silent or makes no
-progress, process 0 writes a verdict, and all processes end with its message.
+A thread of each process writes signs of life and progress to that store.
+Process 0 reads them. If a process is silent or makes no progress, process 0
+writes a message, the verdict. All processes print the verdict and end.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ import time
 from typing import Any
 
 import jax
-from jax._src import distributed  # The store has no public name.
+from jax._src import distributed  # JAX has no public API for the store.
 from jax.experimental import multihost_utils
 
 from podrl.records.workdir import one_line
@@ -60,25 +60,26 @@ class Watchdog:
     self._threads: list[threading.Thread] = []
     self._closed = threading.Event()
     self._ending = threading.Lock()
-    # Any thread calls this before another process's failure ends this process.
+    # The watchdog calls this from any thread before it ends this process.
     self.on_failure = lambda x: print('error:', x, file=sys.stderr, flush=True)
-    # C has only the address of this handler, so an attribute must hold it.
+    # C stores only the address of this handler, so keep a reference to it.
     self._on_abort = _AbortHandler(lambda _: self._end(self._abort_message))
 
   def catch_aborts(self, message: str) -> None:
     """Makes this process end with exit code 1 and `message` if JAX aborts it.
 
     If process 0 is gone or the run cannot start, a thread of JAX's runtime
-    aborts the process. A signal handler in Python would run too late.
+    aborts this process. C calls the handler, because Python would call it too
+    late.
     """
     self._abort_message = message
     ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
 
   def begin(self, process: int, num_processes: int, client: Any) -> None:
-    """Starts the threads; `client` is for JAX's coordination service."""
+    """Starts the threads; `client` calls JAX's coordination service."""
     self._process, self._client = process, client
     self._late = {i: (0, 0, 0, 0) for i in range(num_processes)}
-    own_abort = "JAX's runtime ended process 0; see its messages above"
+    own_abort = "JAX's runtime ended process 0; see JAX's messages above"
     self.catch_aborts('process 0 is gone' if process else own_abort)
     for target in self._report, self._watch_process_0:
       name = f'podrl-cluster-{target.__name__.strip("_")}'
@@ -90,7 +91,7 @@ class Watchdog:
     self._num_beats += 1
 
   def _report(self) -> None:
-    """Reports to process 0, and ends after its verdict; a thread runs this."""
+    """A thread runs this: it reports to process 0, and ends at a verdict."""
     num_signs = 0
     try:
       while not self._closed.wait(_PERIOD_SECONDS):
@@ -112,8 +113,8 @@ class Watchdog:
   def _check_reports(self) -> None:
     """Ends all processes when one of them is silent or hangs.
 
-    This counts periods, not seconds, so that no process looks dead after a
-    suspended machine resumes.
+    It counts periods, not seconds: otherwise, every process would look dead
+    after a suspended machine resumes.
     """
     reports = {}
     for name, text in self._client.key_value_dir_get(store_key('alive')):
@@ -134,7 +135,7 @@ class Watchdog:
       self._end(f'process {names} hangs: no progress for {limit:g} s')
 
   def _watch_process_0(self) -> None:
-    """Ends this process if `_report` gets no answer; a thread runs this."""
+    """A thread runs this: it ends this process if `_report` gets no answer."""
     num_contacts, periods, limit = 0, 0, self._heartbeat_seconds
     while not self._closed.wait(_PERIOD_SECONDS):
       periods = 0 if self._num_contacts != num_contacts else periods + 1
@@ -143,18 +144,18 @@ class Watchdog:
         self._end(f'process 0 is gone: no answer from it for {limit:g} s')
 
   def _write_verdict(self, message: str) -> None:
-    """Tells the others why all processes end; only the first message counts."""
+    """Tells all processes why they end; only the first message counts."""
     try:
       self._client.key_value_set(store_key('verdict', 'first'), message)
     except jax.errors.JaxRuntimeError as error:
       if 'ALREADY_EXISTS' not in str(error):
         print(f'cannot inform the other processes: {error}', file=sys.stderr)
-    if self._process == 0:  # Others must read it before the store ends.
+    if self._process == 0:  # The others must read it before the store ends.
       time.sleep(4 * _PERIOD_SECONDS)
 
   def _end(self, message: str) -> None:
-    """Ends this process because another one failed; it never returns."""
-    self._ending.acquire()  # Never released: a second caller waits for the end.
+    """Ends this process because another one failed; never returns."""
+    self._ending.acquire()  # Never released, so a second caller waits here.
     faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
     try:
       self.on_failure(message)
@@ -167,8 +168,9 @@ class Watchdog:
   def fail(self, message: str, *, is_suspect: bool) -> None:
     """Tells the other processes that this one ends.
 
-    `is_suspect` says that another process may have caused the error, which is
-    so if a collective breaks. The watchdog can then end this process first.
+    `is_suspect` says that another process may have caused the error, for
+    example if a collective failed. The call then waits first, so that the
+    watchdog can end this process and name the other one.
     """
     if is_suspect:
       time.sleep(self._heartbeat_seconds + 4 * _PERIOD_SECONDS)
@@ -185,7 +187,7 @@ class Watchdog:
 
 @dataclasses.dataclass
 class Cluster:
-  """The processes of a run; without arguments, a process that runs alone."""
+  """The processes of a run; `Cluster()` is a process that runs alone."""
 
   process: int = 0  # Index of this process.
   num_processes: int = 1
@@ -204,7 +206,7 @@ class Cluster:
   def _read(self, key: str) -> Any:
     """Waits for a value; the watchdog ends the process if none comes."""
     while True:
-      self.beat()  # A process that waits for another one does not hang.
+      self.beat()  # Waiting for another process does not count as hanging.
       try:
         return json.loads(self.client.blocking_key_value_get(key, 1_000))
       except jax.errors.JaxRuntimeError as error:
@@ -239,13 +241,13 @@ class Cluster:
       text = json.dumps(decision)
       self.client.key_value_set(key, text)
       self._decided.append(key)
-      decision = json.loads(text)  # All processes then get equal values.
+      decision = json.loads(text)  # What the other processes read.
     if 'error' in decision:
       raise ValueError(decision['error'])
     return decision['value']
 
   def gather(self, value: Any) -> list[Any] | None:
-    """Returns the JSON values of all processes in process 0, None elsewhere."""
+    """Returns all JSON values in process 0, and None in the other processes."""
     if not self.is_distributed:
       return [value]
     self.beat()
@@ -257,7 +259,7 @@ class Cluster:
       return None
     own_value = json.loads(json.dumps(value))
     values = [own_value] + [self._read(key) for key in keys[1:]]
-    # Every process got this far, so it has read all earlier decisions.
+    # A process that wrote its value has read all earlier decisions.
     for key in keys[1:] + self._decided:
       self.client.key_value_delete(key)
     self._decided = []
@@ -267,8 +269,8 @@ class Cluster:
     """Returns `function()`, which every process calls.
 
     Raises:
-      ValueError: in all processes, if `function` raises it in one of them. The
-        message names that process.
+      ValueError: in all processes, if `function` raises it in any of them. The
+        message names the process.
     """
     if not self.is_distributed:
       return function()
@@ -308,7 +310,7 @@ class Cluster:
     self.decide(check)
 
   def is_preempted(self) -> bool:
-    """Returns whether a process got SIGTERM; all call it at the same update."""
+    """Asks all processes, at the same update, whether one got SIGTERM."""
     self._num_rounds += 1
     ask = multihost_utils.reached_preemption_sync_point
     return self.is_distributed and ask(self._num_rounds)
@@ -325,7 +327,7 @@ class Cluster:
 
 
 def num_processes() -> int:
-  """Returns the number of processes that JAX's runtime connects, or 1."""
+  """Returns the number of processes in JAX's cluster, or 1 without one."""
   return distributed.global_state.num_processes or 1
 
 
@@ -339,7 +341,7 @@ def version_of_code() -> str:
 
 
 def _await_coordinator(address: str, process: int, seconds: float) -> None:
-  """Waits until the coordinator listens, because JAX would abort otherwise."""
+  """Waits for the coordinator, because JAX aborts if none listens."""
   host, _, port = address.rpartition(':')
   end = time.monotonic() + seconds
   while True:
@@ -350,7 +352,8 @@ def _await_coordinator(address: str, process: int, seconds: float) -> None:
       if time.monotonic() > end:
         raise ValueError(
           f'process {process}: no coordinator answers at {address} within '
-          f"{seconds:g} s ({error}); use process 0's machine and a free port"
+          f'{seconds:g} s ({error}); give the machine of process 0 and a free '
+          'port there'
         ) from error
       time.sleep(0.2)
 
@@ -399,8 +402,8 @@ def start(
   name = 'this process' if process is None else f'process {process}'
   watchdog = Watchdog(heartbeat_seconds, hang_seconds)
   watchdog.catch_aborts(
-    f'{name}: the others did not connect within {start_seconds:g} s, or no '
-    "coordinator could start; see JAX's messages above"
+    f'{name}: the other processes did not connect within {start_seconds:g} s, '
+    "or no coordinator could start; see JAX's messages above"
   )
   try:
     jax.distributed.initialize(
@@ -408,7 +411,7 @@ def start(
       num_processes,
       process,
       initialization_timeout=int(start_seconds),
-      # Longer than the watchdog's, which names the process that is gone.
+      # The watchdog must act first, because it names the process that is gone.
       heartbeat_timeout_seconds=int(2 * heartbeat_seconds + 10),
       shutdown_timeout_seconds=int(heartbeat_seconds + 10),
     )

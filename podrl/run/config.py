@@ -1,8 +1,8 @@
-"""The configuration: its fields, their checks, overrides and the command line.
+"""Defines and checks the configuration, and parses the command line.
 
-One table names every field with its default, its allowed values and a comment.
-Configurations, checks, `--help` and the types of overrides come from it. The
-fields that an agent adds or changes come from `AGENTS`.
+The table `FIELDS` has the default, the allowed values and a comment of every
+field. Configurations, checks, `--help` and the types of overrides use it. The
+table `AGENTS` has the fields that an agent adds or changes.
 """
 
 import ast
@@ -33,9 +33,9 @@ from podrl.run.cluster import Cluster
 
 
 class Range(NamedTuple):
-  """Allowed numbers, from `low` to `high`; infinity is never allowed.
+  """The allowed numbers, from `low` to `high`; infinity is never allowed.
 
-  A tuple is allowed if all its elements are.
+  A tuple is allowed if all its elements are allowed.
   """
 
   low: float
@@ -81,7 +81,7 @@ FIELDS = {
     1, 'Number of independent agents in one run.', Range(1, 2**16)
   ),
   'num_devices': Field(
-    0, 'Devices per process; 0 means all (on a CPU, one per core).', _DEVICES
+    0, 'Devices per process; 0 means all, or at most 8 on a CPU.', _DEVICES
   ),
   'total_env_steps': Field(
     1_000_000,
@@ -107,7 +107,7 @@ FIELDS = {
     64, 'Number of environments in all processes together.', _COUNT
   ),
   'env.options': Field({}, 'Options that are passed to the library.'),
-  'env.path': Field('', 'Directory of MODULE, if the name is MODULE:NAME.'),
+  'env.path': Field('', 'Directory of MODULE, if env.name is MODULE:NAME.'),
   'agent.gamma': Field(0.99, 'Discount per step.', _FRACTION),
   'agent.lambda_': Field(
     1.0, 'Mix of one-step returns (0) and full returns (1).', _FRACTION
@@ -224,7 +224,7 @@ _SEBULBA_FIELDS = {name for name in FIELDS if name.startswith('sebulba.')}
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-  """Raises a ValueError, with similar names, if `value` is not a choice."""
+  """Raises a ValueError that suggests names if `value` is not a choice."""
   if value in choices:
     return
   if near := difflib.get_close_matches(str(value), choices, 3, 0.4):
@@ -235,7 +235,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def _make_config(agent: str, others: Collection[str]) -> ConfigDict:
-  """Makes a configuration without `others`; only `env.options` is unlocked."""
+  """Makes a configuration without `others`; only `env.options` can grow."""
   check_choice('agent', agent, AGENTS)
   values = {name: field.default for name, field in FIELDS.items()}
   values |= {'agent.name': agent, **AGENTS[agent].defaults}
@@ -251,37 +251,37 @@ def _make_config(agent: str, others: Collection[str]) -> ConfigDict:
 
 
 def base_config(agent: str) -> ConfigDict:
-  """Makes an agent's defaults for Anakin; ValueError for an unknown agent."""
+  """Makes an agent's defaults for Anakin; an unknown agent is a ValueError."""
   return _make_config(agent, _SEBULBA_FIELDS)
 
 
 def sebulba_config(agent: str) -> ConfigDict:
-  """Makes an agent's defaults for Sebulba; ValueError for an unknown agent."""
+  """Makes an agent's defaults for Sebulba; an unknown agent is a ValueError."""
   config = _make_config(agent, _ANAKIN_FIELDS)
   config.env.suite = 'envpool'
   return config
 
 
 def check(config: ConfigDict) -> None:
-  """Checks every value that needs neither a device nor an environment.
+  """Checks all that can be checked without a device or an environment.
 
   Raises:
-    ValueError: if a value is wrong; it names the field, value and remedy.
+    ValueError: if a value is wrong; names the field, the value and the remedy.
   """
   fields = flatten(config.to_dict())
   for name, value in fields.items():
     allowed = FIELDS[name].allowed if name in FIELDS else None
     if isinstance(allowed, Range):
       if not allowed.allows(value):
-        each = 'each ' if isinstance(value, tuple) else ''
-        raise ValueError(f'config.{name}={value} must be {each}{allowed}')
+        each = ': each element' if isinstance(value, tuple) else ''
+        raise ValueError(f'config.{name}={value}{each} must be {allowed}')
     elif allowed is not None:
       check_choice(f'config.{name}', value, allowed)
   if not fields['network.hidden_sizes']:
     raise ValueError('config.network.hidden_sizes=() needs one or more widths')
   check_choice('config.agent.name', fields['agent.name'], AGENTS)
   AGENTS[fields['agent.name']].check(fields)
-  # Environment i on the host has the seed `seed` + i, an int32.
+  # Environment i on the host has the seed `seed` + i, which is an int32.
   is_host, num_envs = 'sebulba' in config, fields['env.num_envs']
   bound = 2**31 - num_envs if is_host else 2**32
   if config.seed + config.get('num_seeds', 1) > bound:
@@ -296,7 +296,7 @@ def check(config: ConfigDict) -> None:
     )
   if fields['log.wandb'] and not importlib.util.find_spec('wandb'):
     raise ValueError(
-      "config.log.wandb=True needs wandb; install podrl's extra, "
+      'config.log.wandb=True needs the package wandb; install it with '
       "pip install -e '.[wandb]'"
     )
 
@@ -334,7 +334,8 @@ def _parse(name: str, text: str, default: Any) -> Any:
       return float(value)
   elif isinstance(default, tuple):
     value = value if isinstance(value, tuple | list) else (value,)
-    types = {type(x) for x in default} or {int}  # () holds indices.
+    # A field whose default is () contains indices.
+    types = {type(x) for x in default} or {int}
     if {type(x) for x in value} <= types:
       return tuple(value)
   raise ValueError(
@@ -362,7 +363,7 @@ def _split_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _owner(name: str) -> str:
-  """Names the architecture or the agents that have a field; '' if none has."""
+  """Returns the architecture or the agents that have a field, or ''."""
   if name in _SEBULBA_FIELDS:
     return 'Sebulba'
   if name in _ANAKIN_FIELDS:
@@ -373,15 +374,14 @@ def _owner(name: str) -> str:
 def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
   """Sets fields from `--config.FIELD=VALUE` arguments, in place.
 
-  For an integer field, `1e6` is an integer. Only `env.options` accepts new
-  fields.
+  An integer field also accepts `1e6`. Only `env.options` accepts new fields.
 
   Returns:
-    The names of the fields, with 'env.options' for any option.
+    The names of the fields that were set; each option counts as 'env.options'.
 
   Raises:
-    ValueError: for an argument of another form, an unknown field (with similar
-      names) or a value of the wrong type.
+    ValueError: for an argument of another form, an unknown field, or a value of
+      the wrong type.
   """
   names = set()
   for name, text in _split_overrides(arguments):
@@ -420,15 +420,15 @@ class CommandLine(NamedTuple):
   command: str  # The command that starts the program, without arguments.
   flags: flags.FlagValues
   overrides: Sequence[str]  # Arguments that override fields.
-  task: str = ''  # The argument of `podrl train`: an environment.
+  task: str = ''  # The environment's name, for `podrl train`.
 
 
 class Files(NamedTuple):
   """The files that a run starts with."""
 
-  workdir: str  # The run's own directory.
-  init_from: str = ''  # The run whose parameters it starts from, or empty.
-  is_resumed: bool = False  # Whether it continues the run in `workdir`.
+  workdir: str  # The run's directory.
+  init_from: str = ''  # A run that gives the initial parameters, or empty.
+  is_resumed: bool = False  # Whether the run in `workdir` is continued.
   # How often the run has been resumed, this time included.
   num_resumes: int = 0
 
@@ -446,9 +446,9 @@ def _make_flags() -> flags.FlagValues:
   values = flags.FlagValues()
   for name, default, comment in (
     ('agent', 'ppo', f'the agent: {", ".join(AGENTS)}.'),
-    ('variant', '', "the experiment's variant; empty is its default."),
-    ('workdir', '', "the run's directory; empty is runs/TASK/AGENT-TIME."),
-    ('init_from', '', 'a run whose parameters this run starts from.'),
+    ('variant', '', "the experiment's variant; empty means the default."),
+    ('workdir', '', "the run's directory; empty means runs/TASK/AGENT-TIME."),
+    ('init_from', '', 'a run whose parameters this run starts with.'),
     ('coordinator', '', 'HOST:PORT of process 0; auto if JAX knows it.'),
   ):
     flags.DEFINE_string(name, default, comment, values)
@@ -463,16 +463,16 @@ def _make_flags() -> flags.FlagValues:
   ):
     flags.DEFINE_integer(name, None, comment, low, flag_values=values)
   for name, seconds, comment in (
-    ('start_seconds', 120.0, 'time that processes wait for one another.'),
-    ('heartbeat_seconds', 10.0, 'time after which a silent process is dead.'),
-    ('hang_seconds', 600.0, 'time after which a stuck process ends the run.'),
+    ('start_seconds', 120.0, 'how long processes wait for one another.'),
+    ('heartbeat_seconds', 10.0, 'a process silent for longer counts as dead.'),
+    ('hang_seconds', 600.0, 'a process stuck for longer ends the run.'),
   ):
     flags.DEFINE_float(name, seconds, comment, 1.0, flag_values=values)
   return values
 
 
 def take_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Splits arguments into overrides of fields and all others."""
+  """Splits arguments into overrides of fields and all other arguments."""
   overrides, others, remaining = [], [], list(arguments)
   while remaining:
     argument = remaining.pop(0)
@@ -558,7 +558,7 @@ def resolve_config(
   cluster: Cluster,
   exit_stack: contextlib.ExitStack,
 ) -> tuple[ConfigDict, Files]:
-  """Decides the configuration and the files; all processes get the same.
+  """Decides the configuration and the files; all processes get the same ones.
 
   Args:
     command_line: see `parse_command_line`.
@@ -592,12 +592,12 @@ def resolve_config(
       requested |= {*flatten(config.to_dict())} - {*workdir.CHANGEABLE}
     if values.init_from and workdir.is_series(config):
       raise ValueError(
-        f'--init_from does not fit config.num_seeds={config.num_seeds} in '
-        'Sebulba; train each seed with a command of its own'
+        f'--init_from does not work with config.num_seeds={config.num_seeds} '
+        'in Sebulba; train each seed with a separate command'
       )
     if values.resume and (not values.workdir or values.init_from):
       raise ValueError(
-        '--resume continues a run: it needs --workdir, and it does not fit '
+        '--resume continues the run in --workdir: give --workdir, and omit '
         '--init_from, which starts another run'
       )
     return config, requested
@@ -607,7 +607,7 @@ def resolve_config(
     fields = flatten(config.to_dict())
     cluster.compare({f'config.{k}': v for k, v in fields.items()})
 
-  # Only process 0 runs this. If the run is resumed, it changes `config`.
+  # Only process 0 runs this. For a resumed run, this changes `config`.
   def find_files() -> tuple[dict, Files]:
     path = values.workdir or workdir.default_path(config)
     if source := values.init_from:
@@ -615,13 +615,13 @@ def resolve_config(
     if not is_resumed:
       workdir.check_new(path)
       if values.resume:
-        print(f'{path} holds no run, so a new one starts', file=sys.stderr)
+        print(f'{path} contains no run, so a new run starts', file=sys.stderr)
       add_to_path(os.getcwd())
       config.env.path = config.env.path or module_directory(config.env.name)
       return config.to_dict(), Files(path, values.init_from)
     if parent := workdir.run_of_agent(path):
       raise ValueError(
-        f'--workdir={path} is one agent of {parent}; resume that run'
+        f'--workdir={path} is one agent of {parent}; use --workdir={parent}'
       )
     exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
     messages = workdir.restore_config(config, path, requested)

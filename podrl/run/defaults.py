@@ -1,7 +1,7 @@
-"""Settings for each kind of environment, so that a name is enough to train.
+"""Chooses settings for a kind of environment; the user gives only a name.
 
-The environment's specification and the row of its suite determine the kind.
-No environment has settings of its own.
+The specification and the suite of an environment determine its kinds. No
+environment has special settings.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from podrl.run.config import base_config, sebulba_config
 from podrl.types import Box, EnvSpec
 
 _LARGE_SIDE = 36  # Images of this size or more are large, like Atari's.
-_SPARSE_SIDE = 16  # An MLP reads images of zeros and ones from this size.
+_SPARSE_SIDE = 16  # From this size on, an MLP reads images of zeros and ones.
 
-# Agents that learn once from each unroll need more updates, and larger steps.
+# Agents that learn once from each unroll need more updates and a higher rate.
 _ONE_PASS = {'unroll_length': 8, 'optimizer.learning_rate': 3e-3}
 _LONG_UNROLL = {'unroll_length': 128, 'num_epochs': 4, 'num_minibatches': 8}
-# Huang et al. 2023, arXiv:2310.00036, for IMPALA.
+# IMPALA's settings from Huang et al. 2023, arXiv:2310.00036.
 _CLEANBA = {
   'unroll_length': 20,
   'optimizer.name': 'rmsprop',
@@ -29,7 +29,7 @@ _CLEANBA = {
   'optimizer.max_grad_norm': 40.0,
 }
 
-# Fields by kind; first those of all agents, then those of each agent.
+# Settings by kind: first for all agents, then for each agent.
 _KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
   'numbers': {
     'all': {
@@ -41,7 +41,7 @@ _KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     'impala': _ONE_PASS,
     'a2c': _ONE_PASS,
   },
-  'continuous': {  # Added to those of numbers.
+  'continuous': {  # Added to the settings of another kind.
     'all': {'agent.entropy_cost': 0.0},
     'ppo': {
       'num_epochs': 8,
@@ -49,8 +49,9 @@ _KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
       'optimizer.learning_rate': 7e-4,
     },
   },
-  # Added to those of another kind. With normalisation and four epochs, one of
-  # three seeds never learned MemoryChain; without, six of six did.
+  # Added to the settings of another kind. With normalisation and four epochs,
+  # one of three seeds never learned MemoryChain. With these settings, all six
+  # seeds learned it.
   'memory': {
     'all': {
       'total_env_steps': 1_000_000,
@@ -68,7 +69,7 @@ _KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
       'network.hidden_sizes': (128,),
       'network.shared_torso': True,
     },
-    # With a high rate, the agent improves its first poor policy quickly.
+    # With a high learning rate, the first poor policy improves quickly.
     'ppo': _LONG_UNROLL | {'optimizer.learning_rate': 5e-3},
   },
   'large image': {
@@ -90,7 +91,7 @@ _KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     'impala': _CLEANBA | {'num_minibatches': 4},
     'a2c': _CLEANBA,
   },
-  'large image on a CPU': {  # Added to those of a large image.
+  'large image on a CPU': {  # Added to the settings of a large image.
     'all': {
       'total_env_steps': 1_500_000,
       'env.num_envs': 16,
@@ -108,7 +109,7 @@ _KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def base(task: Task, agent: str) -> ConfigDict:
-  """Makes the agent's defaults for the architecture of an environment."""
+  """Makes the agent's defaults for the architecture that the task needs."""
   is_anakin = SUITES[task.suite].architecture == 'anakin'
   config = (base_config if is_anakin else sebulba_config)(agent)
   config.env.suite, config.env.name = task.suite, task.name
@@ -116,7 +117,7 @@ def base(task: Task, agent: str) -> ConfigDict:
 
 
 def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
-  """Returns the kinds of an environment; settings of later kinds win."""
+  """Returns an environment's kinds; later kinds override earlier ones."""
   size = image_size(spec)
   leaves = jax.tree.leaves(spec.obs)
   if size >= _LARGE_SIDE:
@@ -135,7 +136,7 @@ def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
 
 
 def make_config(task: Task, agent: str, spec: EnvSpec) -> ConfigDict:
-  """Makes the configuration of an agent for an environment of its kind."""
+  """Makes an agent's configuration from the kinds of an environment."""
   config = base(task, agent)
   for kind in kinds(task, spec, jax.default_backend()):
     fields = _KINDS[kind]

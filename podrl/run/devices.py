@@ -14,9 +14,9 @@ from podrl.records.workdir import Record, flatten
 from podrl.types import EnvSpec
 
 # On two cores, one device per core was fastest for the default experiment and
-# for CartPole. With more than eight, the usual batches have small shards.
+# for CartPole. With more than eight devices, the usual shards are too small.
 _MAX_CPU_DEVICES = 8
-_MAX_TUNED_THREADS = 8  # More threads would make the usual pools small.
+_MAX_TUNED_THREADS = 8  # With more threads, the usual pools are too small.
 
 
 class Layout(NamedTuple):
@@ -33,13 +33,13 @@ class Layout(NamedTuple):
 
 
 def _multiples_near(value: int, divisor: int) -> str:
-  """Names the multiples of `divisor` next to `value`, as a remedy."""
+  """Returns the multiples of `divisor` next to `value`, for a message."""
   below = value // divisor * divisor
   return f'{below} or {below + divisor}' if below else f'{divisor}'
 
 
 def _batch_size(config: ConfigDict, num_envs: int) -> tuple[int, str]:
-  """Returns size and unit of the batch on a device that minibatches divide."""
+  """Returns the size and unit (steps or environments) of a device's batch."""
   agent = AGENTS[config.agent.name]
   unit = agent.minibatch_unit(flatten(config.to_dict()))
   return num_envs * (config.unroll_length if unit == 'steps' else 1), unit
@@ -48,7 +48,7 @@ def _batch_size(config: ConfigDict, num_envs: int) -> tuple[int, str]:
 def _check_minibatches(
   config: ConfigDict, num_envs: int, num_devices: int
 ) -> None:
-  """Raises a ValueError if minibatches do not divide a device's batch."""
+  """Raises a ValueError if a device's minibatches would differ in size."""
   num_minibatches = config.num_minibatches
   size, unit = _batch_size(config, num_envs)
   if size % num_minibatches:
@@ -56,8 +56,8 @@ def _check_minibatches(
     divisors = [n for n in range(1, largest + 1) if size % n == 0]
     near = sorted(divisors, key=lambda n: abs(n - num_minibatches))[:2]
     raise ValueError(
-      f'config.num_minibatches={num_minibatches} does not divide the {size} '
-      f'{unit} per update of each of {num_devices} devices; '
+      f'config.num_minibatches={num_minibatches} does not divide {size}, the '
+      f'{unit} per update on each of {num_devices} devices; '
       f'try {" or ".join(map(str, sorted(near)))}'
     )
 
@@ -66,14 +66,14 @@ def num_named_devices(config: ConfigDict) -> int:
   """Counts the CPU devices that each process of a Sebulba run needs.
 
   Raises:
-    ValueError: if some devices between them would not be used.
+    ValueError: if the indices have gaps, so that some devices are not used.
   """
   fields = {k: config.sebulba[k] for k in ('actor_devices', 'learner_devices')}
   fields = {k: indices for k, indices in fields.items() if indices}
   named = sorted({i for indices in fields.values() for i in indices})
   num_devices = 1 + max(named, default=0)
-  # An empty field uses the devices that the other field does not name. So one
-  # device may be without a name.
+  # An empty field uses the devices that the other field does not name, so one
+  # index may be missing.
   if fields and num_devices > len(named) + (len(fields) == 1):
 
     def write(number: Callable[[int], int]) -> str:
@@ -90,7 +90,7 @@ def num_named_devices(config: ConfigDict) -> int:
 
 
 def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
-  """Counts the CPU devices per process that fit the batch of an Anakin run."""
+  """Returns how many CPU devices each process of an Anakin run uses."""
   if config.num_devices:
     return config.num_devices
   fitting = [1]
@@ -103,16 +103,17 @@ def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
 
 
 def on_all_hosts(indices: Sequence[int]) -> list[jax.Device]:
-  """Returns the devices of all processes that have these local indices."""
+  """Returns the devices with these local indices, from all processes."""
   hosts = [jax.local_devices(i) for i in range(jax.process_count())]
   return [host[i] for host in hosts for i in indices]
 
 
 def anakin_devices(config: ConfigDict) -> list[jax.Device]:
-  """Returns the devices of all processes that an Anakin run uses.
+  """Returns the devices that an Anakin run uses, from all processes.
 
   Raises:
-    ValueError: if there are too few, or the batch does not divide over them.
+    ValueError: if there are too few devices, or the batch does not divide over
+      them.
   """
   local, num_processes = jax.local_devices(), jax.process_count()
   num_devices = config.num_devices or len(local)
@@ -142,8 +143,9 @@ def _threads_per_device(config: ConfigDict, num_devices: int) -> int:
     unit, counts = num_devices * jax.process_count(), range(2, most + 1)
     fitting = [n for n in counts if config.env.num_envs % (unit * n) == 0]
     return max(fitting, default=2)
-  # Two threads hide transfers to an accelerator. On two CPU cores, one thread
-  # trains CartPole 1.6 times as fast as two (median of alternating windows).
+  # While one thread transfers data to an accelerator, a second one can work. On
+  # two CPU cores, one thread trains CartPole 1.6 times as fast as two threads
+  # (median, measured alternately).
   is_small = jax.default_backend() == 'cpu' and num_cores() < 4
   return 1 if is_small else 2
 
@@ -159,7 +161,7 @@ def _default_devices(
     actors = tuple(free[: max(1, num_local // 4)])
   if not learners:
     learners = tuple(i for i in range(num_local) if i not in actors) or actors
-    # Keep the most devices that divide the batch, or all if no number does.
+    # Use the largest number of devices that divides the batch, or else all.
     num_actors = len(actors) * _threads_per_device(config, len(actors))
     unit = num_actors * jax.process_count()
     counts = range(1, len(learners) + 1)
@@ -172,7 +174,8 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   """Decides how a Sebulba run uses this host.
 
   Raises:
-    ValueError: if a device does not exist, or the batch does not divide.
+    ValueError: if a device does not exist, or the batch does not divide over
+      the devices.
   """
   fields, local = config.sebulba, jax.local_devices()
   platform = local[0].platform
@@ -188,8 +191,9 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   num_actors = num_actor_devices * threads
   if fields.autotune and num_actors == 1:
     raise ValueError(
-      'config.sebulba.autotune=True needs several actors, but there is one: '
-      f'config.sebulba.threads_per_actor_device={threads}; use 2 or more'
+      'config.sebulba.autotune=True needs several actors, but '
+      f'config.sebulba.threads_per_actor_device={threads} gives only one; use '
+      '2 or more'
     )
   num_envs, num_processes = config.env.num_envs, jax.process_count()
   step = num_actors * num_learners * num_processes
@@ -210,9 +214,10 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   num_learned = num_envs // step * unrolls_per_update  # Per device.
   _check_minibatches(config, num_learned, num_learners * num_processes)
   # On a CPU, the learner needs a core too, unless environment steps are
-  # expensive, because they draw images or simulate several frames. On two
-  # cores, one thread trains CartPole 1.25 times faster than two (alternating
-  # windows), and two train Pong 1.3 times faster than one (separate runs).
+  # expensive, which means that they draw images or simulate several frames. On
+  # two cores, CartPole trains 1.25 times faster with one thread than with two
+  # (measured alternately), and Pong 1.3 times faster with two than with one
+  # (separate runs).
   shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
   is_expensive = spec.frame_skip > 1 or any(len(x) == 3 for x in shapes)
   needs_core = platform == 'cpu' and not is_expensive
@@ -222,7 +227,7 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
 
 
 def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
-  """Returns one line for each fact that a user should know about the layout."""
+  """Returns warnings about too many threads and about unused devices."""
   fields, num_local = config.sebulba, len(jax.local_devices())
   num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
   warnings = []
@@ -231,16 +236,16 @@ def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
   if is_set and has_threads and num_threads > cores:
     warnings.append(
       f'{layout.num_actors} actors x config.sebulba.env_threads='
-      f'{layout.env_threads} are {num_threads} threads for {cores} cores'
+      f'{layout.env_threads} make {num_threads} threads, but there are only '
+      f'{cores} cores'
     )
   num_used = len({*layout.actor_devices, *layout.learner_devices})
   is_set = fields.actor_devices or fields.learner_devices
   if num_used < num_local and not is_set:
     warnings.append(
       f'only {num_used} of {num_local} devices are used: config.env.num_envs='
-      f'{config.env.num_envs} divides over {len(layout.actor_devices)} actor '
-      f'devices, with {layout.threads} actors each, and '
-      f'{len(layout.learner_devices)} learner devices'
+      f'{config.env.num_envs} does not divide over {layout.num_actors} actors '
+      f'and then more than {len(layout.learner_devices)} learner devices'
     )
   return warnings
 

@@ -21,7 +21,7 @@ from podrl.types import (
 )
 
 _CHUNK_STEPS = 128  # Steps between two calls of `should_stop`.
-_NUM_RESAMPLES = 2000  # Number of means for a bootstrap interval.
+_NUM_RESAMPLES = 2000  # Number of resampled means per bootstrap interval.
 
 # Folds one number into each of the keys `[N]`.
 _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
@@ -38,7 +38,7 @@ class Settings(NamedTuple):
   """Settings of an evaluation."""
 
   num_episodes: int  # Episodes of all processes, each in its own environment.
-  # A longer episode is cut here, and its return so far counts.
+  # A longer episode is cut at this length; its return until then counts.
   max_episode_steps: int
   greedy: bool  # Whether to take the policy's mode instead of a sample.
   # Index of this process, which runs its part of the episodes.
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
   num_processes: int = 1
 
   def episodes(self) -> slice:
-    """Returns the episodes of this process."""
+    """Returns the indices of this process's episodes."""
     start = self.process * self.num_episodes // self.num_processes
     end = (self.process + 1) * self.num_episodes // self.num_processes
     return slice(start, end)
@@ -66,11 +66,11 @@ class _State(NamedTuple):
 def make_evaluate(
   env: DeviceEnv, agent: Agent, settings: Settings
 ) -> Callable[..., Evaluation | None]:
-  """Builds an evaluation of an agent on one device.
+  """Builds a function that evaluates an agent on one device.
 
   Returns:
-    `(variables, rng_key, should_stop) -> Evaluation`, or None if
-    `should_stop()` became true before the end.
+    `(variables, rng_key, should_stop) -> Evaluation | None`. The result is None
+    if `should_stop()` became true before the end.
   """
   act = functools.partial(agent.act, greedy=settings.greedy)
 
@@ -126,11 +126,12 @@ def make_host_evaluate(
 ) -> Callable[..., Evaluation | None]:
   """Builds an evaluation that makes a new pool of environments in each call.
 
-  `make_env` is `(num_envs, seed) -> HostEnv`; see `make_evaluate`.
+  `make_env` is `(num_envs, seed) -> HostEnv`. For the result, see
+  `make_evaluate`.
   """
   observe = None
 
-  # All pools use `observe` of the first one, so that `act` compiles only once.
+  # All calls use the first pool's `observe`, so that `act` compiles only once.
   @jax.jit
   def act(variables, keys, t, timestep, carry):
     timestep = timestep._replace(obs=observe(timestep.obs))

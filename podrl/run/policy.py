@@ -1,4 +1,4 @@
-"""A trained policy, for use without the trainer."""
+"""Loads a trained policy, for use without the trainer."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree, Variables
 
 
 def observe(spec: EnvSpec, obs: Tree) -> Tree:
-  """Converts a library's own observations to those that agents see.
+  """Converts a library's observations to the observations that agents see.
 
   Args:
     spec: describes the environment.
@@ -36,13 +36,13 @@ def observe(spec: EnvSpec, obs: Tree) -> Tree:
 
   seen = obs
   if shapes(obs) != expected:
-    # The error below is clearer than these.
+    # If this fails, the error below is clearer.
     with contextlib.suppress(TypeError, KeyError, IndexError):
       seen = spec.observe(obs)
   if shapes(seen) != expected:
     raise ValueError(
-      f'observations have the shapes {shapes(obs)}; the policy takes the '
-      f"shapes of the environment's library, or {expected}"
+      f'observations have the shapes {shapes(obs)}; give them the shapes of '
+      f"the environment's library, or {expected}"
     )
   return jax.tree.map(lambda like, x: x.astype(like.dtype), spec.obs, seen)
 
@@ -51,14 +51,14 @@ def observe(spec: EnvSpec, obs: Tree) -> Tree:
 class Policy:
   """A policy with its variables on one device."""
 
-  config: ConfigDict  # The configuration of its run.
+  config: ConfigDict  # The configuration of the policy's run.
   spec: EnvSpec
   agent: Agent
   variables: Variables
-  num_updates: int  # The number of updates that produced its parameters.
+  num_updates: int  # The number of updates that produced the parameters.
 
   def initial_carry(self, batch_size: int) -> Tree:
-    """Returns the carry before the first step of `batch_size` episodes."""
+    """Returns the carry for the first step of `batch_size` episodes."""
     return self.agent.initial_carry(batch_size)
 
   def __call__(
@@ -73,14 +73,14 @@ class Policy:
 
     Args:
       obs: leaves `[B, *obs_shape]`, as the environment's library gives them.
-      carry: what the last call returned; None at the start of episodes.
+      carry: the carry that the last call returned; None when episodes start.
       is_first: bool `[B]`, whether an episode starts; by default, it is true
         if `carry` is None.
-      rng_key: key to sample actions. By default, they are the policy's mode.
+      rng_key: key to sample actions; without it, actions are the policy's mode.
 
     Returns:
       Actions `[B, ...]` that the environment's library accepts, and the carry
-      `[B, ...]`.
+      `[B, ...]` for the next call.
 
     Raises:
       ValueError: if an observation has another shape.
@@ -111,14 +111,14 @@ class Policy:
 def find_agent(
   path: str, seed: int | None = None
 ) -> tuple[str, ConfigDict, int]:
-  """Finds one agent of a run: the run's path and configuration, and its index.
+  """Returns a run's path and configuration, and the index of its agent.
 
   Args:
     path: a run, or `seed_N` in a run of several agents.
     seed: index of the agent.
 
   Raises:
-    ValueError: if there is no such agent, or several and `seed` is None.
+    ValueError: if there is no such agent, or `seed` is None for several agents.
   """
   path = os.path.normpath(path)
   if parent := workdir.run_of_agent(path):
@@ -126,10 +126,14 @@ def find_agent(
   config = workdir.read_config(path)
   num_seeds = config.get('num_seeds', 1)
   if seed is None and num_seeds > 1:
-    raise ValueError(f'{path} has {num_seeds} agents; name one, {path}/seed_0')
+    raise ValueError(
+      f'{path} has {num_seeds} agents; name one, for example {path}/seed_0'
+    )
   seed = seed or 0
   if not 0 <= seed < num_seeds:
-    raise ValueError(f'{path} has no agent {seed}; it has {num_seeds}')
+    raise ValueError(
+      f'{path} has no agent {seed}; use a number from 0 to {num_seeds - 1}'
+    )
   if workdir.is_series(config):
     return find_agent(workdir.programs(path, config)[seed][0])
   return path, config, seed

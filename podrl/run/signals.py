@@ -13,10 +13,10 @@ DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-  """Makes Ctrl-C end the program after the imports in this block, in one line.
+  """Makes Ctrl-C print one line and end the program after the block's imports.
 
   An exception during the imports would not help: some libraries ignore it, and
-  others raise an error of their own. A second Ctrl-C acts immediately.
+  others raise another error. A second Ctrl-C ends the program immediately.
   """
   is_main = threading.current_thread() is threading.main_thread()
   previous = signal.getsignal(signal.SIGINT)
@@ -37,15 +37,15 @@ def quiet_imports() -> Iterator[None]:
     yield
   finally:
     signal.signal(signal.SIGINT, previous)
-  if is_interrupted:  # An interactive session continues.
+  if is_interrupted:  # KeyboardInterrupt does not end an interactive session.
     raise KeyboardInterrupt if hasattr(sys, 'ps1') else SystemExit(INTERRUPTED)
 
 
 class Signals:
   """Remembers Ctrl-C or SIGTERM; a second signal ends the process immediately.
 
-  A guest is a run inside another program. After the first signal, it restores
-  that program's handlers. Only the main thread can handle signals.
+  `is_guest` says that the run is part of another program. The first signal then
+  restores that program's handlers. Only the main thread can handle signals.
 
   The handlers only set a flag, because an exception during a compiled program
   would lose its donated arrays. In a run of several processes, JAX handles
@@ -56,7 +56,7 @@ class Signals:
     self.exit_code: int | None = None
     # The first signal calls this.
     self.on_signal: Callable[[], None] = lambda: None
-    self.grace_seconds: float | None = None  # After SIGTERM; None is no limit.
+    self.grace_seconds: float | None = None  # Time to end after SIGTERM.
     self.is_distributed = False
     self._is_guest = is_guest
     is_main = threading.current_thread() is threading.main_thread()
@@ -76,14 +76,14 @@ class Signals:
     self.on_signal()
 
   def note(self, exit_code: int | None) -> None:
-    """Makes the run end with this exit code; None changes nothing."""
+    """Sets the exit code if none is set yet; None changes nothing."""
     if self.exit_code is None and exit_code == PREEMPTED and self.grace_seconds:
-      # If the run hangs, this prints all stacks and exits with 1.
+      # If the run has not ended by then, this prints all stacks and exits.
       faulthandler.dump_traceback_later(self.grace_seconds, exit=True)
     self.exit_code = self.exit_code or exit_code
 
   def is_set(self) -> bool:
-    """Returns whether a signal has come."""
+    """Returns whether a signal has arrived."""
     return self.exit_code is not None
 
   def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Trains an environment by its name: `podrl train` and `podrl.train`."""
+"""Trains an agent in a named environment: `podrl train` and `podrl.train`."""
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
@@ -16,7 +16,7 @@ from podrl.run import config as configs
 from podrl.run import train as runs
 from podrl.run.signals import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
 
-# A run changes these settings for the whole process.
+# A run changes these settings of the whole process; `train` restores them.
 _JAX_SETTINGS = (
   'jax_enable_compilation_cache',
   'jax_compilation_cache_dir',
@@ -55,7 +55,7 @@ def parse(
 
 
 def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
-  """Finds the environment, and the section `env` of a run to resume."""
+  """Returns the environment, and the fields `env` of a run that is resumed."""
   text, values = command_line.task, command_line.flags
   saved = ConfigDict()
   if values.resume and files.is_run(values.workdir):
@@ -64,8 +64,8 @@ def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
       return Task(saved.suite, saved.name), saved
   if not text:
     raise ValueError(
-      'give the name of an environment, as in podrl train CartPole-v1; podrl '
-      'envs lists the names'
+      'give the name of an environment, as in podrl train CartPole-v1; the '
+      'command podrl envs lists the names'
     )
   return find_task(text), saved
 
@@ -80,7 +80,7 @@ def _get_config(
   config.env.options.update(saved.get('options', {}))
   config.env.path = saved.get('path', '')
   configs.apply_overrides(config, command_line.overrides)
-  # `make_spec` needs this first, because it uses devices.
+  # `make_spec` uses devices, so JAX must be set up first.
   build.set_up_jax(config, cluster.num_processes())
   if task.note and jax.process_index() == 0:
     print(task.note, file=sys.stderr)
@@ -97,7 +97,7 @@ def train(
   resume: bool,
   config: Mapping[str, Any],
 ) -> Trained:
-  """Trains an environment; see `podrl.train`."""
+  """Trains an agent in an environment; see `podrl.train`."""
   options = {'agent': agent, 'steps': steps, 'workdir': workdir}
   options |= {'seed': seed or None, 'seeds': seeds if seeds != 1 else None}
   arguments = [name, *(['--resume'] if resume else ())]

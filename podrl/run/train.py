@@ -1,4 +1,4 @@
-"""The entry point of experiments, `train.main(get_config)`, and the loop.
+"""Runs experiments: the entry point `main(get_config)` and the training loop.
 
 All processes of a run execute the same loop. Process 0 decides everything that
 depends on a clock or a signal, and the other processes follow.
@@ -47,7 +47,7 @@ from podrl.run.signals import (
 from podrl.types import Culprit, Report, Tree, Variables
 
 _ROUND_SECONDS = 0.5  # A signal waits at most about this long.
-_LARGE = 1e6  # Larger parameters have diverged.
+_LARGE = 1e6  # Parameters above this size have diverged.
 
 _OUTCOMES = {
   DONE: 'done',
@@ -57,7 +57,7 @@ _OUTCOMES = {
 }
 
 
-# Fields that decide which parameters an agent has.
+# Prefixes of the fields that decide which parameters an agent has.
 _SHAPING = (
   'agent.name',
   'agent.normalize_',
@@ -164,7 +164,7 @@ def execute(
   except ValueError as error:
     outcome = Outcome(MISTAKE, error=str(error))
   except BaseException as error:
-    if cluster.watchdog:  # Otherwise this process and the others hang.
+    if cluster.watchdog:  # Without this, all processes would hang.
       traceback.print_exc()
       message = workdir.one_line(error, with_kind=True)
       cluster.watchdog.fail(message, is_suspect=True)
@@ -203,12 +203,12 @@ def _train_programs(
   exit_stack: contextlib.ExitStack,
   command: str,
 ) -> Outcome:
-  """Trains the programs of a run, one after another, until one fails.
+  """Trains the programs of a run, one after another, until one ends early.
 
   Args:
     root: the files of the whole run.
     start_seconds: `time.perf_counter()` at the start of the process.
-    exit_stack: receives the locks.
+    exit_stack: receives the locks of the directories.
     command: how the user started the run, without arguments.
 
   Returns:
@@ -249,7 +249,7 @@ def _train_programs(
       program, built, files, variables, recorder, signals, cluster, command
     )
     outcome = trainer.train()
-    if cluster.watchdog:  # Later failures do not belong to this program.
+    if cluster.watchdog:  # Later failures must not change this program's files.
       cluster.watchdog.on_failure = _print_error
     if outcome.exit_code:
       return outcome._replace(workdir=root.workdir)
@@ -293,7 +293,7 @@ def _build(
 def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
   """Reads initial variables from a run, or from one agent of a run.
 
-  `like` has the shapes of all agents of this run.
+  `like` has the shapes of this run's variables, which contain all its agents.
   """
   num_seeds = config.get('num_seeds', 1)
   if num_seeds == 1:
@@ -314,7 +314,7 @@ def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
   except checkpoint.IncompatibleError as error:
     there, here = (workdir.flatten(x.to_dict()) for x in (theirs, config))
     differing = [
-      f'config.{k} is {there[k]} there, {x} here'
+      f'config.{k} is {there[k]} in that run, {x} in this run'
       for k, x in here.items()
       if k.startswith(_SHAPING) and k in there and there[k] != x
     ]
@@ -349,7 +349,7 @@ class _Trainer:
       outcome = self._fail(exception, outcome)
     finally:
       if hanging := self.run.driver.close():
-        print(f'{hanging} did not return; all stacks:', file=sys.stderr)
+        print(f'{hanging} did not return; all stacks follow:', file=sys.stderr)
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
         outcome = outcome._replace(
@@ -363,7 +363,7 @@ class _Trainer:
     return outcome
 
   def _train(self) -> int:
-    """Trains to the end or to a signal; returns the exit code."""
+    """Trains until the end or a signal; returns the exit code."""
     recorder, signals = self.recorder, self.signals
 
     def on_failure(message: str) -> None:
@@ -382,12 +382,12 @@ class _Trainer:
     self.run.driver.start(self._restore)
     keep = self.config.checkpoint.keep
     self.checkpoints = checkpoint.Checkpoints(self.files.workdir, keep)
-    if self.variables is not None:  # No other file of this run contains them.
+    if self.variables is not None:  # A resumed run cannot get them elsewhere.
       self._save()
     is_finished = self._loop()
     self._save()
     if recorder.num_updates_since_record:
-      recorder.write()  # A resumed run continues the window of the checkpoint.
+      recorder.write()  # After `_save`: a resumed run continues this window.
     self.checkpoints.wait()
     if is_finished:
       return DONE
@@ -405,7 +405,7 @@ class _Trainer:
       if self.checkpoints and not watchdog and not is_expected:
         leaves = jax.tree.leaves(self.run.driver.state)
         if not any(x.is_deleted() for x in leaves):
-          self._save()  # The state is valid, for example if an actor failed.
+          self._save()  # The state is valid, for example after an actor failed.
       if self.recorder.num_updates_since_record:
         self.recorder.write()
     cause = None if is_expected else exception
@@ -440,7 +440,7 @@ class _Trainer:
     return outcome
 
   def _describe(self, outcome: Outcome) -> Record:
-    """Makes the fields of a summary other than the last values of metrics."""
+    """Makes the fields that a summary adds to the last value of each metric."""
     run, recorder = self.run, self.recorder
     ending = recorder.times() | describe_machine(run.devices, run.suite)
     ending['exit'] = _OUTCOMES[outcome.exit_code]
@@ -485,7 +485,7 @@ class _Trainer:
     """Finds the checkpoint to resume from and prints its number of updates."""
     path, num_devices = self.files.workdir, len(self.run.devices)
     found = checkpoint.newest_intact(path, self._check_progress)
-    message = f'{path}: no checkpoint yet, so it starts from the beginning'
+    message = f'{path}: no checkpoint yet, so the run starts from step 0'
     if found:
       step, progress = found
       message = f'{path}: resuming after update {step}{self.run.resume_note}'
@@ -554,7 +554,7 @@ class _Trainer:
         advance = functools.partial(driver.advance, num_updates, plan)
         reports = meter.measure(advance)
         if cluster.is_distributed and driver.error:
-          raise driver.error  # Other processes would wait for this one.
+          raise driver.error  # Otherwise, the other processes wait forever.
         rate = reports[0].num_updates / reports[0].seconds
         most = min(2 * self.updates_per_round, int(_ROUND_SECONDS * rate))
         self.updates_per_round = max(1, most)
@@ -566,7 +566,7 @@ class _Trainer:
   def _next_round(self) -> tuple[int | None, bool, int, dict[str, Any]]:
     """Decides in process 0 what all processes do next.
 
-    It returns four values: the exit code if a signal ends the run, or None;
+    Returns four values: the exit code if a signal ends the run, or None;
     whether to save; the number of updates to run; and the driver's plan.
     """
     run, config, recorder = self.run, self.config, self.recorder
@@ -586,14 +586,14 @@ class _Trainer:
     return self.signals.exit_code, is_save, num_updates, self.run.driver.plan()
 
   def _gather(self, value: Any) -> list[Any]:
-    """Gathers JSON values in process 0, and the signals of all processes."""
+    """Gathers JSON values in process 0; notes the signals of all processes."""
     gathered = self.cluster.gather([self.signals.exit_code, value]) or []
     for exit_code, _ in gathered:
       self.signals.note(exit_code)
     return [value for _, value in gathered]
 
   def _add(self, reports: Sequence[Report]) -> None:
-    """Adds the reports of all processes to the records; checks the losses."""
+    """Adds the reports of all processes to the records; checks their losses."""
     others = self._gather([local_part(report) for report in reports])[1:]
     merged = [merge_processes(x, parts) for x, *parts in zip(reports, *others)]
     self.recorder.add(merged)
@@ -605,7 +605,7 @@ class _Trainer:
         raise FloatingPointError(message)
 
   def _find_sound_checkpoint(self) -> int | None:
-    """Returns the newest checkpoint, or None if it has diverged too."""
+    """Returns the newest checkpoint, or None if its parameters diverged."""
     path = self.files.workdir
     assert self.checkpoints is not None
     self.checkpoints.wait()
@@ -624,7 +624,7 @@ class _Trainer:
     Args:
       agent: index of the agent.
       found: `Report.culprit` of each process, as JSON.
-      checkpoint_step: what `_find_sound_checkpoint` returned.
+      checkpoint_step: the result of `_find_sound_checkpoint`.
     """
     text = (
       f'the loss of seed {self.config.seed + agent} is NaN or infinite at '
@@ -646,7 +646,7 @@ class _Trainer:
     )
 
   def _write_record_if_due(self) -> bool:
-    """Evaluates and writes a record; returns false if a signal stopped it."""
+    """Evaluates and writes a record if due; returns false after a signal."""
     run, recorder, signals = self.run, self.recorder, self.signals
     is_end = recorder.num_updates == run.num_updates
     is_evaluation = is_end or self._is_due(run.eval_every_updates)
@@ -656,7 +656,7 @@ class _Trainer:
     outcomes = self._evaluate() if is_evaluation else []
     if run.driver.error:  # An actor failed during the evaluation.
       raise run.driver.error
-    if outcomes is None:  # The resumed run evaluates and writes the record.
+    if outcomes is None:  # The resumed run will write this record.
       signals.note(self.cluster.decide(lambda: signals.exit_code))
       return False
     recorder.write(outcomes)

@@ -634,11 +634,11 @@ def test_evaluation_leaves_out_what_only_training_uses():
     ),
     (
       {'network.recurrent': 'gru', 'num_minibatches': 3},
-      'does not divide the 8 environments per update of each of 2',
+      'does not divide 8, the environments per update on each of 2',
     ),
     ({'network.initial_scale': 0.0}, 'at least 0.01 and at most 10'),
     ({'env.name': 'Go9x9-v1'}, '2 players'),
-    ({'env.suite': 'gymnax'}, 'needs an experiment of anakin'),
+    ({'env.suite': 'gymnax'}, 'works only with anakin'),
     ({'env.num_envs': 15}, 'try 12 or 16'),
     ({'sebulba.learner_devices': (0, 1, 2)}, '3 learner devices; try 12 or 18'),
     ({'sebulba.learner_devices': (4,)}, '0 to 3'),
@@ -662,7 +662,7 @@ def test_evaluation_leaves_out_what_only_training_uses():
     ({'sebulba.max_lag': 10**12}, 'at most 1024'),
     ({'sebulba.hang_seconds': 1e30}, 'at most 1000000'),
     ({'env.num_envs': 10**12}, 'at most 16777216'),
-    ({'total_env_steps': 10**15}, 'only 2**31 - 1; use fewer'),
+    ({'total_env_steps': 10**15}, 'only 2**31 - 1; set a smaller total'),
     ({'num_minibatches': 7}, 'try 4 or 8'),
   ],
 )
@@ -687,7 +687,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
   'field,value,message',
   [
-    ('env_threads', 64, '2 actors x config.sebulba.env_threads=64 are 128'),
+    ('env_threads', 64, '2 actors x config.sebulba.env_threads=64 make 128'),
     ('threads_per_actor_device', 16, '16 actors x'),
   ],
 )

@@ -714,7 +714,7 @@ def test_others_that_never_come_are_reported_in_a_line(tmp_path):
   )
   assert outcome.returncode == 1
   assert outcome.stderr.splitlines()[-1] == (
-    'error: process 0: the others did not connect within 2 s, or no '
+    'error: process 0: the other processes did not connect within 2 s, or no '
     "coordinator could start; see JAX's messages above"
   )
 

@@ -492,7 +492,7 @@ def test_records_without_a_checkpoint_are_set_aside(workdir):
   [
     (False, False, 'another process is writing to'),
     (True, False, 'another process is writing to'),
-    (True, True, 'already holds a run'),
+    (True, True, 'already contains a run'),
   ],
 )
 def test_two_processes_do_not_write_one_run(
@@ -572,13 +572,15 @@ def test_init_from_takes_only_the_parameters(
     ([f'--init_from={tmp_path}'], 'is not a run'),
     (
       [init_from, '--config.network.hidden_sizes=(9,)'],
-      'do not fit: params/params/Dense_0/kernel is float32[8, 3] there, '
-      'float32[9, 3] here; config.network.hidden_sizes is (8,) there, (9,)',
+      'do not fit: params/params/Dense_0/kernel is float32[8, 3] in the '
+      'checkpoint, float32[9, 3] in the agent; config.network.hidden_sizes is '
+      '(8,) in that run, (9,)',
     ),
     (
       [init_from, '--config.agent.normalize_observation=True'],
-      'do not fit: statistics/obs/mean is missing there, float32[10, 5] here; '
-      'config.agent.normalize_observation is False there, True here',
+      'do not fit: statistics/obs/mean is missing in the checkpoint, '
+      'float32[10, 5] in the agent; config.agent.normalize_observation is '
+      'False in that run, True in this run',
     ),
     (
       [init_from, '--config.num_seeds=2'],
@@ -624,7 +626,8 @@ def test_one_agent_of_several_is_not_a_run(tmp_path, monkeypatch, capfd):
     podrl.load(workdir)
   new = tmp_path / 'new'
   assert helpers.run(new, f'--init_from={workdir}') == train.MISTAKE
-  assert f'2 agents; name one, {workdir}/seed_0' in capfd.readouterr().err
+  expected = f'2 agents; name one, for example {workdir}/seed_0'
+  assert expected in capfd.readouterr().err
   with monkeypatch.context() as patch:
     _signal_at(patch, Anakin, 'advance', 1)
     init_from = f'--init_from={workdir}/seed_1'

@@ -106,7 +106,7 @@ def test_mistakes(finished, tmp_path, capsys):
     (
       tmp_path / 'new',
       [f'--init_from={finished}/seed_0', '--config.num_seeds=2'],
-      'does not fit config.num_seeds=2',
+      'does not work with config.num_seeds=2',
     ),
     (
       tmp_path / 'new',

@@ -219,7 +219,7 @@ def test_parameters_are_bitwise_reproducible():
     (['--variant=x'], 'variant=x is unknown'),
     (['--config.env.name=Catch'], 'Catch-bsuite'),
     (['--config.env.suite=gym'], 'did you mean gymnax'),
-    (['--config.env.suite=envpool'], 'needs an experiment of sebulba'),
+    (['--config.env.suite=envpool'], 'works only with sebulba'),
     (['--config.env.options.size=3'], 'max_steps_in_episode'),
     (
       [
@@ -233,12 +233,12 @@ def test_parameters_are_bitwise_reproducible():
     (['--config.network.recurrent=grru'], 'did you mean gru'),
     (
       ['--config.network.recurrent=gru', '--config.num_minibatches=3'],
-      'does not divide the 4 environments per update of each of 2 devices',
+      'does not divide 4, the environments per update on each of 2 devices',
     ),
     (['--config.env.num_envs=9'], 'try 8 or 10'),
     (['--config.env.num_envs=0'], 'at least 1'),
     (['--config.eval.num_episodes=1e20'], 'at most'),
-    (['--config.total_env_steps=1e15'], 'only 2**31 - 1; use fewer'),
+    (['--config.total_env_steps=1e15'], 'only 2**31 - 1; set a smaller total'),
     (['--config.env.options.max_steps_in_episode=99999999999'], '2**31'),
     (['--config.unroll_length=-1'], 'at least 1'),
     (['--config.num_minibatches=7'], 'try 4 or 8'),
@@ -278,7 +278,7 @@ def test_a_workdir_is_never_overwritten(tmp_path, capsys):
   assert helpers.run(tmp_path) == 0
   before = (tmp_path / 'metrics.jsonl').read_text()
   assert helpers.run(tmp_path) == train.MISTAKE
-  assert 'already holds a run' in capsys.readouterr().err
+  assert 'already contains a run' in capsys.readouterr().err
   assert (tmp_path / 'metrics.jsonl').read_text() == before
   (tmp_path / 'file').write_text('')
   assert helpers.run(tmp_path / 'file') == train.MISTAKE
