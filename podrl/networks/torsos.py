@@ -109,6 +109,24 @@ def _extract_patches(
   return jnp.concatenate(patches, axis=-1)
 
 
+def _multiply_patches(
+  x: jax.Array, kernel: jax.Array, *, stride: int, padding: str
+) -> jax.Array:
+  """Computes a convolution as one matrix product over patches."""
+  patches = _extract_patches(x, kernel.shape[0], stride, padding)
+  return patches @ kernel.reshape(-1, kernel.shape[-1])
+
+
+def _convolve(
+  x: jax.Array, kernel: jax.Array, *, stride: int, padding: str
+) -> jax.Array:
+  """Computes a convolution by XLA's own operation."""
+  axes, strides = ('NHWC', 'HWIO', 'NHWC'), (stride, stride)
+  return jax.lax.conv_general_dilated(
+    x, kernel, strides, padding, dimension_numbers=axes
+  )
+
+
 class Conv(nn.Module):
   """A 2D convolution from `[N, H, W, C]` to `[N, H', W', features]`."""
 
@@ -117,7 +135,7 @@ class Conv(nn.Module):
   stride: int = 1  # Stride in both directions.
   padding: str = 'VALID'  # 'VALID' or 'SAME'.
   # Whether to compute the convolution as a matrix product over patches; the
-  # result is the same. None means yes on a CPU, and no on other backends.
+  # result is the same. None means yes in programs for a CPU, and no in others.
   matmul: bool | None = None
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
 
@@ -128,18 +146,16 @@ class Conv(nn.Module):
     zeros = nn.initializers.zeros_init()
     bias: Any = self.param('bias', zeros, (self.features,))
     x, kernel, bias = (a.astype(self.dtype) for a in (x, kernel, bias))
-    # On a CPU, XLA's convolution has a ten times slower gradient inside a scan.
-    matmul = self.matmul
-    if matmul is None:
-      matmul = jax.default_backend() == 'cpu'
-    if matmul:
-      patches = _extract_patches(x, self.kernel, self.stride, self.padding)
-      x = patches @ kernel.reshape(-1, self.features)
-    else:
-      strides, axes = (self.stride, self.stride), ('NHWC', 'HWIO', 'NHWC')
-      x = jax.lax.conv_general_dilated(
-        x, kernel, strides, self.padding, dimension_numbers=axes
+    options: Any = {'stride': self.stride, 'padding': self.padding}
+    product = functools.partial(_multiply_patches, **options)
+    convolution = functools.partial(_convolve, **options)
+    if self.matmul is None:
+      # On a CPU, XLA's convolution has a ten times slower gradient in a scan.
+      x = jax.lax.platform_dependent(
+        x, kernel, cpu=product, default=convolution
       )
+    else:
+      x = (product if self.matmul else convolution)(x, kernel)
     return x + bias[None, None, None]
 
 

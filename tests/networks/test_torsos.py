@@ -43,6 +43,16 @@ def test_matmul_convolution_equals_lax(padding, kernel, stride, size):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_a_convolution_fits_the_platform_of_its_program(platform):
+  conv = torsos.Conv(5, 3)
+  x = jnp.zeros((2, 10, 10, 3))
+  params = jax.eval_shape(conv.init, jax.random.key(0), x)
+  loss = jax.grad(lambda params, x: jnp.sum(conv.apply(params, x)))
+  lowered = jax.jit(loss).trace(params, x).lower(lowering_platforms=(platform,))
+  assert ('stablehlo.convolution' in lowered.as_text()) == (platform == 'tpu')
+
+
 @pytest.mark.parametrize(
   'shape,expected',
   [
