@@ -27,7 +27,7 @@ _ONLY = {
   'threading': ('drivers/', 'run/cluster', 'run/signals', 'records/'),
   'shard_map': ('drivers/spmd',),
   'Mesh(': ('drivers/spmd',),
-  'lax.p': ('core/learner',),
+  'lax.pmean|lax.pmax|lax.pmin': ('core/learner',),
   'all_gather|all_to_all|psum|ppermute': (),
   'ConfigDict': ('run/', 'records/', 'tools/', '__init__'),
 }
