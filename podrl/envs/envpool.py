@@ -92,14 +92,15 @@ def _check(
       f'env.name={name} has {num_players} players, but podrl trains only one; '
       'choose a task with one player'
     )
-  with warnings.catch_warnings(action='ignore'):  # Warnings about rounding.
-    spec = spaces.env_spec(
-      name,
-      library_spec.gymnasium_observation_space,
-      library_spec.gymnasium_action_space,
-      int(config.get('frame_skip', 1)),
-      int(config['max_episode_steps']),
-    )
+  # envpool gives its bounds as float64, and gymnasium warns for each pool.
+  warnings.filterwarnings('ignore', '.*precision lowered by casting')
+  spec = spaces.env_spec(
+    name,
+    library_spec.gymnasium_observation_space,
+    library_spec.gymnasium_action_space,
+    int(config.get('frame_skip', 1)),
+    int(config['max_episode_steps']),
+  )
   return spec, options
 
 
@@ -182,5 +183,4 @@ def make(
       raise RuntimeError('to draw, MuJoCo needs libEGL loaded before envpool')
     return pool.render()[0].copy()
 
-  with warnings.catch_warnings(action='ignore'):  # Warnings about rounding.
-    return joints.make_host_env(spec, pool, None, close=pool.close, render=draw)
+  return joints.make_host_env(spec, pool, None, close=pool.close, render=draw)

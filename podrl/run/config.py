@@ -282,8 +282,7 @@ def check(config: ConfigDict) -> None:
   check_choice('config.agent.name', fields['agent.name'], AGENTS)
   AGENTS[fields['agent.name']].check(fields)
   # Environment i on the host has the seed `seed` + i, which is an int32.
-  is_host, num_envs = 'sebulba' in config, fields['env.num_envs']
-  bound = 2**31 - num_envs if is_host else 2**32
+  bound = 2**31 - fields['env.num_envs']
   if config.seed + config.get('num_seeds', 1) > bound:
     bound -= config.get('num_seeds', 1) - 1
     raise ValueError(f'config.seed={config.seed} must be less than {bound}')

@@ -383,7 +383,8 @@ def compare(
       rates[way] = _measure_apart(fields, size_range, way.endswith(' cpu'))
       lines.append(f'  {way}: {rates[way]:,.0f} steps/s')
     except ValueError as error:
-      lines.append(f'  {way}: not measured: {error}')
+      reason = str(error).partition(';')[0]  # The rest lists similar names.
+      lines.append(f'  {way}: not measured: {reason}')
   return [verdict(rates), *lines]
 
 

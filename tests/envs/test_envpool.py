@@ -1,5 +1,7 @@
 """envpool tasks as a HostEnv: joints, spaces, seeds, mistakes."""
 
+import warnings
+
 import envpool
 import jax
 import numpy as np
@@ -22,6 +24,12 @@ def _random_walk(
   timesteps = [env.reset(), *map(env.step, actions)]
   env.close()
   return env, timesteps, actions
+
+
+def test_a_pool_gives_no_warnings():
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    adapter.make('CartPole-v1', 2, 0).close()
 
 
 def test_joints_are_where_envpool_resets():
