@@ -25,6 +25,7 @@ and the run resumes there. In this list, brackets show the defaults:
   --spot               cheaper, but Google may preempt the slice
   --keep               do not delete the slice; the next run with this name uses it
   --fetch-checkpoints  fetch the checkpoints too
+  --no-check           do not compile the run for the slice before creating it
   --create-attempts=5  give up if no slice works after this many attempts in a row
   --backoff-seconds=30 pause after the first failure; it doubles each time
   --poll-seconds=20    pause between two checks of the slice's state
@@ -132,6 +133,26 @@ is_group() { [[ $family == tpu7x ]]; }
 
 # Runs a gcloud command for queued resources; $1 is, for example, create.
 tpu() { run gcloud compute tpus queued-resources "$@" "${where[@]}"; }
+
+# Compiles the run for the slice, on this machine: a run that the compiler refuses or
+# that needs too much memory must not create anything.
+check_run() {
+  local python words=() word
+  python=$(command -v python || command -v python3)
+  if ! "$python" -c 'import libtpu, podrl' 2>/dev/null; then
+    say "libtpu or podrl is not installed here, so the run is not compiled first"
+    return
+  fi
+  for word in "$@"; do
+    [[ ${words[0]-} || $word == *.py ]] && words+=("$word")
+  done
+  if [[ ! ${words[0]-} ]]; then
+    say 'the command names no experiment, so the run is not compiled first'
+    return
+  fi
+  run "$python" -m podrl compile "${words[@]}" "--target=$accelerator" \
+    || mistake "the run does not compile for $accelerator; --no-check creates it anyway"
+}
 
 create_slice() {
   local policy=() spot_flags=() region=${zone%-*}
@@ -396,7 +417,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 mount=/mnt/podrl # Each host mounts the bucket here.
 scopes=--scopes=https://www.googleapis.com/auth/cloud-platform
 accelerator='' name='' zone='' project='' bucket='' topology='' spot='' keep=''
-dry_run='' exclude_checkpoints=yes
+no_check='' dry_run='' exclude_checkpoints=yes
 create_attempts=5 backoff_seconds=30 poll_seconds=20
 while (($#)); do
   word=${1%%=*} word=${word#--}
@@ -407,7 +428,7 @@ while (($#)); do
     --create-attempts=* | --backoff-seconds=* | --poll-seconds=*)
       [[ ${1#*=} =~ ^[0-9]{1,5}$ ]] || mistake "$1 is not a number"
       printf -v "${word//-/_}" %s "${1#*=}" ;;
-    --spot | --keep | --dry-run) printf -v "${word//-/_}" yes ;;
+    --spot | --keep | --no-check | --dry-run) printf -v "${word//-/_}" yes ;;
     --fetch-checkpoints) exclude_checkpoints='' ;;
     --) break ;;
     *) mistake "'$1' is unknown; --help lists the options; put the command after --" ;;
@@ -463,6 +484,7 @@ start_line="bash tpu_worker.sh start $(quote "${words[@]}")"
 if [[ $dry_run ]]; then
   archive=${TMPDIR:-/tmp}/podrl.tar.gz
   say "$accelerator in $zone, $hosts host(s), commit $(git rev-parse --short HEAD)"
+  [[ $no_check ]] || check_run "$@"
   run git archive --format=tar.gz "--output=$archive" HEAD
   create_slice
   say 'the script repeats this query until the slice is up:'
@@ -489,6 +511,7 @@ children=() exists='' started='' failures=0 code=1
 trap leave EXIT
 trap 'interrupted 130' INT
 trap 'interrupted 143' TERM HUP
+[[ $no_check ]] || check_run "$@"
 git archive --format=tar.gz "--output=$archive" HEAD || exit 1
 while :; do
   : >"$scratch/seen"

@@ -11,7 +11,8 @@ COMMANDS = {
   'watch': "record an episode of a run's policy as a GIF or an MP4",
   'evaluate': "evaluate a run's policy",
   'balance': 'find the fastest settings of a Sebulba experiment',
-  'scaling': 'predict the speed of an experiment on a pod',
+  'compile': 'compile a run for TPUs or GPUs that are not here',
+  'scaling': 'estimate the speed of a run on 1 to 2,048 cores',
 }
 
 

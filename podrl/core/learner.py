@@ -141,12 +141,14 @@ def make_learner(
     state, rows = jax.lax.scan(minibatch_step, state, (order, loss_keys))
     return state, _mean_rows(rows)
 
+  @jax.named_scope('update')
   def update(
     state: LearnerState, trajectory: Trajectory, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, Metrics]:
-    batch = agent.prepare(state.variables, trajectory, all_mean)
-    measured = agent.measure(state.variables, trajectory)
-    batch, measured = jax.lax.stop_gradient((batch, measured))
+    with jax.named_scope('prepare'):
+      batch = agent.prepare(state.variables, trajectory, all_mean)
+      measured = agent.measure(state.variables, trajectory)
+      batch, measured = jax.lax.stop_gradient((batch, measured))
     if num_epochs == 1:
       state, (metrics, measured) = epoch(state, batch, measured, rng_key)
     else:

@@ -112,7 +112,9 @@ def make_unroll(
       action, extras, carry = agent.act(
         variables, rng_key, actors.timestep, actors.carry
       )
-      env_state, timestep = _strongly_typed(env.step(actors.env_state, action))
+      with jax.named_scope('environment'):
+        new = env.step(actors.env_state, action)
+        env_state, timestep = _strongly_typed(new)
       is_first, length = timestep.is_first, actors.episode_length
       ended_return = jnp.where(is_first, actors.episode_return, 0.0)
       ended = is_first, ended_return, jnp.where(is_first, length, 0)
@@ -180,7 +182,8 @@ def make_programs(
   ) -> tuple[AnakinState, Metrics, tuple[Episodes, dict[str, Largest]]]:
     before, actors, rng_key = state
     number = before.num_updates
-    actors, trajectory, episodes = unroll(before.variables, actors, number)
+    with jax.named_scope('acting'):
+      actors, trajectory, episodes = unroll(before.variables, actors, number)
     update_key = jax.random.fold_in(rng_key, number)
     largest = culprits.find_largest(trajectory, number * unroll_length)
     after, metrics = learner.update(before, trajectory, update_key)

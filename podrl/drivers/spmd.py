@@ -4,8 +4,9 @@ Since JAX 0.8, `jax.pmap` works in the same way. Only this file makes meshes and
 decides how arrays are split over them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import contextvars
 import glob
 import importlib.util
 import os
@@ -30,6 +31,8 @@ LEARNER_STATE = LearnerState(
 )
 
 _config: Any = jax.config  # mypy does not know its fields.
+# The platform in `compiling_for`, or empty.
+_target = contextvars.ContextVar('target', default='')
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
@@ -65,7 +68,7 @@ def in_order_options() -> dict[str, str]:
 
   If such a program has no donated arguments, it runs in the calling thread.
   """
-  if jax.default_backend() != 'cpu':
+  if platform() != 'cpu':
     return {}
   return {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
 
@@ -183,8 +186,23 @@ def is_in_use() -> bool:
   return xla_bridge.backends_are_initialized()
 
 
+@contextlib.contextmanager
+def compiling_for(platform: str) -> Iterator[None]:
+  """In this context, programs are compiled for a platform that is not here."""
+  token = _target.set(platform)
+  try:
+    yield
+  finally:
+    _target.reset(token)
+
+
+def platform() -> str:
+  """Returns the platform that programs are compiled for."""
+  return _target.get() or jax.default_backend()
+
+
 def has_accelerator() -> bool:
-  """Whether JAX finds an accelerator.
+  """Whether programs are compiled for an accelerator, or JAX finds one.
 
   If JAX finds none, `set_num_cpu_devices` still works afterwards, unless that
   function was called or a device was used before.
@@ -192,12 +210,14 @@ def has_accelerator() -> bool:
   Raises:
     ValueError: if the machine does not have the platform in JAX_PLATFORMS.
   """
+  if _target.get():
+    return _target.get() != 'cpu'
   if jax.distributed.is_initialized():
     # `default_backend` would fix the devices of this process for the whole run.
     return _sees_accelerator()
   was_in_use = is_in_use()
   try:
-    platform = jax.default_backend()
+    found = jax.default_backend()
   except (RuntimeError, AssertionError) as error:
     name = _config.jax_platforms
     reason = ' '.join(str(error).split())  # JAX's message; it may be empty.
@@ -205,7 +225,7 @@ def has_accelerator() -> bool:
       f'JAX_PLATFORMS={name}: JAX finds no {name.upper()} on this machine; '
       'unset it, or use cpu' + f' ({reason})' * bool(reason)
     ) from error
-  if platform != 'cpu':
+  if found != 'cpu':
     return True
   if not was_in_use and _config.jax_num_cpu_devices < 1:
     backend.clear_backends()

@@ -18,6 +18,7 @@ from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES, Suite, add_to_path
 from podrl.run import devices, evaluation
 from podrl.run.config import check, check_choice
+from podrl.run.devices import Machine
 from podrl.run.evaluation import Evaluation
 from podrl.types import (
   Agent,
@@ -218,16 +219,22 @@ def make_evaluate(
   return evaluation.make_host_evaluate(make_pool, agent, settings)
 
 
-def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
+def make_run(
+  config: ConfigDict, num_resumes: int = 0, machine: Machine | None = None
+) -> Run:
   """Builds everything that `train` needs.
 
-  `num_resumes` is the number of times that the run was resumed. The seeds of
-  Sebulba's environments depend on it.
+  Args:
+    config: the configuration.
+    num_resumes: the number of times that the run was resumed. The seeds of
+      Sebulba's environments depend on it.
+    machine: where the run will be; None means here.
 
   Raises:
     ValueError: for a user's mistake, before anything compiles.
   """
   check(config)
+  machine = machine or devices.this_machine()
   is_anakin = architecture(config) == 'anakin'
   num_seeds = config.num_seeds if is_anakin else 1
   env = make_env(config) if is_anakin else None
@@ -239,9 +246,9 @@ def make_run(config: ConfigDict, num_resumes: int = 0) -> Run:
   init_key = init_keys[0] if num_seeds == 1 else jnp.stack(init_keys)
   init = agent.init if num_seeds == 1 else jax.vmap(agent.init)
   if env:
-    system = _make_anakin(config, env, agent, init_key)
+    system = _make_anakin(config, env, agent, init_key, machine)
   else:
-    system = _make_sebulba(config, spec, agent, init_key, num_resumes)
+    system = _make_sebulba(config, spec, agent, init_key, num_resumes, machine)
   driver, run_devices, steps_per_update, num_updates, warnings = system
   return Run(
     spec,
@@ -266,10 +273,14 @@ _System = tuple[Driver, Sequence[jax.Device], int, int, Sequence[str]]
 
 
 def _make_anakin(
-  config: ConfigDict, env: DeviceEnv, agent: Agent, init_key: chex.PRNGKey
+  config: ConfigDict,
+  env: DeviceEnv,
+  agent: Agent,
+  init_key: chex.PRNGKey,
+  machine: Machine,
 ) -> _System:
   """Builds an Anakin run; a resumed run continues the same episodes."""
-  run_devices = devices.anakin_devices(config)
+  run_devices = devices.anakin_devices(config, machine)
   num_envs, unroll_length = config.env.num_envs, config.unroll_length
   steps_per_update = unroll_length * num_envs
   num_updates = _count_updates(config, steps_per_update)
@@ -286,7 +297,7 @@ def _make_anakin(
     max_updates=max_updates,
     num_seeds=config.num_seeds if config.num_seeds > 1 else None,
   )
-  steps_per_host = steps_per_update // jax.process_count()
+  steps_per_host = steps_per_update // len(machine.hosts)
   driver = anakin.Anakin(
     programs,
     init_key,
@@ -303,15 +314,16 @@ def _make_sebulba(
   agent: Agent,
   init_key: chex.PRNGKey,
   num_resumes: int,
+  machine: Machine,
 ) -> _System:
   """Builds a Sebulba run; a resumed run starts new episodes."""
-  layout = devices.make_layout(config, spec)
-  envs_per_host = config.env.num_envs // jax.process_count()
+  layout = devices.make_layout(config, spec, machine)
+  envs_per_host = config.env.num_envs // len(machine.hosts)
   envs_per_actor = envs_per_host // layout.num_actors
-  unrolls = layout.unrolls_per_update * jax.process_count()
+  unrolls = layout.unrolls_per_update * len(machine.hosts)
   steps_per_update = config.unroll_length * envs_per_actor * unrolls
   num_updates = _count_updates(config, steps_per_update)
-  local, fields = jax.local_devices(), config.sebulba
+  local, fields = machine.local_devices, config.sebulba
   settings = sebulba.Settings(
     num_envs=envs_per_actor,
     unroll_length=config.unroll_length,
@@ -320,7 +332,7 @@ def _make_sebulba(
     deterministic=fields.mode == 'deterministic',
     max_lag=fields.max_lag,
     hang_seconds=fields.hang_seconds,
-    first_env=jax.process_index() * envs_per_host,
+    first_env=machine.process * envs_per_host,
     env_threads=layout.env_threads,
     autotune=fields.autotune,
   )
@@ -338,13 +350,13 @@ def _make_sebulba(
     make_pool,
     agent,
     make_learner(config, agent),
-    spmd.make_mesh(devices.on_all_hosts(layout.learner_devices)),
+    spmd.make_mesh(devices.on_all_hosts(layout.learner_devices, machine)),
     [local[i] for i in layout.actor_devices],
     settings,
     init_key,
     hyperparams(config, agent, num_updates),
   )
   used = sorted({*layout.actor_devices, *layout.learner_devices})
-  warnings = devices.layout_warnings(config, layout)
-  run_devices = devices.on_all_hosts(used)
+  warnings = devices.layout_warnings(config, layout, machine)
+  run_devices = devices.on_all_hosts(used, machine)
   return driver, run_devices, steps_per_update, num_updates, warnings

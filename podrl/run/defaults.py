@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from podrl.drivers import spmd
 from podrl.envs import SUITES, Task
 from podrl.networks.torsos import image_size
 from podrl.run.config import base_config, sebulba_config
@@ -138,7 +139,7 @@ def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
 def make_config(task: Task, agent: str, spec: EnvSpec) -> ConfigDict:
   """Makes an agent's configuration from the kinds of an environment."""
   config = base(task, agent)
-  for kind in kinds(task, spec, jax.default_backend()):
+  for kind in kinds(task, spec, spmd.platform()):
     fields = _KINDS[kind]
     config.update_from_flattened_dict(
       {**fields['all'], **fields.get(agent, {})}

@@ -19,6 +19,37 @@ _MAX_CPU_DEVICES = 8
 _MAX_TUNED_THREADS = 8  # With more threads, the usual pools are too small.
 
 
+class Machine(NamedTuple):
+  """The hosts and devices of a run, here or where it is compiled for."""
+
+  devices: Sequence[jax.Device]  # Of all processes.
+  process: int  # Index of this process.
+  num_cores: int  # CPU cores that this process may use.
+
+  @property
+  def hosts(self) -> list[list[jax.Device]]:
+    """The devices of each process."""
+    hosts: dict[int, list[jax.Device]] = {}
+    for device in self.devices:
+      hosts.setdefault(device.process_index, []).append(device)
+    return [hosts[process] for process in sorted(hosts)]
+
+  @property
+  def local_devices(self) -> list[jax.Device]:
+    """The devices of this process."""
+    return self.hosts[self.process]
+
+  @property
+  def platform(self) -> str:
+    """The platform of the devices."""
+    return self.devices[0].platform
+
+
+def this_machine() -> Machine:
+  """Returns the devices that JAX has, and the cores of this process."""
+  return Machine(jax.devices(), jax.process_index(), num_cores())
+
+
 class Layout(NamedTuple):
   """How Sebulba uses a host."""
 
@@ -102,27 +133,33 @@ def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
   return fitting[-1]
 
 
-def on_all_hosts(indices: Sequence[int]) -> list[jax.Device]:
+def on_all_hosts(indices: Sequence[int], machine: Machine) -> list[jax.Device]:
   """Returns the devices with these local indices, from all processes."""
-  hosts = [jax.local_devices(i) for i in range(jax.process_count())]
-  return [host[i] for host in hosts for i in indices]
+  return [host[i] for host in machine.hosts for i in indices]
 
 
-def anakin_devices(config: ConfigDict) -> list[jax.Device]:
+def anakin_devices(
+  config: ConfigDict, machine: Machine | None = None
+) -> list[jax.Device]:
   """Returns the devices that an Anakin run uses, from all processes.
+
+  Args:
+    config: the configuration.
+    machine: where the run will be; None means here.
 
   Raises:
     ValueError: if there are too few devices, or the batch does not divide over
       them.
   """
-  local, num_processes = jax.local_devices(), jax.process_count()
+  machine = machine or this_machine()
+  local, num_processes = machine.local_devices, len(machine.hosts)
   num_devices = config.num_devices or len(local)
-  if local[0].platform == 'cpu' and not config.num_devices:
+  if machine.platform == 'cpu' and not config.num_devices:
     num_devices = min(num_cpu_devices(config, num_processes), len(local))
   if num_devices > len(local):
     raise ValueError(
       f'config.num_devices={num_devices}, but there are {len(local)} '
-      f'{local[0].platform} devices; use {len(local)} or fewer, or 0 for all'
+      f'{machine.platform} devices; use {len(local)} or fewer, or 0 for all'
     )
   num_envs, total = config.env.num_envs, num_devices * num_processes
   if num_envs % total:
@@ -131,55 +168,61 @@ def anakin_devices(config: ConfigDict) -> list[jax.Device]:
       f'try {_multiples_near(num_envs, total)}'
     )
   _check_minibatches(config, num_envs // total, total)
-  return on_all_hosts(range(num_devices))
+  return on_all_hosts(range(num_devices), machine)
 
 
-def _threads_per_device(config: ConfigDict, num_devices: int) -> int:
+def _threads_per_device(
+  config: ConfigDict, num_devices: int, machine: Machine
+) -> int:
   """Counts the actor threads on each of `num_devices` actor devices."""
   if config.sebulba.threads_per_actor_device:
     return config.sebulba.threads_per_actor_device
   if config.sebulba.autotune:
-    most = min(max(2, num_cores() // num_devices), _MAX_TUNED_THREADS)
-    unit, counts = num_devices * jax.process_count(), range(2, most + 1)
+    most = min(max(2, machine.num_cores // num_devices), _MAX_TUNED_THREADS)
+    unit, counts = num_devices * len(machine.hosts), range(2, most + 1)
     fitting = [n for n in counts if config.env.num_envs % (unit * n) == 0]
     return max(fitting, default=2)
   # While one thread transfers data to an accelerator, a second one can work. On
   # two CPU cores, one thread trains CartPole 1.6 times as fast as two threads
   # (median, measured alternately).
-  is_small = jax.default_backend() == 'cpu' and num_cores() < 4
+  is_small = machine.platform == 'cpu' and machine.num_cores < 4
   return 1 if is_small else 2
 
 
 def _default_devices(
-  config: ConfigDict, num_local: int
+  config: ConfigDict, machine: Machine
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """Returns the configured or default indices of actor and learner devices."""
   actors = config.sebulba.actor_devices
   learners = config.sebulba.learner_devices
+  num_local = len(machine.local_devices)
   if not actors:
     free = [i for i in range(num_local) if i not in learners] or learners
     actors = tuple(free[: max(1, num_local // 4)])
   if not learners:
     learners = tuple(i for i in range(num_local) if i not in actors) or actors
     # Use the largest number of devices that divides the batch, or else all.
-    num_actors = len(actors) * _threads_per_device(config, len(actors))
-    unit = num_actors * jax.process_count()
+    threads = _threads_per_device(config, len(actors), machine)
+    unit = len(actors) * threads * len(machine.hosts)
     counts = range(1, len(learners) + 1)
     fitting = [n for n in counts if config.env.num_envs % (unit * n) == 0]
     learners = learners[: max(fitting, default=len(learners))]
   return actors, learners
 
 
-def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
-  """Decides how a Sebulba run uses this host.
+def make_layout(
+  config: ConfigDict, spec: EnvSpec, machine: Machine | None = None
+) -> Layout:
+  """Decides how a Sebulba run uses each host of a machine; None means here.
 
   Raises:
     ValueError: if a device does not exist, or the batch does not divide over
       the devices.
   """
-  fields, local = config.sebulba, jax.local_devices()
-  platform = local[0].platform
-  devices = _default_devices(config, len(local))
+  machine = machine or this_machine()
+  fields, local = config.sebulba, machine.local_devices
+  platform = machine.platform
+  devices = _default_devices(config, machine)
   for name, indices in zip(('actor', 'learner'), devices):
     if max(indices) >= len(local) or len(set(indices)) < len(indices):
       raise ValueError(
@@ -187,7 +230,7 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
         f'from 0 to {len(local) - 1}, the {platform} devices of this process'
       )
   num_actor_devices, num_learners = map(len, devices)
-  threads = _threads_per_device(config, num_actor_devices)
+  threads = _threads_per_device(config, num_actor_devices, machine)
   num_actors = num_actor_devices * threads
   if fields.autotune and num_actors == 1:
     raise ValueError(
@@ -195,7 +238,7 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
       f'config.sebulba.threads_per_actor_device={threads} gives only one; use '
       '2 or more'
     )
-  num_envs, num_processes = config.env.num_envs, jax.process_count()
+  num_envs, num_processes = config.env.num_envs, len(machine.hosts)
   step = num_actors * num_learners * num_processes
   if num_envs % step:
     processes = f'{num_processes} processes, ' if num_processes > 1 else ''
@@ -221,15 +264,18 @@ def make_layout(config: ConfigDict, spec: EnvSpec) -> Layout:
   shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
   is_expensive = spec.frame_skip > 1 or any(len(x) == 3 for x in shapes)
   needs_core = platform == 'cpu' and not is_expensive
-  env_threads = max(1, (num_cores() - needs_core) // num_actors)
+  env_threads = max(1, (machine.num_cores - needs_core) // num_actors)
   env_threads = fields.env_threads or env_threads
   return Layout(*devices, threads, num_actors, unrolls_per_update, env_threads)
 
 
-def layout_warnings(config: ConfigDict, layout: Layout) -> list[str]:
+def layout_warnings(
+  config: ConfigDict, layout: Layout, machine: Machine
+) -> list[str]:
   """Returns warnings about too many threads and about unused devices."""
-  fields, num_local = config.sebulba, len(jax.local_devices())
-  num_threads, cores = layout.num_actors * layout.env_threads, num_cores()
+  fields, num_local = config.sebulba, len(machine.local_devices)
+  num_threads = layout.num_actors * layout.env_threads
+  cores = machine.num_cores
   warnings = []
   is_set = fields.env_threads or fields.threads_per_actor_device
   has_threads = SUITES[config.env.suite].has_env_threads

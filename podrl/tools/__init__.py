@@ -18,6 +18,7 @@ def run_command(
   doc: str,
   values: flags.FlagValues,
   act: Callable[[list[str], flags.FlagValues], None],
+  known_only: bool = False,
 ) -> int:
   """Parses a command line, runs the command and returns its exit code.
 
@@ -26,6 +27,7 @@ def run_command(
     doc: the text that `--help` prints before the flags.
     values: the command's flags; this function adds `--help`.
     act: the command itself, called with the positional arguments and the flags.
+    known_only: whether `act` gets unknown flags too, among the arguments.
 
   Returns:
     0 after success; 2 after a user's mistake (a wrong flag, or any ValueError
@@ -34,7 +36,7 @@ def run_command(
   text = 'Show this text.'
   flags.DEFINE_bool('help', False, text, short_name='h', flag_values=values)
   try:
-    paths = values(argv)[1:]
+    paths = values(argv, known_only=known_only)[1:]
     if values.help:
       print(f'{doc}\n{values.get_help(include_special_flags=False)}')
     else:

@@ -1,0 +1,663 @@
+"""The `podrl compile` command: compiles a run for machines that are not here.
+
+  podrl compile EXPERIMENT|NAME [FLAGS] --target=v5e-16[,v4-8 ...] [--scale]
+      [--out=DIR]
+
+EXPERIMENT is a file such as experiments/anakin_breakout.py, and NAME is an
+environment as for podrl train. FLAGS are those of the run, such as --agent. The
+targets are named as one rents them: v2-8 to v3-2048, v4-8, v5e-256, v5p-8,
+v6e-8, tpu7x-8, 2xv5e-256 for two slices, h100:8. --scale multiplies
+config.env.num_envs by the devices of the target. A core is a device of JAX.
+
+The command prints the memory that the run needs on each core, its collectives,
+and how long one update takes on TPUs, as the compiler estimates it: the cycles
+of each instruction. The time of the all-reduces is added; see --help of podrl
+scaling. Sebulba's environments run on the host and are not in the estimate. For
+GPUs, the compiler estimates no time, so the command uses a roofline: the bytes
+that each instruction reads and writes, its FLOPs, and 3 us to start it.
+"""
+
+from collections.abc import Iterator, Sequence
+import json
+import math
+import os
+import re
+import time
+from typing import Any, NamedTuple
+
+from absl import flags
+import jax
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from podrl import tools
+from podrl.drivers import spmd
+from podrl.envs import find_task
+from podrl.records import workdir
+from podrl.records.terminal import compact
+from podrl.run import build, defaults, targets
+from podrl.run import config as configs
+from podrl.run.devices import Machine
+from podrl.run.targets import Chip, Program, Target, all_reduce_seconds
+
+# Scopes of the programs, then all other instructions.
+PARTS = ('environment', 'acting', 'prepare', 'update')
+_REST, REDUCE = 'rest', 'all-reduce'
+_COLORS = {
+  'environment': '#4c9a5f',
+  'acting': '#1f5fa8',
+  'prepare': '#e0a030',
+  'update': '#c44e00',
+  _REST: '#9a9a9a',
+  REDUCE: '#7b4ea3',
+}
+_COLLECTIVES = (
+  'all-reduce',
+  'all-gather',
+  'all-to-all',
+  'reduce-scatter',
+  'collective-permute',
+  'collective-broadcast',
+)
+_BITS = {'pred': 8, 'bf16': 16, 'c64': 64, 'c128': 128}  # Others: f32, u8 ...
+
+
+class Instruction(NamedTuple):
+  """An instruction of a compiled program."""
+
+  name: str
+  shape: str  # Type of its result, for example f32[8,128]{1,0:T(8,128)}.
+  kind: str  # For example fusion or while.
+  text: str  # Operands and attributes.
+
+  @property
+  def frame(self) -> str:
+    """The number of its stack frame, or ''."""
+    found = re.search(r'stack_frame_id=(\d+)', self.text)
+    return found[1] if found else ''
+
+  def called(self, attribute: str) -> list[str]:
+    """Returns the names of the computations in an attribute."""
+    found = re.search(rf'\b{attribute}=(\{{.*?\}}|[^,]*)', self.text)
+    return re.findall(r'[\w.-]+', found[1]) if found else []
+
+
+class Module(NamedTuple):
+  """A compiled program: its computations by name."""
+
+  computations: dict[str, list[Instruction]]
+  entry: str
+
+
+def parse(text: str) -> Module:
+  """Parses the text of a compiled program."""
+  computations: dict[str, list[Instruction]] = {}
+  entry, name = '', ''
+  for line in text.splitlines():
+    if header := re.match(r'(ENTRY )?%?([\w.-]+) \(.*\{$', line):
+      name = header[2]
+      entry = name if header[1] else entry
+      computations[name] = []
+    elif name and (
+      found := re.match(
+        r'\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)', line
+      )
+    ):
+      computations[name].append(Instruction(*found.groups()))
+  return Module(computations, entry)
+
+
+def _arrays(shape: str) -> list[tuple[str, int]]:
+  """Returns the type and the number of elements of each array in a shape."""
+  return [
+    (kind, math.prod(int(x) for x in dims.split(',') if x))
+    for kind, dims in re.findall(r'\b([a-z]+\d*)\[([\d,]*)\]', shape)
+  ]
+
+
+def num_bytes(shape: str) -> int:
+  """Returns the bytes of an array, or of a tuple of arrays, without padding."""
+  return sum(
+    size * (_BITS.get(kind) or int(re.sub(r'\D', '', kind) or 0)) // 8
+    for kind, size in _arrays(shape)
+  )
+
+
+def num_trips(loop: Instruction, module: Module) -> int:
+  """Returns how often a loop runs, or 1 if that is not a constant."""
+  if known := re.search(r'known_trip_count.{,5}n.{,5}?(\d+)', loop.text):
+    return int(known[1])
+  (condition,) = loop.called('condition')
+  names, found = [condition], []
+  for name in names:
+    for instruction in module.computations[name]:
+      names += instruction.called('calls')
+      if instruction.kind == 'constant' and 's32[]' in instruction.shape:
+        found.append(int(instruction.text.split(')')[0]))
+  return max(found, default=1)
+
+
+def part_of(instruction: Instruction) -> str:
+  """Returns the innermost of `PARTS` in an instruction's name, or ''."""
+  name = re.search(r'op_name="([^"]*)"', instruction.text)
+  # A transformation makes names such as vmap(acting); jit(update) is a program.
+  words = [
+    x.rstrip(')').split('(')[-1]
+    for x in (name[1] if name else '').split('/')
+    if not x.startswith('jit(')
+  ]
+  return next((x for x in reversed(words) if x in PARTS), '')
+
+
+def sources(text: str) -> dict[str, str]:
+  """Returns FILE:LINE of each stack frame, from the tables before a program."""
+
+  def section(name: str, pattern: str) -> dict[str, tuple[str, ...]]:
+    table = text.partition(f'\n{name}\n')[2].partition('\n\n')[0]
+    return {
+      x: rest for x, *rest in re.findall(rf'^(\d+) {pattern}', table, re.M)
+    }
+
+  files = section('FileNames', '"(.*)"')
+  locations = section('FileLocations', r'.*file_name_id=(\d+).*\bline=(\d+)')
+  frames = section('StackFrames', r'.*file_location_id=(\d+)()')
+  found = {}
+  for frame, (location, _) in frames.items():
+    file, line = locations.get(location, ('', ''))
+    path = ''.join(files.get(file, ''))
+    path = re.sub(r'.*/(?=podrl/)|.*/site-packages/', '', path)
+    found[frame] = f'{path}:{line}'
+  return found
+
+
+class Run(NamedTuple):
+  """An instruction, how often one call of the program runs it, and its part."""
+
+  instruction: Instruction
+  computation: str
+  times: int
+  part: str
+
+  @property
+  def cycles(self) -> int:
+    """The compiler's estimate, for all times."""
+    found = re.search(r'"estimated_cycles":"(\d+)"', self.instruction.text)
+    return self.times * int(found[1]) if found else 0
+
+
+def walk(
+  module: Module, computation: str, times: int = 1, part: str = _REST
+) -> Iterator[Run]:
+  """Yields the instructions that run; of a conditional, the longest branch.
+
+  A loop without a constant number of trips counts once: Anakin's loop over
+  updates.
+  """
+  for instruction in module.computations[computation]:
+    own = part_of(instruction) or part
+    yield Run(instruction, computation, times, own)
+    if instruction.kind == 'while':
+      trips = times * num_trips(instruction, module)
+      for name in ('condition', 'body'):
+        (called,) = instruction.called(name)
+        yield from walk(module, called, trips, own)
+    elif instruction.kind == 'conditional':
+      names = [
+        name
+        for x in (
+          'branch_computations',
+          'true_computation',
+          'false_computation',
+        )
+        for name in instruction.called(x)
+      ]
+      branches = [list(walk(module, name, times, own)) for name in names]
+      yield from max(branches, key=lambda runs: sum(x.cycles for x in runs))
+    elif instruction.kind in ('call', 'async-start'):
+      for name in ('to_apply', 'calls'):
+        for called in instruction.called(name):
+          yield from walk(module, called, times, own)
+
+
+_FREE = (
+  'parameter constant tuple get-tuple-element bitcast while conditional call '
+  'after-all iota partition-id replica-id'
+).split()
+_START_SECONDS = 3e-6  # A GPU needs about this time to start a kernel.
+
+
+def roofline_seconds(run: Run, module: Module, chip: Chip) -> float:
+  """Estimates an instruction's time on a GPU, from its bytes and its FLOPs.
+
+  A matrix product of sizes M, K, N has 2 M K N FLOPs, which is twice the root
+  of the product of the sizes of its three matrices. A convolution has the root
+  of its window's size more.
+  """
+  instruction = run.instruction
+  if instruction.kind in _FREE or instruction.kind.startswith(_COLLECTIVES):
+    return 0.0
+  shapes = {x.name: x.shape for x in module.computations[run.computation]}
+  names = re.findall(r'%([\w.-]+)', instruction.text.split('), ')[0])
+  read = sum(num_bytes(shapes.get(name, '')) for name in names)
+  seconds = (read + num_bytes(instruction.shape)) / chip.memory_bandwidth / 1e9
+  bodies = [(run.computation, instruction)]
+  for called in instruction.called('calls'):
+    bodies += [(called, x) for x in module.computations.get(called, ())]
+  flops = 0.0
+  for computation, x in bodies:
+    if x.kind in ('dot', 'convolution') or '="__cu' in x.text:  # Or a library.
+      shapes = {x.name: x.shape for x in module.computations[computation]}
+      names = re.findall(r'%([\w.-]+)', x.text.split('), ')[0])[:2]
+      all_shapes = [x.shape, *(shapes.get(name, '') for name in names)]
+      sizes = [_arrays(shape)[0][1] for shape in all_shapes if _arrays(shape)]
+      window = re.search(r'window=\{size=([\dx]+)', x.text)
+      sizes += map(int, window[1].split('x')) if window else []
+      flops += 2 * math.sqrt(math.prod(sizes))
+  # JAX multiplies float32 as TF32, at half the rate of bfloat16.
+  is_float32 = 'f32[' in instruction.shape
+  seconds = max(seconds, flops * (1 + is_float32) / chip.peak / 1e12)
+  return run.times * max(seconds, _START_SECONDS)
+
+
+class Collective(NamedTuple):
+  """A collective, and how often it runs in an update."""
+
+  kind: str
+  num_bytes: int
+  times: float
+
+
+class Costly(NamedTuple):
+  """One of the dearest instructions of an update."""
+
+  share: float
+  cycles: float  # 0 on GPUs.
+  part: str
+  kind: str
+  shape: str
+  source: str  # FILE:LINE, or empty.
+
+
+class Analysis(NamedTuple):
+  """What one device needs for a program in one update of the run."""
+
+  num_devices: int
+  compile_seconds: float
+  memory: dict[str, int]  # Bytes by kind; 'total' is the sum.
+  collectives: list[Collective]
+  cycles: int  # Without collectives; 0 on GPUs.
+  seconds: dict[str, float]  # By part; the all-reduces are a part.
+  dearest: list[Costly]
+
+
+class Report(NamedTuple):
+  """A run that was compiled for a target."""
+
+  target: str
+  num_devices: int
+  num_envs: int
+  num_params: int
+  num_steps: int  # Environment steps of an update, joints included.
+  seconds: float  # Of an update; without Sebulba's environments.
+  overlaps: bool  # Whether the programs run at the same time.
+  warnings: Sequence[str]
+  programs: dict[str, Analysis]
+
+  @property
+  def steps_per_second(self) -> float:
+    """Environment steps per second of the whole target."""
+    return self.num_steps / self.seconds
+
+
+def read(compiled: Any) -> tuple[dict[str, int], str]:
+  """Returns the bytes on one device by kind, and the program's text."""
+  x = compiled.memory_analysis()
+  memory = {
+    'arguments': x.argument_size_in_bytes,
+    'results': x.output_size_in_bytes - x.alias_size_in_bytes,
+    'temporaries': x.temp_size_in_bytes,
+    'code': x.generated_code_size_in_bytes,
+  }
+  return memory | {'total': sum(memory.values())}, compiled.as_text()
+
+
+def analyse(
+  text: str, program: Program, target: Target, default: str = _REST
+) -> tuple[list[Collective], int, dict[str, float], list[Costly]]:
+  """Returns the collectives, cycles, seconds by part and dearest instructions.
+
+  Args:
+    text: the compiled program.
+    program: how often it is called, and on how many devices.
+    target: the machine that it was compiled for.
+    default: the part of instructions without a scope.
+  """
+  module, chip = parse(text), target.chip
+  calls, lines_of = program.calls, sources(text)
+  collectives, rows, cycles = [], [], 0
+  seconds = dict.fromkeys((*PARTS, _REST, REDUCE), 0.0)
+  for run in walk(module, module.entry, 1, default):
+    kind = run.instruction.kind.removesuffix('-start')
+    if kind in _COLLECTIVES:
+      size, times = num_bytes(run.instruction.shape), run.times * calls
+      collectives.append(Collective(kind, size, times))
+      one = all_reduce_seconds(size, program.num_devices, chip)
+      seconds[REDUCE] += times * one
+      continue
+    if chip.clock:
+      cycles += run.cycles
+      spent = run.cycles * calls / chip.clock / 1e9
+    else:
+      spent = roofline_seconds(run, module, chip) * calls
+    seconds[run.part] += spent
+    rows.append((spent, run))
+  total = sum(spent for spent, _ in rows) or 1.0
+  rows.sort(key=lambda row: -row[0])
+  dearest = [
+    Costly(
+      spent / total,
+      x.cycles * calls,
+      x.part,
+      x.instruction.kind,
+      x.instruction.shape.split('{')[0].lstrip('('),
+      lines_of.get(x.instruction.frame, ''),
+    )
+    for spent, x in rows[:10]
+  ]
+  return collectives, round(cycles * calls), seconds, dearest
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+  """Converts a report to JSON values."""
+
+  def convert(x: Any) -> Any:
+    if hasattr(x, '_asdict'):
+      x = x._asdict()
+    if isinstance(x, dict):
+      return {name: convert(value) for name, value in x.items()}
+    return [convert(y) for y in x] if isinstance(x, list) else x
+
+  rates = {'steps_per_second': report.steps_per_second}
+  return convert(report) | rates
+
+
+class _TooLarge(ValueError):
+  """A program that does not fit into the memory of a target.
+
+  Attributes:
+    needed, limit: bytes on one device; `needed` is infinite if unknown.
+  """
+
+  def __init__(self, needed: float, limit: float):
+    super().__init__(f'{needed} bytes are more than {limit}')
+    self.needed, self.limit = needed, limit
+
+
+def _compile(program: Program, chip: Chip) -> Any:
+  """Compiles a program; raises `_TooLarge` if it does not fit."""
+  limit = chip.memory * 2**30
+  try:
+    compiled = program.lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    # It says for example: (65.04G) exceeds available HBM (15.75G).
+    sizes = re.findall(r'([\d.]+)([KMGT])\b', str(error))[:2]
+    needed = math.inf
+    if len(sizes) == 2:
+      needed, limit = (
+        float(number) * 1024 ** (1 + 'KMGT'.index(unit))
+        for number, unit in sizes
+      )
+    raise _TooLarge(needed, limit) from error
+  memory, _ = read(compiled)
+  if memory['total'] > limit:
+    raise _TooLarge(memory['total'], limit)
+  return compiled
+
+
+def compile_for(
+  config: ConfigDict, target: Target, machine: Machine | None = None
+) -> tuple[Report, dict[str, str]]:
+  """Compiles a run for a target; use it in `spmd.compiling_for`.
+
+  Returns:
+    The report, and the text of each compiled program by name.
+
+  Raises:
+    ValueError: for a user's mistake, or if the run needs too much memory.
+  """
+  machine = machine or targets.make_machine(target)
+  try:
+    return _compile_for(config, target, machine)
+  except _TooLarge as error:
+    fits = _largest(config, target, machine, error)
+    is_known = error.needed < math.inf
+    needs = format_size(error.needed) if is_known else 'more'
+    raise ValueError(
+      f'config.env.num_envs={config.env.num_envs} does not fit on {target.name}'
+      f': a core needs {needs}, and it has {format_size(error.limit)}; '
+      + (f'{fits} fits' if fits else 'no smaller number fits')
+    ) from error
+
+
+def _compile_for(
+  config: ConfigDict, target: Target, machine: Machine
+) -> tuple[Report, dict[str, str]]:
+  lowered = targets.lower(config, machine)
+  analyses, texts = {}, {}
+  for name, program in lowered.programs.items():
+    start = time.perf_counter()
+    compiled = _compile(program, target.chip)
+    seconds = time.perf_counter() - start
+    memory, text = read(compiled)
+    default = 'acting' if name == 'act' else _REST
+    found = analyse(text, program, target, default)
+    texts[name] = text
+    analyses[name] = Analysis(program.num_devices, seconds, memory, *found)
+  times = [sum(x.seconds.values()) for x in analyses.values()]
+  return Report(
+    target.name,
+    len(machine.devices),
+    config.env.num_envs,
+    lowered.num_params,
+    lowered.num_steps,
+    max(times) if lowered.overlaps else sum(times),
+    lowered.overlaps,
+    lowered.warnings,
+    analyses,
+  ), texts
+
+
+def _largest(
+  config: ConfigDict, target: Target, machine: Machine, error: _TooLarge
+) -> int:
+  """Finds about the largest number of environments that fits, or 0.
+
+  Memory grows almost linearly with it, so a few compilations are enough.
+  """
+  config = config.copy_and_resolve_references()
+  too_many = unit = config.env.num_envs
+  while unit % 2 == 0:  # A multiple of a number that divides evenly does too.
+    config.env.num_envs = unit // 2
+    try:
+      build.make_run(config, machine=machine)
+    except ValueError:
+      break
+    unit //= 2
+  num_envs, fits = too_many, 0
+  for _ in range(5):
+    share = error.needed / error.limit
+    guess = num_envs * (0.97 / share if share < math.inf else 0.125)
+    num_envs = min(int(guess) // unit * unit, too_many - unit)
+    if num_envs <= fits:
+      break
+    config.env.num_envs = num_envs
+    try:
+      report, _ = _compile_for(config, target, machine)
+    except _TooLarge as found:
+      too_many, error = num_envs, found
+    else:
+      fits = num_envs
+      needed = max(x.memory['total'] for x in report.programs.values())
+      error = _TooLarge(needed, error.limit)
+      if needed > 0.85 * error.limit:
+        break
+  return fits
+
+
+def format_size(value: float) -> str:
+  """Formats bytes: 1.5 GiB."""
+  for unit, power in (('TiB', 40), ('GiB', 30), ('MiB', 20), ('KiB', 10)):
+    if value >= 1000 * 2 ** (power - 10):
+      return f'{value / 2**power:.3g} {unit}'
+  return f'{value:.0f} B'
+
+
+def format_seconds(value: float) -> str:
+  """Formats seconds: 1.5 ms."""
+  for unit, size in (('s', 1.0), ('ms', 1e-3)):
+    if value >= size:
+      return f'{value / size:.3g} {unit}'
+  return f'{value * 1e6:.3g} us'
+
+
+def lines(report: Report, target: Target) -> Iterator[str]:
+  """Describes a report in lines of at most 80 characters."""
+  device = 'core' if target.chip.clock else 'GPU'
+  for name, x in report.programs.items():
+    yield (
+      f'{name}: compiled in {x.compile_seconds:.0f} s for {x.num_devices} '
+      f'{device}s'
+    )
+    total, limit = x.memory['total'], target.chip.memory
+    yield f'  memory per {device}: {format_size(total)} of {limit:g} GiB'
+    kinds = [f'{k} {format_size(v)}' for k, v in x.memory.items() if v]
+    yield f'    {", ".join(kinds[:-1])}'
+    for kind, size, times in x.collectives:
+      yield f'  {times:,.0f} x {kind} of {size:,} bytes'
+    seconds = sum(x.seconds.values())
+    cycles = f'{compact(x.cycles)} cycles, ' if x.cycles else ''
+    yield f'  an update: {cycles}{format_seconds(seconds)}'
+    parts = [f'{k} {v / seconds:.0%}' for k, v in x.seconds.items() if v]
+    yield f'    {", ".join(parts)}'
+  rate = report.steps_per_second
+  yield (
+    f'{compact(rate)} steps/s: {compact(rate / report.num_devices)} per '
+    f'{device} of {report.num_devices:,}'
+  )
+
+
+def dearest_table(report: Report) -> Table:
+  """Makes a table of the ten instructions that take most of the time."""
+  table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+  for name in ('share', 'part', 'instruction', 'line'):
+    justify: Any = 'right' if name == 'share' else 'left'
+    table.add_column(name, justify=justify, no_wrap=True)
+  for x in report.programs.values():
+    for row in x.dearest[: 10 // len(report.programs)]:
+      text = f'{row.kind} {row.shape}'
+      source = row.source
+      while len(source) > 33 and '/' in source:
+        source = source.partition('/')[2]
+      table.add_row(f'{row.share:.1%}', row.part, text[:28], source)
+  return table
+
+
+def draw(reports: Sequence[Report], title: str, path: str) -> None:
+  """Draws the time of an update by part, a bar for each program and target."""
+  from matplotlib.figure import Figure  # The import takes a second.
+  from matplotlib.ticker import EngFormatter
+
+  bars = {
+    f'{x.target}\n{name}': program.seconds
+    for x in reports
+    for name, program in x.programs.items()
+  }
+  width = max(4.8, 1.2 + 0.9 * len(bars))
+  figure = Figure(figsize=(width, 4.2), dpi=110, layout='constrained')
+  axes = figure.subplots()
+  bottom = [0.0] * len(bars)
+  for part, color in _COLORS.items():
+    heights = [seconds[part] for seconds in bars.values()]
+    if any(heights):
+      axes.bar(range(len(bars)), heights, 0.6, bottom, color=color, label=part)
+      bottom = [x + y for x, y in zip(bottom, heights)]
+  axes.set_xticks(range(len(bars)), list(bars), fontsize=8)
+  axes.set_ylabel('time of an update')
+  axes.yaxis.set_major_formatter(EngFormatter('s'))
+  axes.spines[['top', 'right']].set_visible(False)
+  figure.suptitle(title, fontsize=10)
+  figure.legend(loc='outside lower center', ncols=6, frameon=False, fontsize=8)
+  figure.savefig(path)
+
+
+def read_experiment(arguments: Sequence[str]) -> ConfigDict:
+  """Makes the configuration of a training command's arguments.
+
+  Use it in `spmd.compiling_for`: the configuration may depend on the platform.
+
+  Raises:
+    ValueError: for a mistake in the arguments.
+  """
+  argv = ['podrl compile', *arguments]
+  command_line = configs.parse_command_line(argv, has_task=True)
+  name, overrides = command_line.task, command_line.overrides
+  if name.endswith('.py') or not name:
+    name = name or 'no file'
+    return tools.read_config(name, overrides, command_line.flags)
+  task, agent = find_task(name), command_line.flags.agent
+  config = defaults.base(task, agent)
+  configs.apply_overrides(config, overrides)  # `make_spec` needs options.
+  config = defaults.make_config(task, agent, build.make_spec(config))
+  configs.apply_overrides(config, overrides)
+  return config
+
+
+def _act(arguments: list[str], values: flags.FlagValues) -> None:
+  """Compiles for each target; prints, writes and draws the reports."""
+  jax.config.update('jax_platforms', 'cpu')  # It must not use a device.
+  console = Console(highlight=False, markup=False)
+  reports, task, path = [], '', ''
+  for target in [targets.parse(x) for x in values.target]:
+    with spmd.compiling_for(target.platform):
+      config = read_experiment(arguments)
+      machine = targets.make_machine(target)
+      if values.scale:
+        config.env.num_envs *= len(machine.devices)
+      task = f'{config.env.name}, {config.agent.name}'
+      default = f'{workdir.task_name(config)}-{config.agent.name}'
+      out = values.out or os.path.join('runs', 'compile', default)
+      tools.make_directory(out)
+      report, texts = compile_for(config, target, machine)
+    reports.append(report)
+    title = f'{task}, {config.env.num_envs:,} environments, {target.name}'
+    console.print(title, style='bold')
+    for warning in report.warnings:
+      console.print(f'warning: {warning}')
+    for line in lines(report, target):
+      console.print(line)
+    console.print(dearest_table(report))
+    path = os.path.join(out, 'compile')
+    for program, text in texts.items():
+      name = f'{path}-{target.name}-{program}.txt'.replace(':', '-')
+      with open(name, 'w', encoding='utf-8') as stream:
+        stream.write(text)
+  with open(f'{path}.json', 'w', encoding='utf-8') as stream:
+    json.dump([as_dict(x) for x in reports], stream, indent=1)
+  draw(reports, task, f'{path}.png')
+  console.print(f'written: {path}.json, {path}.png', soft_wrap=True)
+
+
+def run(argv: Sequence[str]) -> int:
+  """Runs the command and returns its exit code; see `tools.run_command`."""
+  values = flags.FlagValues()
+  text = 'the machines, for example v5e-16,h100:8.'
+  flags.DEFINE_list('target', 'v5e-16', text, flag_values=values)
+  text = 'multiplies config.env.num_envs by the devices of the target.'
+  flags.DEFINE_bool('scale', False, text, flag_values=values)
+  text = 'directory for the results; empty is runs/compile/TASK-AGENT.'
+  flags.DEFINE_string('out', '', text, flag_values=values)
+  return tools.run_command(argv, __doc__, values, _act, known_only=True)

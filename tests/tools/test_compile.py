@@ -1,0 +1,274 @@
+"""`podrl compile`: reading compiled programs, TPU slices, and mistakes."""
+
+import importlib.util
+import json
+import pathlib
+import re
+import textwrap
+
+import anakin_catch
+import pytest
+import sebulba_cartpole
+
+from podrl.drivers import spmd
+from podrl.run import targets
+from podrl.tools import compile
+from podrl.tools.compile import Collective
+
+pytestmark = pytest.mark.timeout(300)
+_ROOT = pathlib.Path(__file__).parents[2]
+_needs_libtpu = pytest.mark.skipif(
+  not importlib.util.find_spec('libtpu'),
+  reason='libtpu, the compiler of TPUs, is not installed',
+)
+
+# A loop over updates without a constant; in it, five steps of the environment,
+# and a branch. Its cycles are 1,000 + 5 x (100 + 2) + the longer branch, 30.
+_TEXT = textwrap.dedent("""\
+    HloModule jit_train, is_scheduled=true
+
+    FileNames
+    1 "/home/me/podrl/podrl/core/learner.py"
+    2 "/usr/lib/python3/site-packages/flax/linen/linear.py"
+
+    FunctionNames
+    1 "f"
+
+    FileLocations
+    1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=3}
+    2 {file_name_id=2 function_name_id=1 line=287 end_line=287 column=3}
+
+    StackFrames
+    1 {file_location_id=1 parent_frame_id=1}
+    2 {file_location_id=2 parent_frame_id=2}
+
+    %fused (p: f32[8]) -> f32[8] {
+      ROOT %p = f32[8]{0:T(256)} parameter(0)
+    }
+
+    %less (s: (s32[], f32[8])) -> pred[] {
+      %n = s32[]{:T(128)} constant(5)
+      ROOT %c = pred[]{:T(512)} compare(%i, %n), backend_config={"estimated_cycles":"2"}
+    }
+
+    %step (s: (s32[], f32[8])) -> (s32[], f32[8]) {
+      %a = f32[8]{0:T(256)S(1)} fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="jit(train)/while/body/acting/while/body/vmap(environment)/add" stack_frame_id=2}, backend_config={"estimated_cycles":"100"}
+      ROOT %t = (s32[], f32[8]{0:T(256)}) tuple(%i, %a)
+    }
+
+    %short (p: f32[8]) -> f32[8] {
+      ROOT %neg = f32[8] negate(%p), backend_config={"estimated_cycles":"3"}
+    }
+
+    %long (p: f32[8]) -> f32[8] {
+      ROOT %copy = f32[8] copy(%p), backend_config={"estimated_cycles":"30"}
+    }
+
+    %always (s: (s32[], f32[8])) -> pred[] {
+      ROOT %c.1 = pred[] compare(%i, %m), direction=LT
+    }
+
+    %update (s: (s32[], f32[8])) -> (s32[], f32[8]) {
+      %w = (s32[], f32[8]{0:T(256)}) while(%t.1), condition=%less, body=%step, metadata={op_name="jit(train)/while/body/acting/while" stack_frame_id=1}
+      %b = f32[8] conditional(%i, %x, %x), branch_computations={%short, %long}, metadata={op_name="jit(train)/while/body/update/cond"}
+      %r = (f32[3]{0:T(128)}, bf16[2,3]{1,0:T(8,128)(2,1)}) all-reduce(%x, %y), channel_id=1, to_apply=%add, metadata={op_name="jit(train)/while/body/update/psum"}
+      %big = f32[8] fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="jit(train)/jvp(update)/prepare/dot" stack_frame_id=1}, backend_config={"estimated_cycles":"1000"}
+    }
+
+    ENTRY %main (s: (s32[], f32[8])) -> (s32[], f32[8]) {
+      ROOT %outer = (s32[], f32[8]{0:T(256)}) while(%s), condition=%always, body=%update
+    }
+    """)  # noqa: E501
+
+
+def _program(calls=1, num_devices=4):
+  return targets.Program(None, num_devices, calls)
+
+
+def test_cycles_are_summed_by_part():
+  target = targets.parse('v5e-4')
+  found = compile.analyse(_TEXT, _program(), target)
+  collectives, cycles, seconds, dearest = found
+  assert cycles == 1000 + 5 * (100 + 2) + 30
+  in_cycles = {k: round(x * 1.5e9) for k, x in seconds.items()}
+  reducing = targets.all_reduce_seconds(24, 4, target.chip)
+  assert seconds['all-reduce'] == pytest.approx(reducing)
+  del in_cycles['all-reduce']
+  assert in_cycles == {
+    'environment': 500,
+    'acting': 10,  # The loop's condition.
+    'prepare': 1000,
+    'update': 30,
+    'rest': 0,
+  }
+  # 3 x 4 and 2 x 3 x 2 bytes.
+  assert collectives == [Collective('all-reduce', 24, 1)]
+  assert [(x.part, x.cycles, x.source) for x in dearest[:3]] == [
+    ('prepare', 1000, 'podrl/core/learner.py:7'),
+    ('environment', 500, 'flax/linen/linear.py:287'),
+    ('update', 30, ''),
+  ]
+
+
+def test_a_program_of_a_step_counts_often():
+  program = _program(calls=20)
+  collectives, cycles, *_ = compile.analyse(
+    _TEXT, program, targets.parse('v5e-4')
+  )
+  assert cycles == 20 * 1540 and collectives[0].times == 20
+
+
+@pytest.mark.parametrize(
+  'shape,expected',
+  [
+    ('f32[8,4]{1,0:T(8,128)}', 128),
+    ('(pred[], s32[]{:T(128)}, bf16[5]{0})', 15),
+    ('u8[2,84,84]', 14112),
+    ('token[]', 0),
+  ],
+)
+def test_bytes(shape, expected):
+  assert compile.num_bytes(shape) == expected
+
+
+def test_a_gpu_has_a_roofline():
+  text = textwrap.dedent("""\
+      %gemm (a: f32[512,1024], b: f32[1024,256]) -> f32[512,256] {
+        %a = f32[512,1024] parameter(0)
+        %b = f32[1024,256] parameter(1)
+        ROOT %dot = f32[512,256] dot(%a, %b), lhs_contracting_dims={1}
+      }
+
+      ENTRY %main (a: f32[512,1024], b: f32[1024,256]) -> f32[512,256] {
+        %a.1 = f32[512,1024]{1,0} parameter(0)
+        %b.1 = f32[1024,256]{1,0} parameter(1)
+        %fusion = f32[512,256]{1,0} fusion(%a.1, %b.1), calls=%gemm
+        ROOT %copy = f32[512,256]{1,0} copy(%fusion)
+      }
+      """)
+  chip = targets.CHIPS['h100']
+  module = compile.parse(text)
+  runs = list(compile.walk(module, module.entry))
+  *_, product, copy = runs
+
+  def seconds(chip):
+    return [compile.roofline_seconds(x, module, chip) for x in (product, copy)]
+
+  # Kernels that are this small cost their start.
+  assert seconds(chip) == pytest.approx([3e-6, 3e-6])
+  # 2 x 512 x 1024 x 256 FLOPs in float32, at half of 1 TFLOP/s.
+  slow = chip._replace(peak=1, memory_bandwidth=1e9)
+  assert seconds(slow)[0] == pytest.approx(2 * 2**27 / 0.5e12)
+  # It reads 512 x 1024 and 1024 x 256 numbers, and writes 512 x 256.
+  slow = chip._replace(memory_bandwidth=1)
+  assert seconds(slow)[0] == pytest.approx(4 * 2**17 * (4 + 2 + 1) / 1e9)
+  assert seconds(slow)[1] == pytest.approx(4 * 2**17 * 2 / 1e9)
+
+
+def _compile(config, name):
+  target = targets.parse(name)
+  with spmd.compiling_for(target.platform):
+    return compile.compile_for(config, target)
+
+
+@_needs_libtpu
+def test_anakin_compiles_for_a_tpu_slice():
+  config = anakin_catch.get_config()
+  config.env.num_envs, config.unroll_length = 64, 4
+  report, texts = _compile(config, 'v5e-16')
+  (train,) = report.programs.values()
+  assert texts.keys() == {'train'}
+  assert (report.num_devices, train.num_devices) == (16, 16)
+  assert report.num_steps == 64 * 4
+  # One all-reduce for each optimiser step, and one for `prepare`'s mean.
+  small, large = sorted(train.collectives, key=lambda x: x.num_bytes)
+  assert (small.kind, small.times) == ('all-reduce', 1)
+  assert small.num_bytes <= 1024
+  num_steps = config.num_epochs * config.num_minibatches
+  assert (large.kind, large.times) == ('all-reduce', num_steps)
+  extra = large.num_bytes - 4 * report.num_params
+  assert report.num_params > 10_000 and 0 < extra <= 1024
+  # Adam keeps two moments of each parameter; a core has four environments.
+  arguments = train.memory['arguments']
+  assert 12 * report.num_params < arguments < 24 * report.num_params + 2**17
+  assert train.memory['total'] < 8 * 2**20
+  assert all(train.seconds.values()) and train.cycles > 10_000
+  assert sum('.py:' in x.source for x in train.dearest) >= 5
+
+
+@_needs_libtpu
+def test_sebulba_compiles_for_a_tpu_slice():
+  config = sebulba_cartpole.get_config()
+  config.unroll_length, config.env.num_envs = 4, 64
+  config.sebulba.learner_devices = (1, 2)
+  config.sebulba.threads_per_actor_device = 2
+  report, texts = _compile(config, 'v5e-16')
+  update, act = report.programs.values()
+  # Each of four hosts has one actor device and two learner devices.
+  assert (update.num_devices, act.num_devices) == (8, 4)
+  large = max(update.collectives, key=lambda x: x.num_bytes)
+  extra = large.num_bytes - 4 * report.num_params
+  assert 0 < extra <= 1024
+  num_steps = config.num_epochs * config.num_minibatches
+  assert sum(x.times for x in update.collectives) == num_steps + 1
+  assert act.collectives == [] and update.memory['total'] < 8 * 2**20
+  assert {k for k, x in act.seconds.items() if x} == {'acting'}
+  assert report.overlaps
+  assert report.seconds == pytest.approx(
+    max(sum(x.seconds.values()) for x in (update, act))
+  )
+
+
+@_needs_libtpu
+def test_what_does_not_fit_is_refused(monkeypatch, capsys):
+  chip = targets.CHIPS['v5e']._replace(memory=3 / 1024)  # 3 MiB.
+  monkeypatch.setitem(targets.CHIPS, 'v5e', chip)
+  path = str(_ROOT / 'experiments' / 'anakin_catch.py')
+  arguments = ['--config.env.num_envs=4096', '--config.unroll_length=2']
+  code = compile.run(['compile', path, '--target=v5e-1', *arguments])
+  error = capsys.readouterr().err
+  assert code == 2 and error.count('\n') == 1
+  text = r'num_envs=4096 does not fit on v5e-1: a core needs ([\d.]+) MiB, and '
+  found = re.search(text + r'it has 3 MiB; (\d+) fits$', error)
+  assert float(found[1]) > 3 and 32 <= int(found[2]) < 4096
+
+
+@_needs_libtpu
+def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
+  monkeypatch.setenv('COLUMNS', '80')
+  out = tmp_path / 'new'
+  arguments = ['CartPole-v1', '--agent=a2c', f'--out={out}', '--scale']
+  arguments += ['--target=v5e-4,v4-8', '--config.unroll_length=2']
+  assert compile.run(['compile', *arguments]) == 0
+  *printed, _ = capsys.readouterr().out.splitlines()
+  assert max(map(len, printed)) <= 80 and not any('…' in x for x in printed)
+  for name in 'v5e-4', 'v4-8':
+    assert f'CartPole-v1, a2c, 256 environments, {name}' in printed
+    assert 'HloModule' in (out / f'compile-{name}-train.txt').read_text()
+  reports = json.loads((out / 'compile.json').read_text())
+  assert [x['target'] for x in reports] == ['v5e-4', 'v4-8']
+  assert reports[0]['programs']['train']['collectives']
+  assert (out / 'compile.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.parametrize(
+  'arguments,message',
+  [
+    (['experiments/nothing.py'], 'nothing.py is not an experiment; try'),
+    ([], 'no file is not an experiment'),
+    ([__file__], 'is not an experiment: it has no get_config'),
+    (['{}', '--target=v5f-16'], '--target=v5f-16 is unknown; did you mean v5'),
+    (['{}', '--target=v5e-17'], '--target=v5e-17 is unknown; did you mean v5e'),
+    (['{}', '--target=2xh100:8'], 'only TPUs have slices; use h100:8'),
+    (['{}', '--config.num_envs=4'], 'config.num_envs is not a field; did you'),
+    (['{}', '--agent=ppq'], 'agent=ppq is unknown'),
+    (['{}', '--colour=red'], '--colour=red is not understood'),
+    (['CartPole-v9'], 'no suite has an environment CartPole-v9'),
+  ],
+)
+def test_mistakes_are_told_in_a_line(arguments, message, capsys):
+  path = str(_ROOT / 'experiments' / 'anakin_catch.py')
+  assert compile.run(['compile', *(x.format(path) for x in arguments)]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith('error: ') and error.count('\n') == 1
+  assert message in error
