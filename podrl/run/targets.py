@@ -141,20 +141,20 @@ class Target(NamedTuple):
     return 'tpu' if CHIPS[self.kind].clock else 'cuda'
 
 
-def _sizes(chip: Chip) -> list[int]:
-  """The sizes of a kind of target: powers of two, as its names count them."""
+def sizes(chip: Chip) -> list[int]:
+  """Returns the sizes of the targets with a chip, as their names count them."""
   if not chip.clock:
     return [2**i for i in range(12)]
   low = 4 * chip.size_of_chip
   high = chip.pod_size * chip.size_of_chip // chip.devices_of_chip
-  sizes = [2**i for i in range(high.bit_length()) if 2**i >= low]
-  return [1, *sizes] if chip.size_of_chip == 1 else sizes
+  found = [2**i for i in range(high.bit_length()) if 2**i >= low]
+  return [1, *found] if chip.size_of_chip == 1 else found
 
 
 NAMES = [
   f'{kind}{"-" if chip.clock else ":"}{size}'
   for kind, chip in CHIPS.items()
-  for size in _sizes(chip)
+  for size in sizes(chip)
 ]
 
 

@@ -383,7 +383,7 @@ def as_dict(report: Report) -> dict[str, Any]:
   return convert(report) | rates
 
 
-class _TooLarge(ValueError):
+class TooLarge(ValueError):
   """A program that does not fit into the memory of a target.
 
   Attributes:
@@ -395,8 +395,8 @@ class _TooLarge(ValueError):
     self.needed, self.limit = needed, limit
 
 
-def _compile(program: Program, chip: Chip) -> Any:
-  """Compiles a program; raises `_TooLarge` if it does not fit."""
+def compile_program(program: Program, chip: Chip) -> Any:
+  """Compiles a program; raises `TooLarge` if it does not fit."""
   limit = chip.memory * 2**30
   try:
     compiled = program.lowered.compile()
@@ -411,10 +411,10 @@ def _compile(program: Program, chip: Chip) -> Any:
         float(number) * 1024 ** (1 + 'KMGT'.index(unit))
         for number, unit in sizes
       )
-    raise _TooLarge(needed, limit) from error
+    raise TooLarge(needed, limit) from error
   memory, _ = read(compiled)
   if memory['total'] > limit:
-    raise _TooLarge(memory['total'], limit)
+    raise TooLarge(memory['total'], limit)
   return compiled
 
 
@@ -431,8 +431,8 @@ def compile_for(
   """
   machine = machine or targets.make_machine(target)
   try:
-    return _compile_for(config, target, machine)
-  except _TooLarge as error:
+    return compile_once(config, target, machine)
+  except TooLarge as error:
     fits = _largest(config, target, machine, error)
     is_known = error.needed < math.inf
     needs = format_size(error.needed) if is_known else 'more'
@@ -443,14 +443,15 @@ def compile_for(
     ) from error
 
 
-def _compile_for(
+def compile_once(
   config: ConfigDict, target: Target, machine: Machine
 ) -> tuple[Report, dict[str, str]]:
+  """Does the same as `compile_for`, but raises `TooLarge`."""
   lowered = targets.lower(config, machine)
   analyses, texts = {}, {}
   for name, program in lowered.programs.items():
     start = time.perf_counter()
-    compiled = _compile(program, target.chip)
+    compiled = compile_program(program, target.chip)
     seconds = time.perf_counter() - start
     memory, text = read(compiled)
     default = 'acting' if name == 'act' else _REST
@@ -472,7 +473,7 @@ def _compile_for(
 
 
 def _largest(
-  config: ConfigDict, target: Target, machine: Machine, error: _TooLarge
+  config: ConfigDict, target: Target, machine: Machine, error: TooLarge
 ) -> int:
   """Finds about the largest number of environments that fits, or 0.
 
@@ -496,13 +497,13 @@ def _largest(
       break
     config.env.num_envs = num_envs
     try:
-      report, _ = _compile_for(config, target, machine)
-    except _TooLarge as found:
+      report, _ = compile_once(config, target, machine)
+    except TooLarge as found:
       too_many, error = num_envs, found
     else:
       fits = num_envs
       needed = max(x.memory['total'] for x in report.programs.values())
-      error = _TooLarge(needed, error.limit)
+      error = TooLarge(needed, error.limit)
       if needed > 0.85 * error.limit:
         break
   return fits

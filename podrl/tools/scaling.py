@@ -62,14 +62,14 @@ class Row(NamedTuple):
 
 def find_target(kind: str, num_cores: int) -> Target | None:
   """Returns the target with this number of cores; None if there is none."""
-  chip, sign = CHIPS[kind], '-' if CHIPS[kind].clock else ':'
+  chip = CHIPS[kind]
+  sizes = targets.sizes(chip)
   size = num_cores * chip.size_of_chip // chip.devices_of_chip
-  slices = 1
-  while f'{kind}{sign}{size}' not in targets.NAMES and size > 1:
-    size, slices = size // 2, slices * 2
-  name = f'{kind}{sign}{size}'
-  target = targets.parse(name if slices == 1 else f'{slices}x{name}')
-  return target if target.num_devices == num_cores else None
+  slices = max(1, size // sizes[-1])
+  if size // slices not in sizes:
+    return None
+  name = f'{kind}{"-" if chip.clock else ":"}{size // slices}'
+  return targets.parse(name if slices == 1 else f'{slices}x{name}')
 
 
 def predict(

@@ -687,7 +687,8 @@ class _Cloud:
         '--bucket=gs://bucket/some',
         '--poll-seconds=0',
         '--backoff-seconds=0',
-        *words,
+        *(() if '--check' in words else ('--no-check',)),
+        *(x for x in words if x != '--check'),
         '--',
         'python',
         'experiments/x.py',
@@ -764,6 +765,34 @@ def test_tpu_runs_once_fetches_deletes_and_returns_the_code(code, tmp_path):
   log = cloud.path / 'runs' / 'slice' / 'worker_0.log'
   assert log.read_text() == stdout
   assert 'slice: PROVISIONING' in stderr
+
+
+@pytest.mark.parametrize(
+  'has_libtpu,code,message',
+  [
+    (True, 0, ''),
+    (True, 2, 'the run does not compile for v4-16; --no-check'),
+    (False, 0, 'not installed here, so the run is not compiled first'),
+  ],
+)
+def test_tpu_compiles_the_run_first(has_libtpu, code, message, tmp_path):
+  cloud = _Cloud(tmp_path, {'follow': '1 0'})
+  _write(
+    cloud.tools / 'python',
+    f"""#!/bin/sh
+    case $1 in
+      -c) exit {int(not has_libtpu)} ;;
+      *) echo "$*" >{cloud.tools}/compiled; exit {code} ;;
+    esac
+    """,
+  )
+  returned, _, stderr = cloud.run('--check')
+  assert returned == code and message in stderr
+  assert (cloud.tools / 'calls').exists() == (code == 0)
+  if has_libtpu:
+    compiled = (cloud.tools / 'compiled').read_text()
+    expected = 'experiments/x.py --config.seed=1 --target=v4-16\n'
+    assert compiled == f'-m podrl compile {expected}'
 
 
 def test_tpu_commands_are_whole(tmp_path):

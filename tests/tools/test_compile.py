@@ -2,16 +2,18 @@
 
 import importlib.util
 import json
+import math
 import pathlib
-import re
 import textwrap
+import types
 
 import anakin_catch
+import jax
 import pytest
 import sebulba_cartpole
 
 from podrl.drivers import spmd
-from podrl.run import targets
+from podrl.run import devices, targets
 from podrl.tools import compile
 from podrl.tools.compile import Collective
 
@@ -220,17 +222,44 @@ def test_sebulba_compiles_for_a_tpu_slice():
 
 
 @_needs_libtpu
-def test_what_does_not_fit_is_refused(monkeypatch, capsys):
-  chip = targets.CHIPS['v5e']._replace(memory=3 / 1024)  # 3 MiB.
-  monkeypatch.setitem(targets.CHIPS, 'v5e', chip)
-  path = str(_ROOT / 'experiments' / 'anakin_catch.py')
-  arguments = ['--config.env.num_envs=4096', '--config.unroll_length=2']
-  code = compile.run(['compile', path, '--target=v5e-1', *arguments])
-  error = capsys.readouterr().err
-  assert code == 2 and error.count('\n') == 1
-  text = r'num_envs=4096 does not fit on v5e-1: a core needs ([\d.]+) MiB, and '
-  found = re.search(text + r'it has 3 MiB; (\d+) fits$', error)
-  assert float(found[1]) > 3 and 32 <= int(found[2]) < 4096
+def test_the_compiler_says_how_much_memory_is_missing():
+  config, target = anakin_catch.get_config(), targets.parse('v5e-1')
+  config.env.num_envs = 2**23
+  with spmd.compiling_for('tpu'):
+    lowered = targets.lower(config, targets.make_machine(target))
+    with pytest.raises(compile.TooLarge) as caught:
+      compile.compile_program(lowered.programs['train'], target.chip)
+  assert 15 * 2**30 < caught.value.limit < 16 * 2**30
+  assert 2 * caught.value.limit < caught.value.needed < 2**40
+
+
+def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
+  tried = []
+
+  def compile_once(config, target, machine):
+    num_envs = config.env.num_envs
+    tried.append(num_envs)
+    assert num_envs % 16 == 0  # Four devices, four minibatches of whole ones.
+    needed = 2**20 + 1000 * num_envs
+    if needed > 2**24:
+      raise compile.TooLarge(needed if num_envs < 2**18 else math.inf, 2**24)
+    program = types.SimpleNamespace(memory={'total': needed})
+    return types.SimpleNamespace(programs={'train': program}), {}
+
+  monkeypatch.setattr(compile, 'compile_once', compile_once)
+  config = anakin_catch.get_config()
+  config.unroll_length, config.num_devices, config.env.num_envs = 1, 4, 2**18
+  machine = devices.Machine(jax.devices(), 0, 1)
+  with spmd.compiling_for('tpu'), pytest.raises(ValueError) as caught:
+    compile.compile_for(config, targets.parse('v5e-4'), machine)
+  message, _, fits = str(caught.value).rpartition('; ')
+  assert message == (
+    'config.env.num_envs=262144 does not fit on v5e-4: a core needs more, and '
+    'it has 16 MiB'
+  )
+  # 2^24 - 2^20 bytes are those of 15,728 environments.
+  assert 0.8 * 15_728 < int(fits.split()[0]) <= 15_728
+  assert len(tried) <= 5
 
 
 @_needs_libtpu

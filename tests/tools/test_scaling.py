@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(300)
   'kind,num_cores,name',
   [
     ('v3', 4, None),
+    ('v3', 2, None),
     ('v3', 8, 'v3-8'),
     ('v3', 2048, 'v3-2048'),
     ('v4', 4, 'v4-8'),
@@ -46,7 +47,8 @@ def test_times_between_compiled_numbers_are_interpolated():
   all_targets = {n: targets.parse(f'v5e-{n}') for n in (1, 4, 16)}
   reports = {1: _report(1, 0.2), 16: _report(16, 0.4)}
   one, four, sixteen = scaling.predict(reports, all_targets)
-  assert (one.num_cores, one.seconds, one.all_reduce) == (1, 0.2, 0)
+  assert (one.num_cores, one.all_reduce) == (1, 0)
+  assert one.seconds == pytest.approx(0.2)
   assert one.efficiency == 1 and one.steps_per_second == pytest.approx(500)
   assert (one.is_compiled, four.is_compiled) == (True, False)
   # Ten of 2 x 3/4 x 4 MB at 200 GB/s, and 2 x 2 hops of 1 us.
