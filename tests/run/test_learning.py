@@ -1,6 +1,10 @@
 """Agents learn: thresholds on small environments, with fixed seeds."""
 
 import json
+import os
+import subprocess
+import sys
+import textwrap
 
 import gymnasium
 import helpers
@@ -124,3 +128,61 @@ def test_without_a_memory_there_is_nothing_to_recall(agent, tmp_path):
 def test_larger_tasks_are_solved(arguments, threshold, seed, tmp_path):
   arguments = [*arguments, f'--config.seed={seed}']
   assert _evaluated(*arguments[:1], tmp_path, *arguments[1:]) >= threshold
+
+
+_REACH = """
+  import gymnasium
+  import numpy as np
+
+
+  class Reach(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-5, 5, (6,))
+    action_space = gymnasium.spaces.Box(-2, 2, (2,))
+
+    def reset(self, *, seed=None, options=None):
+      super().reset(seed=seed)
+      self.place, self.target = self.np_random.uniform(-1, 1, (2, 2))
+      self.speed = np.zeros(2)
+      return self.obs(), {}
+
+    def obs(self):
+      parts = self.place, self.speed, self.target
+      return np.concatenate(parts).astype(np.float32)
+
+    def step(self, action):
+      self.speed = 0.9 * self.speed + 0.1 * action
+      self.place = np.clip(self.place + 0.1 * self.speed, -5, 5)
+      distance = np.linalg.norm(self.place - self.target)
+      return self.obs(), -float(distance), False, False, {}
+
+
+  gymnasium.register('Reach-v0', Reach, max_episode_steps=100)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', [0, 1, 2])
+@pytest.mark.parametrize(
+  'name,threshold',
+  [
+    ('CartPole-v1', 475),
+    ('Pong-misc', 900),
+    ('Pendulum-v1', -250),
+    ('MemoryChain-bsuite', 0.9),
+    ('LunarLander-v2', 200),
+    ('HalfCheetah-v4', 1500),
+    ('MiniGrid-Empty-5x5-v0', 0.9),
+    # Without actions, the return is about -105. The acceleration
+    # 10 (target - place) - 4 speed gives about -8.
+    ('reach:Reach-v0', -15),
+  ],
+)
+def test_a_name_is_enough_to_learn(name, threshold, seed, tmp_path):
+  (tmp_path / 'reach.py').write_text(textwrap.dedent(_REACH))
+  command = ['podrl', 'train', name, f'--seed={seed}', '--workdir=run']
+  # Without the tests' flags, which make programs compile fast and run slowly.
+  environment = os.environ | {'XLA_FLAGS': ''}
+  command = [sys.executable, '-m', *command]
+  subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['eval_return'] >= threshold
