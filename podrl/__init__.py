@@ -66,6 +66,7 @@ def train(
     ValueError: for a mistake in the arguments.
     RuntimeError: if the run failed.
     KeyboardInterrupt: after Ctrl-C. The run is saved first.
+    SystemExit: with code 75, after SIGTERM. The run is saved first.
   """
   from podrl.run import tasks
 

@@ -24,7 +24,12 @@ _FLOORS = (
 _LEVEL = {name: i for i, names in enumerate(_FLOORS) for name in names}
 # Words that only some files may contain, collectives among them.
 _ONLY = {
-  'threading': ('drivers/', 'run/cluster', 'run/signals', 'records/'),
+  'threading|concurrent': (
+    'drivers/',
+    'run/cluster',
+    'run/signals',
+    'records/',
+  ),
   'shard_map': ('drivers/spmd',),
   'Mesh(': ('drivers/spmd',),
   'lax.pmean|lax.pmax|lax.pmin': ('core/learner',),

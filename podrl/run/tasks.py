@@ -18,6 +18,7 @@ from podrl.run.signals import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
 
 # A run changes these settings of the whole process; `train` restores them.
 _JAX_SETTINGS = (
+  'jax_cpu_enable_async_dispatch',
   'jax_enable_compilation_cache',
   'jax_compilation_cache_dir',
   'jax_persistent_cache_min_compile_time_secs',

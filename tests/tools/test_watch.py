@@ -356,7 +356,6 @@ def test_the_command(run, capsys):
   assert run.loaded == ['best']
   text = capsys.readouterr().out
   assert 'return ' in text and '9 steps' in text and 'r/episode.gif' in text
-  assert 'cut' not in text
   with Image.open('r/episode.gif') as image:
     assert image.n_frames == 10 and image.info['loop'] == 0
     assert image.info['duration'] == 50
