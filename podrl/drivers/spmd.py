@@ -164,21 +164,31 @@ def set_num_cpu_devices(num_devices: int, num_processes: int = 1) -> None:
   jax.config.update('jax_num_cpu_devices', num_devices)
 
 
+# Platforms, the packages that JAX needs for them, and files of their devices.
+_ACCELERATORS = (
+  ('tpu', 'libtpu', '/dev/accel*'),
+  ('tpu', 'libtpu', '/dev/vfio/[0-9]*'),
+  ('cuda', 'jax_cuda12_plugin', '/dev/nvidiactl'),
+  ('cuda', 'jax_cuda13_plugin', '/dev/nvidiactl'),
+  ('rocm', 'jax_rocm60_plugin', '/dev/kfd'),
+  ('rocm', 'jax_rocm7_plugin', '/dev/kfd'),
+)
+
+
+def _find_accelerators() -> list[str]:
+  """Returns the platforms whose devices and packages are on this machine."""
+  return [
+    platform
+    for platform, package, device in _ACCELERATORS
+    if importlib.util.find_spec(package) and glob.glob(device)
+  ]
+
+
 def _sees_accelerator() -> bool:
   """Whether the machine has an accelerator and JAX has a package for it."""
   if _config.jax_platforms:
     return not _config.jax_platforms.startswith('cpu')
-  return any(
-    importlib.util.find_spec(package) and glob.glob(device)
-    for package, device in (
-      ('libtpu', '/dev/accel*'),
-      ('libtpu', '/dev/vfio/[0-9]*'),
-      ('jax_cuda12_plugin', '/dev/nvidiactl'),
-      ('jax_cuda13_plugin', '/dev/nvidiactl'),
-      ('jax_rocm60_plugin', '/dev/kfd'),
-      ('jax_rocm7_plugin', '/dev/kfd'),
-    )
-  )
+  return bool(_find_accelerators())
 
 
 def is_in_use() -> bool:
@@ -199,6 +209,21 @@ def compiling_for(platform: str) -> Iterator[None]:
 def platform() -> str:
   """Returns the platform that programs are compiled for."""
   return _target.get() or jax.default_backend()
+
+
+def _ignore_libtpu() -> None:
+  """Makes JAX skip TPUs if libtpu is installed and the machine has no TPU.
+
+  Otherwise, JAX loads libtpu, which prints errors. `podrl compile` needs it.
+  """
+  platforms = dict.fromkeys([*_find_accelerators(), 'cpu'])
+  has_libtpu = importlib.util.find_spec('libtpu') is not None
+  is_free = not _config.jax_platforms and not is_in_use()
+  if is_free and has_libtpu and 'tpu' not in platforms:
+    jax.config.update('jax_platforms', ','.join(platforms))
+
+
+_ignore_libtpu()  # Now, because JAX looks for devices only once.
 
 
 def has_accelerator() -> bool:

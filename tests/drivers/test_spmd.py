@@ -1,11 +1,14 @@
 """Mapping over devices."""
 
+import glob
+import os
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from podrl.drivers import spmd
 
@@ -70,3 +73,34 @@ def test_a_look_for_accelerators_keeps_the_arrays_of_a_session():
     'assert jax.devices()[0].client is client; print((x + 1).sum())'
   )
   assert printed == '6'
+
+
+@pytest.mark.skipif(
+  bool(glob.glob('/dev/accel*') + glob.glob('/dev/vfio/[0-9]*')),
+  reason='this machine has a TPU',
+)
+def test_libtpu_without_a_tpu_is_left_alone(tmp_path):
+  (tmp_path / 'libtpu.py').write_text(
+    'def get_library_path():\n  return "/no/such/libtpu.so"\n'
+  )
+  path = os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])
+  environment = {k: x for k, x in os.environ.items() if k != 'JAX_PLATFORMS'}
+  code = (
+    'import podrl.drivers.spmd, jax; '
+    'print(jax.config.jax_platforms, "tpu" in jax.devices()[0].platform)'
+  )
+  outcome = subprocess.run(
+    [sys.executable, '-c', code],
+    capture_output=True,
+    text=True,
+    env=environment | {'PYTHONPATH': path},
+  )
+  assert outcome.stdout.endswith('cpu False\n') and outcome.stderr == ''
+
+
+def test_a_platform_to_compile_for():
+  assert spmd.platform() == 'cpu' and not spmd.has_accelerator()
+  with spmd.compiling_for('tpu'):
+    assert spmd.platform() == 'tpu' and spmd.has_accelerator()
+    assert spmd.in_order_options() == {}
+  assert spmd.platform() == 'cpu' and spmd.in_order_options()
