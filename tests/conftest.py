@@ -18,7 +18,7 @@ sys.path += [
   str(x) for x in sorted((_ROOT / 'tests').glob('**')) if x.name != 'stubs'
 ]
 _IS_WORKER = 'PYTEST_XDIST_WORKER' in os.environ
-if not _IS_WORKER:  # The workers inherit it.
+if not _IS_WORKER:  # Workers inherit the variable.
   os.environ['XDG_CACHE_HOME'] = tempfile.mkdtemp(prefix='podrl-tests-')
   atexit.register(shutil.rmtree, os.environ['XDG_CACHE_HOME'], True)
 
@@ -30,8 +30,8 @@ def pytest_configure(config):
 
 
 def _set_up_jax() -> None:
-  """Sets up JAX in this process, and in those that it starts where possible."""
-  stubs = str(_ROOT / 'tests' / 'stubs')  # See the files there.
+  """Sets up JAX here and, where possible, in the processes that tests start."""
+  stubs = str(_ROOT / 'tests' / 'stubs')  # The stubs say why.
   sys.path.insert(0, stubs)
   path = [stubs, os.environ.get('PYTHONPATH')]
   os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, path))
@@ -42,13 +42,13 @@ def _set_up_jax() -> None:
 
   # The tests compile much and compute little: LLVM's optimisations do not pay.
   flags = [os.environ.get('XLA_FLAGS'), '--xla_backend_optimization_level=0']
-  if jax.__version_info__ < (0, 11):  # Later versions have nothing else.
-    flags.append('--xla_cpu_use_fusion_emitters=false')  # Twice as fast.
+  if jax.__version_info__ < (0, 11):  # Later versions offer no choice.
+    flags.append('--xla_cpu_use_fusion_emitters=false')  # It is twice as fast.
   os.environ['XLA_FLAGS'] = ' '.join(filter(None, flags))
   jax.config.update('jax_platforms', 'cpu')
   spmd.set_num_cpu_devices(4)
   jax.config.update('jax_numpy_rank_promotion', 'raise')
   cache = os.path.join(os.environ['XDG_CACHE_HOME'], 'podrl', 'xla')
-  jax.config.update('jax_compilation_cache_dir', cache)  # As in a run.
+  jax.config.update('jax_compilation_cache_dir', cache)  # A run does so too.
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)

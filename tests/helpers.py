@@ -1,4 +1,4 @@
-"""Runs of experiments, small enough for tests, and the files they write."""
+"""Runs small experiments for tests, and reads the files that they write."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ import pathlib
 from podrl.run import train
 
 ROOT = pathlib.Path(__file__).parents[1]
-# 512 / (8 x 8) = 8 updates on two CPU devices.
+# On two CPU devices, this makes 512 / (8 x 8) = 8 updates.
 TINY = [
   '--config.total_env_steps=512',
   '--config.env.num_envs=8',
@@ -18,14 +18,14 @@ TINY = [
   '--config.log.every_updates=3',
   '--config.num_devices=2',
 ]
-# What an agent may carry from step to step.
+# With these settings, an agent carries all that it can from step to step.
 MEMORY = [
   '--agent=impala',
   '--config.network.recurrent=gru',
   '--config.agent.normalize_observation=True',
   '--config.agent.normalize_reward=True',
 ]
-# The values of a record that two equal runs do not share.
+# Two equal runs differ in these values of their records.
 TIMINGS = {
   'steps_per_second',
   'frames_per_second',

@@ -43,11 +43,11 @@ class Costs:
 
 
 class Host:
-  """A host with costs, cores and devices.
+  """A synthetic host with costs, cores and devices.
 
   Args:
     costs: the costs of its calls.
-    num_cores: how many pools can step at the same time; None is no bound.
+    num_cores: number of pools that can step at the same time; None is no limit.
     seed: seed of the noise.
   """
 
@@ -105,7 +105,7 @@ class Host:
     per_one: str,
     x: jax.Array,
   ) -> jax.Array:
-    """Returns a 0 that is ready after the sleep, which begins after `x`."""
+    """Sleeps after `x` is ready; returns zeros that are ready afterwards."""
 
     def sleep(x):
       with device:
@@ -199,7 +199,7 @@ class Host:
 
 
 def rate(driver: sebulba.Sebulba, seconds: float) -> float:
-  """The steps per second of a running driver, over a window of `seconds`."""
+  """Measures a driver's steps per second over a window of `seconds`."""
   start, steps = time.perf_counter(), 0
   while time.perf_counter() - start < seconds:
     steps += sum(r.num_predictions for r in driver.advance(1))

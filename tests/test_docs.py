@@ -1,4 +1,4 @@
-"""The examples of README and site run and learn, and what they name exists."""
+"""Examples of the README and the site run, and the files they name exist."""
 
 import importlib
 import pathlib
@@ -20,7 +20,7 @@ _TEXT = {page: page.read_text() for page in _PAGES}
 
 
 def _code(page):
-  """The Python examples of a page, as one program."""
+  """Returns the Python examples of a page as one program."""
   return '\n'.join(re.findall(r'```python\n(.*?)```', _TEXT[page], re.S))
 
 
@@ -32,7 +32,7 @@ def _execute(scope, *names):
 
 @pytest.fixture(scope='module')
 def home(tmp_path_factory):
-  """A directory with a trained run, `runs/mine`."""
+  """Makes a directory with a trained run, `runs/mine`."""
   path = tmp_path_factory.mktemp('home')
   arguments = ['--config.total_env_steps=2e5', '--config.eval.num_episodes=2']
   argv = ['anakin_cartpole.py', f'--workdir={path}/runs/mine', *arguments]
@@ -41,7 +41,7 @@ def home(tmp_path_factory):
 
 
 def _metrics_page():
-  """The names that the page of metrics documents."""
+  """Returns the names that the page of metrics documents."""
   text = _TEXT[_DOCS / 'reference/metrics.md']
   rows = re.findall(r'^\| (`.*?) \|', text, re.M)
   return set(re.findall(r'`(\w+)`', ' '.join(rows)))
@@ -50,7 +50,7 @@ def _metrics_page():
 def test_the_tutorials_code_runs_and_learns(home):
   scope = {}
   _execute(scope, 'tutorials/environment.md', 'tutorials/agent.md')
-  # A random walk from the middle ends right half of the time.
+  # A random walk from the middle ends on the right only half of the time.
   assert scope['mean_return'] > 0.95
   assert int(scope['state'].learner.num_updates) == 100
   assert 'bonus' in scope['records'].metrics
@@ -64,7 +64,7 @@ def test_the_tutorials_code_runs_and_learns(home):
   assert recorded <= _metrics_page()
   derived = scope['host_driver'].describe({name: 1.0 for name in measured})
   assert derived.keys() <= _metrics_page()
-  # The page names nothing else, apart from energy: few machines measure it.
+  # The page names nothing else except energy, which few machines measure.
   energy = {'joules_per_second', 'frames_per_joule'}
   assert _metrics_page() <= measured | recorded | derived.keys() | energy
 
@@ -86,7 +86,7 @@ def test_the_tutorials_experiment_is_one(tmp_path):
 def test_a_trained_policy_is_used(home, monkeypatch):
   scope = {'RUN': home / 'runs' / 'mine'}
   _execute(scope, 'how-to/policy.md')
-  assert scope['policy_return'] > 150  # At random 22.
+  assert scope['policy_return'] > 150  # A random policy gets 22.
   monkeypatch.chdir(home)
   scope = {'obs': np.zeros((3, 4)), 'next_obs': np.ones((3, 4))}
   exec(compile(_code(_ROOT / 'README.md'), 'README.md', 'exec'), scope)
@@ -97,7 +97,7 @@ def test_podrl_train_in_a_program_learns(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   scope = {}
   _execute(scope, 'getting-started.md')
-  assert scope['records'][-1]['eval_return'] > 300  # At random 22.
+  assert scope['records'][-1]['eval_return'] > 300  # A random policy gets 22.
   assert scope['policy'](np.zeros((3, 4)))[0].shape == (3,)
   assert (tmp_path / scope['path'] / 'summary.json').exists()
 
@@ -123,7 +123,7 @@ def test_the_readme_is_short():
 def test_pictures_and_files_that_pages_name_exist():
   num_pictures = 0
   for page, text in _TEXT.items():
-    assert '@@' not in text, page  # A figure that is still to come.
+    assert '@@' not in text, page  # @@ marks a missing figure.
     for bang, path in re.findall(r'(!?)\[[^]]*\]\(([^)#]+)[^)]*\)', text):
       if not path.startswith('http'):
         assert (page.parent / path).is_file(), (page, path)

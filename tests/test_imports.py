@@ -9,7 +9,7 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).parents[1] / 'podrl'
 _FILES = sorted(_ROOT.rglob('*.py'))
-# Each floor may import those before it, and its own files.
+# A file may import from its own floor and from the floors before it.
 _FLOORS = (
   ['types'],
   ['core'],
@@ -22,7 +22,7 @@ _FLOORS = (
   ['__init__', '__main__'],
 )
 _LEVEL = {name: i for i, names in enumerate(_FLOORS) for name in names}
-# Words that only some files may contain, collectives among them.
+# Only these files may contain these words; some of the words are collectives.
 _ONLY = {
   'threading|concurrent': (
     'drivers/',

@@ -39,7 +39,7 @@ def test_an_unknown_command_gets_near_names(monkeypatch, capsys):
   assert 'plot, watch, evaluate' in capsys.readouterr().err
 
 
-# Sends Ctrl-C to itself when a module is imported, then runs a script.
+# Runs a script, and sends Ctrl-C to itself when a given module is imported.
 _INTERRUPT = """
 import os, runpy, signal, sys
 
@@ -48,7 +48,7 @@ class Finder:
     if name == module:
       os.kill(os.getpid(), signal.SIGINT)
 
-# A background job starts with SIGINT ignored.
+# A background job ignores SIGINT at its start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 module = sys.argv.pop(1)
 del sys.argv[0]
@@ -60,7 +60,7 @@ runpy.run_path(sys.argv[0], run_name='__main__')
 @pytest.mark.parametrize(
   'script,module',
   [
-    ('experiments/sebulba_pong.py', 'numpy'),  # It would be an ImportError.
+    ('experiments/sebulba_pong.py', 'numpy'),  # numpy raises ImportError.
     ('podrl/__main__.py', 'podrl.tools.plot'),
   ],
 )

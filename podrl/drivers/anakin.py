@@ -278,7 +278,7 @@ class Anakin:
   hyperparams: Hyperparams = dataclasses.field(default_factory=dict)
   state: Any = None  # An AnakinState.
   error: BaseException | None = None  # Stays None: Anakin has no threads.
-  # The first culprit of each seed; its update may have had a finite loss.
+  # Keeps the first culprit of each seed, even if the loss was finite then.
   _culprits: dict[int, Culprit] = dataclasses.field(default_factory=dict)
 
   @property

@@ -97,7 +97,7 @@ def map_update(learner: Learner, mesh: Mesh) -> jax.stages.Wrapped:
 
 
 def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
-  """Copies a tree of arrays to a mesh; `specs` is a tree prefix of specs.
+  """Copies a tree of arrays to a mesh; `specs` is a tree prefix of `tree`.
 
   If several processes have devices of the mesh, each passes the whole tree.
   """

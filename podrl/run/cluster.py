@@ -91,7 +91,7 @@ class Watchdog:
     self._num_beats += 1
 
   def _report(self) -> None:
-    """A thread runs this: it reports to process 0, and ends at a verdict."""
+    """A thread runs this: it reports to process 0, and may end this process."""
     num_signs = 0
     try:
       while not self._closed.wait(_PERIOD_SECONDS):

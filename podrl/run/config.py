@@ -301,7 +301,7 @@ def check(config: ConfigDict) -> None:
 
 
 def _parse_literal(text: str) -> Any:
-  """Reads a Python literal, true or false; any other text is a string."""
+  """Reads a Python literal, `true` or `false`; any other text is a string."""
   try:
     return ast.literal_eval(text)
   except (ValueError, SyntaxError, TypeError):

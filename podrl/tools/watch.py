@@ -122,7 +122,7 @@ def record(
 def _make_env(
   config: ConfigDict, rng_key: chex.PRNGKey
 ) -> tuple[HostEnv, chex.PRNGKey]:
-  """Makes one environment, and the key `[1]` of its actions."""
+  """Makes one environment, and a batch of one random key for actions."""
   if build.architecture(config) == 'anakin':
     reset_keys, act_keys = jax.random.split(rng_key, (2, 1))
     return _on_host(config, reset_keys), act_keys

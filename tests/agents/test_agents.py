@@ -22,7 +22,7 @@ _SPACES = {
   'multi': MultiDiscrete((3, 2)),
   'box': Box((2,), np.float32([-1, 0]), np.float32([1, 3])),
 }
-_T, _B, _JOINT = 14, 4, 6  # Environment 0 has a joint on arriving at step 6.
+_T, _B, _JOINT = 14, 4, 6  # In environment 0, step 6 is a joint.
 
 
 def _agent(name, core='gru', space='discrete', dist_name='auto', **kwargs):
@@ -60,13 +60,13 @@ def _steps(seed=0):
 
 
 def _scaled(factor, variables):
-  """The variables with larger or smaller parameters."""
+  """Multiplies all parameters by a factor."""
   params = jax.tree.map(lambda x: factor * np.asarray(x), variables.params)
   return variables._replace(params=params)
 
 
 def _prepare(agent):
-  """Compiled, for one device."""
+  """Compiles the agent's `prepare` for one device."""
   return jax.jit(
     lambda variables, trajectory: agent.prepare(
       variables, trajectory, lambda x: x
@@ -105,7 +105,7 @@ def _act_through(agent, variables, steps):
 def test_steps_act_as_the_unrolled_network_does(name, core, space):
   network, dist, agent = _agent(name, core, space)
   variables = jax.jit(agent.init)(jax.random.key(0))
-  # Far from uniform: the first policy head is close to zero.
+  # Larger parameters make the policy far from uniform.
   variables = _scaled(3.0, variables)
   params = variables.params
   steps = _steps()
@@ -122,7 +122,7 @@ def test_steps_act_as_the_unrolled_network_does(name, core, space):
   if name != 'ppo':
     return
   np.testing.assert_allclose(values[:-1], trajectory.extras.value, atol=1e-5)
-  # The value of the last step, which no action followed, bootstraps.
+  # The last step has no action; its value is the bootstrap.
   _, last, _ = unroll(
     params, *jax.tree.map(lambda x: x[-1:], (steps.obs, steps.is_first)), carry
   )
@@ -177,7 +177,7 @@ def test_actions_stay_inside_their_bounds(name, dist_name):
 def _mixed(before, after):
   """Joins two trajectories at the joint; the carry is from the first."""
 
-  # The action that was ignored belongs to the time before.
+  # The ignored action, which precedes the joint, is from the first trajectory.
   def join(a, b):
     return np.concatenate([a[:_JOINT], b[_JOINT:]])
 
@@ -217,8 +217,8 @@ def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
 
   (a, b) = runs
   aa, ab, ba, bb = map(gradient, (a, _mixed(a, b), _mixed(b, a), b))
-  # The parts before and after a joint add up, and neither knows of the other:
-  # gradients of (a, a) and (b, b) are together those of (a, b) and (b, a).
+  # A joint separates what is before it from what is after it. So the gradients
+  # of (a, a) and (b, b) have the same sum as those of (a, b) and (b, a).
   sizes = []
   for w, x, y, z in zip(*map(jax.tree.leaves, (aa, ab, ba, bb))):
     np.testing.assert_allclose(w + z, x + y, atol=1e-5)

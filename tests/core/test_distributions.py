@@ -78,11 +78,11 @@ _BOX = Box((3,), _LOW, _HIGH)
 
 
 def _head(dist, seed=0, batch=50):
-  """Means and scales of many sizes, also such that saturate a tanh."""
+  """Returns a head, its means and its scales; some means saturate a tanh."""
   rng = np.random.default_rng(seed)
   mean = rng.normal(size=(batch, 3)) * 2.0
   scale = rng.uniform(0.05, 3.0, (batch, 3))
-  # softplus(raw + offset) + 1e-3 is the scale, and 1 where raw is 0.
+  # The scale is softplus(raw + offset) + 1e-3; raw = 0 gives a scale of 1.
   raw = np.log(np.expm1(scale - 1e-3)) - np.log(np.expm1(1.0 - 1e-3))
   assert dist.num_params == 6
   return np.concatenate([mean, raw], -1).astype(np.float32), mean, scale
@@ -91,7 +91,7 @@ def _head(dist, seed=0, batch=50):
 def test_gaussian_against_scipy():
   dist = distributions.for_action_space(_BOX, 'gaussian')
   head, mean, scale = _head(dist)
-  # In the units of the actions.
+  # scipy's distribution is in the units of the actions.
   half, middle = (_HIGH - _LOW) / 2, (_HIGH + _LOW) / 2
   normal = scipy.stats.norm(middle + half * mean, half * scale)
   sample = np.random.default_rng(1).normal(size=mean.shape).astype(np.float32)
@@ -118,7 +118,7 @@ def test_tanh_gaussian_against_scipy_and_numerical_integration():
 
   sample = np.random.default_rng(1).normal(size=mean.shape)
   action = middle + half * np.tanh(sample)
-  # By the change of variables a = middle + half tanh x.
+  # The density follows from the change of variables a = middle + half tanh x.
   y = (action - middle) / half
   expected = (
     scipy.stats.norm.logpdf(np.arctanh(y), mean, scale)
@@ -135,13 +135,13 @@ def test_tanh_gaussian_against_scipy_and_numerical_integration():
   )
 
   def integral(mean, scale, half):
-    """Of -p(x) log p(a) over the sample, which has no singular ends."""
+    """Integrates -p(x) log p(a) over x; over a, the ends are singular."""
 
     def integrand(x):
       log_slope = (
         -2 * np.log(np.cosh(x)) if abs(x) < 300 else (2 * (np.log(2) - abs(x)))
       )
-      # Of the normal distribution; scipy's own takes 100 times as long.
+      # The normal log-density; scipy's function is 100 times slower.
       log_density = -0.5 * ((x - mean) / scale) ** 2 - np.log(
         scale * np.sqrt(2 * np.pi)
       )
@@ -175,7 +175,7 @@ def test_samples_have_their_moments_and_actions_their_bounds(name):
   keys = jax.random.split(jax.random.key(0), 20_000)
   head, mean, scale = _head(dist, batch=1)
   samples = jax.vmap(lambda k: dist.sample(k, head[0]))(keys)
-  # Five standard deviations of a mean and of a deviation.
+  # The tolerances are five standard errors: of a mean, and of a deviation.
   np.testing.assert_allclose(
     np.mean((samples - mean) / scale, 0), np.zeros(3), atol=5 / 20_000**0.5
   )
@@ -205,8 +205,8 @@ def test_boxes_of_any_shape_and_with_missing_bounds():
   dist = distributions.for_action_space(Box((2, 3), low, high))
   assert dist.num_params == 12 and dist.num_constant_params == 6
   sample = jnp.asarray([0.5, 0.5, 0.5, -0.5, 0.5, 0.5])
-  # Without bounds, and of no width, a dimension keeps its own unit; half
-  # bounded it starts at its bound.
+  # A dimension keeps its unit if it has no bounds or has width 0. A dimension
+  # with one bound starts at that bound.
   expected = np.float32([[0.5, 0.5, 0.5], [4.5, 2.0, 0.5]])
   np.testing.assert_allclose(dist.to_action(sample), expected)
   np.testing.assert_array_equal(

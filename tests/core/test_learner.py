@@ -29,7 +29,7 @@ _BOX = Box((2,), np.float32([-1, 0]), np.float32([1, 3]))
 
 
 def _agent(name, is_full=False):
-  """An agent; a full one is recurrent, continuous and normalised."""
+  """Makes an agent; a full one is recurrent, continuous and normalised."""
   dist = (
     distributions.gaussian(_BOX, squash=True)
     if is_full
@@ -52,10 +52,10 @@ def _agent(name, is_full=False):
 
 
 def _trajectory(agent, seed=0, length=_T, batch=_B):
-  """Random, with terminations, truncations and joints, one at each end."""
+  """Makes a random trajectory with terminations, truncations and joints."""
   rng = np.random.default_rng(seed)
   is_first = rng.random((length + 1, batch)) < 0.15
-  is_first[1, 0] = is_first[-1, 1] = True
+  is_first[1, 0] = is_first[-1, 1] = True  # Each end has a joint.
   ended = np.roll(is_first, -1, 0)
   discount = np.where(ended & (rng.random(ended.shape) < 0.5), 0.0, 1.0)
   timestep = TimeStep(
@@ -79,7 +79,7 @@ def _trajectory(agent, seed=0, length=_T, batch=_B):
     action = rng.normal(size=(length, *action.shape)).astype(np.float32)
   else:
     action = rng.integers(0, 3, (length, batch)).astype(np.int32)
-  # Close to 1 / 3, or to the density of an untrained policy.
+  # An untrained policy gives actions about this probability or density.
   log_prob = np.log(rng.uniform(0.2, 0.5, (length, batch))).astype(np.float32)
   value = (
     extras.value
@@ -92,7 +92,7 @@ def _trajectory(agent, seed=0, length=_T, batch=_B):
 
 
 def make_update(agent, optimizer, num_devices, **kwargs):
-  """A learner, and its update mapped over `num_devices` devices."""
+  """Returns a learner, and its update mapped over `num_devices` devices."""
   learner = learner_lib.make_learner(agent, optimizer, **kwargs)
   mesh = spmd.make_mesh(jax.devices()[:num_devices])
   return learner._replace(init=jax.jit(learner.init)), spmd.device_map(
@@ -104,7 +104,7 @@ def make_update(agent, optimizer, num_devices, **kwargs):
 
 
 def _with_idle_leaf(agent):
-  """The agent with one parameter that its loss does not use."""
+  """Adds a parameter that the agent's loss does not use."""
 
   def unused(function):
     return lambda variables, *args, **kw: function(
@@ -142,7 +142,7 @@ def test_one_two_and_four_devices_agree(name, is_full):
   for num_devices in (1, 4) if is_full else (1, 2, 4):
     learner, update = make_update(agent, optax.sgd(1.0), num_devices)
     state = learner.init(jax.random.key(0), trajectory)
-    if is_full:  # The first unroll would give no variance.
+    if is_full:  # The first unroll alone gives no variance.
       _, *moments = state.variables.statistics
       moments = [x._replace(count=jnp.ones(())) for x in moments]
       statistics = normalization.Statistics((), *moments)
@@ -154,7 +154,7 @@ def test_one_two_and_four_devices_agree(name, is_full):
     outcomes.append(jax.device_get((change, after, metrics)))
   change = outcomes[0][0]
   if is_full:
-    assert all(map(np.any, jax.tree.leaves(change)))  # Statistics included.
+    assert all(map(np.any, jax.tree.leaves(change)))  # Statistics change too.
   else:
     assert not np.any(change.params['idle'])
   assert max(np.abs(x).max() for x in jax.tree.leaves(change)) > 0.01
@@ -185,7 +185,7 @@ def test_an_update_is_the_gradient_of_the_loss():
 
 
 def _all_reduces(hlo):
-  """Bytes of each collective in an HLO text, by kind."""
+  """Returns the kind and the bytes of each collective in an HLO text."""
   kinds = (
     'all-reduce',
     'all-gather',
@@ -244,7 +244,7 @@ def test_collectives_of_the_compiled_update(
   assert {kind for kind, _ in found} == {'all-reduce'}
   num_bytes = sum(x.size * 4 for x in jax.tree.leaves(state.variables[:2]))
   *small, (_, largest) = found
-  # The scans hold one instruction for all their steps.
+  # A scan contains one instruction for all its steps.
   assert num_bytes <= largest <= num_bytes + 1024
   assert len(small) == (1 if name == 'ppo' else 0)
   assert all(size <= 1024 for _, size in small)
@@ -280,7 +280,7 @@ def test_shuffle_is_a_permutation_and_differs(size):
 
 
 def _counting_agent():
-  """Its gradient is the sum of the rows seen: each row has a bit of its own."""
+  """Makes an agent whose gradient is the sum of the rows that it sees."""
   return Agent(
     init=lambda key: Variables(jnp.zeros(16), (), {}),
     initial_carry=lambda n: (),
@@ -337,7 +337,7 @@ def test_target_params_follow_every_period():
 
 
 def test_advantages_are_normalized_over_the_global_batch():
-  # Two devices whose own moments differ: normalised alone they would agree.
+  # The halves differ by 100; each device's own moments would hide that.
   advantage = jnp.concatenate([jnp.arange(8.0), 100.0 + jnp.arange(8.0)])
   weight = jnp.ones(16).at[3].set(0.0)
   mesh = spmd.make_mesh(jax.devices()[:2])

@@ -27,7 +27,7 @@ def test_ppo_clip_agrees_with_a_loop_and_rlax(seed):
     ratio = np.exp(x)
     total += w * min(ratio * a, min(max(ratio, 0.8), 1.2) * a)
   np.testing.assert_allclose(loss, -total / len(weight), atol=1e-5)
-  # rlax divides by the number of valid slots, which it is given alone.
+  # rlax gets only the valid slots, so it divides by their number.
   valid = weight > 0
   theirs = rlax.clipped_surrogate_pg_loss(
     np.exp(log_ratio)[valid], advantage[valid], 0.2
@@ -61,6 +61,6 @@ def test_policy_gradient_value_and_entropy_divide_by_slots():
   np.testing.assert_allclose(
     losses.entropy(x, weight), sum(x * weight) / n, atol=1e-6
   )
-  # Targets and advantages take no gradient.
+  # No gradient flows to targets and advantages.
   assert not np.any(jax.grad(losses.value, 1)(x, y, weight))
   assert not np.any(jax.grad(losses.policy_gradient, 1)(x, y, weight))

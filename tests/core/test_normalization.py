@@ -41,7 +41,7 @@ def _prepare(agent, variables, trajectory):
 
 
 def _steps(length=40, batch=4, seed=0):
-  """A long sequence of time steps, of far means and unlike deviations."""
+  """Makes time steps whose components have very different moments."""
   rng = np.random.default_rng(seed)
   is_first = rng.random((length, batch)) < 0.15
   is_first[0] = True
@@ -55,7 +55,7 @@ def _steps(length=40, batch=4, seed=0):
 
 
 def _unrolls(agent, variables, steps, length=8):
-  """Acts through the steps; unrolls share their first and last step."""
+  """Acts through the steps; the last step of an unroll starts the next."""
   act = jax.jit(agent.act)
   batch = steps.is_first.shape[1]
   carry, unrolls = agent.initial_carry(batch), []
@@ -82,7 +82,7 @@ def _unrolls(agent, variables, steps, length=8):
 
 
 def _plain_returns(steps):
-  """The discounted return on each arrival, step by step."""
+  """Computes the discounted return on each arrival, step by step."""
   so_far, rows = np.zeros(steps.is_first.shape[1]), []
   for reward, is_first in zip(steps.reward, steps.is_first):
     so_far = np.where(is_first, 0.0, _GAMMA * so_far + reward)
@@ -104,7 +104,7 @@ def test_moments_are_those_of_all_steps_so_far(num_devices):
   for i, trajectory in enumerate(unrolls):
     state, _ = update(state, trajectory, jax.random.key(i))
     statistics = state.variables.statistics
-    # The first unroll gives only a mean, and does not count afterwards.
+    # The first unroll only sets a mean; later moments leave that unroll out.
     seen = slice(8 if i else 0, 8 * (i + 1))
     for name, x in steps.obs.items():
       x = x[seen].astype(np.float64)
@@ -129,7 +129,7 @@ def test_moments_are_those_of_all_steps_so_far(num_devices):
 
 
 def _with_statistics(agent):
-  """Variables whose statistics are not those of the start."""
+  """Returns variables whose statistics differ from the initial ones."""
   variables = agent.init(jax.random.key(0))
   statistics = variables.statistics
   mean = {'a': jnp.asarray([1.0, 5e3, -2.0]), 'b': jnp.full((2, 2), 100.0)}
@@ -166,7 +166,7 @@ def test_the_agent_sees_what_was_normalised_by_hand(make):
   by_hand = steps._replace(
     obs={'a': a.astype(np.float32), 'b': b.astype(np.float32)},
     reward=steps.reward / np.float32(5),
-  )  # None reaches 10.
+  )  # No reward reaches the clip of 10.
   bare = variables._replace(statistics=())
   (expected, _) = _unrolls(plain, bare, by_hand)
   for x, y in zip(
@@ -221,9 +221,9 @@ def test_an_update_sees_the_statistics_that_acting_saw():
   state = learner.init(jax.random.key(0), ())
   first, second, *_ = _unrolls(agent, state.variables, _steps())
   after, metrics = update(state, first, jax.random.key(1))
-  # One step of SGD: every ratio is 1 when it is taken.
+  # At the only step of SGD, every ratio is 1, so the KL is 0.
   np.testing.assert_allclose(metrics['approx_kl'], 0.0, atol=1e-8)
-  # With the statistics of the unroll itself they would not be.
+  # With the statistics after this unroll, the ratios differ from 1.
   stale = state._replace(
     variables=state.variables._replace(statistics=after.variables.statistics)
   )

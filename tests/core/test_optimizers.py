@@ -9,7 +9,7 @@ from podrl.core.optimizers import make_optimizer
 
 
 def _steps(optimizer, **kwargs):
-  """The updates of seven steps along different gradients."""
+  """Returns the updates of seven steps, each with a different gradient."""
   params = {'a': np.ones(3, np.float32)}
   state, found = optimizer.init(params), []
   for i in range(7):
@@ -33,7 +33,7 @@ def test_the_rate_is_a_value_that_falls_linearly(name, theirs, anneal):
     name, learning_rate=9.0, anneal=anneal, max_grad_norm=0.7
   )
   values = {'learning_rate': np.float32(0.1), 'anneal_steps': np.float32(5)}
-  # Five steps reach a rate of 0, where it stays.
+  # After five steps, an annealed rate stays 0.
   rate = optax.linear_schedule(0.1, 0.0, 5) if anneal else 0.1
   expected = optax.chain(optax.clip_by_global_norm(0.7), theirs(rate))
   found = _steps(optimizer, hyperparams=values)
@@ -46,4 +46,4 @@ def test_without_a_value_the_rate_is_the_argument():
     'sgd', learning_rate=0.5, anneal=False, max_grad_norm=0.0
   )
   np.testing.assert_array_equal(_steps(optimizer), _steps(optax.sgd(0.5)))
-  assert jax.tree.leaves(optimizer.init({}))[0] == 0  # Counts steps.
+  assert jax.tree.leaves(optimizer.init({}))[0] == 0  # It counts steps.

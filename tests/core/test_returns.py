@@ -1,4 +1,4 @@
-"""Returns against arithmetic, a plain loop and rlax."""
+"""Tests returns against arithmetic, a plain loop and rlax."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from podrl.types import TimeStep
 
 
 def _random_unroll(seed, length=25, batch=4, last_is_joint=False):
-  """Values, rewards, discounts, weights, with every kind of episode end."""
+  """Draws an unroll with terminations, truncations and joints."""
   rng = np.random.default_rng(seed)
   values = rng.normal(size=(length + 1, batch)).astype(np.float32)
   rewards = rng.normal(size=(length, batch)).astype(np.float32)
@@ -18,7 +18,7 @@ def _random_unroll(seed, length=25, batch=4, last_is_joint=False):
   weights = np.ones((length, batch), np.float32)
   for b in range(batch):
     for t in rng.choice(np.arange(1, length), 6, replace=False):
-      weights[t, b] = 0.0  # A joint; what precedes it ended or was cut.
+      weights[t, b] = 0.0  # This is a joint.
       rewards[t, b] = 0.0
       if rng.random() < 0.5:
         discounts[t - 1, b] = 0.0
@@ -29,7 +29,7 @@ def _random_unroll(seed, length=25, batch=4, last_is_joint=False):
 
 
 def _gae_loop(values, rewards, discounts, weights, lambda_):
-  """Generalised advantages of one environment, episode by episode."""
+  """Computes the generalised advantages of one environment in a plain loop."""
   advantages = np.zeros(len(rewards))
   following = 0.0
   for t in reversed(range(len(rewards))):
@@ -43,8 +43,8 @@ def _gae_loop(values, rewards, discounts, weights, lambda_):
 
 
 def test_worked_example():
-  # gamma .9, lambda .95. Episode A is truncated on arriving at value .7; the
-  # value 50 opens episode B. t=1: 2 + .9*.7 - .6 = 2.03; t=0: 1 + .9*.6 - .5
+  # gamma is .9, lambda .95. Episode A is truncated at the value .7, and the
+  # value 50 starts episode B. t=1: 2 + .9*.7 - .6 = 2.03; t=0: 1 + .9*.6 - .5
   # + .9*.95*2.03 = 2.77565; the joint at t=2 learns nothing.
   errors = returns.vtrace(
     jnp.asarray([0.5, 0.6, 0.7, 50.0]),

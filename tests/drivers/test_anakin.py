@@ -17,7 +17,7 @@ from podrl.types import (
   Variables,
 )
 
-# Episodes of n steps with rewards 1, 2 ... n, then a joint; observation t.
+# An episode has n steps with rewards 1, 2 ... n, then a joint; `obs` is t.
 _SPEC = EnvSpec(
   jax.ShapeDtypeStruct((), jnp.int32), False, Discrete(2), 1, 1000
 )
@@ -44,7 +44,7 @@ def _counting_env(num_steps):
 
 
 def _agent(loss=lambda p: 0.0 * p):
-  """Acts at random; notes its key's bits and the observation."""
+  """Makes an agent that acts at random and keeps its key's bits and `obs`."""
 
   def act(variables, rng_key, timestep, carry, *, greedy=False):
     bits = jax.vmap(lambda k: jax.random.bits(k, (), jnp.uint32))(rng_key)
@@ -60,7 +60,7 @@ def _agent(loss=lambda p: 0.0 * p):
 
 
 def _spying_learner(agent):
-  """A learner whose memory is the last trajectory."""
+  """Makes a learner whose memory is the last trajectory."""
   learner = learner_lib.make_learner(agent, optax.sgd(1.0))
 
   def init(key, example):
@@ -108,12 +108,12 @@ def test_an_unroll_is_fence_posts_and_rails():
     assert steps.obs.shape == (6, 4) and trajectory.action.shape == (5, 4)
     # Each action was chosen at the time step of its own row.
     np.testing.assert_array_equal(trajectory.extras[1], steps.obs[:-1])
-  # The last post of an unroll is the first of the next.
+  # The last time step of an unroll is also the first of the next.
   for before, after in zip(seen[:-1], seen[1:]):
     np.testing.assert_array_equal(
       before.timestep.obs[-1], after.timestep.obs[0]
     )
-  # 0 1 2 3 | 0 1 2 3 ...: the whole sequence, joints between 3 and 0.
+  # `obs` counts 0 1 2 3 in each episode, and unrolls leave out no time step.
   whole = np.concatenate([s.timestep.obs[:-1, 0] for s in seen])
   np.testing.assert_array_equal(whole, np.arange(15) % 4)
 
@@ -141,7 +141,7 @@ def test_each_unroll_keeps_what_was_carried_into_it():
   for _ in range(4):
     state, _ = driver.train(state, np.int32(1))
     carries.append(np.asarray(state.learner.memory.carry)[0, 0])
-  # Steps of the episode so far, of cycles of 4, when 0, 5, 10, 15 are made.
+  # An episode and its joint have 4 steps; unrolls start at steps 0 5 10 15.
   np.testing.assert_array_equal(carries, np.repeat([[0], [1], [2], [3]], 4, 1))
 
 
@@ -149,8 +149,8 @@ def test_episodes_and_joints_are_counted():
   driver = _make(2)
   state, records = driver.train(driver.init(jax.random.key(0)), np.int32(8))
   episodes = jax.tree.map(lambda x: np.asarray(x).sum(), records.episodes)
-  # 40 steps of each of 4 environments in cycles of 4: 10 joints each. An
-  # episode has 3 steps and returns 1 + 2 + 3.
+  # An episode has 3 steps and a joint. So in 40 steps, each of the 4
+  # environments has 10 joints. An episode returns 1 + 2 + 3.
   assert tuple(episodes) == (40, 40, 40 * 6.0, 40 * 3)
   assert records.episodes.num_joints.shape == (8, 2)
 

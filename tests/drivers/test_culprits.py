@@ -1,4 +1,4 @@
-"""Whether an environment or the agent made a loss NaN or infinite."""
+"""Tests how podrl finds out what made a loss NaN or infinite."""
 
 import gymnasium
 import helpers
@@ -20,7 +20,7 @@ _FIELDS = {
 
 
 def _trajectory(**bad):
-  """An unroll of 4 steps and 3 environments; `bad` has (index, value)s."""
+  """Makes 4 steps of 3 environments; `bad` maps an array to (index, value)."""
   rng = np.random.default_rng(0)
   arrays = {
     'reward': rng.normal(size=(5, 3)),
@@ -53,7 +53,7 @@ _X, _NAN, _INF = "observation['x']", float('nan'), float('inf')
     ({'x': ((2, 2, 1, 0), _INF)}, (_X, _INF, 22, 8, 2)),
     ({'reward': ((4, 0), -3e7)}, ('reward', -3e7, 24, 6, 0)),
     ({'x': ((0, 0, 0, 1), 2e6)}, (_X, 2e6, 20, 6, 1)),
-    # The first of several, and what is not finite before what is large.
+    # The first bad number counts, and NaN or infinity counts before 1e30.
     (
       {'x': ((3, 0, 0, 0), _INF), 'reward': ((2, 1), _INF)},
       ('reward', _INF, 22, 7, 0),
@@ -62,8 +62,8 @@ _X, _NAN, _INF = "observation['x']", float('nan'), float('inf')
       {'x': ((3, 0, 0, 0), _INF), 'reward': ((2, 1), 1e30)},
       (_X, _INF, 23, 6, 0),
     ),
-    # What an environment gives after such an action is not its fault. The
-    # action of step t is chosen after its observation.
+    # An environment is not at fault for its answer to a bad action. The action
+    # of step t is chosen after the observation of step t.
     ({'x': ((3, 0, 0, 0), _INF), 'action': ((2, 1, 0), _NAN)}, None),
     ({'reward': ((3, 0), 1e30), 'action': ((2, 1, 0), 1e9)}, None),
     (
@@ -75,7 +75,7 @@ _X, _NAN, _INF = "observation['x']", float('nan'), float('inf')
 def test_the_culprit_is_the_first_that_gave_a_bad_number(bad, expected):
   assert _culprit(**bad) == (expected and Culprit(*expected))
   is_large = expected and np.isfinite(expected[1])
-  if is_large:  # It is no culprit of a finite loss.
+  if is_large:  # It is a culprit only of a loss that is not finite.
     assert _culprit(False, **bad) is None
 
 
@@ -111,7 +111,7 @@ def test_the_remedy_fits_the_settings(culprit, settings, expected):
     assert culprits.explain(culprit, _FIELDS)
   if np.isinf(culprit.value) and culprit.field == 'reward':
     fields = _FIELDS | settings | {'agent.normalize_reward': True}
-    assert culprits.explain(culprit, fields)  # The mean is infinite.
+    assert culprits.explain(culprit, fields)  # The running mean is infinite.
 
 
 def _check_run(path, capsys, message, *arguments, **options):
@@ -131,7 +131,7 @@ def _check_run(path, capsys, message, *arguments, **options):
       'at update 2: environment 5 of CartPole-v1 gave the observation NaN '
       '(element 1) in its step 12; correct the environment',
     ),
-    # The loss becomes NaN two updates later, by the running mean.
+    # The infinity enters the running mean, so the loss is NaN 2 updates later.
     (
       _INF,
       ['--config.agent.normalize_observation=True'],
@@ -153,7 +153,7 @@ def test_anakin_names_the_environment(
       num_envs = timestep.is_first.size
       try:
         first_env = jax.lax.axis_index('devices') * num_envs
-      except NameError:  # Only the shapes are asked for.
+      except NameError:  # This call only computes shapes.
         first_env = 0
       index = first_env + jnp.arange(num_envs)
       is_bad = (index == 5) & (state.num_steps == 12)
@@ -170,7 +170,7 @@ def test_anakin_names_the_environment(
 
 
 class _Broken(gymnasium.Env):
-  """The one with seed 6 gives `reward` and `obs` in its 10th step."""
+  """An environment; with seed 6, its 10th step gives `reward` and `obs`."""
 
   observation_space = gymnasium.spaces.Dict(
     {

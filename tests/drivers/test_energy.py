@@ -1,4 +1,4 @@
-"""The energy meter, and what records say of energy."""
+"""The energy meter, and what records say about energy."""
 
 import sys
 import types
@@ -34,7 +34,7 @@ def test_rapl_counts_packages_once_and_wraps(tmp_path):
   before = meter.joules()
   for path in tmp_path.iterdir():
     (path / 'energy_uj').write_text('400')
-  # 900 -> 1000 = 0 -> 400 and 100 -> 400 microjoules.
+  # Package 0 goes from 900 to 1000 = 0, then to 400; package 1 from 100 to 400.
   assert meter.joules() - before == pytest.approx(800e-6)
   (tmp_path / 'intel-rapl:0' / 'energy_uj').write_text('450')
   assert meter.joules() - before == pytest.approx(850e-6)
@@ -45,18 +45,18 @@ def test_energy_that_cannot_be_read_is_not_available(tmp_path):
   _domain(tmp_path / 'intel-rapl:0', 'package-0', 1)
   (
     tmp_path / 'intel-rapl:0' / 'energy_uj'
-  ).unlink()  # As if it were unreadable.
+  ).unlink()  # A missing file is not readable.
   meter = energy.Meter([_device()], str(tmp_path))
   report = _report()
   assert meter.parts == [] and meter.measure(lambda: [report]) == [report]
-  assert limits.describe({'energy_of': []}) == []  # No row says so.
+  assert limits.describe({'energy_of': []}) == []  # It adds no row.
 
 
 class _Nvml(types.ModuleType):
-  """NVML with three GPUs that have taken 1, 2 and 3 kJ."""
+  """Stands in for NVML; its three GPUs have used 1, 2 and 3 kJ."""
 
   class NVMLError(Exception):
-    """NVML's error."""
+    """Stands in for NVML's error."""
 
   def __init__(self, is_supported=True):
     super().__init__('pynvml')
@@ -93,10 +93,10 @@ def test_nvml_counts_the_gpus_that_are_used(
   assert meter.parts == ['gpu'] and meter.joules() == expected * 1e3
 
   def advance():
-    nvml.energy = [x + 7_000 for x in nvml.energy]  # Millijoules.
+    nvml.energy = [x + 7_000 for x in nvml.energy]  # The unit is mJ.
     return [_report(), _report()]
 
-  # 7 J of each GPU, shared by two agents.
+  # Two GPUs use 7 J each, and two agents share them.
   assert [x.stages for x in meter.measure(advance)] == [
     {'joules_per_second': 7.0}
   ] * 2
@@ -106,7 +106,7 @@ def test_nvml_that_fails_is_not_available(tmp_path, monkeypatch):
   gpus = [_device('gpu', local_hardware_id=0)]
   monkeypatch.setitem(sys.modules, 'pynvml', _Nvml(is_supported=False))
   assert energy.Meter(gpus, str(tmp_path)).parts == []
-  monkeypatch.setitem(sys.modules, 'pynvml', None)  # Not installed.
+  monkeypatch.setitem(sys.modules, 'pynvml', None)  # It is not installed.
   assert energy.Meter(gpus, str(tmp_path)).parts == []
 
 
@@ -138,7 +138,7 @@ def test_frames_per_joule():
   window = recorder.Window(4, 1)
   window.add(_report(joules_per_second=30.0))
   record = window.record()
-  # 600 steps of 4 frames with 30 J in 2 s.
+  # The window has 600 steps of 4 frames, and uses 30 J in 2 s.
   assert record['joules_per_second'] == 15.0
   assert record['frames_per_joule'] == pytest.approx(600 * 4 / 30)
 

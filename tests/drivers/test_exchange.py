@@ -13,7 +13,7 @@ from podrl.drivers.exchange import (
 
 
 def _in_thread(function):
-  """Runs a function in a thread; returns it and a list for the outcome."""
+  """Runs a function in a thread; returns the thread and its result list."""
   outcome = []
 
   def run():
@@ -96,7 +96,7 @@ def test_deterministic_lags(max_lag):
   exchange.publish('params', 0)
   versions = []
   for update in range(8):
-    for actor in range(2):  # Each acts as soon as it may.
+    for actor in range(2):  # Each actor acts as soon as it may.
       _, version, _ = exchange.fetch(actor)
       exchange.put(actor, (actor, version))
     unrolls = [exchange.take(i, 1) for i in range(2)]

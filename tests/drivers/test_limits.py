@@ -1,4 +1,4 @@
-"""The sentence names the limit, for given shares and in real runs; costs."""
+"""Tests the sentence that names what limits a run, and the costs of a run."""
 
 import random
 import types
@@ -15,7 +15,7 @@ from podrl.run.config import base_config, check
 
 _GPU = System('gpu', 16, 8, 2, (0, 1), (2, 3), 8, 1, True)
 _CPU = System('cpu', 2, 1, 1, (0,), (0,), 1, 1, True)
-_RECORD = {  # No part is full; each case changes some.
+_RECORD = {  # No part is full; each case changes some values.
   'time_environment': 0.5,
   'time_inference': 0.1,
   'time_actor_waiting': 0.4,
@@ -51,7 +51,7 @@ _FREE = _GPU._replace(is_deterministic=False)
 @pytest.mark.parametrize(
   'name, words, record, system',
   [
-    # 6 devices that are 45 % busy do the work of 4 at 68 %.
+    # 4 devices that are 68 % busy could do the work of 6 that are 45 % busy.
     (
       'cores',
       ('waits for data 43 %', 'Add CPU cores', '4 of the 6 actor devices'),
@@ -114,7 +114,7 @@ _FREE = _GPU._replace(is_deterministic=False)
       _record(0.3, 0.6, 0.95, actor_devices=0.99),
       _ONE,
     ),
-    # One device acts and learns; neither alone fills it.
+    # One device acts and learns; neither of these tasks alone fills it.
     (
       'learner devices',
       ('a separate device',),
@@ -153,7 +153,7 @@ _FREE = _GPU._replace(is_deterministic=False)
       _record(0.5, 0.1, 0.5),
       _FREE._replace(unrolls_per_update=2),
     ),
-    # A device of the CPU may be busy although cores are free.
+    # A CPU device may be busy although cores are free.
     (
       'environments',
       ('1 CPU core is 30 %',),
@@ -211,10 +211,10 @@ def test_parked_actors_are_not_counted():
 
 
 class _Case(NamedTuple):
-  """A synthetic system; times in seconds.
+  """A synthetic system.
 
   Attributes:
-    num_actors, unrolls_per_update, max_lag, is_deterministic: the driver's.
+    num_actors, unrolls_per_update, max_lag, is_deterministic: driver settings.
     step, inference, update: seconds of one call.
   """
 
@@ -228,23 +228,23 @@ class _Case(NamedTuple):
 
 
 _T = 8  # The unroll length.
-_NUM_ENVS = 4  # For each actor; their number costs nothing.
+_NUM_ENVS = 4  # Each actor has 4; more would cost no time.
 _MARGIN = 1.5
-# Seconds that Python and XLA add to a sleep on a busy machine.
+# On a busy machine, Python and XLA add these seconds to a sleep.
 _PER_STEP, _PER_UPDATE = 1e-3, 3e-3
 
 
 def _capacities(case):
   """Returns the unrolls per second that each part alone would allow."""
   inference, update = case.inference + _PER_STEP, case.update + _PER_UPDATE
-  unroll = _T * (case.step + inference)  # If the actor never waits.
-  # This many unrolls exist at once, until their update ends; the actors share
-  # one device.
+  unroll = _T * (case.step + inference)  # The actor never waits here.
+  # At most this many unrolls exist at the same time, from their start until
+  # their update ends. All actors share one device.
   permits = case.unrolls_per_update * (case.max_lag + 1)
   acting = max(unroll, min(case.num_actors, permits) * _T * inference)
   return {
     'environments': case.num_actors / unroll,  # All act at once.
-    'actor devices': 1 / (_T * inference),  # One call at a time.
+    'actor devices': 1 / (_T * inference),  # It runs one call at a time.
     'learner devices': case.unrolls_per_update / update,
     'lag': permits / (acting + update),
   }
@@ -272,8 +272,8 @@ def _draw(rng, name):
     limit = rates.pop(name)
     if min(rates.values()) < _MARGIN * limit:
       continue
-    # Otherwise an actor's latency is not that of its environments, or a second
-    # holds too few updates.
+    # Each second has more than 4 updates. If environments are the limit, they
+    # also determine an actor's latency.
     if (name != 'environments' or step > 2 * (inference + _PER_STEP)) and (
       limit / case.unrolls_per_update > 4
     ):
@@ -281,7 +281,7 @@ def _draw(rng, name):
 
 
 def _run(case, seed):
-  """Returns the limit of a real run of about a second, and its record."""
+  """Makes a real run of about a second; returns its limit and its record."""
   host = Host(
     Costs(step=case.step, inference=case.inference, update=case.update),
     seed=seed,
@@ -298,7 +298,7 @@ def _run(case, seed):
   window, seconds = recorder.Window(1, 1), 0.0
   driver.start()
   try:
-    driver.advance(2)  # The first unrolls of all actors start at once.
+    driver.advance(2)  # Leave out the start.
     while seconds < 1.0:
       (report,) = driver.advance(1)
       window.add(report)
@@ -306,8 +306,8 @@ def _run(case, seed):
   finally:
     driver.close()
   record = window.record()
-  record.pop('idle_cores', None)  # Only other tests use the cores.
-  system = System(  # Its costs are those of accelerators.
+  record.pop('idle_cores', None)  # Other tests use the cores.
+  system = System(  # Its costs resemble an accelerator's.
     'gpu',
     2,
     case.num_actors,
@@ -329,7 +329,7 @@ def _check(names, seed):
   wrong = []
   for name in names:
     case = _draw(rng, name)
-    for _ in range(5):  # Repeated if a busy machine slowed the run.
+    for _ in range(5):  # Repeat if a busy machine slowed the run.
       limit, record = _run(case, seed)
       if record['steps_per_second'] / (_T * _NUM_ENVS) > (
         0.75 * _capacities(case)[name]
@@ -374,11 +374,11 @@ _SHARES = {
 
 
 def test_ratios(monkeypatch):
-  # Environments: .5 x 8 actors x 2 threads = 8 of 14.4 CPU-seconds used.
-  # Devices: 0 acts alone for .6, and 3 that learn for .8 each.
+  # Environments use .5 x 8 actors x 2 threads = 8 of the 14.4 CPU-seconds.
+  # Device 0 only acts, for .6; devices 1, 2 and 3 learn, for .8 each.
   ratio = limits.workload_ratio(_SHARES, _BALANCED)
   assert ratio == pytest.approx(8 / (0.6 + 3 * 0.8))
-  # The process's CPU-seconds bound those of environments that sleep.
+  # Environments that sleep cannot use more CPU-seconds than the process.
   assert limits.workload_ratio(
     _SHARES | {'busy_cores': 0.1}, _BALANCED
   ) == pytest.approx(1.6 / 3)
@@ -391,7 +391,7 @@ def test_ratios(monkeypatch):
   summary = limits.summarise(record, gpus, 0.0)
   assert summary['num_compute_units'] == 528
   assert summary['threads_per_compute_unit'] == 16 / 528
-  # 4 threads per device; a device-second needs 8/3 CPU-seconds.
+  # Each device has 4 threads, and a device-second needs 8/3 CPU-seconds.
   assert summary['cpu_balance'] == pytest.approx(4 / (8 / 3))
   tpus = [types.SimpleNamespace(platform='tpu', num_cores=2)] * 4
   assert limits.summarise(record, tpus, 0.0)['num_compute_units'] == 8
@@ -406,7 +406,7 @@ def test_ratios(monkeypatch):
 
 
 def test_money():
-  # 200 M frames at 1,000 a second are 55.6 hours.
+  # At 1,000 frames per second, 200 M frames take 55.6 hours.
   summary = limits.summarise(_SHARES, jax.devices(), 2.5)
   assert summary['cost_of_200m_frames'] == pytest.approx(138.889, rel=1e-4)
   assert 'limit' not in summary

@@ -30,7 +30,7 @@ def _config(agent='ppo', **options):
   config = sebulba_config(agent)
   config.env.name = 'CartPole-v1'
   config.env.num_envs = 2 * _NUM_ENVS
-  # With the joint a cycle of 6 at most: it falls everywhere in 8 steps.
+  # An episode and its joint have at most 6 steps, so each unroll has joints.
   config.env.options.update(options or {'max_episode_steps': _EPISODE})
   config.unroll_length = _T
   config.network.hidden_sizes = (8,)
@@ -41,7 +41,7 @@ def _config(agent='ppo', **options):
 
 
 def _with_memory(config):
-  """The configuration with what an agent may carry from step to step."""
+  """Turns on all that an agent may carry from step to step."""
   config.network.recurrent = 'gru'
   config.agent.normalize_observation = config.agent.normalize_reward = True
   return config
@@ -53,7 +53,7 @@ def _agent(config):
 
 
 def _make_env(index, sleep=lambda index: 0.0, fail_at=None, error=OSError):
-  """A pool of CartPole that may sleep before each step, or fail at one."""
+  """Makes a pool of CartPole that may sleep before a step, or fail at one."""
   env = envpool.make(
     'CartPole-v1', _NUM_ENVS, index * _NUM_ENVS, max_episode_steps=_EPISODE
   )
@@ -108,7 +108,7 @@ def _driver(
 
 
 def _advance(driver, num_updates):
-  """The reports of so many updates."""
+  """Runs `num_updates` updates and returns their reports."""
   reports = []
   while num_updates:
     reports += driver.advance(num_updates)
@@ -132,7 +132,7 @@ def test_deterministic_runs_are_bitwise_equal(max_lag, has_memory):
   config = _with_memory(_config()) if has_memory else _config()
 
   def params(seed):
-    rng = np.random.default_rng(seed)  # Other delays in each run.
+    rng = np.random.default_rng(seed)  # Each run has other delays.
     driver = _driver(
       lambda i: _make_env(i, lambda _: rng.exponential(0.001)),
       max_lag=max_lag,
@@ -190,7 +190,7 @@ def test_every_environment_is_freed_though_one_raises(capsys):
 
 
 def _unrolls(agent, num_shards=1, num_unrolls=3, sleep=None):
-  """Consecutive unrolls of one actor, each a list of shards."""
+  """Makes consecutive unrolls of one actor; each is a list of shards."""
   env = _make_env(0)
   functions = actor_lib.make_actor_functions(
     agent, env.spec.observe, num_shards
@@ -223,7 +223,7 @@ def test_unrolls_follow_one_another_over_their_joints():
       before.timestep,
       after.timestep,
     )
-  # The same actions give the same steps in a pool of its own.
+  # Another pool gives the same steps for the same actions.
   pool = envpool.make('CartPole-v1', _NUM_ENVS, 0, max_episode_steps=_EPISODE)
   timestep, length = pool.reset(), np.zeros(_NUM_ENVS)
   for trajectory, unroll in zip(trajectories, unrolls):
@@ -237,7 +237,7 @@ def test_unrolls_follow_one_another_over_their_joints():
       timestep = pool.step(trajectory.action[t])
       ended += list(length[timestep.is_first])
       length = np.where(timestep.is_first, 0, length + 1)
-    # CartPole pays 1 a step: an episode's return is its length.
+    # CartPole's reward is 1 per step, so an episode's return is its length.
     assert unroll.episodes.num_episodes == len(ended) > 0
     assert (
       unroll.episodes.return_sum == unroll.episodes.length_sum == sum(ended)
@@ -283,7 +283,7 @@ def test_nothing_is_learnt_over_a_joint():
     for b in range(_NUM_ENVS):
       error = 0.0
       for t in reversed(range(_T)):
-        if is_first[t + 1, b]:  # The joint: nothing happened, nothing passes.
+        if is_first[t + 1, b]:  # A joint passes no error back.
           error = 0.0
         else:
           reward = trajectory.timestep.reward[t + 1, b]
@@ -386,14 +386,14 @@ def test_unrolls_are_joined_into_one_trajectory(agent_name, num_devices):
     learner.init(jax.random.key(2), parts[0]), mesh, spmd.LEARNER_STATE
   )
 
-  # Two unrolls, joined on each device.
+  # Here, each device joins the two unrolls.
   ours, _ = spmd.map_update(learner, mesh)(
     jax.tree.map(jnp.copy, state.variables),
     jax.tree.map(jnp.copy, state._replace(variables=())),
     tuple(parts),
     key,
   )
-  # One trajectory, split over the devices.
+  # Here, one trajectory is split over the devices.
   whole = spmd.place(
     jax.tree.map(
       lambda *x: np.concatenate([np.asarray(p) for p in x], 1), *parts
@@ -447,7 +447,7 @@ def test_the_stages_add_up():
   learner = ('time_update', 'time_learner_waiting', 'time_hand_off')
   for names in (actor, learner):
     assert sum(stages[n] for n in names) == pytest.approx(seconds, rel=0.1)
-  # 10 updates of 8 steps of at least 5 ms, but for the two unrolls ahead.
+  # A step takes at least 5 ms; 2 of the 10 unrolls may start before the clock.
   assert stages['time_environment'] >= 8 * 8 * 0.005
 
 
@@ -471,12 +471,12 @@ def test_an_actors_exception_ends_the_run(error, tmp_path, monkeypatch, capsys):
   assert _run(_config(), tmp_path / 'run') == train.FAILED
   stderr = capsys.readouterr().err
   assert f'{error.__name__}: the environment broke' in stderr
-  assert 'in step' in stderr and '_run_actor' in stderr  # Its own traceback,
-  assert 'Closed' not in stderr  # not how the learner heard of it.
+  assert 'in step' in stderr and '_run_actor' in stderr  # The actor's traceback
+  assert 'Closed' not in stderr  # is shown, not the error that the learner got.
   assert not _podrl_threads()
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['exit'] == 'failed' and 'broke' in summary['error']
-  assert summary['num_updates'] >= 8  # 100 steps are 12 unrolls, less 2 ahead.
+  assert summary['num_updates'] >= 8  # It fails after 12 unrolls.
 
 
 def test_an_exception_in_the_learner_ends_the_run(
@@ -484,7 +484,7 @@ def test_an_exception_in_the_learner_ends_the_run(
 ):
   join, calls = spmd.join_shards, iter(range(100))
 
-  def fail(*arguments):  # The first call is the compilation's.
+  def fail(*arguments):  # Compiling makes the first call.
     if next(calls) == 5:
       raise OSError('the learner broke')
     return join(*arguments)
@@ -494,7 +494,7 @@ def test_an_exception_in_the_learner_ends_the_run(
   assert 'the learner broke' in capsys.readouterr().err
   assert not _podrl_threads()
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
-  assert summary['num_updates'] == 2  # Of two unrolls each.
+  assert summary['num_updates'] == 2  # Each joins two unrolls.
 
 
 def test_an_actor_may_fail_during_the_last_evaluation(
@@ -517,7 +517,7 @@ def test_an_actor_may_fail_during_the_last_evaluation(
     lambda config, num_envs, seed, threads, **kw: _make_env(
       seed // _NUM_ENVS, fail_at=6 * _T + 2
     ),
-  )  # Of version 5.
+  )  # It acts with version 5 when it fails.
   config = _config()
   config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
   assert _run(config, tmp_path / 'run') == train.FAILED
@@ -560,7 +560,7 @@ def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
 
 
 def test_a_hanging_actor_is_named_and_the_process_ends(tmp_path):
-  # In a process of its own, because it ends without joining the thread.
+  # The run needs a separate process, which ends without joining the thread.
   code = f"""
 import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
 import test_sebulba as t
@@ -591,7 +591,7 @@ def test_evaluation_counts_whole_raw_episodes():
   params = _agent(config).init(jax.random.key(0))
   outcome = run.evaluate(params, jax.random.key(1), lambda: False)
   again = run.evaluate(params, jax.random.key(1), lambda: False)
-  # Nobody falls in 7 steps, each of which pays 1.
+  # No pole falls in 7 steps, and each step has the reward 1.
   assert list(outcome.returns) == list(outcome.lengths) == [7, 7]
   assert list(again.returns) == list(outcome.returns)
   assert run.evaluate(params, jax.random.key(1), lambda: True) is None
@@ -746,7 +746,7 @@ def test_cpu_devices_are_named_without_gaps(actors, learners, expected):
 
 def test_idle_devices_are_warned_of():
   config = _config()
-  config.env.num_envs = 4  # Four devices: one acts, and two of three learn.
+  config.env.num_envs = 4  # One of 4 devices acts; 2 learn.
   config.sebulba.actor_devices = config.sebulba.learner_devices = ()
   config.num_minibatches = 1
   (warning,) = build.make_run(config).warnings

@@ -14,7 +14,7 @@ def test_a_clock_takes_the_union(monkeypatch):
   now = [0.0]
   monkeypatch.setattr(stages.time, 'perf_counter', lambda: now[0])
   busy = stages.Busy()
-  # Busy from 1 to 4, from 2 to 6, and from 8 on: 5 + 1 seconds by 9.
+  # Calls last from 1 to 4, from 2 to 6, and from 8 on: 5 + 1 busy seconds by 9.
   for seconds, call in (
     (1, busy.enter),
     (2, busy.enter),
@@ -33,9 +33,9 @@ def test_a_device_that_learns_and_acts_counts_once(monkeypatch):
   monkeypatch.setattr(stages.time, 'perf_counter', lambda: now[0])
   actor = dict.fromkeys(('environment', 'inference', 'actor_waiting'), 0.0)
   found = stages.Stages(['a', 'b'], ['b', 'c'], 2)
-  found.clocks['b'].enter()  # An actor's, from 0 to 3.
+  found.clocks['b'].enter()  # An actor uses b from 0 to 3.
   now[0] = 2.0
-  with found.updating():  # From 2 to 6.
+  with found.updating():  # The update lasts from 2 to 6.
     now[0] = 3.0
     found.clocks['b'].leave()
     now[0] = 6.0
@@ -62,7 +62,7 @@ def test_cores_count_threads_and_processes_that_live():
   assert stages.cpu_seconds() >= alive - 0.02
 
 
-@pytest.mark.skipif(not os.path.exists('/proc/stat'), reason='of Linux')
+@pytest.mark.skipif(not os.path.exists('/proc/stat'), reason='needs Linux')
 def test_idle_cores_are_those_that_nobody_uses():
   cores = os.sched_getaffinity(0)
   before, start = stages.idle_core_seconds(cores), time.perf_counter()

@@ -25,20 +25,20 @@ from podrl.run.config import sebulba_config
 from podrl.tools import balance
 
 _T, _ENVS, _U, _MAX, _LAG = 8, 8, 8, 8, 1
-_SAMPLES = _U * _T * _ENVS  # Of an update.
+_SAMPLES = _U * _T * _ENVS  # The samples of one update.
 
 
 class Simulation:
   """Asynchronous Sebulba, unroll by unroll.
 
   Args:
-    unroll: seconds of one, alone.
-    update: seconds of one.
-    cores: that actors share.
-    contention: the share by which each further actor slows all.
-    noise: deviation of the logarithm of each of these seconds.
-    unrolls_per_update: that one update learns from.
-    seed: of the noise.
+    unroll: seconds of one unroll while no other actor runs.
+    update: seconds of one update.
+    cores: number of cores that the actors share.
+    contention: share by which each further actor slows all actors.
+    noise: standard deviation of the logarithm of each duration.
+    unrolls_per_update: number of unrolls that one update learns from.
+    seed: seed of the noise.
   """
 
   def __init__(
@@ -56,7 +56,7 @@ class Simulation:
     self._unrolls_per_update = unrolls_per_update
     self._permits = unrolls_per_update * (_LAG + 1)
     self._rng = np.random.default_rng(seed)
-    self._now, self._ends = 0.0, []  # Of what is under way.
+    self._now, self._ends = 0.0, []  # Ends of running tasks.
     self._working, self._queue = set(), 0
 
   def _begin(self, what, seconds):
@@ -64,7 +64,7 @@ class Simulation:
     heapq.heappush(self._ends, (self._now + seconds * noise, what))
 
   def advance(self, num_actors):
-    """One update; returns its seconds and the queue before it."""
+    """Runs one update; returns its seconds and the queue's depth before it."""
     start, is_updating, depth = self._now, False, self._queue
     while True:
       for actor in range(num_actors):
@@ -91,17 +91,17 @@ class Simulation:
 
 
 def _samples(host, seconds, choose, at=lambda now: None, num_actors=1):
-  """Samples learnt, with who acts chosen after each update.
+  """Counts the samples that a simulated host learns from.
 
   Args:
-    host: that is simulated.
-    seconds: that it runs.
-    choose: `(seconds, depth) -> num_actors`.
+    host: simulated host.
+    seconds: simulated seconds to run for.
+    choose: `(seconds, depth) -> num_actors`, called after each update.
     at: called with the time before each update.
-    num_actors: to begin with.
+    num_actors: number of actors at the start.
 
   Returns:
-    How many, and the times and new counts of each change.
+    The number of samples, and the time and new number of each change.
   """
   now, number, changes = 0.0, 0, []
   while now < seconds:
@@ -116,7 +116,7 @@ def _samples(host, seconds, choose, at=lambda now: None, num_actors=1):
 
 
 def _best(max_actors=_MAX, **costs):
-  """The rates of all counts, by long runs without a change."""
+  """Returns the rate of each number of actors; a run never changes it."""
   return [
     _samples(
       Simulation(**costs),
@@ -143,7 +143,7 @@ def _tuner(max_actors=_MAX):
 
 
 def _choose(tuner):
-  """A tuner as what `_samples` takes."""
+  """Makes the argument `choose` of `_samples` from a tuner."""
 
   def choose(seconds, depth):
     tuner.observe(seconds, 1, depth)
@@ -153,7 +153,7 @@ def _choose(tuner):
 
 
 def _cases(fast, *cases):
-  """Cases of a test; those that are not `fast` are slow."""
+  """Returns all combinations; those that are not in `fast` are slow tests."""
   return [
     case if case in fast else pytest.param(*case, marks=pytest.mark.slow)
     for case in itertools.product(*cases)
@@ -185,8 +185,8 @@ def test_nine_tenths_of_the_best_within_a_minute_and_rest(name, seed):
 @pytest.mark.parametrize(
   'changed,most',
   [
-    # Updates take 0.2 s, eight unrolls of one actor 0.8 s: more than four keep
-    # the learner busy at first; then as many as there are, or more than two.
+    # Eight unrolls of one actor take 0.8 s, and an update 0.2 s. So at first
+    # four actors keep the learner busy. After the change, eight or two do.
     ({'unroll': 0.2}, 8),
     ({'update': 0.4}, 4),
   ],
@@ -211,7 +211,7 @@ def test_it_recovers_when_costs_change(changed, most):
 def test_of_equal_counts_it_takes_the_lowest():
   counts = []
   for seed in range(9):
-    # 0.1 s x 8 / 0.5 s are 1.6 actors.
+    # The learner needs 0.1 s x 8 / 0.5 s = 1.6 actors, so two suffice.
     tuner, host = _tuner(), Simulation(unroll=0.1, update=0.5, seed=seed)
     _samples(host, 180.0, _choose(tuner))
     counts.append(tuner.best)
@@ -232,7 +232,7 @@ def test_a_rejected_move_is_undone_at_once():
 
 
 def test_a_window_is_compared_only_after_settling():
-  """A step that took effect late would else be rejected."""
+  """Without settling, a change that takes effect late would be rejected."""
   tuner, number = Tuner(2, 100, 1), 0
   recent = [1] * 6
   while tuner.best == 1 and number < 200:
@@ -245,7 +245,7 @@ def test_a_window_is_compared_only_after_settling():
 
 def test_a_long_pause_begins_a_new_window():
   def count(pauses):
-    """Calls until the second count was compared with the first."""
+    """Counts the calls until the tuner has compared two numbers of actors."""
     tuner, number = Tuner(8, 1, 1), 0
     while not tuner.take_decisions():
       tuner.observe(0.3, 2, 0, next(pauses, 0.0))
@@ -254,8 +254,8 @@ def test_a_long_pause_begins_a_new_window():
 
   usual = count(iter([]))
   assert count(iter([0.0, 0.0, 0.0, 1.0])) > usual
-  assert count(iter([0.0, 0.0, 0.0, 0.05])) == usual  # Too short to matter.
-  assert count(itertools.repeat(1.0)) <= usual + 1  # Before every call.
+  assert count(iter([0.0, 0.0, 0.0, 0.05])) == usual  # The pause is too short.
+  assert count(itertools.repeat(1.0)) <= usual + 1  # Each call follows a pause.
 
 
 def test_where_it_begins_is_within_bounds():
@@ -273,15 +273,16 @@ def test_what_a_queue_hands_out_counts_as_learnt_only_where_it_is_filled_up():
       tuner.observe(0.25, 1, depth)
     rates.append(decisions[0].rate_tried)
     assert decisions[0].rate == pytest.approx(400.0)
-  # 4 unrolls learnt and 2 fewer in the queue: 2 were made, 50 of 100 samples.
+  # If the queue loses 2 of the 4 unrolls of an update, actors made only 2 new
+  # ones in .25 s. Each has 25 samples, so the rate is 200.
   assert rates == pytest.approx([400.0, 200.0])
 
 
 def _random_walk(rng, seconds=20.0):
-  """GA3C's scheduler of actors: `(seconds, depth) -> num_actors`.
+  """Makes GA3C's scheduler of actors: `(seconds, depth) -> num_actors`.
 
-  Every 20 s it moves by -1, 0 or +1. It keeps the move if the calls of training
-  per second did not fall. Babaeizadeh et al. 2017, arXiv:1611.06256.
+  Every 20 s it changes the number by -1, 0 or +1. It keeps the change if the
+  rate of updates did not fall. Babaeizadeh et al. 2017, arXiv:1611.06256.
   """
   passed, calls, before, count, last = 0.0, 0, None, 1, 1
 
@@ -320,7 +321,7 @@ def test_a_random_walk_learns_less(name):
 
 
 def _run(driver, seconds, choose, at=lambda now: None):
-  """A real driver for so long: samples, changes, the greatest lag."""
+  """Runs a real driver; returns its sample rate, changes and greatest lag."""
   num_actors = driver.plan()['num_actors']
   start, number, lag, changes = time.perf_counter(), 0, 0, []
   while (now := time.perf_counter() - start) < seconds:
@@ -354,7 +355,7 @@ def test_a_parked_actor_waits_and_closing_wakes_it():
   _run(driver, 0.5, lambda s, d: 1)
   before = driver.progress()['num_unrolls']
   (report,) = driver.advance(2)
-  # Of one actor: its stages fill the time, though seven are parked.
+  # Only the active actor counts: its stages fill the time.
   stages = [
     report.stages[f'time_{x}']
     for x in ('environment', 'inference', 'actor_waiting')
@@ -390,7 +391,7 @@ def test_a_run_records_what_was_decided_and_goes_on_from_there(
 ):
   monkeypatch.setattr('podrl.drivers.tuner._WINDOW_SECONDS', 0.0)
   monkeypatch.setattr('podrl.drivers.tuner._SETTLE_SECONDS', 0.0)
-  # As if two were always faster than one.
+  # Pretend that two actors are always faster than one.
   monkeypatch.setattr('podrl.drivers.tuner._WORTH', -9.0)
   monkeypatch.setattr(Tuner, '_deviation', lambda self: -99.0)
   advance, reports = sebulba.Sebulba.advance, []
@@ -441,7 +442,7 @@ def test_what_cannot_be_tuned_is_a_mistake(
   assert message in capsys.readouterr().err
 
 
-# With cores for half of the actors, and a learner that keeps up with six.
+# In 'cores', half of the actors have a core. In 'learner', updates are slow.
 _REAL = {
   'cores': (dict(step=0.02, inference=0.001, update=0.02), 4),
   'learner': (dict(step=0.02, inference=0.001, update=0.3), None),
@@ -450,7 +451,7 @@ _REAL = {
 
 
 def _compare(job):
-  """One run of 120 s of one of two choosers; in a process of its own."""
+  """Runs the random walk or the tuner for 120 s, in a separate process."""
   jax.config.update('jax_platforms', 'cpu')
   name, seed, is_walk = job
   costs, num_cores = _REAL[name]
@@ -469,7 +470,7 @@ def test_a_random_walk_learns_less_on_the_driver():
   jobs = [
     ('cores', seed, is_walk) for seed in range(10) for is_walk in (False, True)
   ]
-  # They sleep: several at a time do not disturb one another.
+  # The runs mostly sleep, so five at a time do not disturb one another.
   with multiprocessing.get_context('spawn').Pool(5) as pool:
     outcomes = pool.map(_compare, jobs, chunksize=1)
   rates = np.reshape([rate for rate, _, _ in outcomes], (10, 2))
@@ -501,7 +502,7 @@ def test_the_driver_is_tuned_within_a_minute_and_again(name):
     _, _, lag = tune(60.0)
     print(tuner.best, tuner.is_settled, *tuner.take_decisions(), sep='\n')
     assert now[tuner.best - 1] >= 0.9 * max(now)
-    for _ in range(18):  # It may still refine what is good enough.
+    for _ in range(18):  # The tuner may still refine its choice.
       if not tuner.is_settled:
         tune(10.0)
     rate, changes, later = tune(60.0)

@@ -14,7 +14,7 @@ from podrl.types import Discrete
 def _random_walk(
   name, num_steps, *, num_envs=4, seed=3, num_threads=1, **options
 ):
-  """Time steps under random actions, and the actions."""
+  """Acts at random; returns the pool, the time steps and the actions."""
   env = adapter.make(name, num_envs, seed, num_threads=num_threads, **options)
   rng = np.random.default_rng(0)
   actions = [
@@ -34,7 +34,7 @@ def test_a_pool_gives_no_warnings():
 
 def test_joints_are_where_envpool_resets():
   _, timesteps, actions = _random_walk('CartPole-v1', 40, max_episode_steps=6)
-  # envpool itself counts an episode's steps: 0 on its first.
+  # envpool counts the steps of an episode, and the count starts at 0.
   pool = envpool.make_gymnasium(
     'CartPole-v1', num_envs=4, seed=3, max_episode_steps=6
   )
@@ -50,13 +50,13 @@ def test_joints_are_where_envpool_resets():
     )
     np.testing.assert_array_equal(timestep.discount, 1.0 - terminated)
     num_joints += is_first.sum()
-  assert num_joints >= 20  # 4 environments, at most 6 steps and a joint.
+  assert num_joints >= 20  # In 40 steps, each of 4 has at least 5.
 
 
 def test_truncation_keeps_its_discount_and_its_last_observation():
   _, timesteps, _ = _random_walk(
     'CartPole-v1', 4, max_episode_steps=3
-  )  # Too short for the pole to fall.
+  )  # The pole cannot fall in 3 steps.
   assert all((t.discount == 1).all() for t in timesteps)
   assert [t.is_first.all() for t in timesteps] == [
     True,
@@ -66,7 +66,7 @@ def test_truncation_keeps_its_discount_and_its_last_observation():
     True,
   ]
   last, first = timesteps[3].obs, timesteps[4].obs
-  assert np.abs(first).max() <= 0.05 < np.abs(last).max()  # gymnasium's start.
+  assert np.abs(first).max() <= 0.05 < np.abs(last).max()  # It starts near 0.
 
 
 def test_environments_are_seeded_one_by_one_whatever_the_threads():

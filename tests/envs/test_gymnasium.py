@@ -39,7 +39,7 @@ def test_steps_and_joints_are_those_of_single_environments():
       np.testing.assert_array_equal(timestep.obs[i], obs)
       assert timestep.reward[i] == reward
       assert timestep.discount[i] == 1.0 - terminated
-  assert num_joints >= 9  # At most 5 steps and a joint: 3 in each of 3.
+  assert num_joints >= 9  # Each of 3 environments has at least 3.
   env.close()
 
 
@@ -77,7 +77,7 @@ def test_categories_and_dicts():
 @pytest.mark.parametrize(
   'space',
   [
-    gymnasium.spaces.Box(-0.4, 0.4, (3,), np.float64),  # float32's 0.4 is more.
+    gymnasium.spaces.Box(-0.4, 0.4, (3,), np.float64),  # np.float32(0.4) > 0.4.
     gymnasium.spaces.Box(0.1, 0.7, (2, 2), np.float32),
     gymnasium.spaces.Box(-1, 5, (2,), np.int32),
     gymnasium.spaces.Box(0, np.inf, (1,), np.float32),
@@ -91,10 +91,10 @@ def test_actions_are_in_the_librarys_own_space(space):
   draws = np.random.default_rng(0).normal(0, 4, (50, *space.shape))
   draws = np.concatenate([draws, 0 * draws[:1] + 1e9, 0 * draws[:1] - 1e9])
   draws = np.clip(draws.astype(np.float32), box.low, box.high)
-  draws.flags.writeable = False  # As JAX's are.
+  draws.flags.writeable = False  # JAX's arrays are read-only.
   actions = to_action(draws)
   assert all(space.contains(action) for action in actions)
-  actions[:] = 0  # They are the environment's to change.
+  actions[:] = 0  # An environment may change them.
   if space.dtype == np.int32:
     assert set(np.unique(to_action(draws))) == set(range(-1, 6))
 
@@ -128,7 +128,7 @@ def test_a_module_that_registers_is_imported(tmp_path, monkeypatch):
 
 
 class _From3(gymnasium.Env):
-  """Observes its last action, from 3 to 5."""
+  """Observes its last action, which is 3, 4 or 5."""
 
   observation_space = gymnasium.spaces.Box(0, 9, (1,))
   action_space = gymnasium.spaces.Discrete(3, start=3)

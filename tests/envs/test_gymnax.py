@@ -14,7 +14,7 @@ _NAMES = [n for n in gymnax.registered_envs if n not in _DOWNLOADS]
 
 
 def _some_slow(names):
-  """Marks the environments that take seconds to compile."""
+  """Marks as slow the environments that take seconds to compile."""
   slow = ('Asterix', 'Freeway', 'Seaquest', 'SpaceInvaders')
   return [
     pytest.param(x, marks=pytest.mark.slow) if x.startswith(slow) else x
@@ -23,7 +23,7 @@ def _some_slow(names):
 
 
 def _single(env):
-  """The reset and the step of one environment, without the batch axis."""
+  """Returns the reset and step of one environment, without a batch axis."""
 
   def add(tree):
     return jax.tree.map(lambda x: x[None], tree)
@@ -38,7 +38,7 @@ def _single(env):
 
 
 def _rollout(env, num_steps, seed=0):
-  """The time steps of random actions, in one program."""
+  """Acts at random in one program; returns the time steps."""
   reset_one, step_one = _single(env)
 
   def step(state, key):
@@ -66,7 +66,7 @@ def test_only_the_download_is_left_out():
 
 @pytest.mark.parametrize('name', _some_slow(_NAMES))
 def test_every_environment(name):
-  if name == 'Swimmer-misc':  # gymnax's own step broadcasts between ranks.
+  if name == 'Swimmer-misc':  # Its step broadcasts between ranks.
     jax.config.update('jax_numpy_rank_promotion', 'allow')
   try:
     env = adapter.make(name)
@@ -81,7 +81,7 @@ def test_every_environment(name):
   assert not np.any(steps.reward[steps.is_first])
   assert np.all(steps.discount[steps.is_first] == 1.0)
   assert set(np.unique(steps.discount)) <= {0.0, 1.0}
-  # Termination is followed by a joint; two joints never meet.
+  # A joint follows each termination, and no joint follows another.
   assert np.all(steps.is_first[1:][steps.discount[:-1] == 0.0])
   assert not np.any(steps.is_first[1:] & steps.is_first[:-1])
 
@@ -116,7 +116,7 @@ def test_truncation_keeps_the_last_observation_and_terminates_nothing():
   assert [bool(s.is_first) for s in steps] == [False] * 3 + [True, False]
   assert [float(s.discount) for s in steps] == [1.0] * 5
   assert [float(s.reward) for s in steps] == [1.0, 1.0, 1.0, 0.0, 1.0]
-  # The third observation follows from the second by gymnax's own physics.
+  # gymnax computes the third observation from the second.
   gym, params = gymnax.make('CartPole-v1')
   key = jax.random.key(0)
   fields = type(state.env_state)(
@@ -127,7 +127,7 @@ def test_truncation_keeps_the_last_observation_and_terminates_nothing():
 
 
 def test_termination_wins_over_truncation():
-  # DeepSea says both at its last step.
+  # The last step of DeepSea is both terminated and truncated.
   steps = _rollout(adapter.make('DeepSea-bsuite'), 40)
   last = np.flatnonzero(steps.is_first[1:])
   assert last.size and np.all(steps.discount[last] == 0.0)

@@ -12,7 +12,7 @@ _SPEC = EnvSpec(jax.ShapeDtypeStruct((), jnp.int32), False, Discrete(2), 1, 0)
 
 
 def _counter(terminates, truncates):
-  """Counts its steps from a random start; episodes end after three steps."""
+  """Makes an environment that counts 3 steps from a random start."""
 
   def reset(rng_key):
     start = jax.random.randint(rng_key, (), 100, 1000)
@@ -52,7 +52,7 @@ def test_a_device_env_has_joints(terminates, truncates):
   # Termination wins over truncation.
   np.testing.assert_array_equal(steps.discount[last], 1.0 - terminates)
   assert np.delete(steps.discount, last, 0).all()
-  # Each episode of each environment starts elsewhere.
+  # All 6 episodes (3 in each environment) have different starts.
   assert len(np.unique(steps.obs[is_first])) == 6
   np.testing.assert_array_equal(steps.obs[last] - steps.obs[[0, 4]], 3)
 

@@ -22,13 +22,13 @@ _COLUMNS = ('suite', 'family', 'task', 'observation', 'action', 'outcome')
 
 
 def _family(name):
-  """envpool's module of a task, such as 'mujoco.gym'."""
+  """Returns envpool's module of a task, such as 'mujoco.gym'."""
   module = envpool.registration.registry.specs[name][0]
   return '.'.join(module.split('.')[1:3])
 
 
 def _has_players(name):
-  """Whether several agents act: board and card games, and MultiAgent tasks."""
+  """Returns whether several agents act, as in board and card games."""
   return (
     _family(name) == 'pgx'
     and name != 'Play2048-v1'
@@ -37,7 +37,7 @@ def _has_players(name):
 
 
 def _exemption(task):
-  """Why a task of one agent cannot run here, or ''."""
+  """Returns why a single-agent task cannot run here, or ''."""
   _, family, name = task
   if family == 'procgen':
     return 'needs Qt 5 of the system, which no Python package brings'
@@ -45,7 +45,7 @@ def _exemption(task):
     return "its puzzles are not in envpool's wheel"
   if name == 'VizdoomCustom-v1':
     return "runs the user's own scenario file"
-  if family == 'vizdoom':  # Some tasks pass some of the time.
+  if family == 'vizdoom':  # Some tasks pass at times.
     return 'at times envpool hangs or crashes while it makes one'
   if name == 'MNISTBandit-bsuite':
     return 'downloads a data set when made'
@@ -65,15 +65,15 @@ _RUN = [x for x in _ENVPOOL + _GYMNAX if x not in _EXEMPT]
 
 
 def test_how_many_there_are():
-  # Of envpool 1.2.5 and gymnax 1.0.1; later ones may add some.
+  # envpool 1.2.5 and gymnax 1.0.1 have these; later versions may have more.
   assert len(_ENVPOOL) >= 1629 and len(_GYMNAX) >= 26
-  # 50 of Procgen, 4 of Sudoku, 21 of VizDoom, 1 of gymnax.
+  # Procgen has 50 exempt tasks, Sudoku 4, VizDoom 21, and gymnax 1.
   assert len(_EXEMPT) == 50 + 4 + 21 + 1
   assert len(_EXEMPT) - 1 < 0.05 * len(_ENVPOOL)
 
 
 def _read_table():
-  """Rows by their first three columns."""
+  """Reads the table; each row's key is its first three columns."""
   with _TABLE.open() as file:
     rows = [tuple(row.values()) for row in csv.DictReader(file)]
   return {row[:3]: row for row in rows}
@@ -88,7 +88,7 @@ def test_the_table_is_complete():
 
 
 def _describe(spec):
-  """The observation and action columns of the table."""
+  """Returns the observation and action columns of the table."""
   shapes = [
     f'{x.dtype}[{",".join(map(str, x.shape))}]'
     for x in jax.tree.leaves(spec.obs)
@@ -142,7 +142,7 @@ def test_the_exempt_are_noted():
 @pytest.mark.slow
 @pytest.mark.parametrize('task', _RUN, ids='-'.join)
 def test_three_updates(task, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)  # VizDoom leaves files.
+  monkeypatch.chdir(tmp_path)  # VizDoom writes files here.
   suite, _, name = task
   is_host = suite == 'envpool'
   experiment = 'sebulba_cartpole' if is_host else 'anakin_cartpole'

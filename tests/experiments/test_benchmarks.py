@@ -23,12 +23,12 @@ def parsed_flags():
   ],
 )
 def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
-  monkeypatch.setattr(throughput, '_SECONDS', 0.0)  # One update a sample.
+  monkeypatch.setattr(throughput, '_SECONDS', 0.0)  # Each sample is one update.
   config = make_config('CartPole-v1', 8)
   config.unroll_length, config.num_epochs = 8, 1
   config.network.hidden_sizes = (16,)
   row = throughput.measure(config, repeats=1)
-  # Twice: 4 x 16 and 16; then heads for 2 actions and a value.
+  # Two torsos (4 x 16 and 16 numbers) precede heads for 2 actions and a value.
   assert row['num_params'] == 2 * 5 * 16 + 17 * 2 + 17
   acting, update = row['acting'], row['update']
   bound = (
@@ -40,7 +40,7 @@ def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
   assert 0 < row['training'] < np.inf
 
 
-@pytest.mark.slow  # A benchmark; Sebulba's own tests cover what it calls.
+@pytest.mark.slow  # Sebulba's tests cover what this calls.
 @pytest.mark.parametrize('mode', ['deterministic', 'asynchronous'])
 def test_overlap_has_parts_and_a_whole(mode, monkeypatch):
   monkeypatch.setattr(overlap, '_STEP_SECONDS', 0.002)

@@ -1,4 +1,4 @@
-"""The launch scripts, with stand-ins for what they start and whom they ask."""
+"""The launch scripts, with stand-ins for the programs that they call."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.timeout(120)
 _LAUNCH = pathlib.Path(__file__).parents[2] / 'launch'
 _SCRIPTS = sorted(_LAUNCH.glob('*.sh'))
-# Without the site's packages Python starts in a fifth of the time.
+# Without site packages, Python starts five times faster.
 _PYTHON = [sys.executable, '-I', '-S']
 
 
@@ -36,7 +36,7 @@ def _environment(tools=None, **variables):
   return environment
 
 
-# Tests in a shell's background have Ctrl-C ignored, and so would scripts.
+# A background job ignores Ctrl-C, and so would the scripts without this.
 _HEEDING = ('env', '--default-signal=INT')
 
 
@@ -77,7 +77,7 @@ _PROLOGUE = """
 
 
 def _communicate(process, timeout=20):
-  """Its output; a script that does not end does not outlive its test either."""
+  """Returns a script's output; kills a script that does not end in time."""
   try:
     return process.communicate(timeout=timeout)
   except subprocess.TimeoutExpired:
@@ -86,7 +86,7 @@ def _communicate(process, timeout=20):
 
 
 def _finish(process):
-  """Exit code, the lines of each process without their prefix, and stderr."""
+  """Returns the exit code, each process's lines without prefix, and stderr."""
   stdout, stderr = _communicate(process)
   lines = {}
   for line in stdout.splitlines():
@@ -111,7 +111,7 @@ def _wait_until(condition, seconds=10):
 
 
 def _have_ended(pids):
-  """A process that has been killed takes a moment to end."""
+  """Waits for processes to end, which takes a moment after a kill."""
   _wait_until(lambda: not any(map(_is_alive, pids)), seconds=5)
 
 
@@ -171,7 +171,7 @@ def test_local_shares_the_cores():
   program = "say('cores', *sorted(os.sched_getaffinity(0)))"
   code, lines, _ = _finish(_local(len(allowed), program))
   assert code == 0
-  # As many processes as cores: one each, in order.
+  # With as many processes as cores, each process gets one core, in order.
   assert [lines[i][1] for i in range(len(allowed))] == [
     f'cores {core}' for core in allowed
   ]
@@ -236,7 +236,7 @@ def test_local_gives_survivors_time_after_the_first_failure(tmp_path):
       arguments=[str(tmp_path)],
     )
   )
-  assert code == 3  # Process 1's, since it was the first.
+  assert code == 3  # Process 1 was the first to fail.
   assert lines[0][1:] == ['process 1 died']
   assert 'process 1 ended with exit code 3' in stderr
 
@@ -358,7 +358,7 @@ def test_local_passes_a_terminals_ctrl_c_once_to_each():
     while block := os.read(ours, 1000):
       text += block.decode()
   except OSError:
-    pass  # So a terminal's end is told on Linux.
+    pass  # Linux raises it when a terminal closes.
   assert process.wait(10) == 75
   os.close(ours)
   assert text.count('signals: 1') == 2
@@ -381,7 +381,7 @@ def test_local_leaves_no_orphan_where_it_is_killed_itself():
   process.kill()
   process.wait()
   _have_ended(pids)
-  process.communicate(timeout=10)  # Nor anyone who keeps its output open.
+  process.communicate(timeout=10)  # Nothing keeps its output open.
 
 
 @pytest.mark.parametrize('output', ['None', 'subprocess.DEVNULL'])
@@ -442,7 +442,7 @@ def test_help(name):
 
 
 def _slurm(tmp_path, words, srun='exit 0', state='RUNNING', **variables):
-  """Runs slurm.sh as a batch job; its exit code, output and what it called."""
+  """Starts slurm.sh as a batch job; returns the process and a log of calls."""
   log = tmp_path / 'calls'
   log.write_text('')
   for name, body in (
@@ -523,7 +523,7 @@ def test_slurm_does_not_bring_a_cancelled_job_back(tmp_path):
 
 
 def test_slurm_survives_sigterm_and_does_not_send_it_to_srun(tmp_path):
-  # srun would kill its tasks at once; they have had the signal themselves.
+  # srun would end its tasks at once; Slurm has already signalled them.
   process, log = _slurm(
     tmp_path,
     ['x'],
@@ -567,17 +567,17 @@ def test_slurm_names_the_mistake_in_a_line(words, variables, message, tmp_path):
 
 # --- tpu_pod.sh
 
-# This gcloud plays a cloud. It is written in bash, which starts sooner than
-# Python. Each creation of a slice has a folder, a life, with these files:
-# create: the error that the creation meets;
-# states: answers about the slice's state in turn, one a line, with / for line
-#   ends; the last answer is repeated;
-# node: the state of its node;
-# setup: exit codes of the setup in turn;
-# follow: for each connection in turn, the number of lines printed so far, then
-#   an exit code, 'lost' or 'hang';
+# This stand-in for gcloud simulates a cloud. It is in bash, which starts faster
+# than Python. Each slice that it creates has a folder, `$life`:
+# create: the error of the creation;
+# states: the slice's state at each query, one a line, with / for line ends; the
+#   last line is repeated;
+# node: the state of the slice's node;
+# setup: the exit code of each call of the setup;
+# follow: for each connection, the number of lines printed so far, then an exit
+#   code, 'lost' or 'hang';
 # gone: the slice's state after the last connection;
-# delete: the error that the deletion meets.
+# delete: the error of the deletion.
 _GCLOUD = r"""
     #!/bin/bash
     cd "${0%/*}" || exit 1
@@ -605,7 +605,7 @@ _GCLOUD = r"""
       exit 2
     done
     fail() { echo "ERROR: (gcloud) $1" >&2; exit "${2-1}"; }
-    in_turn() {  # The next line of a file of this life; at last the same line.
+    in_turn() {  # Reads the file's next line, or the last again.
       local n=$(($(cat "$life/$1-asked" 2>/dev/null) + 1)) lines
       echo $n >"$life/$1-asked"
       mapfile -t lines <"$life/$1"
@@ -655,7 +655,7 @@ _GCLOUD = r"""
 
 
 class _Cloud:
-  """A repository with the scripts, and a gcloud that plays `lives`."""
+  """A repository with the scripts, and a gcloud that simulates `lives`."""
 
   def __init__(self, path, *lives, machines='slice-a'):
     self.path, self.tools = path / 'repository', path / 'tools'
@@ -702,13 +702,13 @@ class _Cloud:
     )
 
   def run(self, *words, **options):
-    """Exit code, stdout, stderr."""
+    """Runs the script; returns the exit code, stdout and stderr."""
     process = self.start(*words, **options)
     stdout, stderr = _communicate(process, timeout=30)
     return process.returncode, stdout, stderr
 
   def calls(self):
-    """What gcloud was asked for, as words, without questions."""
+    """Returns the words of each call of gcloud, without queries."""
     refused = self.tools / 'refused'
     assert not refused.exists(), refused.read_text()
     calls = [
@@ -722,7 +722,7 @@ class _Cloud:
     ]
 
   def steps(self):
-    """The same in a word each."""
+    """Returns one word for each call of gcloud."""
     steps = []
     for call in self.calls():
       command = [
@@ -965,7 +965,7 @@ def test_tpu_interrupted_in_the_queue_leaves_it(tmp_path):
   cloud = _Cloud(tmp_path, {'states': 'WAITING_FOR_RESOURCES'})
   process = cloud.start('--poll-seconds=300')
   _wait_until((cloud.tools / '0' / 'states-asked').exists)
-  time.sleep(0.2)  # Until it is waiting itself.
+  time.sleep(0.2)  # Now it waits.
   process.send_signal(signal.SIGINT)
   _, stderr = _communicate(process)
   assert process.returncode == 130, stderr
@@ -994,7 +994,7 @@ def test_tpu7x_is_an_instance_group(tmp_path):
   assert (
     cloud.steps() == once + ['delete'] * 3 + once + ['rsync'] + ['delete'] * 3
   )
-  # Asked until both ran, and once when the connection was lost.
+  # It asks until both run, and once more when the connection is lost.
   assert (cloud.tools / '0' / 'states-asked').read_text() == '6\n'
   template, policy, group = cloud.calls()[:3]
   assert template[:4] == ['compute', 'instance-templates', 'create', 'slice']
@@ -1018,7 +1018,7 @@ def test_tpu7x_is_an_instance_group(tmp_path):
     '--quiet',
   ]
   follow = [c for c in cloud.calls() if any('follow' in w for w in c)]
-  # The host of process 0, as the hosts themselves say.
+  # The hosts say that slice-b has process 0.
   assert [call[:3] for call in follow] == [['compute', 'ssh', 'slice-b']] * 2
 
 
@@ -1061,11 +1061,11 @@ def test_tpu_dry_run_prints_commands_that_a_shell_accepts(
   cloud = _Cloud(tmp_path, {'states': 'RUNNING', 'follow': '1 0'})
   code, stdout, stderr = cloud.run('--dry-run', accelerator=accelerator)
   assert code == 0 and stderr == ''
-  assert not (cloud.tools / 'calls').exists()  # None was run.
+  assert not (cloud.tools / 'calls').exists()  # It ran no command.
   for word in expected:
     assert f' {word}' in stdout
   assert ('--coordinator=auto' in expected) == ('--coordinator=auto' in stdout)
-  # And now all are: the cloud takes them, in the order of a real run.
+  # Now run the printed commands: the cloud sees the order of a real run.
   script = _write(tmp_path / 'pasted.sh', stdout)
   subprocess.run(
     ['bash', script],
@@ -1133,7 +1133,7 @@ def test_tpu_wants_project_bucket_and_a_clean_tree(tmp_path):
 
 @pytest.fixture
 def worker(tmp_path):
-  """Runs tpu_worker.sh on a host that has all it installs."""
+  """Runs tpu_worker.sh on a host that has everything it installs."""
   tools, home = tmp_path / 'tools', tmp_path / 'home'
   for name in ('gcsfuse', 'uv'):
     _write(tools / name, f'#!/bin/sh\necho {name} "$@" >>{tmp_path}/calls\n')
@@ -1202,7 +1202,7 @@ def test_worker_mounts_and_installs_what_has_changed(worker):
   assert result.returncode == 0, result.stderr
   assert [p.name for p in (home / 'podrl').iterdir()] == ['new']
   mounted, installed = worker.calls.read_text().splitlines()
-  # A rename of directories, and one host's writes seen by all, need these.
+  # A run renames directories, and all hosts must see what one host writes.
   assert mounted.startswith('gcsfuse ') and mounted.endswith(f' bucket {mount}')
   assert {
     '--rename-dir-limit=1000000',
@@ -1211,4 +1211,4 @@ def test_worker_mounts_and_installs_what_has_changed(worker):
   } <= set(mounted.split())
   assert installed.endswith(f'-e {home}/podrl[tpu]')
   assert worker('setup', 'bucket', str(mount)).returncode == 0
-  assert len(worker.calls.read_text().splitlines()) == 3  # Mounted alone.
+  assert len(worker.calls.read_text().splitlines()) == 3  # It only mounts.

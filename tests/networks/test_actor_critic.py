@@ -27,7 +27,7 @@ def _network(core, shared_torso=False):
 
 
 def _sequence(seed=0, length=12, batch=4):
-  """Observations and first steps, with joints within."""
+  """Makes observations and `is_first`; some of the steps are joints."""
   rng = np.random.default_rng(seed)
   is_first = rng.random((length, batch)) < 0.2
   is_first[5:6, 0] = True
@@ -100,7 +100,7 @@ def _sigmoid(x):
 
 
 def _gru(p, x, h):
-  """Cho et al. 2014, with the reset gate after the product (its v3)."""
+  """Steps a GRU: Cho et al. 2014, v3, with the reset gate after the product."""
 
   def dense(name, y):
     return y @ p[name]['kernel'] + p[name].get('bias', 0)
@@ -113,7 +113,7 @@ def _gru(p, x, h):
 
 
 def _lstm(p, x, carry):
-  """Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al."""
+  """Steps an LSTM: Hochreiter and Schmidhuber 1997, with Gers's forget gate."""
   c, h = carry
 
   def gate(g):
@@ -164,7 +164,7 @@ def test_steps_equal_the_unroll(core, shared_torso):
   stepped = jnp.stack(heads), jnp.stack(values), carry
   for a, b in zip(jax.tree.leaves(unrolled), jax.tree.leaves(stepped)):
     np.testing.assert_allclose(a, b, atol=1e-5)
-  # It remembers: the carry matters until the first joint.
+  # The network remembers: another carry changes the steps before a joint.
   forgetful, _, _ = network.unroll(
     params, obs, is_first, network.initial_carry(4)
   )

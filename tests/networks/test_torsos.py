@@ -87,7 +87,7 @@ def test_images_may_be_channels_first_and_uint8(name):
   expected = jax.jit(last.apply)(params, image)
   moved = jax.jit(first.apply)(params, chw)
   np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=1e-4)
-  # uint8 means 0 ... 255 for 0 ... 1.
+  # uint8 values from 0 to 255 stand for numbers from 0 to 1.
   scaled = jax.jit(last.apply)(params, (image / 255.0).astype(np.float32))
   np.testing.assert_allclose(scaled, expected, rtol=1e-4, atol=1e-4)
 

@@ -53,7 +53,7 @@ def test_a_window_resumes_from_its_progress():
   second.add(reports[1])
   record = whole.record()
   assert record == second.record()
-  # By hand: sums over both reports.
+  # The expected values are sums over both reports.
   episodes = [
     sum(x.sum() for x in pair) for pair in zip(*(r.episodes for r in reports))
   ]
@@ -70,7 +70,7 @@ def test_a_window_resumes_from_its_progress():
     rtol=1e-6,
   )
   np.testing.assert_allclose(record['time_update'], 0.4)
-  # Over updates, a maximum and the last value.
+  # A record has the largest lag, and the last number of actors.
   lags = [r.metrics['policy_lag_max'] for r in reports]
   assert record['policy_lag_max'] == np.concatenate(lags).max()
   assert record['num_actors'] == reports[1].metrics['num_actors'][-1]
@@ -101,7 +101,7 @@ def test_processes_are_merged():
 
 
 class _Sink:
-  """Takes records, slowly, and fails at one of them."""
+  """Writes records slowly, and fails at one of them."""
 
   def __init__(self, fail_at=None):
     self.records, self.threads, self.fail_at = [], set(), fail_at
@@ -121,7 +121,7 @@ class _Sink:
 def test_a_writer_delays_nobody_and_loses_nothing():
   writer, sink = recorder.Writer(), _Sink()
   for i in range(50):
-    writer.write([sink], i)  # It does not wait for the sink.
+    writer.write([sink], i)  # This does not wait for the sink.
   assert sink.records == []
   sink.gate.set()
   writer.flush()
@@ -174,7 +174,7 @@ def test_tensorboard_forgets_what_is_written_again(tmp_path):
   for step in (10, 20, 30):
     first.write({'env_steps': step, 'loss': 1.0})
   first.close()
-  time.sleep(1.1)  # Files are named, and so ordered, by seconds.
+  time.sleep(1.1)  # Seconds in their names order files.
   second = recorder.TensorBoard(str(tmp_path), 11)
   for step in (15, 40):
     second.write({'env_steps': step, 'loss': 2.0})
@@ -213,7 +213,7 @@ def test_lines_before_a_damaged_one_are_kept(tmp_path):
 
 def test_wandb_gets_every_record(tmp_path, monkeypatch):
   class Fake:
-    """What is used of the library, with its signatures."""
+    """Stands in for the parts of wandb that podrl uses."""
 
     runs = []
 
@@ -240,7 +240,8 @@ def test_wandb_gets_every_record(tmp_path, monkeypatch):
     )
     == 0
   )
-  assert [r.config['seed'] for r in Fake.runs] == [0, 0, 1]  # All, then each.
+  # The first run has the mean of all seeds; the others have one seed each.
+  assert [r.config['seed'] for r in Fake.runs] == [0, 0, 1]
   assert len({r.id for r in Fake.runs}) == 3
   for run, path in zip(Fake.runs, ('', 'seed_0', 'seed_1')):
     records = helpers.read_records(tmp_path / 'run' / path)
@@ -275,7 +276,7 @@ def test_a_profile_is_what_tensorboard_and_perfetto_open(tmp_path):
     for p in (tmp_path / 'run' / 'profile').rglob('*')
     if p.is_file()
   }
-  assert 'xplane.pb' in found  # TensorBoard's.
+  assert 'xplane.pb' in found  # TensorBoard reads it.
   traces = list((tmp_path / 'run' / 'profile').rglob('perfetto_trace.json.gz'))
   import gzip
 
@@ -284,7 +285,7 @@ def test_a_profile_is_what_tensorboard_and_perfetto_open(tmp_path):
 
 
 def _config(**fields):
-  """The configuration of 64 environments x 32 = 2,048 steps in each update."""
+  """Makes a configuration of 64 environments x 32 = 2,048 steps per update."""
   config = base_config('ppo')
   config.env.name, config.unroll_length = 'Catch-bsuite', 32
   config.update(fields)
@@ -477,7 +478,7 @@ def test_records_of_seeds_are_merged():
 
 
 def test_steps_and_joints_of_seeds_still_add_up():
-  pairs = [(95, 5), (94, 6), (91, 9), (98, 2)]  # Means 94.5 and 5.5.
+  pairs = [(95, 5), (94, 6), (91, 9), (98, 2)]  # The means are 94.5 and 5.5.
   mean = recorder.merge_seeds(
     [{'env_steps': x, 'num_joints': y} for x, y in pairs]
   )

@@ -1,4 +1,4 @@
-"""Several processes: agreement, the watchdog, runs of two and of four."""
+"""Several processes: agreement, the watchdog, runs of two and four."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from podrl.run.cluster import Cluster
 from podrl.types import Episodes, Report
 
 pytestmark = pytest.mark.timeout(400)
-# One update is one optimiser step, whatever is spread over whom.
+# One update is one optimiser step for any number of processes.
 _ONE_STEP = [
   '--config.num_epochs=1',
   '--config.num_minibatches=1',
@@ -83,7 +83,7 @@ class _Store:
 
 
 def _run_cluster(num_processes, function):
-  """Calls `function(cluster)` in a thread for each process; its results."""
+  """Returns the results of `function(cluster)` by process, and the store."""
   store, outcomes = _Store(), [None] * num_processes
 
   def run(i):
@@ -116,7 +116,7 @@ def test_process_0_decides_and_gathers():
   assert [x[::2] for x in outcomes] == [decided] * 3
   assert outcomes[0][1::2] == [[[p, i] for p in range(3)] for i in range(5)]
   assert outcomes[1][1::2] == outcomes[2][1::2] == [None] * 5
-  assert not store.values  # Nothing piles up in a run of weeks.
+  assert not store.values  # Old keys were deleted.
 
 
 def test_a_mistake_in_one_process_is_one_in_all():
@@ -170,7 +170,7 @@ def test_alone_nothing_is_asked():
 
 
 class _Ended(BaseException):
-  """Is raised in place of the end of the process."""
+  """Replaces the end of the process."""
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_a_process_that_waits_for_another_does_not_hang():
   )
   waiting.start()
   time.sleep(2.5)
-  assert len(beats) >= 3  # One to begin with, and one a second.
+  assert len(beats) >= 3  # One at the start, then one a second.
   store.key_value_set(cluster.store_key('gathered', 1, 1), 'null')
   waiting.join(5)
   assert not waiting.is_alive()
@@ -260,12 +260,12 @@ def test_processes_that_make_progress_are_left_alone(watch):
 
   def behave(dogs):
     if time.monotonic() > start + 5 and not failed:
-      failed.append(True)  # `fail` never releases its lock.
+      failed.append(True)  # A second `fail` would block.
       dogs[1].fail('it broke', is_suspect=False)
     for dog in dogs:
       dog.beat()
 
-  messages = watch(behave, (0,), 2.0, 3.0)  # A busy machine stays below these.
+  messages = watch(behave, (0,), 2.0, 3.0)  # A busy machine meets these limits.
   assert time.monotonic() - start > 5
   assert messages == {0: ['process 1 failed: it broke'], 1: []}
 
@@ -290,7 +290,7 @@ def test_reports_of_processes_are_one():
   merged = merge_processes(
     _report(0), [json.loads(json.dumps(local_part(_report(i)))) for i in (3, 6)]
   )
-  # Each field's total is 2 i + 1 for the i-th field, of three processes.
+  # In each of three processes, the i-th field has the total 2 i + 1.
   assert [float(np.sum(x)) for x in merged.episodes] == [3.0, 9.0, 15.0, 21.0]
   assert merged.num_updates == 2 and merged.num_predictions == 3 * 64
   assert merged.stages == {'time_update': 4.0} and merged.seconds == 1.5
@@ -308,7 +308,7 @@ def _free_port():
 
 
 class _Pod:
-  """Processes of one run, on this machine."""
+  """Starts the processes of one run on this machine."""
 
   def __init__(self, num_processes, name, *arguments, each=None):
     port = _free_port()
@@ -332,7 +332,7 @@ class _Pod:
     ]
 
   def wait(self, seconds=240):
-    """Returns the exit codes and the outputs."""
+    """Waits for the end; returns the exit codes and the outputs."""
     try:
       output = [p.communicate(timeout=seconds)[0] for p in self.processes]
     finally:
@@ -370,7 +370,7 @@ def _run_alone(path, name, *arguments):
 
 
 def _train_alone_and_in_processes(num_processes, tmp_path, *arguments):
-  """Runs as many devices of one process, and as many processes; their files."""
+  """Trains in one process with N devices, and in N processes; returns paths."""
   name, arguments = 'anakin_catch', [*_TINY, *arguments]
   alone, pod = tmp_path / 'alone', tmp_path / 'pod'
   _run_alone(alone, name, *arguments, f'--config.num_devices={num_processes}')
@@ -403,13 +403,13 @@ def test_an_update_of_processes_is_that_of_as_many_devices(
   _assert_records_agree(*paths)
 
 
-@pytest.mark.slow  # As the test above, with more updates.
+@pytest.mark.slow  # It is the test above with more updates.
 @pytest.mark.parametrize('num_processes', [2, 4])
 @pytest.mark.parametrize('agent', ['ppo', 'impala'])
 def test_a_run_of_processes_is_that_of_as_many_devices(
   agent, num_processes, tmp_path
 ):
-  # The same experience, as far as rounding lets it be.
+  # The experience is the same except for rounding.
   arguments = f'--agent={agent}', '--config.total_env_steps=512'
   paths = _train_alone_and_in_processes(num_processes, tmp_path, *arguments)
   _assert_records_agree(*paths)
@@ -466,7 +466,7 @@ def test_deterministic_sebulba_in_processes_is_that_of_one(
 _ENDLESS = [
   *_TINY,
   '--config.total_env_steps=64e6',
-  '--config.checkpoint.every_env_steps=2048',  # 32 updates.
+  '--config.checkpoint.every_env_steps=2048',  # It saves every 32 updates.
   '--config.checkpoint.every_seconds=0',
   '--config.num_devices=1',
   '--heartbeat_seconds=3',
@@ -487,7 +487,7 @@ def _preempt(path, name, arguments):
   return preempted
 
 
-@pytest.mark.slow  # The next test has a signal to one too.
+@pytest.mark.slow  # The next test also signals one process.
 @pytest.mark.parametrize(
   'name,arguments',
   [
@@ -498,7 +498,7 @@ def _preempt(path, name, arguments):
 def test_signals_end_all_at_the_same_update(name, arguments, tmp_path):
   path = tmp_path / 'run'
   preempted = _preempt(path, name, arguments)
-  # The two resume, and a terminal's Ctrl-C ends them.
+  # Both processes resume, then Ctrl-C in a terminal ends them.
   pod = _Pod(2, name, *arguments, f'--workdir={path}', '--resume')
   _until(path, preempted // 4 + 3)
   for process in pod.processes:
@@ -511,11 +511,11 @@ def test_signals_end_all_at_the_same_update(name, arguments, tmp_path):
   assert summary['num_updates'] == checkpoint.find(str(path)) > preempted
   updates = [r['num_updates'] for r in records]
   whole = list(range(4, summary['num_updates'] + 1, 4))
-  # An interruption ends a window early.
+  # An interruption ends a window early, so it adds records at other updates.
   assert [x for x in updates if x % 4 == 0] == whole
 
 
-@pytest.mark.slow  # Seeds in turn and extensions have tests of one process.
+@pytest.mark.slow  # Tests of one process cover this too.
 def test_seeds_in_processes_are_stopped_resumed_and_extended(tmp_path):
   path = tmp_path / 'run'
   arguments = [*_HOST, '--config.num_seeds=2', f'--workdir={path}']
@@ -562,7 +562,7 @@ def test_after_a_preemption_kill_9_of_one_ends_the_other(victim, tmp_path):
 
 
 def _resume_alone(path, saved):
-  """Resumes a run of two processes in one process, for some records."""
+  """Resumes a run of two processes in one process, and then stops it."""
   process = subprocess.Popen(
     [
       sys.executable,
@@ -576,7 +576,7 @@ def _resume_alone(path, saved):
     text=True,
     env=os.environ | {'JAX_PLATFORMS': 'cpu'},
   )
-  _until(path, saved // 4 + 20)  # Of the pod's, those up to there are left.
+  _until(path, saved // 4 + 20)  # Records before `saved` are the pod's.
   process.send_signal(signal.SIGINT)
   output = process.communicate(timeout=60)[0]
   assert process.returncode == 130, output

@@ -12,9 +12,9 @@ _SPEC = EnvSpec(jax.ShapeDtypeStruct((), jnp.int32), False, Discrete(2), 1, 0)
 
 
 def _env():
-  """Episode i has 1 + i % 5 steps (i from the key); the reward is the action.
+  """Makes episodes of 1 to 5 steps, in which the reward is the action.
 
-  After its end the environment pays 100 a step, which must not count.
+  After the episode's end, each step has the reward 100, which must not count.
   """
 
   def reset(rng_key):
@@ -55,7 +55,7 @@ def _evaluate(max_steps=1000, greedy=True, stop=lambda: False):
 def test_first_whole_episodes():
   outcome = _evaluate()
   assert outcome.returns.shape == outcome.lengths.shape == (64,)
-  # Greedy earns 1 in each step of an episode of 1 to 5.
+  # Each greedy action has the reward 1, so an episode's return is its length.
   np.testing.assert_array_equal(outcome.returns, outcome.lengths)
   assert set(outcome.lengths) == {1, 2, 3, 4, 5}
 
@@ -162,10 +162,10 @@ def test_the_shares_of_processes_make_the_whole(num_episodes):
 
 
 def test_bootstrap_intervals_of_two_and_of_equal_runs():
-  # The mean of two draws of 0 and 10 is 0, 5 or 10, with 1/4, 1/2 and 1/4.
+  # The mean of two draws of 0 or 10 is 0 or 10 with probability 1/4 each.
   low, high = evaluate.bootstrap(np.asarray([[0.0, 3.0], [10.0, 3.0]]))
   np.testing.assert_array_equal([low, high], [[0.0, 3.0], [10.0, 3.0]])
-  # Of many it is the mean plus and minus 1.96 standard errors.
+  # For many values, the interval is the mean -+ 1.96 standard errors.
   values = np.random.default_rng(1).normal(5.0, 2.0, 400)
   low, high = evaluate.bootstrap(values)
   error = 1.96 * values.std() / 20

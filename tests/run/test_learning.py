@@ -16,7 +16,7 @@ from podrl.run import train
 
 
 def _evaluated(name, tmp_path, *arguments):
-  """The evaluated return of an experiment."""
+  """Runs an experiment and returns its evaluated return."""
   argv = [f'{name}.py', f'--workdir={tmp_path}/run', *arguments]
   argv += ['--config.num_devices=2'] if name.startswith('anakin') else []
   assert train.run(helpers.get_config(name), argv) == 0
@@ -33,7 +33,7 @@ def _slow(*values):
   [('ppo', 250_000), _slow('impala', 500_000), _slow('a2c', 500_000)],
 )
 def test_catch_is_solved(agent, num_steps, tmp_path):
-  # A random policy gets about -0.6, the best possible is 1.
+  # A random policy gets about -0.6; the best return is 1.
   arguments = [f'--agent={agent}', '--config.seed=1']
   arguments += [f'--config.total_env_steps={num_steps}']
   assert _evaluated('anakin_catch', tmp_path, *arguments) >= 0.95
@@ -54,12 +54,12 @@ _MEMORY_CHAIN = ['--config.seed=1', '--config.total_env_steps=100_000']
 def test_a_recurrent_agent_recalls_what_it_saw(agent, core, tmp_path):
   arguments = [f'--agent={agent}', f'--config.network.recurrent={core}']
   arguments += _MEMORY_CHAIN
-  # Right is 1, wrong is -1; chance gives 0.
+  # A right answer gives 1 and a wrong one -1; a random policy gets 0.
   assert _evaluated('anakin_memory_chain', tmp_path, *arguments) >= 0.9
 
 
 class _Repeat(gymnasium.Env):
-  """Each of two numbers that is repeated, in the other order, gives 1."""
+  """The action must repeat two numbers in reverse order; each match gives 1."""
 
   observation_space = gymnasium.spaces.MultiDiscrete([3, 4], start=[1, -2])
   action_space = gymnasium.spaces.MultiDiscrete([4, 3], start=[-2, 1])
@@ -86,7 +86,7 @@ def test_several_discrete_actions_are_learned(agent, tmp_path):
     '--config.sebulba.learner_devices=0'
   ).split()
   name = 'sebulba_cartpole'
-  # At random 4.7 = 8 (1/3 + 1/4), the best possible is 16.
+  # A random policy gets 8 (1/3 + 1/4) = 4.7; the best return is 16.
   found = _evaluated(name, tmp_path, f'--agent={agent}', *arguments)
   assert found >= 15.5
   # The policy takes the library's observations and gives its actions.

@@ -20,7 +20,7 @@ from podrl.types import TimeStep
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-  """A run of each architecture; Anakin's with memory and normalisation."""
+  """Makes a run of each architecture; Anakin's has memory and normalisation."""
   path = tmp_path_factory.mktemp('runs')
   assert helpers.run(path / 'anakin', *helpers.MEMORY) == 0
   assert (
@@ -62,7 +62,7 @@ def test_a_policy_chooses_what_the_agent_does(runs):
     np.testing.assert_array_equal(action, expected)
     for x, y in zip(*map(jax.tree.leaves, (carry, agent_carry))):
       np.testing.assert_allclose(x, y, atol=1e-6)
-  # Without a carry an episode begins, so that the memory counts for nothing.
+  # Without a carry, an episode begins, so the old memory has no effect.
   fresh, _ = chosen(obs)
   again, _ = chosen(obs, carry, is_first=np.ones(3, bool))
   np.testing.assert_array_equal(fresh, again)
@@ -81,13 +81,13 @@ def test_samples_follow_the_policy(runs):
     timestep,
     chosen.initial_carry(4000),
   )
-  # All observations are one: each action's probability is that of its memo.
+  # All observations are equal, so an action's share is its probability.
   for action in range(3):
     share = np.mean(np.asarray(actions) == action)
     found = np.exp(
       np.asarray(extras.log_prob)[np.asarray(extras.sample) == action]
     )
-    np.testing.assert_allclose(share, found[0], atol=0.03)  # 4 deviations.
+    np.testing.assert_allclose(share, found[0], atol=0.03)  # 4 std. deviations.
 
 
 def test_categories_are_observed_as_the_library_gives_them(runs):
@@ -176,7 +176,7 @@ def test_a_nan_names_its_seed(tmp_path, capsys, monkeypatch):
 
     def loss(variables, target_params, batch, rng_key):
       value, metrics = agent.loss(variables, target_params, batch, rng_key)
-      leaf = jax.tree.leaves(variables)[1]  # A kernel: it tells seeds apart.
+      leaf = jax.tree.leaves(variables)[1]  # This kernel differs per seed.
       return value + jnp.where(
         leaf.ravel()[0] == marked[0], jnp.nan, 0.0
       ), metrics

@@ -33,7 +33,7 @@ _HOST = (
   '--config.sebulba.actor_devices=0 --config.sebulba.learner_devices=0 '
   '--config.sebulba.threads_per_actor_device=2'
 ).split()
-# 20 updates, evaluated at 7, 14 and 20, saved at 5, 10 ...
+# The run has 20 updates, evaluates at 7, 14 and 20, and saves at 5, 10 ...
 _TWENTY = (
   '--config.total_env_steps=1280 --config.eval.every_env_steps=448 '
   '--config.checkpoint.every_env_steps=320'
@@ -63,7 +63,7 @@ def _plain(records):
 
 
 def _state(workdir):
-  """All arrays of the last checkpoint, as orbax reads them."""
+  """Reads all arrays of the last checkpoint with orbax."""
   path = workdir / 'checkpoints' / str(checkpoint.find(str(workdir)))
   with ocp.StandardCheckpointer() as reader:
     return [reader.restore(path / item) for item in ('variables', 'state')]
@@ -78,7 +78,7 @@ def _assert_close(a, b, atol):
     np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=atol)
 
 
-# What a signal interrupts: an evaluation begins with a copy of the parameters.
+# A signal comes at these calls. An evaluation begins with a copy of parameters.
 _STOPS = (
   (Anakin, 'start', 1),
   (Anakin, 'advance', 3),
@@ -146,16 +146,16 @@ def test_a_finished_run_is_extended(num_seeds, tmp_path, monkeypatch, capsys):
   advance, calls = Anakin.advance, iter(range(100))
 
   def copy_and_advance(self, *args):
-    if next(calls) == 1:  # What `kill -9` leaves.
+    if next(calls) == 1:  # Copy what `kill -9` leaves.
       shutil.copytree(parts, killed)
     return advance(self, *args)
 
   monkeypatch.setattr(Anakin, 'advance', copy_and_advance)
   assert helpers.run(parts, *arguments, *longer, '--resume') == 0
   assert 'total_env_steps=1024 replaces 512' in capsys.readouterr().err
-  # Its summary is still that of the first 512 steps.
+  # The killed run still has the summary of the first 512 steps.
   assert json.loads((killed / 'summary.json').read_text())['exit'] == 'done'
-  options = [*helpers.TINY[1:], *arguments, '--resume']  # Without the total.
+  options = [*helpers.TINY[1:], *arguments, '--resume']  # Leave out the total.
   assert helpers.run(killed, *options, tiny=False) == 0
   assert 'resuming after update 8' in capsys.readouterr().err
   for path in parts, killed:
@@ -234,7 +234,7 @@ def test_sebulba_resumes(tmp_path, monkeypatch):
   assert int(last.num_updates) == 20 and summary['exit'] == 'done'
   leaves = jax.tree.leaves(last.opt_state)
   counts = [int(x) for x in leaves if x.dtype == np.int32]
-  assert counts == [int(last.num_sgd_steps)] * 2  # Moments and schedule.
+  assert counts == [int(last.num_sgd_steps)] * 2  # Adam and the schedule count.
   assert progress[0]['num_unrolls'] == [20, 20]
   more = ['--config.total_env_steps=1600', '--resume']
   assert helpers.run(workdir, *_HOST, *more, **arguments) == 0
@@ -256,7 +256,7 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
     '--config.eval.every_env_steps=128 --config.checkpoint.every_env_steps=64 '
     '--config.checkpoint.keep=1'
   ).split()
-  # 8 updates, evaluated after 2, 4, 6, 8.
+  # The run has 8 updates, and evaluates after 2, 4, 6 and 8.
   assert helpers.run(tmp_path / 'run', *arguments) == 0
   assert checkpoint.steps(str(tmp_path / 'run')) == [8, 4]
   assert checkpoint.find(str(tmp_path / 'run'), 'best') == 4
@@ -264,7 +264,7 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
 
 @pytest.fixture(scope='module')
 def original(tmp_path_factory):
-  """A run of 8 updates with checkpoints at 4 and 8, without a summary."""
+  """Makes a run of 8 updates with checkpoints at 4 and 8, without a summary."""
   path = tmp_path_factory.mktemp('original') / 'run'
   assert helpers.run(path, '--config.checkpoint.every_env_steps=256') == 0
   assert checkpoint.steps(str(path)) == [8, 4]
@@ -274,7 +274,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def workdir(original, tmp_path):
-  """A copy of the original run."""
+  """Copies the original run."""
   return pathlib.Path(shutil.copytree(original, tmp_path / 'run'))
 
 
@@ -433,7 +433,7 @@ def test_digests_are_computed_once_per_load(workdir, monkeypatch):
   assert len(digested) == 1
   assert (
     helpers.run(workdir, '--resume') == 0
-  )  # All updates are done: it only loads.
+  )  # All updates are done, so it only loads.
   assert len(digested) == 2
 
 
@@ -442,7 +442,7 @@ def test_lost_records_are_reported_and_the_run_goes_on(
 ):
   metrics = workdir / 'metrics.jsonl'
   lines = metrics.read_text().splitlines(keepends=True)
-  assert len(lines) == 3  # At 3, 6 and 8; the checkpoint at 4 counts one.
+  assert len(lines) == 3  # They are at updates 3, 6 and 8.
   metrics.write_text(lines[0] + lines[1][:20])
   assert helpers.run(workdir, '--resume') == 0
   said = capfd.readouterr().err
@@ -453,7 +453,7 @@ def test_lost_records_are_reported_and_the_run_goes_on(
   last = json.loads(lines[-1])
   names = last.keys() - helpers.TIMINGS
   assert {k: summary[k] for k in names} == {k: last[k] for k in names}
-  # From the older checkpoint, later records are as before, and written once.
+  # A run from the older checkpoint writes each later record once, unchanged.
   (workdir / 'summary.json').unlink()
   shutil.rmtree(workdir / 'checkpoints' / '8')
   metrics.write_text(lines[0][:20])
@@ -471,7 +471,7 @@ def test_lost_records_are_reported_and_the_run_goes_on(
 
 def test_what_was_written_after_the_checkpoint_is_written_again(workdir):
   lines = (workdir / 'metrics.jsonl').read_text()
-  shutil.rmtree(workdir / 'checkpoints' / '8')  # As if it was not complete.
+  shutil.rmtree(workdir / 'checkpoints' / '8')  # It was incomplete.
   (workdir / 'metrics.jsonl').write_text(lines + '{"env_st')
   assert helpers.run(workdir, '--resume') == 0
   expected = _plain(map(json.loads, lines.splitlines()))
@@ -498,7 +498,7 @@ def test_records_without_a_checkpoint_are_set_aside(workdir):
 def test_two_processes_do_not_write_one_run(
   is_new, is_over, message, workdir, tmp_path, monkeypatch, capsys
 ):
-  # The other one begins while this one builds a new run, or before it resumes.
+  # The other process starts while this one builds a run, or before it resumes.
   other, make_run = contextlib.ExitStack(), build.make_run
   path = tmp_path / 'new' if is_new else workdir
   config = records_workdir.read_config(str(workdir))
@@ -679,7 +679,7 @@ def test_a_file_that_cannot_be_written_ends_a_run_in_one_line(
 
 
 def _start(workdir):
-  """Starts a run that saves often in a process of its own."""
+  """Starts a run that saves often, in another process."""
   command = [
     sys.executable,
     str(helpers.ROOT / 'experiments' / 'anakin_catch.py'),
@@ -700,7 +700,7 @@ def _newest(workdir):
 
 
 def _kill_after_checkpoint(workdir, seconds):
-  """Starts a run and kills it, some seconds after its first new checkpoint."""
+  """Starts a run, and kills it `seconds` after its first new checkpoint."""
   first, process = _newest(workdir), _start(workdir)
   while _newest(workdir) == first and process.poll() is None:
     time.sleep(0.01)
@@ -709,7 +709,7 @@ def _kill_after_checkpoint(workdir, seconds):
   process.kill()
   said = process.communicate()[1]
   assert process.returncode == -signal.SIGKILL and 'Traceback' not in said
-  # A program in XLA's cache may be incomplete: JAX warns and compiles.
+  # JAX may warn of an incomplete program in XLA's cache, and compile it again.
   assert 'skipped' not in said and '\nerror: ' not in said, said
   if first:
     assert f'resuming after update {first}' in said
@@ -726,7 +726,7 @@ def test_kill_9_loses_no_more_than_a_period(tmp_path, monkeypatch, capfd):
   ]
   _signal_at(monkeypatch, Anakin, 'advance', 3)
   assert helpers.run(workdir, *arguments) == train.PREEMPTED
-  said = capfd.readouterr().err  # faulthandler needs a file.
+  said = capfd.readouterr().err  # faulthandler needs capfd's file.
   assert f'resuming after update {newest}' in said and 'skipped' not in said
   assert _newest(workdir) > newest
 
@@ -735,7 +735,7 @@ def test_kill_9_loses_no_more_than_a_period(tmp_path, monkeypatch, capfd):
 def test_twenty_kills_lose_no_more_than_a_period(tmp_path):
   workdir, rng = tmp_path / 'run', random.Random(0)
   for i in range(20):
-    if i % 3 == 1:  # Perhaps before the first checkpoint, or while it starts.
+    if i % 3 == 1:  # Kill it at any time, even at its start.
       process = _start(workdir)
       time.sleep(rng.uniform(0.0, 10.0))
       process.kill()

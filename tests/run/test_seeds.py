@@ -36,7 +36,7 @@ def test_seeds_are_runs_in_turn(is_killed, tmp_path, monkeypatch, capfd):
   def interrupted(self, *args):
     report = advance(self, *args)
     if (workdir / 'seed_1' / 'metrics.jsonl').exists() and not killed.exists():
-      shutil.copytree(workdir, killed)  # What `kill -9` leaves.
+      shutil.copytree(workdir, killed)  # Copy what `kill -9` leaves.
       os.kill(os.getpid(), signal.SIGTERM)
     return report
 
@@ -68,7 +68,7 @@ def test_seeds_are_runs_in_turn(is_killed, tmp_path, monkeypatch, capfd):
   assert summary['exit'] == 'done' and summary['num_updates'] == 10
   times = [x['wall_seconds'] for _, x in runs]
   assert summary['wall_seconds'] == pytest.approx(sum(times))
-  # Each seed is the run with its seed.
+  # Each seed gives the same records as a run of that seed alone.
   assert _run(tmp_path / 'alone', '--config.seed=4') == 0
   alone, (first, _) = helpers.read_records(tmp_path / 'alone'), runs[0]
   for name in 'loss', 'grad_norm', 'env_steps', 'episode_return':
@@ -77,7 +77,7 @@ def test_seeds_are_runs_in_turn(is_killed, tmp_path, monkeypatch, capfd):
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
-  """A finished run of two seeds."""
+  """Makes a finished run of two seeds."""
   path = tmp_path_factory.mktemp('seeds') / 'run'
   assert _run(path, '--config.num_seeds=2') == 0
   return path

@@ -4,7 +4,7 @@ import pytest
 
 from podrl.run import targets
 
-# 8 GB/s; a ring of four with hops of 0.25 s, and 2 GB/s between rings.
+# A ring of 4 chips has 8 GB/s and hops of 0.25 s; 2 GB/s connect two rings.
 _CHIP = targets.CHIPS['v5e']._replace(
   link_bandwidth=8,
   torus_dims=1,
@@ -43,7 +43,7 @@ def test_names(name, num_devices, pod_size, shape):
 
 
 def test_an_all_reduce_in_a_ring():
-  # 2 x 3/4 x 16 GB at 8 GB/s are 3 s; 2 x 3 hops of 0.25 s are 1.5 s.
+  # 2 x 3/4 x 16 GB at 8 GB/s take 3 s; 2 x 3 hops of 0.25 s take 1.5 s.
   assert targets.all_reduce_seconds(16e9, 4, _CHIP) == pytest.approx(4.5)
   assert targets.all_reduce_seconds(16e9, 1, _CHIP) == 0
 
@@ -60,8 +60,8 @@ def test_hops_of_64_devices(torus_dims, num_hops):  # 8 x 8, 4 x 4 x 4, 2^6.
 
 
 def test_an_all_reduce_between_pods():
-  # In the pod as above, 4.5 s; a device's 16/4 GB between two pods are
-  # 2 x 1/2 x 4 at 2 GB/s, 2 s; a tree of two has 2 hops of 3 s.
+  # The ring takes 4.5 s, as above. Between two pods, a device sends 2 x 1/2 x
+  # 16/4 GB at 2 GB/s, which takes 2 s. A tree of two has 2 hops of 3 s.
   assert targets.all_reduce_seconds(16e9, 8, _CHIP) == pytest.approx(
     4.5 + 2 + 6
   )

@@ -66,7 +66,7 @@ def _run(monkeypatch, *arguments):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-  """A current directory with the module `my_envs`, as a new process sees it."""
+  """Makes a current directory that contains the module `my_envs`."""
   path = [x for x in sys.path if x != os.getcwd()]
   monkeypatch.setattr(sys, 'path', path)
   monkeypatch.chdir(tmp_path)
@@ -108,7 +108,7 @@ def test_a_run_that_is_resumed_knows_its_environment(
   capsys.readouterr()
   assert _run(monkeypatch, 'Catch-bsuite', path, '--resume') == train.MISTAKE
   assert 'config.env.name is CartPole-v1 in the run' in capsys.readouterr().err
-  # CartPole-v1 alone would be gymnax's.
+  # Without --resume, the name CartPole-v1 means gymnax.
   assert _run(monkeypatch, 'CartPole-v1', path, '--resume', *_FLAGS) == 0
   config = workdir.read_config(str(tmp_path / 'run'))
   assert config.env.suite == 'envpool' and config.agent.gamma == 0.5
@@ -220,7 +220,7 @@ def test_a_module_of_the_current_directory_is_found_later(
   podrl.train('my_envs:Walk-v0', workdir='run', config=config)
   assert sys.path[-1] == str(home)
   assert workdir.read_config('run').env.path == str(home)
-  # Another process elsewhere finds it by the path in the run.
+  # A process in another directory finds the module by the path in the run.
   sys.path.remove(str(home))
   del sys.modules['my_envs']
   monkeypatch.chdir(tmp_path_factory.mktemp('elsewhere'))

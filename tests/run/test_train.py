@@ -63,7 +63,7 @@ def test_every_host_experiment_runs_tiny(name, agent, tmp_path):
     == 0
   )
   records, summary = helpers.read(workdir)
-  # 512 / (8 x 8) = 8 updates; records at 3, 6 and at the end.
+  # The run has 512 / (8 x 8) = 8 updates, and records at 3, 6 and 8.
   assert [r['num_updates'] for r in records] == [3, 6, 8]
   assert summary['exit'] == 'done' and summary['eval_episodes'] == 2
   frame_skip = {'sebulba_cartpole': 1, 'sebulba_half_cheetah': 5}.get(name, 4)
@@ -98,8 +98,8 @@ def test_a_run_makes_its_environment_once(monkeypatch):
   assert names == ['Catch-bsuite']
 
 
-# A convolution, and continuous actions with normalization. The runs that
-# test_policy loads have a recurrent core.
+# These have a convolution, and continuous actions with normalisation. The runs
+# of test_policy have a recurrent core.
 _FAST = ('anakin_breakout', 'anakin_pendulum')
 
 
@@ -117,7 +117,7 @@ def test_every_experiment_runs_tiny(name, agent, tmp_path):
   workdir = tmp_path / 'run'
   assert helpers.run(workdir, f'--agent={agent}', name=name) == 0
   records, summary = helpers.read(workdir)
-  # 512 / (8 x 8) = 8 updates; records at 3, 6 and at the end.
+  # The run has 512 / (8 x 8) = 8 updates, and records at 3, 6 and 8.
   assert [r['num_updates'] for r in records] == [3, 6, 8]
   assert summary['exit'] == 'done' and summary['eval_episodes'] == 4
   config = json.loads((workdir / 'config.json').read_text())
@@ -133,8 +133,8 @@ def test_env_steps_leave_joints_out(tmp_path, capsys):
   assert '8 updates of 64 steps (8 environments x 8) = 512 steps' in shown
   assert '464 + 48 joints = 512' in shown
   records, _ = helpers.read(tmp_path / 'run')
-  # Catch ends after 9 steps: in 64 steps of an environment 6 joints (9, 19
-  # ... 59), 8 environments. In its first 24 steps there are 2 (9 and 19).
+  # An episode has 9 steps and a joint. So in 64 steps, each of 8 environments
+  # has 6 joints (9, 19 ... 59). In its first 24 steps, it has 2 (9 and 19).
   assert records[0]['env_steps'] == 8 * (24 - 2)
   assert records[-1]['env_steps'] == 8 * (64 - 6)
   assert [r['num_joints'] for r in records[::2]] == [8 * 2, 8 * 6]
@@ -164,7 +164,7 @@ def test_runs_with_the_same_seed_are_equal(tmp_path):
 )
 def test_other_hyperparameters_compile_nothing(name, arguments, tmp_path):
   events, options = [], {'name': name, 'tiny': False}
-  # No other test has layers of this width.
+  # No other test has layers of this width, so no program is in the cache.
   arguments = [*arguments, '--config.network.hidden_sizes=21']
 
   def run(workdir, *arguments):
@@ -288,7 +288,7 @@ def test_a_workdir_is_never_overwritten(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_closed_pipe_does_not_end_a_run(tmp_path):
-  workdir = tmp_path / 'run[/b]'  # Nor does what looks like markup.
+  workdir = tmp_path / 'run[/b]'  # The name looks like markup.
   command = ' '.join(
     [
       sys.executable,
@@ -320,7 +320,7 @@ def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
     '--config.optimizer.learning_rate=1e30',
     '--config.optimizer.name=sgd',
     '--agent=impala',
-    '--config.checkpoint.every_env_steps=64',  # It has diverged parameters.
+    '--config.checkpoint.every_env_steps=64',  # Its parameters diverged.
   )
   assert code == train.FAILED
   records, summary = helpers.read(tmp_path / 'run')
@@ -337,7 +337,7 @@ def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
 def test_evaluation_between(tmp_path):
   assert helpers.run(tmp_path / 'run', '--config.eval.every_env_steps=128') == 0
   records, _ = helpers.read(tmp_path / 'run')
-  # Every 128 / 64 = 2 updates, besides records every 3.
+  # Evaluations are every 128 / 64 = 2 updates; other records are every 3.
   assert [r['num_updates'] for r in records if 'eval_return' in r] == [
     2,
     4,
@@ -388,7 +388,7 @@ def test_ctrl_c_ends_environments_in_processes_of_their_own(tmp_path):
     '--config.env.num_envs=4',
     '--config.num_minibatches=1',
   )
-  os.killpg(process.pid, signal.SIGINT)  # As a terminal does: all get it.
+  os.killpg(process.pid, signal.SIGINT)  # A terminal signals all processes.
   summary = _end(process, tmp_path, 130, 'interrupted')
   assert summary['env_steps'] > 0
   with pytest.raises(ProcessLookupError):  # All processes end, now or soon.
@@ -400,7 +400,7 @@ def test_ctrl_c_ends_environments_in_processes_of_their_own(tmp_path):
 def _start_until(tmp_path, moment, name, *arguments):
   """Starts an endless run in its own process group; waits until `moment`."""
   workdir = tmp_path / 'run'
-  # Without cached programs it compiles for seconds.
+  # Without cached programs, the run compiles for seconds.
   cache = {'XDG_CACHE_HOME': str(tmp_path)} if moment == 'compiling' else {}
   process = subprocess.Popen(
     [
@@ -518,6 +518,6 @@ def test_every_field_is_read(name, tmp_path, monkeypatch):
   for section, node in [('', config), *config.items()]:
     if isinstance(node, ConfigDict):
       unread |= {f'{section}.{k}' for k in {*node} - reads[id(node)]}
-  # Agents and optimisers take fields as keyword arguments: none can be unread.
+  # Agents and optimisers get their fields as arguments, so none is unread.
   sections = 'agent.', 'optimizer.'
   assert {x for x in unread if not x.startswith(sections)} == set()

@@ -1,4 +1,4 @@
-"""The search for plans, what the command prints, and its mistakes."""
+"""The search for plans, the command's output, and errors in arguments."""
 
 import collections
 import io
@@ -22,7 +22,7 @@ _PLAN = Plan(32, 64, 1, 1, (0,), (0,), 0)
 
 
 def _near(plan, base, num_cores=4):
-  """The neighbours that `is_candidate` would accept on a host."""
+  """Returns the neighbours that `is_candidate` would accept on a host."""
   return [
     x
     for x in balance.neighbours(plan, 1)
@@ -35,7 +35,7 @@ def _near(plan, base, num_cores=4):
 
 
 def _reachable(base):
-  """All plans that any number of steps leads to."""
+  """Returns all plans that any number of steps leads to."""
   plans, new = {base}, [base]
   while new:
     new = [x for x in {y for z in new for y in _near(z, base)} - plans]
@@ -44,7 +44,7 @@ def _reachable(base):
 
 
 def _make_rate(rng, num_cores=4):
-  """A host of 4 cores with random costs: plan -> steps per second."""
+  """Makes a host of 4 cores with random costs: plan -> steps per second."""
   step, per_env, inference, per_inference, update, per_slot = (
     np.asarray([300, 10, 300, 3, 3000, 10])
     * 1e-6
@@ -99,7 +99,7 @@ def test_rungs_are_halved_and_the_last_takes_turns():
   assert sum(lengths.values()) == 27
   assert ranking[0] == plans[0] and ranking[-1] == _PLAN
   assert runs[plans[0]]['steps_per_second'] in (1000, 1001)
-  # Nothing is faster than the configured plan, and nothing else can run.
+  # Without other candidates, the search runs only the configured plan.
   slow = balance.search(_PLAN, lambda plan: [], run)
   assert list(slow) == [_PLAN]
 
@@ -121,7 +121,7 @@ def _config(**fields):
 
 
 def test_candidates_run_stay_near_and_are_what_their_overrides_say():
-  # Minibatches divide environments here: small pools do not fit.
+  # Here, 16 minibatches divide the environments, so small pools do not fit.
   fields = {
     'sebulba.max_lag': 2,
     'network.recurrent': 'gru',
@@ -222,7 +222,7 @@ def test_verdict(rates, sentence):
 
 @pytest.fixture
 def brief(monkeypatch):
-  """A search of two plans, each measured for a moment."""
+  """Limits a search to two plans, each measured for a moment."""
   monkeypatch.setattr(balance, 'MAX_PLANS', 2)
   monkeypatch.setattr(balance, 'FINAL_ROUNDS', 1)
   monkeypatch.setattr(balance, 'RUNG_SECONDS', (0.05, 0.05, 0.05))

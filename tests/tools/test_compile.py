@@ -24,8 +24,9 @@ _needs_libtpu = pytest.mark.skipif(
   reason='libtpu, the compiler of TPUs, is not installed',
 )
 
-# A loop over updates without a constant; in it, five steps of the environment,
-# and a branch. Its cycles are 1,000 + 5 x (100 + 2) + the longer branch, 30.
+# The loop over updates has no constant bound, so it counts once. It contains a
+# loop of five environment steps, and a branch of at most 30 cycles. An update
+# takes 1,000 + 5 x (100 + 2) + 30 cycles.
 _TEXT = textwrap.dedent("""\
     HloModule jit_train, is_scheduled=true
 
@@ -98,12 +99,12 @@ def test_cycles_are_summed_by_part():
   del in_cycles['all-reduce']
   assert in_cycles == {
     'environment': 500,
-    'acting': 10,  # The loop's condition.
+    'acting': 10,  # It is the loop's condition.
     'prepare': 1000,
     'update': 30,
     'rest': 0,
   }
-  # 3 x 4 and 2 x 3 x 2 bytes.
+  # The arrays have 3 x 4 and 2 x 3 x 2 bytes.
   assert collectives == [Collective('all-reduce', 24, 1)]
   assert [(x.part, x.cycles, x.source) for x in dearest[:3]] == [
     ('prepare', 1000, 'podrl/core/learner.py:7'),
@@ -156,9 +157,9 @@ def test_a_gpu_has_a_roofline():
   def seconds(chip):
     return [compile.roofline_seconds(x, module, chip) for x in (product, copy)]
 
-  # Kernels that are this small cost their start.
+  # A kernel this small takes only the time of its start.
   assert seconds(chip) == pytest.approx([3e-6, 3e-6])
-  # 2 x 512 x 1024 x 256 FLOPs in float32, at half of 1 TFLOP/s.
+  # The product has 2 x 512 x 1024 x 256 FLOPs; float32 runs at 1/2 TFLOP/s.
   slow = chip._replace(peak=1, memory_bandwidth=1e9)
   assert seconds(slow)[0] == pytest.approx(2 * 2**27 / 0.5e12)
   # It reads 512 x 1024 and 1024 x 256 numbers, and writes 512 x 256.
@@ -182,7 +183,7 @@ def test_anakin_compiles_for_a_tpu_slice():
   assert texts.keys() == {'train'}
   assert (report.num_devices, train.num_devices) == (16, 16)
   assert report.num_steps == 64 * 4
-  # One all-reduce for each optimiser step, and one for `prepare`'s mean.
+  # There is one all-reduce per optimiser step, and one for `prepare`'s mean.
   small, large = sorted(train.collectives, key=lambda x: x.num_bytes)
   assert (small.kind, small.times) == ('all-reduce', 1)
   assert small.num_bytes <= 1024
@@ -190,7 +191,7 @@ def test_anakin_compiles_for_a_tpu_slice():
   assert (large.kind, large.times) == ('all-reduce', num_steps)
   extra = large.num_bytes - 4 * report.num_params
   assert report.num_params > 10_000 and 0 < extra <= 1024
-  # Adam keeps two moments of each parameter; a core has four environments.
+  # Each parameter and Adam's two moments of it take 12 bytes.
   arguments = train.memory['arguments']
   assert 12 * report.num_params < arguments < 24 * report.num_params + 2**17
   assert train.memory['total'] < 8 * 2**20
@@ -239,7 +240,7 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
   def compile_once(config, target, machine):
     num_envs = config.env.num_envs
     tried.append(num_envs)
-    assert num_envs % 16 == 0  # Four devices, four minibatches of whole ones.
+    assert num_envs % 16 == 0  # It has 4 devices and 4 minibatches.
     needed = 2**20 + 1000 * num_envs
     if needed > 2**24:
       raise compile.TooLarge(needed if num_envs < 2**18 else math.inf, 2**24)
@@ -257,7 +258,7 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
     'config.env.num_envs=262144 does not fit on v5e-4: a core needs more, and '
     'it has 16 MiB'
   )
-  # 2^24 - 2^20 bytes are those of 15,728 environments.
+  # 15,728 environments of 1,000 bytes fit into 2^24 - 2^20 bytes.
   assert 0.8 * 15_728 < int(fits.split()[0]) <= 15_728
   assert len(tried) <= 5
 

@@ -13,7 +13,7 @@ from podrl.tools import evaluate
 
 
 def _untrained(path, which):
-  """What `policy.load` returns for a run of Sebulba, with fresh parameters."""
+  """Returns what `policy.load` would return for Sebulba, with new parameters."""
   config = sebulba_config('ppo')
   config.env.suite, config.env.name = 'envpool', 'FrozenLake-v1'
   config.network.name, config.network.hidden_sizes = 'mlp', (8,)
@@ -36,18 +36,18 @@ def test_the_result_is_printed_and_written(name, tmp_path, capsys, monkeypatch):
   returns = np.asarray(found['returns'])
   assert len(returns) == found['episodes'] == 40 and not found['greedy']
   np.testing.assert_allclose(found['return'], returns.mean())
-  # An interval of the mean is about two standard errors to each side.
+  # The interval of a mean has about two standard errors on each side.
   width = (found['return_high'] - found['return_low']) / 2
   np.testing.assert_allclose(
     width, 1.96 * returns.std() / 40**0.5, rtol=0.2, atol=0.02
   )
   assert f'written: {run}' in capsys.readouterr().out
-  with monkeypatch.context() as patch:  # Noticed before the evaluation.
+  with monkeypatch.context() as patch:  # It fails before evaluation.
     patch.setattr(build, 'make_evaluate', None)
     assert evaluate.run([*argv, f'--out={tmp_path}/no/x.json']) == 2
   assert 'there is no directory' in capsys.readouterr().err
   out = tmp_path / 'again.json'
-  assert evaluate.run([*argv, f'--out={out}']) == 0  # The same episodes.
+  assert evaluate.run([*argv, f'--out={out}']) == 0  # It repeats the episodes.
   assert json.loads(out.read_text()) == found
 
 

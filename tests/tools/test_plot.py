@@ -11,7 +11,7 @@ from podrl.tools import plot
 
 
 def _write(path, *, seed=0, agent='ppo', shift=0.0, **fields):
-  """A run of three records and one that is still being written."""
+  """Writes a run of three records and one incomplete record."""
   path.mkdir(parents=True)
   config = {
     'seed': seed,
@@ -86,7 +86,7 @@ def test_curves_are_joined_where_all_runs_have_been(tmp_path):
   short = runs[2]._replace(records=runs[2].records[:2])
   points, returns = plot.training_curve([*runs[:2], short], 'env_steps')
   assert (points[0], points[-1]) == (100.0, 200.0)
-  # Each gains 10 in 100 steps, from 10 on and 0, 1, 2 higher.
+  # Run i starts at the return 10 + i, and gains 10 in 100 steps.
   for i, row in enumerate(returns):
     np.testing.assert_allclose(row, points / 10 + i)
   points, _ = plot.training_curve(runs, 'wall_seconds')
@@ -155,9 +155,7 @@ def test_a_directory_stands_for_the_runs_in_it_at_any_depth(tmp_path):
   _write(tmp_path / 'five/seed_0')
   _write(tmp_path / 'five/seed_1')
   (tmp_path / 'five/config.json').write_text('{}')
-  _write(
-    tmp_path / 'a' / 'checkpoints'
-  )  # A run's other directories are its own.
+  _write(tmp_path / 'a' / 'checkpoints')  # A directory inside a run is no run.
   (tmp_path / 'b' / 'circle').symlink_to(tmp_path)
   (tmp_path / 'b' / 'lost').symlink_to(tmp_path / 'nowhere')
   expected = [*names, 'five/seed_0', 'five/seed_1']

@@ -35,7 +35,7 @@ def test_a_number_of_cores_has_a_target(kind, num_cores, name):
 
 def _report(num_devices, seconds):
   parts = dict.fromkeys((*PARTS, 'rest', REDUCE), 0.0)
-  parts |= {'acting': seconds, REDUCE: 9.0}  # Of the compiled number.
+  parts |= {'acting': seconds, REDUCE: 9.0}  # The result must not use the 9.0.
   collectives = [Collective('all-reduce', 4_000_000, 10)]
   program = Analysis(num_devices, 1.0, {}, collectives, 1, parts, [])
   return Report(
@@ -51,7 +51,7 @@ def test_times_between_compiled_numbers_are_interpolated():
   assert one.seconds == pytest.approx(0.2)
   assert one.efficiency == 1 and one.steps_per_second == pytest.approx(500)
   assert (one.is_compiled, four.is_compiled) == (True, False)
-  # Ten of 2 x 3/4 x 4 MB at 200 GB/s, and 2 x 2 hops of 1 us.
+  # Ten all-reduces send 2 x 3/4 x 4 MB at 200 GB/s, with 2 x 2 hops of 1 us.
   reducing = 10 * (6e6 / 200e9 + 4e-6)
   assert four.all_reduce == pytest.approx(reducing)
   assert four.seconds == pytest.approx(0.3 + reducing)

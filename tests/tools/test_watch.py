@@ -33,14 +33,14 @@ def _config(name, suite='gymnax', recurrent='none', **options):
 
 
 def _untrained(config):
-  """What `policy.load` returns, with fresh parameters."""
+  """Returns what `policy.load` would return, with new parameters."""
   spec = build.make_spec(config)
   agent = build.make_agent(config, spec)
   return policy.Policy(config, spec, agent, agent.init(jax.random.key(3)), 0)
 
 
 def _random(config):
-  """A policy of random actions, which compiles quickly."""
+  """Makes a policy of random actions, which compiles quickly."""
   spec = build.make_spec(config)
 
   def sample(key):
@@ -63,7 +63,7 @@ def _record(config, *, max_steps, seed=0, **kwargs):
 
 @pytest.fixture(scope='module')
 def registered():
-  """gymnasium environments whose pictures show how many steps were taken."""
+  """Registers gymnasium environments that draw how many steps were taken."""
 
   class Counter(gymnasium.Env):
     metadata = {'render_modes': ['rgb_array'], 'render_fps': 7}
@@ -158,8 +158,8 @@ def test_strides_and_cuts(registered):
   assert steps(99, stride=3) == [0, 3, 6, 7]
   assert steps(7, stride=4) == [0, 4, 7]
   assert steps(5, stride=2) == [0, 2, 4, 5]
-  assert steps(99, stride=2, limit=5) == [0, 2, 4, 5]  # Truncated.
-  # 0 1 2 3 are too many: 0 2; with 4 and 6 they are: 0 4; and the last.
+  assert steps(99, stride=2, limit=5) == [0, 2, 4, 5]  # It is truncated.
+  # 0 1 2 3 are too many and become 0 2; 0 2 4 6 become 0 4. The last is added.
   assert steps(99, max_pictures=3) == [0, 4, 7]
 
 
@@ -183,8 +183,8 @@ _GYMNAX = sorted({*gymnax.registered_envs} - {'MNISTBandit-bsuite'})
 @pytest.mark.slow
 @pytest.mark.parametrize('name', _GYMNAX)
 def test_every_gymnax_environment_is_drawn(name):
-  assert len(_GYMNAX) >= 25  # Of gymnax 1.0.1.
-  # The first state is enough: a step takes ten times as long to compile.
+  assert len(_GYMNAX) >= 25  # gymnax 1.0.1 has these.
+  # Draw only the first state, because a step compiles ten times longer.
   spec = SUITES['gymnax'].make_spec(name)
   env = watch._on_host(_config(name), jax.random.split(jax.random.key(0), 1))
   obs = jax.tree.map(lambda x: x[0], env.reset().obs)
@@ -202,7 +202,7 @@ def test_every_gymnax_environment_is_drawn(name):
     ('CartPole-v1', 'envpool', ''),
     ('Pong-v5', 'envpool', ''),
     ('FrozenLake-v1', 'envpool', 'not implemented'),
-    # MuJoCo, where envpool was imported before libEGL.
+    # MuJoCo cannot draw if envpool was imported before libEGL.
     ('HalfCheetah-v4', 'envpool', 'libEGL'),
   ],
 )
@@ -253,7 +253,7 @@ def _spec(shape=(), channels_first=False):
 def test_channels_are_colours():
   obs = np.zeros((10, 10, 5), bool)
   obs[np.arange(5), 2, np.arange(5)] = True
-  obs[0, 5, [1, 4]] = True  # The later channel is seen.
+  obs[0, 5, [1, 4]] = True  # Channel 4 hides channel 1.
   (picture,) = watch.paint('x', _spec(), [obs], [0])
   cells = picture[::24, ::24]
   assert len(np.unique(cells[:5, 2], axis=0)) == 5
@@ -273,11 +273,11 @@ def test_screens_are_shown_as_they_are():
   np.testing.assert_array_equal(picture[::2, ::2], screen)
   images = [np.full((6, 6), -2.0), np.full((6, 6), 3.0)]
   dark, light = watch.paint('x', _spec(), images, [0, 0])
-  assert dark.max() == 0 and light.min() == 255  # Of the episode's range.
+  assert dark.max() == 0 and light.min() == 255  # The episode sets the range.
 
 
 def _place(picture, color):
-  """The mean (row, column) of the pixels of a colour."""
+  """Returns the mean (row, column) of the pixels of a colour."""
   color = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
   return np.argwhere((picture == color).all(-1)).mean(0)
 
@@ -295,17 +295,17 @@ def test_mechanisms_are_drawn_where_they_are():
   assert _place(leaning, orange)[1] > 155
   moved = _paint('CartPole-v1', -2.4, 0, 0, 0)
   assert abs(_place(moved, orange)[1] - 150 * 0.3 / 2.7) < 3
-  # Cosine and sine of an angle that is 0 upright and grows to the left.
+  # The inputs are cosine and sine of an angle: 0 is upright, left is positive.
   up, left, down = (
     _place(_paint('Pendulum-v1', *x, 0), red) for x in ((1, 0), (0, 1), (-1, 0))
   )
   assert up[0] < 90 < 110 < down[0] and left[1] < 140
   assert abs(up[1] - 150) < 2 and abs(down[1] - 150) < 2
-  # A car in the valley, and one at the flag.
+  # One car is in the valley, and one is at the flag.
   valley, top = (_paint('MountainCar-v0', x, 0) for x in (-0.52, 0.5))
   assert _place(valley, blue)[0] > 150 > 80 > _place(top, blue)[0]
   assert abs(_place(top, blue)[1] - _place(valley, green)[1]) < 10
-  # Both links hang, or the second is folded back onto the first.
+  # Both links hang, or the second link is folded back onto the first.
   hanging, folded = (_paint('Acrobot-v1', 1, 0, c, 0, 0, 0) for c in (1, -1))
   assert _place(hanging, blue)[0] - _place(folded, blue)[0] > 15
 
@@ -321,7 +321,7 @@ def test_bars_grow_with_the_numbers():
   # A bar of n rows and 100 columns has n + 1 rows of pixels.
   assert abs(2 * first - second) < 300 and abs(2 * second - third) < 300
   assert len({area(x) for _, x in halves}) == 1
-  # The action stands below, except where the episode is over.
+  # The action is drawn below the bars, except after the episode's end.
   shown = [(x[180:] != x[180, 0]).any() for x in drawn]
   assert shown == [True, True, False]
   box = Box((3,), -np.ones(3, np.float32), np.ones(3, np.float32))
@@ -369,7 +369,7 @@ def test_episodes_seeds_and_samples(run, capsys):
     return pathlib.Path('r/episode.gif').read_bytes()
 
   plain = watched()
-  assert plain == watched('--greedy')  # As the run evaluates.
+  assert plain == watched('--greedy')  # The run evaluates greedily.
   assert len({plain, watched('--seed=1'), watched('--nogreedy')}) == 3
   watched('--episodes=2', '--max_steps=3')
   assert capsys.readouterr().out.count('3 steps, stopped by --max_steps') == 2
