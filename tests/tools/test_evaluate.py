@@ -13,7 +13,7 @@ from podrl.tools import evaluate
 
 
 def _untrained(path, which):
-  """Returns what `policy.load` would return for Sebulba, with new parameters."""
+  """Returns what `policy.load` would for a Sebulba run, with new parameters."""
   config = sebulba_config('ppo')
   config.env.suite, config.env.name = 'envpool', 'FrozenLake-v1'
   config.network.name, config.network.hidden_sizes = 'mlp', (8,)
