@@ -31,7 +31,7 @@ def pytest_configure(config):
 
 def _set_up_jax() -> None:
   """Sets up JAX here and, where possible, in the processes that tests start."""
-  stubs = str(_ROOT / 'tests' / 'stubs')  # The stubs say why.
+  stubs = str(_ROOT / 'tests' / 'stubs')  # They replace slow imports.
   sys.path.insert(0, stubs)
   path = [stubs, os.environ.get('PYTHONPATH')]
   os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, path))
@@ -40,15 +40,15 @@ def _set_up_jax() -> None:
 
   from podrl.drivers import spmd
 
-  # The tests compile much and compute little: LLVM's optimisations do not pay.
+  # The tests compile much and compute little, so skip LLVM's optimisations.
   flags = [os.environ.get('XLA_FLAGS'), '--xla_backend_optimization_level=0']
-  if jax.__version_info__ < (0, 11):  # Later versions offer no choice.
-    flags.append('--xla_cpu_use_fusion_emitters=false')  # It is twice as fast.
+  if jax.__version_info__ < (0, 11):  # Only these versions have the flag.
+    flags.append('--xla_cpu_use_fusion_emitters=false')  # It doubles the speed.
   os.environ['XLA_FLAGS'] = ' '.join(filter(None, flags))
   jax.config.update('jax_platforms', 'cpu')
   spmd.set_num_cpu_devices(4)
   jax.config.update('jax_numpy_rank_promotion', 'raise')
   cache = os.path.join(os.environ['XDG_CACHE_HOME'], 'podrl', 'xla')
-  jax.config.update('jax_compilation_cache_dir', cache)  # A run does so too.
+  jax.config.update('jax_compilation_cache_dir', cache)  # A run has one too.
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)

@@ -1,4 +1,4 @@
-"""Examples of the README and the site run, and the files they name exist."""
+"""Tests that examples in the docs run, and that the files they name exist."""
 
 import importlib
 import pathlib

@@ -1,4 +1,4 @@
-"""Who may import whom, and what importing podrl costs."""
+"""Tests who may import whom, and what importing podrl costs."""
 
 import ast
 import pathlib

@@ -1,4 +1,4 @@
-"""`podrl COMMAND`, and Ctrl-C while a program starts."""
+"""Tests `podrl COMMAND`, and Ctrl-C while a program starts."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Agents: acting, learning, joints, and the table of agents."""
+"""Tests agents: acting, learning, joints, and the table of agents."""
 
 import jax
 import jax.numpy as jnp
@@ -202,7 +202,7 @@ def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
   runs = []
   for seed in (0, 1):
     trajectory, _ = _act_through(agent, acting, _steps(seed))
-    one = jax.tree.map(lambda x: x[:, :1], trajectory)  # Environment 0.
+    one = jax.tree.map(lambda x: x[:, :1], trajectory)  # Keep one environment.
     runs.append(one._replace(carry=jax.tree.map(lambda x: x + seed, one.carry)))
 
   @jax.jit

@@ -1,4 +1,4 @@
-"""Distributions against plain arithmetic and frequencies."""
+"""Tests distributions against plain arithmetic and frequencies."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def test_categorical_samples_by_probability():
   logits = jnp.log(jnp.asarray([0.2, 0.3, 0.5]))
   actions = jax.vmap(lambda key: dist.sample(key, logits))(keys)
   share = np.bincount(actions, minlength=3) / 20_000
-  # Five standard deviations: 5 sqrt(.25 / 20000) = .018.
+  # The tolerance is five standard deviations: 5 sqrt(.25 / 20000) = .018.
   np.testing.assert_allclose(share, [0.2, 0.3, 0.5], atol=0.018)
 
 
@@ -69,7 +69,7 @@ def test_components_are_drawn_independently():
   assert drawn.shape == (20_000, 3) and drawn.dtype == jnp.int32
   counts, _ = np.histogramdd(np.asarray(drawn), (2, 2, 3))
   expected = np.einsum('i,j,k->ijk', *shares)
-  # Five standard deviations: 5 sqrt(.25 / 20000) = .018.
+  # The tolerance is five standard deviations: 5 sqrt(.25 / 20000) = .018.
   np.testing.assert_allclose(counts / 20_000, expected, atol=0.018)
 
 
@@ -141,7 +141,7 @@ def test_tanh_gaussian_against_scipy_and_numerical_integration():
       log_slope = (
         -2 * np.log(np.cosh(x)) if abs(x) < 300 else (2 * (np.log(2) - abs(x)))
       )
-      # The normal log-density; scipy's function is 100 times slower.
+      # This is the normal log-density; scipy's function is 100 times slower.
       log_density = -0.5 * ((x - mean) / scale) ** 2 - np.log(
         scale * np.sqrt(2 * np.pi)
       )

@@ -1,4 +1,4 @@
-"""The learner core: device counts, shuffling, minibatches, collectives."""
+"""Tests the learner core: device counts, minibatches, collectives."""
 
 import functools
 import re
@@ -55,7 +55,7 @@ def _trajectory(agent, seed=0, length=_T, batch=_B):
   """Makes a random trajectory with terminations, truncations and joints."""
   rng = np.random.default_rng(seed)
   is_first = rng.random((length + 1, batch)) < 0.15
-  is_first[1, 0] = is_first[-1, 1] = True  # Each end has a joint.
+  is_first[1, 0] = is_first[-1, 1] = True  # Add a joint at each end.
   ended = np.roll(is_first, -1, 0)
   discount = np.where(ended & (rng.random(ended.shape) < 0.5), 0.0, 1.0)
   timestep = TimeStep(
@@ -142,7 +142,7 @@ def test_one_two_and_four_devices_agree(name, is_full):
   for num_devices in (1, 4) if is_full else (1, 2, 4):
     learner, update = make_update(agent, optax.sgd(1.0), num_devices)
     state = learner.init(jax.random.key(0), trajectory)
-    if is_full:  # The first unroll alone gives no variance.
+    if is_full:  # The first unroll gives no variance.
       _, *moments = state.variables.statistics
       moments = [x._replace(count=jnp.ones(())) for x in moments]
       statistics = normalization.Statistics((), *moments)

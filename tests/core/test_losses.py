@@ -1,4 +1,4 @@
-"""Losses against rlax and plain loops."""
+"""Tests losses against rlax and plain loops."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Running normalisation: against numpy over all steps, and around an agent."""
+"""Tests running normalisation, against numpy and around an agent."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The optimisers, against optax with constant learning rates and schedules."""
+"""Tests the optimisers against optax with constant rates and schedules."""
 
 import jax
 import numpy as np
@@ -46,4 +46,4 @@ def test_without_a_value_the_rate_is_the_argument():
     'sgd', learning_rate=0.5, anneal=False, max_grad_norm=0.0
   )
   np.testing.assert_array_equal(_steps(optimizer), _steps(optax.sgd(0.5)))
-  assert jax.tree.leaves(optimizer.init({}))[0] == 0  # It counts steps.
+  assert jax.tree.leaves(optimizer.init({}))[0] == 0  # The leaf counts steps.

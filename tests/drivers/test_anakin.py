@@ -1,4 +1,4 @@
-"""Anakin: unrolls, counters, independence of devices, stopping at a NaN."""
+"""Tests Anakin: unrolls, counters, independence of devices, a stop at a NaN."""
 
 import jax
 import jax.numpy as jnp

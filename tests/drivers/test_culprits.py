@@ -75,7 +75,7 @@ _X, _NAN, _INF = "observation['x']", float('nan'), float('inf')
 def test_the_culprit_is_the_first_that_gave_a_bad_number(bad, expected):
   assert _culprit(**bad) == (expected and Culprit(*expected))
   is_large = expected and np.isfinite(expected[1])
-  if is_large:  # It is a culprit only of a loss that is not finite.
+  if is_large:  # A large number is no culprit if the loss is finite.
     assert _culprit(False, **bad) is None
 
 

@@ -1,4 +1,4 @@
-"""The energy meter, and what records say about energy."""
+"""Tests the energy meter, and what records say about energy."""
 
 import sys
 import types
@@ -49,7 +49,7 @@ def test_energy_that_cannot_be_read_is_not_available(tmp_path):
   meter = energy.Meter([_device()], str(tmp_path))
   report = _report()
   assert meter.parts == [] and meter.measure(lambda: [report]) == [report]
-  assert limits.describe({'energy_of': []}) == []  # It adds no row.
+  assert limits.describe({'energy_of': []}) == []  # There is no row.
 
 
 class _Nvml(types.ModuleType):
@@ -106,7 +106,7 @@ def test_nvml_that_fails_is_not_available(tmp_path, monkeypatch):
   gpus = [_device('gpu', local_hardware_id=0)]
   monkeypatch.setitem(sys.modules, 'pynvml', _Nvml(is_supported=False))
   assert energy.Meter(gpus, str(tmp_path)).parts == []
-  monkeypatch.setitem(sys.modules, 'pynvml', None)  # It is not installed.
+  monkeypatch.setitem(sys.modules, 'pynvml', None)  # NVML is not installed.
   assert energy.Meter(gpus, str(tmp_path)).parts == []
 
 

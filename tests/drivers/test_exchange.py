@@ -1,4 +1,4 @@
-"""Exchanges: order, bounds, closing, and lags."""
+"""Tests exchanges: order, bounds, closing, and lags."""
 
 import threading
 

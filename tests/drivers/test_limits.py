@@ -243,8 +243,8 @@ def _capacities(case):
   permits = case.unrolls_per_update * (case.max_lag + 1)
   acting = max(unroll, min(case.num_actors, permits) * _T * inference)
   return {
-    'environments': case.num_actors / unroll,  # All act at once.
-    'actor devices': 1 / (_T * inference),  # It runs one call at a time.
+    'environments': case.num_actors / unroll,  # All actors act at once.
+    'actor devices': 1 / (_T * inference),  # A device runs one call at a time.
     'learner devices': case.unrolls_per_update / update,
     'lag': permits / (acting + update),
   }
@@ -375,7 +375,7 @@ _SHARES = {
 
 def test_ratios(monkeypatch):
   # Environments use .5 x 8 actors x 2 threads = 8 of the 14.4 CPU-seconds.
-  # Device 0 only acts, for .6; devices 1, 2 and 3 learn, for .8 each.
+  # Device 0 only acts, .6 of the time. Devices 1 to 3 learn, .8 of the time.
   ratio = limits.workload_ratio(_SHARES, _BALANCED)
   assert ratio == pytest.approx(8 / (0.6 + 3 * 0.8))
   # Environments that sleep cannot use more CPU-seconds than the process.

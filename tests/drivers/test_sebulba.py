@@ -1,4 +1,4 @@
-"""Sebulba: determinism, lag, joints, one core, failures, all with envpool."""
+"""Tests Sebulba with envpool: determinism, lag, joints, one core, failures."""
 
 import json
 import os
@@ -447,7 +447,7 @@ def test_the_stages_add_up():
   learner = ('time_update', 'time_learner_waiting', 'time_hand_off')
   for names in (actor, learner):
     assert sum(stages[n] for n in names) == pytest.approx(seconds, rel=0.1)
-  # A step takes at least 5 ms; 2 of the 10 unrolls may start before the clock.
+  # A step takes at least 5 ms; 2 of 10 unrolls may start before `advance`.
   assert stages['time_environment'] >= 8 * 8 * 0.005
 
 
@@ -471,12 +471,13 @@ def test_an_actors_exception_ends_the_run(error, tmp_path, monkeypatch, capsys):
   assert _run(_config(), tmp_path / 'run') == train.FAILED
   stderr = capsys.readouterr().err
   assert f'{error.__name__}: the environment broke' in stderr
-  assert 'in step' in stderr and '_run_actor' in stderr  # The actor's traceback
-  assert 'Closed' not in stderr  # is shown, not the error that the learner got.
+  # The traceback is the actor's, not that of the learner's closed exchange.
+  assert 'in step' in stderr and '_run_actor' in stderr
+  assert 'Closed' not in stderr
   assert not _podrl_threads()
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['exit'] == 'failed' and 'broke' in summary['error']
-  assert summary['num_updates'] >= 8  # It fails after 12 unrolls.
+  assert summary['num_updates'] >= 8  # The actor fails after 12 unrolls.
 
 
 def test_an_exception_in_the_learner_ends_the_run(
@@ -494,7 +495,7 @@ def test_an_exception_in_the_learner_ends_the_run(
   assert 'the learner broke' in capsys.readouterr().err
   assert not _podrl_threads()
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
-  assert summary['num_updates'] == 2  # Each joins two unrolls.
+  assert summary['num_updates'] == 2  # Each update joins two unrolls.
 
 
 def test_an_actor_may_fail_during_the_last_evaluation(
@@ -517,7 +518,7 @@ def test_an_actor_may_fail_during_the_last_evaluation(
     lambda config, num_envs, seed, threads, **kw: _make_env(
       seed // _NUM_ENVS, fail_at=6 * _T + 2
     ),
-  )  # It acts with version 5 when it fails.
+  )  # The actor has version 5 when it fails.
   config = _config()
   config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
   assert _run(config, tmp_path / 'run') == train.FAILED

@@ -1,4 +1,4 @@
-"""Mapping over devices."""
+"""Tests the mapping over devices."""
 
 import glob
 import os

@@ -1,4 +1,4 @@
-"""Clocks of devices, cores and actors."""
+"""Tests the clocks of devices, cores and actors."""
 
 import os
 import subprocess

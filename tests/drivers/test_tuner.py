@@ -1,6 +1,6 @@
-"""Autotune: the tuner on a simulated host, the driver on a sleeping one.
+"""Tests the tuner on a simulated host, and the driver on a synthetic one.
 
-The simulation does what the host of `synthetic` does: actors that take turns on
+The simulation has the same parts as `synthetic.Host`: actors that take turns on
 cores, permits, a queue, a learner, and noise. It has its own clock.
 """
 
@@ -116,7 +116,7 @@ def _samples(host, seconds, choose, at=lambda now: None, num_actors=1):
 
 
 def _best(max_actors=_MAX, **costs):
-  """Returns the rate of each number of actors; a run never changes it."""
+  """Returns the rate of each number of actors, which is fixed in a run."""
   return [
     _samples(
       Simulation(**costs),

@@ -1,4 +1,4 @@
-"""envpool tasks as a HostEnv: joints, spaces, seeds, mistakes."""
+"""Tests envpool tasks as a HostEnv: joints, spaces, seeds, mistakes."""
 
 import warnings
 
@@ -66,7 +66,7 @@ def test_truncation_keeps_its_discount_and_its_last_observation():
     True,
   ]
   last, first = timesteps[3].obs, timesteps[4].obs
-  assert np.abs(first).max() <= 0.05 < np.abs(last).max()  # It starts near 0.
+  assert np.abs(first).max() <= 0.05 < np.abs(last).max()  # Starts are near 0.
 
 
 def test_environments_are_seeded_one_by_one_whatever_the_threads():

@@ -1,4 +1,4 @@
-"""gymnasium environments as a HostEnv."""
+"""Tests gymnasium environments as a HostEnv."""
 
 import gymnasium
 import jax
@@ -128,7 +128,7 @@ def test_a_module_that_registers_is_imported(tmp_path, monkeypatch):
 
 
 class _From3(gymnasium.Env):
-  """Observes its last action, which is 3, 4 or 5."""
+  """An environment that observes its last action: 3, 4 or 5."""
 
   observation_space = gymnasium.spaces.Box(0, 9, (1,))
   action_space = gymnasium.spaces.Discrete(3, start=3)

@@ -1,4 +1,4 @@
-"""The gymnax adapter: joints, truncation, dtypes, and every environment."""
+"""Tests the gymnax adapter: joints, truncation, dtypes, every environment."""
 
 import gymnax
 import jax
@@ -66,7 +66,7 @@ def test_only_the_download_is_left_out():
 
 @pytest.mark.parametrize('name', _some_slow(_NAMES))
 def test_every_environment(name):
-  if name == 'Swimmer-misc':  # Its step broadcasts between ranks.
+  if name == 'Swimmer-misc':  # It adds arrays of different ranks.
     jax.config.update('jax_numpy_rank_promotion', 'allow')
   try:
     env = adapter.make(name)

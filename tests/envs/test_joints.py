@@ -1,4 +1,4 @@
-"""Joints: a batch from single-environment functions, and host time steps."""
+"""Tests joints: batches of JAX environments, and time steps on the host."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The table of suites: which environment a name means."""
+"""Tests which environment a name means."""
 
 import subprocess
 import sys

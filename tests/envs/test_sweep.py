@@ -160,7 +160,7 @@ def test_three_updates(task, tmp_path, monkeypatch):
     configs.append(helpers.get_config(experiment)(agent, variant))
     return configs[0]
 
-  _note(*task, '', '', 'failed')  # A crash leaves this row.
+  _note(*task, '', '', 'failed')  # This row remains after a crash.
   # gymnax's Swimmer adds arrays of different ranks.
   with jax.numpy_rank_promotion('allow' if name == 'Swimmer-misc' else 'raise'):
     assert train.run(get_config, argv) == 0

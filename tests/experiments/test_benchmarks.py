@@ -28,7 +28,7 @@ def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
   config.unroll_length, config.num_epochs = 8, 1
   config.network.hidden_sizes = (16,)
   row = throughput.measure(config, repeats=1)
-  # Two torsos (4 x 16 and 16 numbers) precede heads for 2 actions and a value.
+  # Each of 2 torsos has 4 x 16 + 16 parameters; each of 3 outputs has 16 + 1.
   assert row['num_params'] == 2 * 5 * 16 + 17 * 2 + 17
   acting, update = row['acting'], row['update']
   bound = (

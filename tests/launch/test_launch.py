@@ -1,4 +1,4 @@
-"""The launch scripts, with stand-ins for the programs that they call."""
+"""Tests the launch scripts, with stand-ins for the programs that they call."""
 
 import os
 import pathlib
@@ -36,7 +36,7 @@ def _environment(tools=None, **variables):
   return environment
 
 
-# A background job ignores Ctrl-C, and so would the scripts without this.
+# Without `env`, scripts of a test in the background would ignore Ctrl-C.
 _HEEDING = ('env', '--default-signal=INT')
 
 
@@ -358,7 +358,7 @@ def test_local_passes_a_terminals_ctrl_c_once_to_each():
     while block := os.read(ours, 1000):
       text += block.decode()
   except OSError:
-    pass  # Linux raises it when a terminal closes.
+    pass  # Linux raises OSError when a terminal closes.
   assert process.wait(10) == 75
   os.close(ours)
   assert text.count('signals: 1') == 2
@@ -381,7 +381,7 @@ def test_local_leaves_no_orphan_where_it_is_killed_itself():
   process.kill()
   process.wait()
   _have_ended(pids)
-  process.communicate(timeout=10)  # Nothing keeps its output open.
+  process.communicate(timeout=10)  # No process keeps the output open.
 
 
 @pytest.mark.parametrize('output', ['None', 'subprocess.DEVNULL'])
@@ -570,8 +570,8 @@ def test_slurm_names_the_mistake_in_a_line(words, variables, message, tmp_path):
 # This stand-in for gcloud simulates a cloud. It is in bash, which starts faster
 # than Python. Each slice that it creates has a folder, `$life`:
 # create: the error of the creation;
-# states: the slice's state at each query, one a line, with / for line ends; the
-#   last line is repeated;
+# states: the slice's state at each query, one per line, with / for a line end;
+#   the last line is repeated;
 # node: the state of the slice's node;
 # setup: the exit code of each call of the setup;
 # follow: for each connection, the number of lines printed so far, then an exit
@@ -965,7 +965,7 @@ def test_tpu_interrupted_in_the_queue_leaves_it(tmp_path):
   cloud = _Cloud(tmp_path, {'states': 'WAITING_FOR_RESOURCES'})
   process = cloud.start('--poll-seconds=300')
   _wait_until((cloud.tools / '0' / 'states-asked').exists)
-  time.sleep(0.2)  # Now it waits.
+  time.sleep(0.2)  # The script now waits.
   process.send_signal(signal.SIGINT)
   _, stderr = _communicate(process)
   assert process.returncode == 130, stderr
@@ -994,7 +994,7 @@ def test_tpu7x_is_an_instance_group(tmp_path):
   assert (
     cloud.steps() == once + ['delete'] * 3 + once + ['rsync'] + ['delete'] * 3
   )
-  # It asks until both run, and once more when the connection is lost.
+  # The script asks until both hosts run, and again after a lost connection.
   assert (cloud.tools / '0' / 'states-asked').read_text() == '6\n'
   template, policy, group = cloud.calls()[:3]
   assert template[:4] == ['compute', 'instance-templates', 'create', 'slice']
@@ -1061,11 +1061,11 @@ def test_tpu_dry_run_prints_commands_that_a_shell_accepts(
   cloud = _Cloud(tmp_path, {'states': 'RUNNING', 'follow': '1 0'})
   code, stdout, stderr = cloud.run('--dry-run', accelerator=accelerator)
   assert code == 0 and stderr == ''
-  assert not (cloud.tools / 'calls').exists()  # It ran no command.
+  assert not (cloud.tools / 'calls').exists()  # No command ran.
   for word in expected:
     assert f' {word}' in stdout
   assert ('--coordinator=auto' in expected) == ('--coordinator=auto' in stdout)
-  # Now run the printed commands: the cloud sees the order of a real run.
+  # The printed commands work in a shell, in the order of a real run.
   script = _write(tmp_path / 'pasted.sh', stdout)
   subprocess.run(
     ['bash', script],

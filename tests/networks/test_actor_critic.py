@@ -1,4 +1,4 @@
-"""Networks: heads, memories against plain loops, steps against unrolls."""
+"""Tests networks: heads, memories against plain loops, steps and unrolls."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Torsos: the matmul convolution, dtypes and the choice by observation."""
+"""Tests torsos: matmul convolutions, dtypes, and the choice by observation."""
 
 import jax
 import jax.numpy as jnp

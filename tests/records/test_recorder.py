@@ -1,4 +1,4 @@
-"""Windows, reductions, sinks and the terminal."""
+"""Tests windows, reductions, sinks and the terminal."""
 
 import functools
 import io
@@ -174,7 +174,7 @@ def test_tensorboard_forgets_what_is_written_again(tmp_path):
   for step in (10, 20, 30):
     first.write({'env_steps': step, 'loss': 1.0})
   first.close()
-  time.sleep(1.1)  # Seconds in their names order files.
+  time.sleep(1.1)  # File names are ordered by seconds.
   second = recorder.TensorBoard(str(tmp_path), 11)
   for step in (15, 40):
     second.write({'env_steps': step, 'loss': 2.0})

@@ -1,4 +1,4 @@
-"""Several processes: agreement, the watchdog, runs of two and four."""
+"""Tests several processes: agreement, the watchdog, runs of two and four."""
 
 import json
 import os
@@ -249,7 +249,7 @@ def test_a_process_that_waits_for_another_does_not_hang():
   )
   waiting.start()
   time.sleep(2.5)
-  assert len(beats) >= 3  # One at the start, then one a second.
+  assert len(beats) >= 3  # A beat comes at once, then each second.
   store.key_value_set(cluster.store_key('gathered', 1, 1), 'null')
   waiting.join(5)
   assert not waiting.is_alive()
@@ -403,7 +403,7 @@ def test_an_update_of_processes_is_that_of_as_many_devices(
   _assert_records_agree(*paths)
 
 
-@pytest.mark.slow  # It is the test above with more updates.
+@pytest.mark.slow  # This repeats the test above with more updates.
 @pytest.mark.parametrize('num_processes', [2, 4])
 @pytest.mark.parametrize('agent', ['ppo', 'impala'])
 def test_a_run_of_processes_is_that_of_as_many_devices(
@@ -576,7 +576,7 @@ def _resume_alone(path, saved):
     text=True,
     env=os.environ | {'JAX_PLATFORMS': 'cpu'},
   )
-  _until(path, saved // 4 + 20)  # Records before `saved` are the pod's.
+  _until(path, saved // 4 + 20)  # The pod wrote the records before `saved`.
   process.send_signal(signal.SIGINT)
   output = process.communicate(timeout=60)[0]
   assert process.returncode == 130, output

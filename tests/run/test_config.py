@@ -1,4 +1,4 @@
-"""Tests of the table of fields and of overrides."""
+"""Tests the table of fields, and overrides."""
 
 import contextlib
 

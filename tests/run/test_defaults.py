@@ -1,4 +1,4 @@
-"""The settings of each kind of environment."""
+"""Tests the settings of each kind of environment."""
 
 import jax
 import numpy as np

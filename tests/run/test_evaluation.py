@@ -1,4 +1,4 @@
-"""Evaluation: first whole episodes, greedy or sampled, bounded."""
+"""Tests evaluation on first whole episodes: greedy, sampled, and bounded."""
 
 import jax
 import jax.numpy as jnp

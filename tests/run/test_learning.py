@@ -1,4 +1,4 @@
-"""Agents learn: thresholds on small environments, with fixed seeds."""
+"""Tests that agents learn: thresholds on small environments, fixed seeds."""
 
 import json
 import os
@@ -180,7 +180,7 @@ _REACH = """
 def test_a_name_is_enough_to_learn(name, threshold, seed, tmp_path):
   (tmp_path / 'reach.py').write_text(textwrap.dedent(_REACH))
   command = ['podrl', 'train', name, f'--seed={seed}', '--workdir=run']
-  # Without the tests' flags, which make programs compile fast and run slowly.
+  # Drop the tests' flags, which make programs compile fast but run slowly.
   environment = os.environ | {'XLA_FLAGS': ''}
   command = [sys.executable, '-m', *command]
   subprocess.run(command, cwd=tmp_path, env=environment, check=True)

@@ -1,4 +1,4 @@
-"""Policies that are loaded from runs, and what they choose."""
+"""Tests policies that are loaded from runs, and what they choose."""
 
 import functools
 
@@ -87,7 +87,7 @@ def test_samples_follow_the_policy(runs):
     found = np.exp(
       np.asarray(extras.log_prob)[np.asarray(extras.sample) == action]
     )
-    np.testing.assert_allclose(share, found[0], atol=0.03)  # 4 std. deviations.
+    np.testing.assert_allclose(share, found[0], atol=0.03)  # 0.03 is 4 sigma.
 
 
 def test_categories_are_observed_as_the_library_gives_them(runs):

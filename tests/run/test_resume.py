@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed or damaged, and resumed."""
+"""Tests runs that are stopped, killed or damaged, and resumed."""
 
 import contextlib
 import json
@@ -339,7 +339,7 @@ def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):
   newer = json.loads(digests.read_text()) | {'format': 99}
   digests.write_text(json.dumps(newer))
   assert_refused('another version of podrl wrote')
-  for step in '48':  # Both checkpoints.
+  for step in '48':  # Damage both checkpoints.
     (workdir / 'checkpoints' / step / 'digests.json').write_text('{')
   assert_refused('no checkpoint of')
   for path, data in whole.items():
@@ -442,7 +442,7 @@ def test_lost_records_are_reported_and_the_run_goes_on(
 ):
   metrics = workdir / 'metrics.jsonl'
   lines = metrics.read_text().splitlines(keepends=True)
-  assert len(lines) == 3  # They are at updates 3, 6 and 8.
+  assert len(lines) == 3  # Records are at updates 3, 6 and 8.
   metrics.write_text(lines[0] + lines[1][:20])
   assert helpers.run(workdir, '--resume') == 0
   said = capfd.readouterr().err
@@ -471,7 +471,7 @@ def test_lost_records_are_reported_and_the_run_goes_on(
 
 def test_what_was_written_after_the_checkpoint_is_written_again(workdir):
   lines = (workdir / 'metrics.jsonl').read_text()
-  shutil.rmtree(workdir / 'checkpoints' / '8')  # It was incomplete.
+  shutil.rmtree(workdir / 'checkpoints' / '8')  # Pretend it is incomplete.
   (workdir / 'metrics.jsonl').write_text(lines + '{"env_st')
   assert helpers.run(workdir, '--resume') == 0
   expected = _plain(map(json.loads, lines.splitlines()))

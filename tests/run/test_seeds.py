@@ -1,4 +1,4 @@
-"""Several seeds of a Sebulba run, trained one after another."""
+"""Tests several seeds of a Sebulba run, trained one after another."""
 
 import json
 import os

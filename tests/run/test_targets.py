@@ -1,4 +1,4 @@
-"""Targets: their names, and the time of an all-reduce."""
+"""Tests the names of targets, and the time of an all-reduce."""
 
 import pytest
 

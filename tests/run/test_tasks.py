@@ -1,4 +1,4 @@
-"""`podrl train` and `podrl.train`: an environment by its name."""
+"""Tests `podrl train` and `podrl.train` with the name of an environment."""
 
 import json
 import os

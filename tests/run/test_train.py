@@ -1,4 +1,4 @@
-"""Tests of whole runs: files, records, exit codes, mistakes, signals, NaN."""
+"""Tests whole runs: files, records, exit codes, mistakes, signals, NaN."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 """Replaces seaborn in the processes that tests start.
 
-gymnax imports seaborn for drawings that podrl does not use. That takes most of
-the time in which a short run starts.
+gymnax imports seaborn for drawings that podrl does not use. This import
+takes most of the time that a short run needs to start.
 """

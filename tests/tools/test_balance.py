@@ -1,4 +1,4 @@
-"""The search for plans, the command's output, and errors in arguments."""
+"""Tests the search for plans, the command's output, and wrong arguments."""
 
 import collections
 import io
@@ -250,7 +250,7 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys, brief):
   printed = capsys.readouterr().out
   named = ['--agent=ppo', '--variant=', *settings]
   assert started[0][1:10] == [experiment, *named]
-  # The pasted line is that of plan 1, and the experiment accepts it.
+  # The pasted line has the settings of plan 1, and the experiment accepts it.
   line = (directory / 'balance.txt').read_text()
   assert line.split() == started[0][10:] and f'1  {line}' in printed
   config = sebulba_cartpole.get_config()
@@ -379,7 +379,7 @@ def test_the_decisions_of_a_run_are_drawn(tmp_path, capsys):
       for i, n in enumerate(itertools.chain([1, 2], [2, 4]))
     )
   )
-  assert balance.run(['balance', str(path)]) == 0  # It has decided nothing yet.
+  assert balance.run(['balance', str(path)]) == 0  # No decision exists yet.
   (path / 'decisions.jsonl').write_text(
     _decision(1, 2, True, 0) + _decision(2, 4, False, 1)
   )

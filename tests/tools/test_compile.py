@@ -1,4 +1,4 @@
-"""`podrl compile`: reading compiled programs, TPU slices, and mistakes."""
+"""Tests `podrl compile`: compiled programs, TPU slices, and mistakes."""
 
 import importlib.util
 import json
@@ -99,7 +99,7 @@ def test_cycles_are_summed_by_part():
   del in_cycles['all-reduce']
   assert in_cycles == {
     'environment': 500,
-    'acting': 10,  # It is the loop's condition.
+    'acting': 10,  # The loop's condition takes 5 x 2.
     'prepare': 1000,
     'update': 30,
     'rest': 0,
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
   def compile_once(config, target, machine):
     num_envs = config.env.num_envs
     tried.append(num_envs)
-    assert num_envs % 16 == 0  # It has 4 devices and 4 minibatches.
+    assert num_envs % 16 == 0  # There are 4 devices and 4 minibatches.
     needed = 2**20 + 1000 * num_envs
     if needed > 2**24:
       raise compile.TooLarge(needed if num_envs < 2**18 else math.inf, 2**24)

@@ -1,4 +1,4 @@
-"""`podrl evaluate`: what it prints and writes, and a user's mistakes."""
+"""Tests `podrl evaluate`: what it prints and writes, and a user's mistakes."""
 
 import json
 
@@ -42,12 +42,12 @@ def test_the_result_is_printed_and_written(name, tmp_path, capsys, monkeypatch):
     width, 1.96 * returns.std() / 40**0.5, rtol=0.2, atol=0.02
   )
   assert f'written: {run}' in capsys.readouterr().out
-  with monkeypatch.context() as patch:  # It fails before evaluation.
+  with monkeypatch.context() as patch:  # The command fails before evaluation.
     patch.setattr(build, 'make_evaluate', None)
     assert evaluate.run([*argv, f'--out={tmp_path}/no/x.json']) == 2
   assert 'there is no directory' in capsys.readouterr().err
   out = tmp_path / 'again.json'
-  assert evaluate.run([*argv, f'--out={out}']) == 0  # It repeats the episodes.
+  assert evaluate.run([*argv, f'--out={out}']) == 0  # The episodes repeat.
   assert json.loads(out.read_text()) == found
 
 

@@ -1,4 +1,4 @@
-"""Learning curves: reading, grouping, intervals, pictures, mistakes."""
+"""Tests learning curves: reading, grouping, intervals, pictures, mistakes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`podrl scaling`: targets, interpolation, and what it prints and draws."""
+"""Tests `podrl scaling`: interpolation, and what it prints and draws."""
 
 import importlib.util
 

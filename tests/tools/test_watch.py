@@ -1,4 +1,4 @@
-"""`podrl watch`: episodes, pictures, files, and a user's mistakes."""
+"""Tests `podrl watch`: episodes, pictures, files, and a user's mistakes."""
 
 import os
 import pathlib
@@ -158,7 +158,7 @@ def test_strides_and_cuts(registered):
   assert steps(99, stride=3) == [0, 3, 6, 7]
   assert steps(7, stride=4) == [0, 4, 7]
   assert steps(5, stride=2) == [0, 2, 4, 5]
-  assert steps(99, stride=2, limit=5) == [0, 2, 4, 5]  # It is truncated.
+  assert steps(99, stride=2, limit=5) == [0, 2, 4, 5]  # Step 5 is the last.
   # 0 1 2 3 are too many and become 0 2; 0 2 4 6 become 0 4. The last is added.
   assert steps(99, max_pictures=3) == [0, 4, 7]
 
