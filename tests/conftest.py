@@ -42,7 +42,7 @@ def _set_up_jax() -> None:
 
   # The tests compile much and compute little, so skip LLVM's optimisations.
   flags = [os.environ.get('XLA_FLAGS'), '--xla_backend_optimization_level=0']
-  if jax.__version_info__ < (0, 11):  # Only these versions have the flag.
+  if jax.__version_info__ < (0, 11):  # Later versions need fusion emitters.
     flags.append('--xla_cpu_use_fusion_emitters=false')  # It doubles the speed.
   os.environ['XLA_FLAGS'] = ' '.join(filter(None, flags))
   jax.config.update('jax_platforms', 'cpu')

@@ -241,7 +241,7 @@ class Cluster:
       text = json.dumps(decision)
       self.client.key_value_set(key, text)
       self._decided.append(key)
-      decision = json.loads(text)  # What the other processes read.
+      decision = json.loads(text)  # The other processes read the same.
     if 'error' in decision:
       raise ValueError(decision['error'])
     return decision['value']
