@@ -99,8 +99,8 @@ def map_update(learner: Learner, mesh: Mesh) -> jax.stages.Wrapped:
 def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
   """Copies a tree of arrays to a mesh.
 
-  The partition specs, `specs`, are a tree prefix of `tree`. If several processes
-  have devices of the mesh, each passes the whole tree.
+  The partition specs, `specs`, are a tree prefix of `tree`. If several
+  processes have devices of the mesh, each passes the whole tree.
   """
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
   if mesh.is_multi_process:
