@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 import contextlib
 import difflib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -219,8 +220,10 @@ FIELDS = {
     _SECONDS,
   ),
 }
-_ANAKIN_FIELDS = {'num_devices'}
-_SEBULBA_FIELDS = {name for name in FIELDS if name.startswith('sebulba.')}
+# The fields that only one architecture has.
+_OWNERS = {'num_devices': 'Anakin'} | {
+  name: 'Sebulba' for name in FIELDS if name.startswith('sebulba.')
+}
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
@@ -234,16 +237,17 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
   raise ValueError(f'{name}={value} is unknown; {remedy}')
 
 
-def _make_config(agent: str, others: Collection[str]) -> ConfigDict:
-  """Makes a configuration without `others`; only `env.options` can grow."""
+def _make_config(agent: str, architecture: str) -> ConfigDict:
+  """Makes an architecture's defaults; only `env.options` can grow."""
   check_choice('agent', agent, AGENTS)
   values = {name: field.default for name, field in FIELDS.items()}
   values |= {'agent.name': agent, **AGENTS[agent].defaults}
   nested: dict[str, Any] = {}
-  for name in values.keys() - others:
-    section, _, field = name.rpartition('.')
-    node = nested.setdefault(section, {}) if section else nested
-    node[field] = values[name]
+  for name, value in values.items():
+    if _OWNERS.get(name, architecture) == architecture:
+      section, _, field = name.rpartition('.')
+      node = nested.setdefault(section, {}) if section else nested
+      node[field] = value
   config = ConfigDict(nested)
   config.lock()
   config.env.options.unlock()
@@ -252,12 +256,12 @@ def _make_config(agent: str, others: Collection[str]) -> ConfigDict:
 
 def base_config(agent: str) -> ConfigDict:
   """Makes an agent's defaults for Anakin; an unknown agent is a ValueError."""
-  return _make_config(agent, _SEBULBA_FIELDS)
+  return _make_config(agent, 'Anakin')
 
 
 def sebulba_config(agent: str) -> ConfigDict:
   """Makes an agent's defaults for Sebulba; an unknown agent is a ValueError."""
-  config = _make_config(agent, _ANAKIN_FIELDS)
+  config = _make_config(agent, 'Sebulba')
   config.env.suite = 'envpool'
   return config
 
@@ -343,31 +347,21 @@ def _parse(name: str, text: str, default: Any) -> Any:
   )
 
 
-def _split_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
-  """Reads `--config.FIELD=VALUE` or `--config.FIELD VALUE` as (field, text)."""
-  overrides, remaining = [], iter(arguments)
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Splits arguments into overrides and all other arguments.
+
+  An override may be two arguments, `--config.FIELD VALUE`. In the result, it is
+  one argument, `--config.FIELD=VALUE`. Without a value, it is `--config.FIELD`.
+  """
+  overrides, others, remaining = [], [], iter(arguments)
   for argument in remaining:
-    name, equals, text = argument.lstrip('-').partition('=')
-    if not argument.startswith('-') or not name.startswith('config.'):
-      near = difflib.get_close_matches(name, ['config', *_make_flags()], 1)
-      remedy = 'overrides have the form --config.FIELD=VALUE'
-      if near and near[0] != name:
-        remedy = f'did you mean --{near[0]}'
-      raise ValueError(f'{argument} is not understood; {remedy}')
-    value = text if equals else next(remaining, None)
-    if value is None:
-      raise ValueError(f'{argument} has no value; write {argument}=VALUE')
-    overrides.append((name.removeprefix('config.'), value))
-  return overrides
-
-
-def _owner(name: str) -> str:
-  """Returns the architecture or the agents that have a field, or ''."""
-  if name in _SEBULBA_FIELDS:
-    return 'Sebulba'
-  if name in _ANAKIN_FIELDS:
-    return 'Anakin'
-  return ' and '.join(k for k, x in AGENTS.items() if name in x.defaults)
+    if not argument.startswith(('--config.', '-config.')):
+      others.append(argument)
+    elif '=' in argument:
+      overrides.append(argument)
+    else:
+      overrides.append('='.join([argument, *itertools.islice(remaining, 1)]))
+  return overrides, others
 
 
 def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
@@ -383,7 +377,18 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
       the wrong type.
   """
   names = set()
-  for name, text in _split_overrides(arguments):
+  overrides, others = split_overrides(arguments)
+  for argument in others:
+    flag = argument.lstrip('-').partition('=')[0]
+    near = difflib.get_close_matches(flag, ['config', *_make_flags()], 1)
+    remedy = 'overrides have the form --config.FIELD=VALUE'
+    if near and near[0] != flag:
+      remedy = f'did you mean --{near[0]}'
+    raise ValueError(f'{argument} is not understood; {remedy}')
+  for argument in overrides:
+    name, equals, text = argument.partition('config.')[2].partition('=')
+    if not equals:
+      raise ValueError(f'{argument} has no value; write {argument}=VALUE')
     section, _, field = name.rpartition('.')
     if section == 'env.options' and field:
       options = config.env.options
@@ -392,7 +397,8 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
       continue
     known = sorted(set(flatten(config.to_dict())) - {'env.options'})
     if name not in known:
-      if owner := _owner(name):
+      agents = (k for k, x in AGENTS.items() if name in x.defaults)
+      if owner := _OWNERS.get(name) or ' and '.join(agents):
         raise ValueError(
           f'config.{name} is a field of {owner}, which this run does not use'
         )
@@ -470,21 +476,6 @@ def _make_flags() -> flags.FlagValues:
   return values
 
 
-def take_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Splits arguments into overrides of fields and all other arguments."""
-  overrides, others, remaining = [], [], list(arguments)
-  while remaining:
-    argument = remaining.pop(0)
-    if not argument.startswith(('--config.', '-config.')):
-      others.append(argument)
-      continue
-    overrides.append(argument)
-    if '=' not in argument:  # The next argument is its value.
-      overrides += remaining[:1]
-      del remaining[:1]
-  return overrides, others
-
-
 def parse_command_line(
   argv: Sequence[str], *, has_task: bool = False
 ) -> CommandLine:
@@ -499,21 +490,21 @@ def parse_command_line(
     arguments = values(argv, known_only=True)[1:]
   except flags.Error as error:
     raise ValueError(str(error)) from error
-  tasks = ['']
-  if has_task:
-    overrides, others = take_overrides(arguments)
-    tasks = [x for x in others if not x.startswith('-')] or tasks
-    arguments = overrides + [x for x in others if x.startswith('-')]
+  overrides, others = split_overrides(arguments)
+  tasks = [x for x in others if has_task and not x.startswith('-')]
   if len(tasks) > 1:
     raise ValueError(f'expected one environment, got {" ".join(tasks)}')
-  short = [
-    f'--config.{field}={values[flag].value}'
-    for flag, field in _SHORT.items()
-    if values[flag].value is not None
-  ]
-  return CommandLine(
-    f'python {argv[0]}', values, [*arguments, *short], tasks[0]
-  )
+  for flag, field in _SHORT.items():
+    if (value := values[flag].value) is not None:
+      if any(x.lstrip('-').startswith(f'config.{field}=') for x in overrides):
+        raise ValueError(
+          f'--{flag} and --config.{field} set the same field; use one of them'
+        )
+      overrides.append(f'--config.{field}={value}')
+  # `apply_overrides` says which arguments are unknown.
+  arguments = overrides + [x for x in others if x not in tasks]
+  task = tasks[0] if tasks else ''
+  return CommandLine(f'python {argv[0]}', values, arguments, task)
 
 
 def print_help(

@@ -10,7 +10,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from podrl.agents import AGENTS
-from podrl.run.config import apply_overrides, take_overrides
+from podrl.run.config import apply_overrides, split_overrides
 
 
 def run_command(
@@ -65,7 +65,7 @@ def run_experiment_command(
   flags.DEFINE_string('agent', 'ppo', text, flag_values=values)
   text = 'The variant of the experiment.'
   flags.DEFINE_string('variant', '', text, flag_values=values)
-  overrides, others = take_overrides(argv)
+  overrides, others = split_overrides(argv)
   return run_command(others, doc, values, functools.partial(act, overrides))
 
 

@@ -47,6 +47,21 @@ def test_an_override_may_be_two_arguments():
   assert (config.seed, config.env.num_envs) == (5, 8)
 
 
+@pytest.mark.parametrize(
+  'flag,field',
+  [('steps', 'total_env_steps'), ('seed', 'seed'), ('seeds', 'num_seeds')],
+)
+def test_a_short_flag_and_its_field_exclude_each_other(flag, field):
+  for override in [f'--config.{field}=2'], [f'-config.{field}', '2']:
+    message = f'--{flag} and --config.{field} set the same field'
+    with pytest.raises(ValueError, match=message):
+      configs.parse_command_line(['x.py', *override, f'--{flag}=2'])
+  # The name of another field may begin in the same way.
+  argv = ['x.py', f'--config.{field}_x=2', f'--{flag}=3']
+  overrides = configs.parse_command_line(argv).overrides
+  assert overrides == [argv[1], f'--config.{field}=3']
+
+
 def test_the_directory_follows_the_final_configuration():
   argv = ['x.py', '--agent=impala', '--config.env.name=a:b/c']
   command_line = configs.parse_command_line(argv)

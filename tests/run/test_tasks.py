@@ -79,7 +79,8 @@ def test_the_command_leaves_the_files_of_an_experiment(
   tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
-  arguments = [*_FLAGS, '--config.agent.normalize_observation', '0']
+  arguments = [x for x in _FLAGS if 'total_env_steps' not in x]
+  arguments += ['--config.agent.normalize_observation', '0']
   arguments += ['--config.agent.normalize_reward=0', '--config.num_epochs=1']
   arguments += ['--config.optimizer.learning_rate=1e-3', '--steps=320']
   arguments += ['--seed', '3', '--config.num_devices=1']
