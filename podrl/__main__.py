@@ -1,8 +1,9 @@
 """Runs the command line `podrl COMMAND` or `python -m podrl COMMAND`."""
 
-import difflib
 import importlib
 import sys
+
+from podrl.messages import suggest
 
 COMMANDS = {
   'train': 'train an agent in an environment',
@@ -26,11 +27,8 @@ def main() -> None:
     print('\npodrl COMMAND --help describes that command.')
     sys.exit(0)
   if name not in COMMANDS:
-    near = difflib.get_close_matches(name, COMMANDS, 3, 0.4) or COMMANDS
-    print(
-      f'error: podrl has no command {name}; try {", ".join(near)}',
-      file=sys.stderr,
-    )
+    message = f'podrl has no command {name}; {suggest(name, COMMANDS)}'
+    print(f'error: {message}', file=sys.stderr)
     sys.exit(2)
   from podrl.run.signals import quiet_imports
 

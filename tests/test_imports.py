@@ -11,7 +11,7 @@ _ROOT = pathlib.Path(__file__).parents[1] / 'podrl'
 _FILES = sorted(_ROOT.rglob('*.py'))
 # A file may import from its own floor and from the floors before it.
 _FLOORS = (
-  ['types'],
+  ['types', 'messages'],
   ['core'],
   ['networks'],
   ['agents', 'envs'],

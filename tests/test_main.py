@@ -34,7 +34,7 @@ def test_each_command_has_help(name, monkeypatch, capsys):
 def test_an_unknown_command_gets_near_names(monkeypatch, capsys):
   assert _podrl(monkeypatch, 'wacth') == 2
   stderr = capsys.readouterr().err
-  assert stderr == 'error: podrl has no command wacth; try watch\n'
+  assert stderr == 'error: podrl has no command wacth; did you mean watch\n'
   assert _podrl(monkeypatch, 'xyz') == 2
   assert 'plot, watch, evaluate' in capsys.readouterr().err
 

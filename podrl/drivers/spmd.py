@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from podrl.messages import one_line
 from podrl.types import DEVICE_AXIS, Learner, LearnerState, Tree
 
 # These specs are typed as Any, so that a `LearnerState` can contain them.
@@ -246,10 +247,9 @@ def has_accelerator() -> bool:
     found = jax.default_backend()
   except (RuntimeError, AssertionError) as error:
     name = _config.jax_platforms
-    reason = ' '.join(str(error).split())  # JAX's message; it may be empty.
     raise ValueError(
       f'JAX_PLATFORMS={name}: JAX finds no {name.upper()} on this machine; '
-      'unset it, or use cpu' + f' ({reason})' * bool(reason)
+      f'unset it, or use cpu ({one_line(error)})'
     ) from error
   if found != 'cpu':
     return True

@@ -1,13 +1,14 @@
 """The suites: a table of environment libraries, with one file for each."""
 
 from collections.abc import Callable
-import difflib
 import importlib.util
+import itertools
 import os
 import sys
 from typing import Any, NamedTuple
 
 from podrl.envs import envpool, gymnasium, gymnax
+from podrl.messages import similar
 from podrl.types import DeviceEnv, EnvSpec, HostEnv
 
 
@@ -93,15 +94,11 @@ def find_task(text: str) -> Task:
   names = {suite: row.names() for suite, row in SUITES.items()}
   owners = [suite for suite in SUITES if text in names[suite]]
   if not owners:
-    lower: dict[str, list[str]] = {}
-    for suite, known in names.items():
-      for x in known:
-        lower.setdefault(x.lower(), []).append(f'{suite}:{x}')
-    near = difflib.get_close_matches(text.lower(), lower, 3, 0.5)
-    remedy = ', '.join(x for key in near for x in lower[key]) or 'none'
+    near = similar(text, itertools.chain(*names.values()))
+    found = [f'{k}:{x}' for x in near for k in SUITES if x in names[k]]
     raise ValueError(
-      f'no suite has an environment {text}; similar names: {remedy}; '
-      'podrl envs lists all names'
+      f'no suite has an environment {text}; similar names: '
+      f'{", ".join(found) or "none"}; podrl envs lists all names'
     )
   suite, *others = owners
   if not others:

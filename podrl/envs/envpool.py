@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 
 from podrl.envs import joints, spaces
+from podrl.messages import one_line, suggest
 from podrl.types import EnvSpec, HostEnv
 
 # A user cannot set these options: podrl sets them, or does not need them.
@@ -64,13 +65,13 @@ def _check(
 
   known = envpool.list_all_envs()
   if name not in known:
-    raise spaces.unknown_name(name, 'an envpool task', known)
+    advice = suggest(name, known)
+    raise ValueError(f'env.name={name} is not an envpool task; {advice}')
   try:
     defaults = envpool.make_spec(name).config._asdict()
   except Exception as error:  # For example, a system library is missing.
     raise ValueError(
-      f'env.name={name} cannot be made on this machine: '
-      f'{spaces.one_line(error)}'
+      f'env.name={name} cannot be made on this machine: {one_line(error)}'
     ) from error
   spaces.check_options(name, options, set(defaults) - _RESERVED_OPTIONS)
   options = {k: _cast(k, v, defaults[k]) for k, v in options.items()}
@@ -83,7 +84,7 @@ def _check(
     library_spec: Any = envpool.make_spec(name, **options)
   except Exception as error:  # The task's C++ code can raise anything.
     raise ValueError(
-      f'{name} refuses env.options={options}: {spaces.one_line(error)}'
+      f'{name} refuses env.options={options}: {one_line(error)}'
     ) from error
   config = library_spec.config._asdict()
   num_players = config.get('max_num_players', 1)

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 from podrl.envs import joints, spaces
+from podrl.messages import one_line, suggest
 from podrl.types import EnvSpec, HostEnv
 
 _MODES = ('sync', 'async')
@@ -31,8 +32,9 @@ def _registered_spec(name: str) -> Any:
   except ImportError as error:
     raise ValueError(f'env.name={name}: {error}') from error
   except gymnasium.error.Error as error:
-    raise spaces.unknown_name(
-      name, 'a gymnasium environment', gymnasium.registry
+    advice = suggest(name, gymnasium.registry)
+    raise ValueError(
+      f'env.name={name} is not a gymnasium environment; {advice}'
     ) from error
 
 
@@ -54,7 +56,7 @@ def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
   except Exception as error:  # The environment's code can raise anything.
     raise ValueError(
       f'env.name={name} with {options or "no options"} cannot be made: '
-      f'{type(error).__name__}: {spaces.one_line(error)}'
+      f'{one_line(error, with_kind=True)}'
     ) from error
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from podrl.envs import joints, spaces
+from podrl.messages import suggest
 from podrl.types import Array, Box, DeviceEnv, Discrete, EnvSpec, Tree
 
 # These environments return images of zeros and ones, in float32.
@@ -82,7 +83,8 @@ def make(name: str, **options: Any) -> DeviceEnv:
 
   known = gymnax.registered_envs
   if name not in known:
-    raise spaces.unknown_name(name, 'a gymnax environment', known)
+    advice = suggest(name, known)
+    raise ValueError(f'env.name={name} is not a gymnax environment; {advice}')
   if name == _DOWNLOADS:
     raise ValueError(
       f'env.name={name} downloads a data set when it is made; choose another'

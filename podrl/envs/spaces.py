@@ -1,7 +1,6 @@
 """Functions for spaces, names and options that several adapters use."""
 
 from collections.abc import Callable, Collection, Iterable
-import difflib
 import functools
 import math
 from typing import Any
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.messages import suggest
 from podrl.types import Array, Box, Discrete, EnvSpec, MultiDiscrete, Tree
 
 # Each category is an element of a one-hot vector, or an output of the policy.
@@ -165,23 +165,6 @@ def to_library_action(space: Any) -> Callable[[Array], Array]:
   return cast
 
 
-def unknown_name(name: str, kind: str, known: Collection[str]) -> ValueError:
-  """Returns the error that `name` is not `kind`, such as 'an envpool task'."""
-  near = difflib.get_close_matches(name, known, 3, 0.4)
-  if near:
-    remedy = f'similar names: {", ".join(near)}'
-  elif len(known) < 50:
-    remedy = f'choose from: {", ".join(known)}'
-  else:
-    remedy = 'no name is similar'
-  return ValueError(f'env.name={name} is not {kind}; {remedy}')
-
-
-def one_line(error: Exception) -> str:
-  """Returns the message of an error as one line."""
-  return ' '.join(str(error).split())
-
-
 class UnknownOption(ValueError):
   """The environment does not have an option."""
 
@@ -192,8 +175,7 @@ def check_options(
   """Raises an `UnknownOption`, with similar names, for an unknown option."""
   for key in options:
     if key not in known:
-      near = difflib.get_close_matches(key, known, 3, 0.4) or sorted(known)
       raise UnknownOption(
         f'env.options.{key} is not an option of {name}; '
-        f'choose from: {", ".join(near)}'
+        f'{suggest(key, sorted(known))}'
       )

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from podrl.messages import one_line
 from podrl.records import workdir
 from podrl.records.workdir import Record, WriteError
 from podrl.types import LearnerState, Tree, Variables
@@ -274,7 +275,7 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
   except Exception as error:  # Damaged files can make orbax raise anything.
     raise ValueError(
       f'the parameters of {_directory(path, step)} cannot be read: '
-      f'{workdir.one_line(error)[:_MAX_REASON]}'
+      f'{one_line(error)[:_MAX_REASON]}'
     ) from error
 
 
@@ -303,7 +304,7 @@ def newest_intact(
       raise
     except Exception as error:  # Damaged files can raise anything.
       skipped.append(step)
-      reason = workdir.one_line(error)[:_MAX_REASON]
+      reason = one_line(error)[:_MAX_REASON]
       print(f'checkpoint {step} is skipped: {reason}', file=sys.stderr)
       continue
     for damaged in skipped:  # A new checkpoint may need the same name.

@@ -28,6 +28,8 @@ import uuid
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.messages import one_line
+
 Record = dict[str, Any]
 
 # A resumed run may change these fields, because they do not change what it
@@ -59,12 +61,6 @@ def write_errors(what: str, kind: type[Exception] = Exception) -> Iterator:
   except kind as error:
     message = f'{what} could not be written: {one_line(error)}'
     raise WriteError(message) from error
-
-
-def one_line(error: BaseException, *, with_kind: bool = False) -> str:
-  """Returns an exception's message as one line, or its kind if it has none."""
-  kind, message = type(error).__name__, ' '.join(str(error).split())
-  return f'{kind}: {message}' if with_kind and message else message or kind
 
 
 def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:

@@ -28,7 +28,7 @@ import jax
 from jax._src import distributed  # JAX has no public API for the store.
 from jax.experimental import multihost_utils
 
-from podrl.records.workdir import one_line
+from podrl.messages import one_line
 
 _PERIOD_SECONDS = 0.5  # Time between two signs of life.
 _END_SECONDS = 10.0  # A process that must end is killed after this long.

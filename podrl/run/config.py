@@ -8,7 +8,6 @@ table `AGENTS` has the fields that an agent adds or changes.
 import ast
 from collections.abc import Callable, Collection, Sequence
 import contextlib
-import difflib
 import importlib.util
 import itertools
 import json
@@ -25,6 +24,7 @@ from podrl.agents import AGENTS
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
 from podrl.envs import add_to_path, module_directory
+from podrl.messages import similar, suggest
 from podrl.networks.cores import CORES
 from podrl.networks.torsos import TORSOS
 from podrl.records import checkpoint, workdir
@@ -228,13 +228,8 @@ _OWNERS = {'num_devices': 'Anakin'} | {
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
   """Raises a ValueError that suggests names if `value` is not a choice."""
-  if value in choices:
-    return
-  if near := difflib.get_close_matches(str(value), choices, 3, 0.4):
-    remedy = f'did you mean {" or ".join(near)}'
-  else:
-    remedy = f'choose from {", ".join(filter(None, choices)) or "none"}'
-  raise ValueError(f'{name}={value} is unknown; {remedy}')
+  if value not in choices:
+    raise ValueError(f'{name}={value} is unknown; {suggest(value, choices)}')
 
 
 def _make_config(agent: str, architecture: str) -> ConfigDict:
@@ -380,7 +375,7 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
   overrides, others = split_overrides(arguments)
   for argument in others:
     flag = argument.lstrip('-').partition('=')[0]
-    near = difflib.get_close_matches(flag, ['config', *_make_flags()], 1)
+    near = similar(flag, ['config', *_make_flags()])
     remedy = 'overrides have the form --config.FIELD=VALUE'
     if near and near[0] != flag:
       remedy = f'did you mean --{near[0]}'
@@ -402,12 +397,8 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
         raise ValueError(
           f'config.{name} is a field of {owner}, which this run does not use'
         )
-      near = difflib.get_close_matches(name, known, 3, 0.5)
-      near = near or [x for x in known if field and x.endswith(field)]
-      remedy = f'the fields are {", ".join(known)}'
-      if near:
-        remedy = f'did you mean config.{" or config.".join(near)}'
-      raise ValueError(f'config.{name} is not a field; {remedy}')
+      advice = suggest(name, known, 'config.')
+      raise ValueError(f'config.{name} is not a field; {advice}')
     if name == 'agent.name':
       raise ValueError(
         f'config.agent.name={text} cannot be overridden, because the defaults '

@@ -22,6 +22,7 @@ import numpy as np
 
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.energy import Meter
+from podrl.messages import one_line
 from podrl.records import checkpoint, workdir
 from podrl.records.recorder import (
   Recorder,
@@ -166,7 +167,7 @@ def execute(
   except BaseException as error:
     if cluster.watchdog:  # Without this, all processes would hang.
       traceback.print_exc()
-      message = workdir.one_line(error, with_kind=True)
+      message = one_line(error, with_kind=True)
       cluster.watchdog.fail(message, is_suspect=True)
       _exit(FAILED)
     raise
@@ -398,7 +399,7 @@ class _Trainer:
     """Saves what is valid after a failure; adds the error to the outcome."""
     is_nan = isinstance(exception, FloatingPointError)
     is_expected = is_nan or isinstance(exception, WriteError)
-    error = workdir.one_line(exception, with_kind=not is_expected)
+    error = one_line(exception, with_kind=not is_expected)
     if watchdog := self.cluster.watchdog:
       watchdog.fail(error, is_suspect=not is_nan)
     with contextlib.suppress(WriteError):

@@ -38,6 +38,7 @@ from podrl.drivers import culprits, limits
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
+from podrl.messages import one_line
 from podrl.records import workdir
 from podrl.records.recorder import Window
 from podrl.records.terminal import compact
@@ -198,7 +199,7 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
     hanging = driver.close()
     if hanging:  # Python cannot join a thread that stays in C++.
       error, names = sys.exception(), ', '.join(hanging)
-      reason = f': {workdir.one_line(error)}' if error else ''
+      reason = f': {one_line(error)}' if error else ''
       print(f'error: {names} did not return{reason}', file=sys.stderr)
       sys.stderr.flush()
       os._exit(1)
@@ -292,7 +293,7 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
     try:
       return measure(with_fields(config, fields), plan.batch, seconds)
     except Exception as error:  # An environment or XLA can raise any error.
-      raise ValueError(f'{name}: {workdir.one_line(error)}') from error
+      raise ValueError(f'{name}: {one_line(error)}') from error
 
   return search(base, candidates, run)
 

@@ -25,7 +25,7 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from podrl import tools
 from podrl.envs import envpool
-from podrl.records import workdir
+from podrl.messages import one_line
 from podrl.run import build, policy
 from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree, Variables
 
@@ -181,7 +181,7 @@ def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
       raise ValueError('the library gives no picture')
     return env.render, ''
   except Exception as error:  # Libraries raise many kinds of errors.
-    return None, workdir.one_line(error)
+    return None, one_line(error)
 
 
 def fit(picture: np.ndarray) -> np.ndarray:

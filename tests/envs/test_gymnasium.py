@@ -152,7 +152,7 @@ def test_a_discretes_start_is_added():
 @pytest.mark.parametrize(
   'name,options,message',
   [
-    ('CartPole-v9', {}, 'similar names: CartPole-v'),
+    ('CartPole-v9', {}, 'did you mean CartPole-v'),
     ('no_module:CartPole-v1', {}, "No module named 'no_module'"),
     (
       'CartPole-v1',
