@@ -342,7 +342,7 @@ def _parse(name: str, text: str, default: Any) -> Any:
   )
 
 
-def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
   """Splits arguments into overrides and all other arguments.
 
   An override may be two arguments, `--config.FIELD VALUE`. In the result, it is
@@ -372,7 +372,7 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
       the wrong type.
   """
   names = set()
-  overrides, others = split_overrides(arguments)
+  overrides, others = _split_overrides(arguments)
   for argument in others:
     flag = argument.lstrip('-').partition('=')[0]
     near = similar(flag, ['config', *_make_flags()])
@@ -481,7 +481,7 @@ def parse_command_line(
     arguments = values(argv, known_only=True)[1:]
   except flags.Error as error:
     raise ValueError(str(error)) from error
-  overrides, others = split_overrides(arguments)
+  overrides, others = _split_overrides(arguments)
   tasks = [x for x in others if has_task and not x.startswith('-')]
   if len(tasks) > 1:
     raise ValueError(f'expected one environment, got {" ".join(tasks)}')

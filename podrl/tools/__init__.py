@@ -1,7 +1,6 @@
 """The commands of `podrl`, one file for each, and their common functions."""
 
 from collections.abc import Callable, Sequence
-import functools
 import os
 import runpy
 import sys
@@ -9,8 +8,7 @@ import sys
 from absl import flags
 from ml_collections import ConfigDict
 
-from podrl.agents import AGENTS
-from podrl.run.config import apply_overrides, split_overrides
+from podrl.run.config import apply_overrides
 
 
 def run_command(
@@ -48,25 +46,6 @@ def run_command(
     print('interrupted', file=sys.stderr)
     return 130
   return 0
-
-
-def run_experiment_command(
-  argv: Sequence[str],
-  doc: str,
-  values: flags.FlagValues,
-  act: Callable[[list[str], list[str], flags.FlagValues], None],
-) -> int:
-  """Does the same as `run_command`, for a command that takes an experiment.
-
-  It adds `--agent` and `--variant`, and accepts `--config.FIELD=VALUE`. It
-  calls `act` with these overrides, the positional arguments and the flags.
-  """
-  text = f'The agent: {", ".join(AGENTS)}.'
-  flags.DEFINE_string('agent', 'ppo', text, flag_values=values)
-  text = 'The variant of the experiment.'
-  flags.DEFINE_string('variant', '', text, flag_values=values)
-  overrides, others = split_overrides(argv)
-  return run_command(others, doc, values, functools.partial(act, overrides))
 
 
 def single_path(paths: Sequence[str], what: str, example: str) -> str:
@@ -108,7 +87,12 @@ def make_directory(path: str) -> None:
 def read_config(
   path: str, overrides: Sequence[str], values: flags.FlagValues
 ) -> ConfigDict:
-  """Builds the configuration of an experiment, for `run_experiment_command`.
+  """Builds the configuration of an experiment.
+
+  Args:
+    path: the experiment's file.
+    overrides: see `apply_overrides`.
+    values: the flags `agent` and `variant`.
 
   Raises:
     ValueError: if `path` is not an experiment, or an override is wrong.

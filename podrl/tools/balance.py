@@ -44,7 +44,7 @@ from podrl.records.recorder import Window
 from podrl.records.terminal import compact
 from podrl.records.workdir import Record
 from podrl.run import build
-from podrl.run.config import base_config
+from podrl.run.config import base_config, parse_command_line
 from podrl.run.devices import make_layout
 
 MAX_PLANS, FINAL_ROUNDS = 12, 3
@@ -498,21 +498,16 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
     _CONSOLE.print(f'drawn: {picture}', soft_wrap=True)
 
 
-def _act(
-  settings: Sequence[str], paths: list[str], values: flags.FlagValues
-) -> None:
+def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Searches, prints and draws; with --apply, it also runs the experiment."""
-  path = tools.single_path(
-    paths, 'experiment', 'balance experiments/sebulba_pong.py'
-  )
+  command_line = parse_command_line(['balance', *arguments], has_task=True)
+  path, size_range = command_line.task or 'no file', values.size_range
+  own = [x for x in arguments if x != path]
   if os.path.isdir(path):
     used = [f'--{x}' for x in values if values[x].present and x != 'out']
-    _describe_run(path, values.out or path, [*settings, *used])
+    _describe_run(path, values.out or path, [*own, *used])
     return
-  config, size_range = (
-    tools.read_config(path, settings, values),
-    values.size_range,
-  )
+  config = tools.read_config(path, command_line.overrides, command_line.flags)
   if build.architecture(config) == 'anakin':
     raise ValueError(
       f'{path} uses Anakin, which has no actors to balance, because its '
@@ -554,17 +549,15 @@ def _act(
   draw(runs, base, picture)
   _CONSOLE.print(f'drawn: {picture}', soft_wrap=True)
   pasted = os.path.join(directory, 'balance.txt')
-  with open(pasted, 'w', encoding='utf-8') as file:
-    file.write(lines[0] + '\n')
+  workdir.write_text(pasted, lines[0] + '\n')
   _CONSOLE.print(f'overrides of plan 1: {pasted}', soft_wrap=True)
   for line in compare(config, best, rate, size_range):
     _CONSOLE.print(line)
   if values.apply:
     _CONSOLE.file.flush()
-    own = [f'--agent={values.agent}', f'--variant={values.variant}', *settings]
     # Restart Python, because JAX is already set up in this process.
-    arguments = [sys.executable, path, *own, *lines[0].split()]
-    os.execv(sys.executable, arguments)
+    argv = [sys.executable, path, *own, *lines[0].split()]
+    os.execv(sys.executable, argv)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -577,4 +570,4 @@ def run(argv: Sequence[str]) -> int:
   text = 'The largest factor by which T and the batch size may change.'
   flags.DEFINE_float('size_range', 2.0, text, flag_values=values)
   flags.DEFINE_bool('apply', False, 'Train with plan 1.', flag_values=values)
-  return tools.run_experiment_command(argv, __doc__, values, _act)
+  return tools.run_command(argv, __doc__, values, _act, known_only=True)
