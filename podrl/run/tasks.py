@@ -108,7 +108,8 @@ def train(
     text = repr(value) if field.startswith('env.options.') else value
     arguments.append(f'--config.{field}={text}')
   get_config, command_line = parse(arguments)
-  before = {x: getattr(jax.config, x) for x in _JAX_SETTINGS}
+  # Some settings are not attributes of `jax.config`.
+  before = {x: jax.config.values[x] for x in _JAX_SETTINGS}
   try:
     outcome = runs.execute(get_config, command_line, is_guest=True)
   finally:
