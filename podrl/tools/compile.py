@@ -61,7 +61,6 @@ _COLLECTIVES = (
   'collective-permute',
   'collective-broadcast',
 )
-_BITS = {'pred': 8, 'bf16': 16, 'c64': 64, 'c128': 128}  # Others: f32, u8 ...
 
 
 class Instruction(NamedTuple):
@@ -119,10 +118,11 @@ def _arrays(shape: str) -> list[tuple[str, int]]:
 
 def num_bytes(shape: str) -> int:
   """Returns the bytes of an array, or of a tuple of arrays, without padding."""
-  return sum(
-    size * (_BITS.get(kind) or int(re.sub(r'\D', '', kind) or 0)) // 8
-    for kind, size in _arrays(shape)
-  )
+  total = 0
+  for kind, size in _arrays(shape):  # Of types such as f32 or pred.
+    bits = 8 if kind == 'pred' else int(re.sub(r'\D', '', kind) or 0)
+    total += size * bits // 8
+  return total
 
 
 def num_trips(loop: Instruction, module: Module) -> int:
