@@ -76,6 +76,13 @@ def test_the_tables_of_fields_are_those_of_the_configuration():
   assert page == tables['render'](page), 'run python docs/tables.py'
 
 
+def test_the_page_of_compiled_experiments_has_all_rows():
+  compiled = runpy.run_path(str(_DOCS / 'compiled.py'))
+  rows, page = compiled['read'](), _TEXT[_DOCS / 'reference/compiled.md']
+  assert len(rows) >= 4
+  assert page == compiled['render'](page, rows), 'run python docs/compiled.py'
+
+
 def test_the_tutorials_experiment_is_one(tmp_path):
   script = tmp_path / 'mountain_car.py'
   script.write_text(_code(_DOCS / 'tutorials/first-run.md'))
