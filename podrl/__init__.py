@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 # `import podrl` loads no other module of podrl: each function imports its own.
@@ -83,4 +84,4 @@ def main(get_config: Callable[..., 'ConfigDict']) -> None:
   """
   from podrl.run import train
 
-  train.main(get_config)
+  sys.exit(train.run(get_config, sys.argv))

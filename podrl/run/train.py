@@ -1,4 +1,4 @@
-"""Runs experiments: the entry point `main(get_config)` and the training loop.
+"""Runs experiments: the entry point `run(get_config, argv)`, and the loop.
 
 All processes of a run execute the same loop. Process 0 decides everything that
 depends on a clock or a signal, and the other processes follow.
@@ -81,11 +81,6 @@ class Outcome(NamedTuple):
   # The exception, if podrl did not expect it.
   cause: BaseException | None = None
   is_hanging: bool = False  # Whether a thread did not end.
-
-
-def main(get_config: Callable[..., ConfigDict]) -> None:
-  """Runs an experiment from the command line and exits; see `run`."""
-  sys.exit(run(get_config, sys.argv))
 
 
 def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
