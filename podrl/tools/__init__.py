@@ -48,6 +48,20 @@ def run_command(
   return 0
 
 
+def policy_flags(default: int, most: int) -> flags.FlagValues:
+  """Defines --checkpoint, --greedy, --seed, and --episodes from 1 to `most`."""
+  values = flags.FlagValues()
+  text = 'The number of episodes.'
+  flags.DEFINE_integer('episodes', default, text, 1, most, values)
+  text = 'The checkpoint: last, best, or its number of updates.'
+  flags.DEFINE_string('checkpoint', 'last', text, values)
+  text = "Take the most probable action; the default is the run's eval.greedy."
+  flags.DEFINE_bool('greedy', None, text, values)
+  text = 'The seed of the environments and the actions.'
+  flags.DEFINE_integer('seed', 0, text, 0, 2**31 - 1, values)
+  return values
+
+
 def single_path(paths: Sequence[str], what: str, example: str) -> str:
   """Returns the only path, or raises an error with `what` and an example."""
   if len(paths) != 1:

@@ -61,14 +61,6 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 
 def run(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit code; see `tools.run_command`."""
-  values = flags.FlagValues()
-  text = 'The number of episodes.'
-  flags.DEFINE_integer('episodes', 128, text, 1, 2**24, values)
-  text = 'The checkpoint: last, best, or its number of updates.'
-  flags.DEFINE_string('checkpoint', 'last', text, values)
-  text = "Take the most probable action; the default is the run's eval.greedy."
-  flags.DEFINE_bool('greedy', None, text, values)
-  text = 'The seed of the environments and the actions.'
-  flags.DEFINE_integer('seed', 0, text, 0, 2**31 - 1, values)
+  values = tools.policy_flags(128, 2**24)
   flags.DEFINE_string('out', '', 'The file to write, .json.', values)
   return tools.run_command(argv, __doc__, values, _act)

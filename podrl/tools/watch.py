@@ -440,19 +440,10 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 
 def run(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit code; see `tools.run_command`."""
-  values = flags.FlagValues()
-  text = 'The file to write, .gif or .mp4.'
-  flags.DEFINE_string('out', '', text, flag_values=values)
-  text = 'The checkpoint: last, best, or its number of updates.'
-  flags.DEFINE_string('checkpoint', 'last', text, flag_values=values)
-  for name, number, text, low, high in (
-    ('episodes', 1, 'The number of episodes in the file.', 1, 100),
-    ('seed', 0, 'The seed of environments and actions.', 0, 2**31 - 1),
-    ('max_steps', 1000, 'The largest number of steps per episode.', 1, 10**9),
-  ):
-    flags.DEFINE_integer(name, number, text, low, high, flag_values=values)
-  text = "Take the most probable action; the default is the run's eval.greedy."
-  flags.DEFINE_bool('greedy', None, text, flag_values=values)
+  values = tools.policy_flags(1, 100)
+  flags.DEFINE_string('out', '', 'The file to write, .gif or .mp4.', values)
+  text = 'The largest number of steps per episode.'
+  flags.DEFINE_integer('max_steps', 1000, text, 1, 10**9, values)
   text = 'Frames per second; 0 means real speed.'
-  flags.DEFINE_float('fps', 0.0, text, 0.0, 50.0, flag_values=values)
+  flags.DEFINE_float('fps', 0.0, text, 0.0, 50.0, values)
   return tools.run_command(argv, __doc__, values, _act)
