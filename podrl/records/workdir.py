@@ -239,16 +239,24 @@ def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
   return records
 
 
-def check_new(path: str) -> None:
-  """Raises a ValueError if a directory cannot be written or contains a run."""
-  names = ('config.json', 'metrics.jsonl', 'checkpoints')
-  found = [x for x in names if os.path.exists(os.path.join(path, x))]
-  if 'config.json' in found:
+def check_new(path: str, config: ConfigDict) -> None:
+  """Raises a ValueError if a new run cannot be written to a directory.
+
+  It must be writable, and neither the directory nor those of the run's seeds
+  may contain a run.
+  """
+  if is_run(path):
     raise ValueError(
       f'--workdir={path} already contains a run; add --resume to continue it, '
       'or choose another directory'
     )
-  if found:
+  directories = [path, *(x for _, x in seed_directories(path, config))]
+  names = [
+    os.path.join(directory, name)
+    for directory in dict.fromkeys(directories)
+    for name in ('metrics.jsonl', 'checkpoints')
+  ]
+  if found := [os.path.relpath(x, path) for x in names if os.path.exists(x)]:
     raise ValueError(
       f'--workdir={path} contains {" and ".join(found)} of a run, but its '
       'config.json is missing; restore that file from a backup, or choose '
@@ -270,7 +278,7 @@ def make(path: str, config: ConfigDict) -> None:
   Raises:
     ValueError: if it cannot be written, or already contains a run.
   """
-  check_new(path)  # Check again: another run may have begun and ended since.
+  check_new(path, config)  # Another run may have begun and ended since.
   try:
     for seed, directory in seed_directories(path, config):
       os.makedirs(directory, exist_ok=True)

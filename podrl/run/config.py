@@ -594,7 +594,7 @@ def resolve_config(
     if source := values.init_from:
       checkpoint.find(workdir.run_of_agent(source) or source)
     if not is_resumed:
-      workdir.check_new(path)
+      workdir.check_new(path, config)
       if values.resume:
         print(f'{path} contains no run, so a new run starts', file=sys.stderr)
       add_to_path(os.getcwd())

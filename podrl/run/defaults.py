@@ -42,12 +42,14 @@ _KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     'impala': _ONE_PASS,
     'a2c': _ONE_PASS,
   },
-  'continuous': {  # Added to the settings of another kind.
+  # Added to the settings of another kind. With a learning rate of 7e-4, one of
+  # three seeds of Pendulum-v1 lost its good policy after half of the run.
+  'continuous': {
     'all': {'agent.entropy_cost': 0.0},
     'ppo': {
       'num_epochs': 8,
       'num_minibatches': 16,
-      'optimizer.learning_rate': 7e-4,
+      'optimizer.learning_rate': 3e-4,
     },
   },
   # Added to the settings of another kind. With normalisation and four epochs,

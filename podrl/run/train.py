@@ -376,6 +376,9 @@ class _Trainer:
     if signals.is_set() and not self.cluster.is_distributed:
       return signals.exit_code or FAILED
     self.run.driver.start(self._restore)
+    # Wait until every process has compiled. The checkpoints then connect the
+    # processes, and that fails if one of them is more than 30 seconds late.
+    self.cluster.attempt(lambda: None)
     keep = self.config.checkpoint.keep
     self.checkpoints = checkpoint.Checkpoints(self.files.workdir, keep)
     if self.variables is not None:  # A resumed run cannot get them elsewhere.

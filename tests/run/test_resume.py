@@ -540,6 +540,19 @@ def test_a_run_without_its_config_is_not_begun_again(workdir, capsys):
   assert _files(workdir) == before
 
 
+@pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
+def test_seeds_do_not_overwrite_a_run_in_the_directory_of_a_seed(
+  name, original, tmp_path, capsys
+):
+  shutil.copytree(original, tmp_path / 'run' / 'seed_1')
+  before = _files(tmp_path)
+  argv = [name, f'--workdir={tmp_path}/run', '--config.num_seeds=2']
+  assert train.run(helpers.get_config(name), argv) == train.MISTAKE
+  said = capsys.readouterr().err
+  assert 'contains seed_1/metrics.jsonl and seed_1/checkpoints of a run' in said
+  assert _files(tmp_path) == before
+
+
 def test_init_from_takes_only_the_parameters(
   original, tmp_path, monkeypatch, capsys
 ):
