@@ -94,6 +94,7 @@ def test_a_trained_policy_is_used(home, monkeypatch):
   scope = {'RUN': home / 'runs' / 'mine'}
   _execute(scope, 'how-to/policy.md')
   assert scope['policy_return'] > 150  # A random policy gets 22.
+  assert scope['gymnasium_return'] > 150
   monkeypatch.chdir(home)
   scope = {'obs': np.zeros((3, 4)), 'next_obs': np.ones((3, 4))}
   exec(compile(_code(_ROOT / 'README.md'), 'README.md', 'exec'), scope)

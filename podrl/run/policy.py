@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.drivers.limits import count
 from podrl.records import checkpoint, workdir
 from podrl.run import build
 from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree, Variables
@@ -28,26 +29,46 @@ def observe(spec: EnvSpec, obs: Tree) -> Tree:
     ValueError: if an observation has another shape.
   """
   obs = jax.tree.map(jnp.asarray, obs)
-  size = len(jax.tree.leaves(obs)[0])
-  expected = [(size, *x.shape) for x in jax.tree.leaves(spec.obs)]
-
-  def shapes(tree: Tree) -> list[tuple[int, ...]]:
-    return [x.shape for x in jax.tree.leaves(tree)]
-
-  seen = obs
-  if shapes(obs) != expected:
-    # If this fails, the error below is clearer.
-    with contextlib.suppress(TypeError, KeyError, IndexError):
-      seen = spec.observe(obs)
-  if shapes(seen) != expected:
+  size = _batch_size(obs)
+  if size is not None and (seen := _convert(spec, obs, size)) is not None:
+    return jax.tree.map(lambda like, x: x.astype(like.dtype), spec.obs, seen)
+  if _convert(spec, jax.tree.map(lambda x: x[None], obs), 1) is not None:
+    remedy = 'np.array([obs])' if size is None else 'obs[None]'
+    if not isinstance(obs, jax.Array):
+      remedy = 'jax.tree.map(lambda x: np.asarray(x)[None], obs)'
     raise ValueError(
-      f'observations have the shapes {shapes(obs)}; give them the shapes of '
-      f"the environment's library, or {expected}"
+      f'the batch axis of the observation is missing; pass {remedy}'
     )
-  return jax.tree.map(lambda like, x: x.astype(like.dtype), spec.obs, seen)
+  expected = [(size, *x.shape) for x in jax.tree.leaves(spec.obs)]
+  raise ValueError(
+    f'observations have the shapes {_shapes(obs)}; give them the shapes of '
+    f"the environment's library, or {expected}"
+  )
 
 
-@dataclasses.dataclass(frozen=True)
+def _shapes(tree: Tree) -> list[tuple[int, ...]]:
+  return [x.shape for x in jax.tree.leaves(tree)]
+
+
+def _batch_size(obs: Tree) -> int | None:
+  """Returns B of leaves `[B, ...]`, or None if they have no axis."""
+  return next(iter(np.shape(jax.tree.leaves(obs)[0])), None)
+
+
+def _convert(spec: EnvSpec, obs: Tree, size: int) -> Tree | None:
+  """Returns what agents see of a batch, or None if a shape does not fit."""
+  expected = [(size, *x) for x in _shapes(spec.obs)]
+  if _shapes(obs) == expected:
+    return obs
+  # If this fails, the error of `observe` is clearer.
+  with contextlib.suppress(TypeError, KeyError, IndexError):
+    seen = spec.observe(obs)
+    if _shapes(seen) == expected:
+      return seen
+  return None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
   """A policy with its variables on one device."""
 
@@ -56,6 +77,10 @@ class Policy:
   agent: Agent
   variables: Variables
   num_updates: int  # The number of updates that produced the parameters.
+
+  def __repr__(self) -> str:
+    name, agent = self.config.env.name, self.config.agent.name
+    return f'Policy({name}, {agent}, {count(self.num_updates, "update")})'
 
   def initial_carry(self, batch_size: int) -> Tree:
     """Returns the carry for the first step of `batch_size` episodes."""
@@ -79,18 +104,24 @@ class Policy:
       rng_key: key to sample actions; without it, actions are the policy's mode.
 
     Returns:
-      Actions `[B, ...]` that the environment's library accepts, and the carry
-      `[B, ...]` for the next call.
+      Actions `[B, ...]` that the environment's library accepts, a numpy array
+      unless JAX traces the call, and the carry `[B, ...]` for the next call.
 
     Raises:
       ValueError: if an observation has another shape.
     """
-    batch_size = len(jax.tree.leaves(obs)[0])
+    batch_size = _batch_size(obs) or 1
     if is_first is None:
       is_first = np.full(batch_size, carry is None)
     if carry is None:
       carry = self.initial_carry(batch_size)
-    return self._act(self.variables, obs, carry, jnp.asarray(is_first), rng_key)
+    action, carry = self._act(
+      self.variables, obs, carry, jnp.asarray(is_first), rng_key
+    )
+    if isinstance(action, jax.core.Tracer):
+      return action, carry
+    # gymnasium refuses JAX's arrays. Copied, so that they can be changed.
+    return np.array(action), carry
 
   @functools.cached_property
   def _act(self):

@@ -1,7 +1,9 @@
 """Tests policies that are loaded from runs, and what they choose."""
 
 import functools
+import re
 
+import gymnasium
 import gymnax
 import helpers
 import jax
@@ -12,7 +14,8 @@ import pytest
 import podrl
 from podrl.drivers import spmd
 from podrl.drivers.anakin import Anakin
-from podrl.run import build, policy
+from podrl.envs import find_task
+from podrl.run import build, defaults, policy
 from podrl.run.config import apply_overrides
 from podrl.tools import plot
 from podrl.types import TimeStep
@@ -101,6 +104,46 @@ def test_categories_are_observed_as_the_library_gives_them(runs):
   assert chosen(raw)[0].shape == (4,)
   with pytest.raises(ValueError, match=r'\(4, 2\).*\(4, 16\)'):
     chosen(np.zeros((4, 2)))
+
+
+def _untrained(name):
+  """Returns a policy with new parameters for a gymnasium environment."""
+  config = defaults.base(find_task(f'gymnasium:{name}'), 'ppo')
+  config.network.name, config.network.hidden_sizes = 'mlp', (8,)
+  spec = build.make_spec(config)
+  agent = build.make_agent(config, spec)
+  return policy.Policy(config, spec, agent, agent.init(jax.random.key(0)), 1200)
+
+
+def test_a_single_gymnasium_environment_accepts_an_action():
+  chosen = _untrained('CartPole-v1')
+  env = gymnasium.make('CartPole-v1')
+  obs, _ = env.reset(seed=0)
+  action, _ = chosen(obs[None])
+  env.step(action[0])
+  action[0] = 1  # The array can be changed.
+  batch = np.zeros((3, 4), np.float32)
+  actions = jax.jit(lambda obs: chosen(obs)[0])(batch)
+  np.testing.assert_array_equal(actions, chosen(batch)[0])
+
+
+@pytest.mark.parametrize(
+  'name,obs,remedy',
+  [
+    ('CartPole-v1', np.zeros(4), 'obs[None]'),
+    ('FrozenLake-v1', 3, 'np.array([obs])'),
+    ('Blackjack-v1', (12, 5, 0), 'jax.tree.map('),
+  ],
+)
+def test_a_missing_batch_axis_is_named(name, obs, remedy):
+  message = f'the batch axis of the observation is missing; pass {remedy}'
+  with pytest.raises(ValueError, match=re.escape(message)):
+    _untrained(name)(obs)
+
+
+def test_a_policy_is_printed_in_one_line():
+  expected = 'Policy(CartPole-v1, ppo, 1,200 updates)'
+  assert repr(_untrained('CartPole-v1')) == expected
 
 
 def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
