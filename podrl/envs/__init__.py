@@ -118,6 +118,21 @@ def add_to_path(directory: str) -> None:
     sys.path.append(directory)
 
 
+def add_current_directory() -> None:
+  """Adds the current directory to the path; see `add_to_path`.
+
+  Raises:
+    ValueError: if the directory no longer exists.
+  """
+  try:
+    directory = os.getcwd()
+  except OSError as error:
+    raise ValueError(
+      'the current directory no longer exists; change to another directory'
+    ) from error
+  add_to_path(directory)
+
+
 def module_directory(name: str) -> str:
   """Returns the directory that contains the module of `MODULE:NAME`.
 
@@ -130,4 +145,6 @@ def module_directory(name: str) -> str:
     return ''
   locations = list(spec.submodule_search_locations or [])
   path = os.path.abspath(locations[0] if locations else spec.origin or '')
-  return '' if path.startswith(sys.prefix) else os.path.dirname(path)
+  # With a separator at its end, the prefix /x/venv does not match /x/venv_2.
+  is_installed = path.startswith(os.path.join(sys.prefix, ''))
+  return '' if is_installed else os.path.dirname(path)

@@ -184,4 +184,6 @@ def make(
       raise RuntimeError('to draw, MuJoCo needs libEGL loaded before envpool')
     return pool.render()[0].copy()
 
-  return joints.make_host_env(spec, pool, None, close=pool.close, render=draw)
+  return joints.make_host_env(
+    name, spec, pool, None, close=pool.close, render=draw
+  )

@@ -28,9 +28,14 @@ def _registered_spec(name: str) -> Any:
   try:
     if module:
       importlib.import_module(module)
+  # The module's code can raise anything, and can also call `sys.exit`.
+  except (Exception, SystemExit) as error:
+    raise ValueError(
+      f'env.name={name}: the module {module} cannot be imported: '
+      f'{one_line(error, with_kind=True)}'
+    ) from error
+  try:
     return gymnasium.spec(identifier)
-  except ImportError as error:
-    raise ValueError(f'env.name={name}: {error}') from error
   except gymnasium.error.Error as error:
     advice = suggest(name, gymnasium.registry)
     raise ValueError(
@@ -53,7 +58,8 @@ def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
     return gymnasium.make(name, **options)
   except spaces.UnknownOption:
     raise
-  except Exception as error:  # The environment's code can raise anything.
+  # The environment's code can raise anything, and can also call `sys.exit`.
+  except (Exception, SystemExit) as error:
     raise ValueError(
       f'env.name={name} with {options or "no options"} cannot be made: '
       f'{one_line(error, with_kind=True)}'
@@ -141,5 +147,5 @@ def make(
 
   # By default, VectorEnv returns copies of observations, as HostEnv requires.
   return joints.make_host_env(
-    spec, envs, seed, close=close, render=lambda: envs.render()[0]
+    name, spec, envs, seed, close=close, render=lambda: envs.render()[0]
   )

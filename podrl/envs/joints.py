@@ -5,14 +5,20 @@ ignored, and it returns the first time step of the next episode, as in dm_env.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+import signal
+from typing import Any, NamedTuple, NoReturn
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.messages import one_line
 from podrl.types import Array, DeviceEnv, EnvSpec, HostEnv, TimeStep, Tree
+
+
+class EnvironmentFailed(RuntimeError):
+  """A host environment failed; the message is complete without the kind."""
 
 
 class JointState(NamedTuple):
@@ -87,7 +93,21 @@ def make_device_env(
   return DeviceEnv(spec, jax.vmap(reset_one), jax.vmap(step_one))
 
 
+def _fail(name: str, method: str, error: BaseException) -> NoReturn:
+  """Raises an `EnvironmentFailed` that names the environment."""
+  # A run replaces Python's handler of Ctrl-C, so that only the environment's
+  # own code can raise a KeyboardInterrupt. Elsewhere, the user interrupts.
+  handler = signal.getsignal(signal.SIGINT)
+  is_default = handler is signal.default_int_handler
+  if isinstance(error, KeyboardInterrupt) and is_default:
+    raise error
+  raise EnvironmentFailed(
+    f'environment {name} failed in {method}: {one_line(error, with_kind=True)}'
+  ) from error
+
+
 def make_host_env(
+  name: str,
   spec: EnvSpec,
   envs: Any,
   seed: int | None,
@@ -97,7 +117,11 @@ def make_host_env(
 ) -> HostEnv:
   """Builds a `HostEnv` from a library's batch of environments.
 
+  If an environment raises anything in `reset` or `step`, the `HostEnv` raises
+  an `EnvironmentFailed`.
+
   Args:
+    name: the environment's name, for messages.
     spec: describes one environment.
     envs: has the interface of `gymnasium.vector.VectorEnv`, and resets an
       environment in the step after an episode's last step (gymnasium's
@@ -114,13 +138,19 @@ def make_host_env(
       np.zeros(num_envs, np.float32),
       np.ones(num_envs, np.float32),
     )
-    return TimeStep(
-      envs.reset(seed=seed)[0], reward, discount, np.ones(num_envs, bool)
-    )
+    try:
+      obs, _ = envs.reset(seed=seed)
+    except BaseException as error:
+      _fail(name, 'reset', error)
+    return TimeStep(obs, reward, discount, np.ones(num_envs, bool))
 
   def step(action: np.ndarray) -> TimeStep:
     nonlocal is_last
-    obs, reward, terminated, truncated, _ = envs.step(spec.to_library(action))
+    action = spec.to_library(action)
+    try:
+      obs, reward, terminated, truncated, _ = envs.step(action)
+    except BaseException as error:
+      _fail(name, 'step', error)
     is_first, is_real = is_last, ~is_last
     is_last = (terminated | truncated) & is_real
     reward = np.where(is_first, np.float32(0), reward)

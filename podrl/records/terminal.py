@@ -177,7 +177,12 @@ class Terminal:
     if summary['exit'] == 'done':
       agent = seed_directories(workdir, self._config)[0][1]
       # The shell finds `podrl` only if its virtual environment is active.
-      podrl = 'podrl' if shutil.which('podrl') else f'{sys.executable} -m podrl'
+      # `python -m` would import modules of the current directory first.
+      podrl, folder = 'podrl', os.path.dirname(sys.executable)
+      if not shutil.which(podrl):
+        script = shutil.which(podrl, path=folder)
+        python = shlex.quote(sys.executable)
+        podrl = shlex.quote(script) if script else f'{python} -m podrl'
       for command, path in (
         ('plot', workdir),
         ('watch', agent),

@@ -156,6 +156,17 @@ def run_of_agent(path: str) -> str | None:
   return parent if is_part else None
 
 
+def series_of_seed(path: str) -> str | None:
+  """Returns the series that contains `SERIES/seed_N`, or None."""
+  path = os.path.abspath(path)
+  parent, name = os.path.split(path)
+  if not re.fullmatch(r'seed_\d+', name) or not is_run(parent):
+    return None
+  config = read_config(parent)
+  is_seed = path in [x for _, x in seed_directories(parent, config)]
+  return parent if is_seed and is_series(config) else None
+
+
 def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
   """Returns the seed and the directory of each agent of a run."""
   seeds = range(config.get('num_seeds', 1))

@@ -15,7 +15,7 @@ from podrl.core import learner
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
-from podrl.envs import SUITES, Suite, add_to_path
+from podrl.envs import SUITES, Suite, add_current_directory, add_to_path
 from podrl.run import devices, evaluation
 from podrl.run.config import check, check_choice
 from podrl.run.devices import Machine
@@ -103,8 +103,8 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
 
 def _suite(config: ConfigDict) -> Suite:
   """Returns the suite, after making the user's modules importable."""
-  for directory in (config.env.get('path', ''), os.getcwd()):
-    add_to_path(directory)
+  add_to_path(config.env.get('path', ''))
+  add_current_directory()
   return SUITES[config.env.suite]
 
 

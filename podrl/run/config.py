@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import sys
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from ml_collections import ConfigDict
 from podrl.agents import AGENTS
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
-from podrl.envs import add_to_path, module_directory
+from podrl.envs import add_current_directory, module_directory
 from podrl.messages import similar, suggest
 from podrl.networks.cores import CORES
 from podrl.networks.torsos import TORSOS
@@ -590,6 +589,7 @@ def resolve_config(
 
   # Only process 0 runs this. For a resumed run, this changes `config`.
   def find_files() -> tuple[dict, Files]:
+    add_current_directory()
     path = values.workdir or workdir.default_path(config)
     if source := values.init_from:
       checkpoint.find(workdir.run_of_agent(source) or source)
@@ -597,10 +597,9 @@ def resolve_config(
       workdir.check_new(path, config)
       if values.resume:
         print(f'{path} contains no run, so a new run starts', file=sys.stderr)
-      add_to_path(os.getcwd())
       config.env.path = config.env.path or module_directory(config.env.name)
       return config.to_dict(), Files(path, values.init_from)
-    if parent := workdir.run_of_agent(path):
+    if parent := workdir.run_of_agent(path) or workdir.series_of_seed(path):
       raise ValueError(
         f'--workdir={path} is one agent of {parent}; use --workdir={parent}'
       )
@@ -608,10 +607,11 @@ def resolve_config(
     messages = workdir.restore_config(config, path, requested)
     total = config.total_env_steps
     if workdir.is_finished(path, total):
+      first = workdir.seed_directories(path, config)[0][1]
       raise ValueError(
         f'--workdir={path} is finished; to extend it, set '
         f'config.total_env_steps to more than {total}; to start another run '
-        f'with its parameters, use --init_from={path}'
+        f'with its parameters, use --init_from={first}'
       )
     for part, _ in workdir.programs(path, config):
       num_resumes, num_updates, unit = checkpoint.last_progress(part)

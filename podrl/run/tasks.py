@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
+import numpy as np
 
 from podrl.envs import Task, find_task
 from podrl.records import workdir as files
@@ -104,6 +105,8 @@ def train(
   arguments = [name, *(['--resume'] if resume else ())]
   arguments += [f'--{k}={x}' for k, x in options.items() if x is not None]
   for field, value in config.items():
+    if isinstance(value, np.generic | np.ndarray):
+      value = value.tolist()
     # The type of an option is unknown, so quotes must mark a string.
     text = repr(value) if field.startswith('env.options.') else value
     arguments.append(f'--config.{field}={text}')

@@ -22,6 +22,7 @@ import numpy as np
 
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.energy import Meter
+from podrl.envs.joints import EnvironmentFailed
 from podrl.messages import one_line
 from podrl.records import checkpoint, workdir
 from podrl.records.recorder import (
@@ -397,7 +398,8 @@ class _Trainer:
     """Saves what is valid after a failure; adds the error to the outcome."""
     is_nan = isinstance(exception, FloatingPointError)
     is_expected = is_nan or isinstance(exception, WriteError)
-    error = one_line(exception, with_kind=not is_expected)
+    has_kind = is_expected or isinstance(exception, EnvironmentFailed)
+    error = one_line(exception, with_kind=not has_kind)
     if watchdog := self.cluster.watchdog:
       watchdog.fail(error, is_suspect=not is_nan)
     with contextlib.suppress(WriteError):
@@ -638,7 +640,8 @@ class _Trainer:
     advice = f'--config.optimizer.learning_rate={rate:g}'
     if checkpoint_step is None:
       return f'{text}; start another run with {advice}'
-    path = shlex.quote(self.files.workdir)
+    path = self.files.workdir
+    path = shlex.quote(workdir.series_of_seed(path) or path)
     return (
       f'{text}; continue from update {checkpoint_step} with a smaller learning '
       f'rate: {self.command} --workdir={path} --resume {advice}'

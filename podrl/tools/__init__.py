@@ -1,6 +1,7 @@
 """The commands of `podrl`, one file for each, and their common functions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import os
 import runpy
 import sys
@@ -8,6 +9,7 @@ import sys
 from absl import flags
 from ml_collections import ConfigDict
 
+from podrl.messages import one_line
 from podrl.run.config import apply_overrides
 
 
@@ -85,6 +87,18 @@ def check_out(path: str) -> None:
     reason = 'it has no write permission'
   if reason:
     raise ValueError(f'{path} cannot be written: {reason}; use another --out')
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+  """Turns an OSError into a ValueError that names the file `path`."""
+  try:
+    yield
+  except OSError as error:
+    raise ValueError(
+      f'{path} cannot be written: {error.strerror or one_line(error)}; use '
+      'another --out'
+    ) from error
 
 
 def make_directory(path: str) -> None:

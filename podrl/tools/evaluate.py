@@ -24,9 +24,10 @@ from podrl.run.evaluation import bootstrap
 def _act(paths: list[str], values: flags.FlagValues) -> None:
   """Evaluates, prints the result and writes it to a file."""
   path = tools.single_path(paths, 'run', 'evaluate RUN')
-  loaded = policy.load(path, values.checkpoint)
+  policy.find_agent(path)  # Before `out`, which may be in this directory.
   out = values.out or os.path.join(path, 'evaluation.json')
   tools.check_out(out)
+  loaded = policy.load(path, values.checkpoint)
   config = loaded.config
   config.eval.num_episodes = values.episodes
   if values.greedy is not None:
@@ -51,12 +52,14 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     'length': length,
     'returns': returns.tolist(),
   }
-  workdir.write_json(out, result)
   print(
     f'{config.env.name}, after {loaded.num_updates} updates: '
     f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
-    f'{len(returns)} episodes of {length:.0f} steps\nwritten: {out}'
+    f'{len(returns)} episodes of {length:.0f} steps'
   )
+  with tools.writing(out):
+    workdir.write_json(out, result)
+  print(f'written: {out}')
 
 
 def run(argv: Sequence[str]) -> int:

@@ -70,30 +70,32 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
   problems, seen = [], set()
   is_agent = re.compile(r'.*/seed_\d+').fullmatch
 
-  def visit(path: str) -> None:
+  def visit(path: str) -> list[str]:
+    """Adds the run at a path; without one, returns the paths to visit."""
     real_path = os.path.realpath(path)  # Links may form a circle.
     if real_path in seen:
-      return
+      return []
     seen.add(real_path)
     try:
       inside = sorted(os.path.join(path, name) for name in os.listdir(path))
     except OSError as error:
       problems.append(f'{path} cannot be read: {error.strerror}')
-      return
+      return []
     if workdir.is_run(path):
       agents = [x for x in inside if is_agent(x) and workdir.is_run(x)]
       seen.update(map(os.path.realpath, agents))
       found.extend(agents or [path])
-      return
-    for directory in filter(os.path.isdir, inside):
-      visit(directory)
+      return []
+    return [x for x in inside if os.path.isdir(x)]
 
   for path in paths:
     before, is_new = (
       len(found) + len(problems),
       os.path.realpath(path) not in seen,
     )
-    visit(path)
+    remaining = [path]  # No recursion: a tree can be very deep.
+    while remaining:
+      remaining += reversed(visit(remaining.pop()))
     if is_new and len(found) + len(problems) == before:
       problems.append(f'{path} is not a run and contains no run')
   return found, problems
@@ -318,7 +320,8 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     raise ValueError('none of these runs can be drawn')
   tools.check_out(out)
   groups = group_runs(runs)
-  draw(groups, values.x, out)
+  with tools.writing(out):
+    draw(groups, values.x, out)
   console = Console(highlight=False, markup=False)
   console.print(table(groups))
   console.print(f'drawn: {out}', soft_wrap=True)

@@ -411,9 +411,10 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   out = values.out or os.path.join(path, 'episode.gif')
   if not out.endswith(('.gif', '.mp4')):
     raise ValueError(f'--out={out} must be a file that ends in .gif or .mp4')
+  policy.find_agent(path)  # Before `out`, which may be in this directory.
+  tools.check_out(out)
   envpool.load_opengl()  # Call it before envpool is imported.
   loaded = policy.load(path, values.checkpoint)
-  tools.check_out(out)
   config = loaded.config
   speed = real_speed(config, loaded.spec)
   episodes = []
@@ -431,7 +432,8 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     print(f'return {total:.6g}, {steps} steps{end}')
     episodes.append(episode)
   frames, seconds = to_frames(episodes, speed, values.fps)
-  write(out, frames, seconds)
+  with tools.writing(out):
+    write(out, frames, seconds)
   if episodes[0].note:
     print(f'drawn from observations: {episodes[0].note}')
   size = os.path.getsize(out) / 1e6
