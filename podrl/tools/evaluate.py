@@ -24,9 +24,9 @@ from podrl.run.evaluation import bootstrap
 def _act(paths: list[str], values: flags.FlagValues) -> None:
   """Evaluates, prints the result and writes it to a file."""
   path = tools.single_path(paths, 'run', 'evaluate RUN')
-  policy.find_agent(path)  # Before `out`, which may be in this directory.
   out = values.out or os.path.join(path, 'evaluation.json')
-  tools.check_out(out)
+  if os.path.isdir(path):  # If it is not, `load` says so.
+    tools.check_out(out)
   loaded = policy.load(path, values.checkpoint)
   config = loaded.config
   config.eval.num_episodes = values.episodes

@@ -411,8 +411,8 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   out = values.out or os.path.join(path, 'episode.gif')
   if not out.endswith(('.gif', '.mp4')):
     raise ValueError(f'--out={out} must be a file that ends in .gif or .mp4')
-  policy.find_agent(path)  # Before `out`, which may be in this directory.
-  tools.check_out(out)
+  if os.path.isdir(path):  # If it is not, `load` says so.
+    tools.check_out(out)
   envpool.load_opengl()  # Call it before envpool is imported.
   loaded = policy.load(path, values.checkpoint)
   config = loaded.config

@@ -1,12 +1,14 @@
 """Tests gymnasium environments as a HostEnv."""
 
+import signal
+
 import gymnasium
 import jax
 import numpy as np
 import pytest
 
 from podrl.envs import gymnasium as adapter
-from podrl.envs import spaces
+from podrl.envs import joints, spaces
 from podrl.types import Box, Discrete, MultiDiscrete
 
 
@@ -125,6 +127,92 @@ def test_a_module_that_registers_is_imported(tmp_path, monkeypatch):
   assert env.spec.max_episode_steps == 9
   assert env.reset().obs.shape == (2, 4)
   env.close()
+
+
+@pytest.mark.parametrize(
+  'code,message',
+  [
+    ('raise RuntimeError("no\\nlicence")', 'RuntimeError: no licence'),
+    ('def', 'SyntaxError: '),
+    ('import sys; sys.exit(4)', 'SystemExit: 4'),
+  ],
+)
+def test_a_module_that_fails_is_one_line(code, message, tmp_path, monkeypatch):
+  (tmp_path / 'a_module_that_fails.py').write_text(code)
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(ValueError) as error:
+    adapter.make_spec('a_module_that_fails:Walk-v0')
+  assert str(error.value).startswith(
+    'env.name=a_module_that_fails:Walk-v0: the module a_module_that_fails '
+    f'cannot be imported: {message}'
+  )
+  assert '\n' not in str(error.value)
+
+
+class _Faulty(gymnasium.Env):
+  """An environment that does something wrong in its second step."""
+
+  observation_space = gymnasium.spaces.Box(0, 9, (2,))
+  action_space = gymnasium.spaces.Discrete(2)
+
+  def __init__(self, fault):
+    self.fault, self.t = fault, 0
+
+  def reset(self, *, seed=None, options=None):
+    obs = np.zeros(2, np.float32)
+    return obs if self.fault == 'no info' else (obs, {})
+
+  def step(self, action):
+    self.t += 1
+    fault = self.fault if self.t == 2 else ''
+    obs, reward = np.zeros(2, np.float32), 0.0
+    if isinstance(fault, BaseException):
+      raise fault
+    if fault == 'four values':
+      return obs, reward, False, {}
+    if fault == 'another shape':
+      obs = np.zeros(3, np.float32)
+    if fault == 'no observation':
+      obs = None
+    if fault == 'several rewards':
+      reward = np.zeros(2)
+    return obs, reward, False, False, {}
+
+
+@pytest.mark.parametrize(
+  'fault,message',
+  [
+    ('no info', 'reset: '),
+    ('four values', 'step: ValueError: '),
+    ('another shape', 'step: ValueError: '),
+    ('no observation', 'step: '),
+    ('several rewards', 'step: ValueError: '),
+    (KeyError('leg'), "step: KeyError: 'leg'"),
+    (SystemExit(0), 'step: SystemExit: 0'),
+    (KeyboardInterrupt(), 'step: KeyboardInterrupt'),
+  ],
+)
+def test_a_failure_names_the_environment(fault, message, monkeypatch):
+  gymnasium.register('Faulty-v0', _Faulty, disable_env_checker=True)
+  # A run replaces Python's handler of Ctrl-C.
+  monkeypatch.setattr(signal, 'getsignal', lambda number: None)
+  env = adapter.make('Faulty-v0', 2, seed=0, fault=fault)
+  with pytest.raises(joints.EnvironmentFailed) as error:
+    env.reset()
+    for _ in range(2):
+      env.step(np.zeros(2, int))
+  text = str(error.value)
+  assert text.startswith(f'environment Faulty-v0 failed in {message}')
+  assert '\n' not in text and error.value.__cause__ is not None
+
+
+def test_the_users_interrupt_is_no_failure():
+  gymnasium.register('Faulty-v0', _Faulty, disable_env_checker=True)
+  env = adapter.make('Faulty-v0', 1, seed=0, fault=KeyboardInterrupt())
+  env.reset()
+  env.step(np.zeros(1, int))
+  with pytest.raises(KeyboardInterrupt):
+    env.step(np.zeros(1, int))
 
 
 class _From3(gymnasium.Env):

@@ -415,10 +415,24 @@ def test_a_summary_adds_up_and_says_what_its_figures_are(monkeypatch):
   assert re.search(r'mean\W+of\W+5\W+agents', five)
 
 
-@pytest.mark.parametrize('is_found', [True, False])
-def test_a_finished_run_says_what_comes_next(is_found, monkeypatch):
-  monkeypatch.setattr(terminal.shutil, 'which', lambda _: is_found or None)
-  podrl = 'podrl' if is_found else f'{sys.executable} -m podrl'
+@pytest.mark.parametrize(
+  'places,podrl',
+  [
+    (['bin', 'venv'], 'podrl'),
+    (['venv'], '{venv}/podrl'),
+    ([], '{venv}/python -m podrl'),
+  ],
+)
+def test_a_finished_run_says_what_comes_next(
+  places, podrl, tmp_path, monkeypatch
+):
+  for name in 'bin', 'venv':
+    (tmp_path / name).mkdir()
+  for name in places:
+    (tmp_path / name / 'podrl').touch(0o755)
+  monkeypatch.setenv('PATH', str(tmp_path / 'bin'))
+  monkeypatch.setattr(sys, 'executable', str(tmp_path / 'venv' / 'python'))
+  podrl = podrl.format(venv=tmp_path / 'venv')
   path = 'runs/' + 80 * 'x' + ' y'
   lines = _lines(False, monkeypatch, [_RECORD], _config(num_seeds=2), path=path)
   assert lines.splitlines()[-3:] == [

@@ -101,6 +101,12 @@ def test_mistakes(finished, tmp_path, capsys):
   total = '--config.total_env_steps'
   for path, arguments, message in (
     (finished, ['--resume'], 'run is finished; to extend it'),
+    (finished, ['--resume'], f'use --init_from={finished}/seed_0\n'),
+    (
+      finished / 'seed_1',
+      ['--resume', f'{total}=960'],
+      f'seed_1 is one agent of {finished}; use --workdir={finished}\n',
+    ),
     (finished, ['--resume', f'{total}=320'], 'is less than the 640 steps'),
     (tmp_path / 'new', [f'--init_from={finished}'], 'seed_0'),
     (

@@ -15,7 +15,7 @@ import pytest
 import podrl
 from podrl import __main__ as cli
 from podrl.records import workdir
-from podrl.run import train
+from podrl.run import tasks, train
 from podrl.tools import evaluate
 
 _TINY = {
@@ -137,6 +137,37 @@ def test_a_mistake_is_one_line(
   assert said.count('\n') == 1
 
 
+def test_a_deleted_current_directory_is_one_line(tmp_path, monkeypatch, capsys):
+  (tmp_path / 'gone').mkdir()
+  monkeypatch.chdir(tmp_path / 'gone')
+  (tmp_path / 'gone').rmdir()
+  for run in (
+    lambda: _run(monkeypatch, 'Catch-bsuite'),
+    lambda: helpers.run('a', name='anakin_catch'),
+  ):
+    assert run() == train.MISTAKE
+    said = capsys.readouterr().err
+    assert 'the current directory no longer exists' in said
+    assert said.count('\n') == 1
+
+
+def test_numbers_of_numpy_are_numbers(monkeypatch):
+  texts = []
+
+  def parse(arguments):
+    texts.extend(arguments)
+    raise ValueError('parsed')
+
+  monkeypatch.setattr(tasks, 'parse', parse)
+  config = {'env.options.g': np.float64(0.5), 'agent.gamma': np.float32(0.5)}
+  with pytest.raises(ValueError, match='parsed'):
+    podrl.train('Pendulum-v1', config=config)
+  assert texts[-2:] == [
+    '--config.env.options.g=0.5',
+    '--config.agent.gamma=0.5',
+  ]
+
+
 def test_help_lists_the_fields_of_the_kind(monkeypatch, capsys):
   assert _run(monkeypatch, 'MemoryChain-bsuite', '--help') == 0
   text = capsys.readouterr().out
@@ -185,7 +216,9 @@ def test_python_raises_mistakes_and_failures(home, capsys):
   config = _TINY | _DEVICES | {'env.options.fails': True}
   with pytest.raises(RuntimeError, match='the left leg broke') as failure:
     podrl.train('my_envs:Walk-v0', config=config, workdir='a')
-  assert isinstance(failure.value.__cause__, OSError)
+  message = 'environment my_envs:Walk-v0 failed in step: OSError: the left leg'
+  assert str(failure.value).startswith(message)
+  assert isinstance(failure.value.__cause__.__cause__, OSError)
   assert json.loads((home / 'a' / 'summary.json').read_text())['error']
 
 

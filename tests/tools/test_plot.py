@@ -1,7 +1,9 @@
 """Tests learning curves: reading, grouping, intervals, pictures, mistakes."""
 
+import inspect
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -163,6 +165,32 @@ def test_a_directory_stands_for_the_runs_in_it_at_any_depth(tmp_path):
   found, problems = plot.find_runs(paths)
   assert sorted(found) == [str(tmp_path / x) for x in expected]
   assert problems == []
+
+
+def test_a_deep_tree_is_searched(tmp_path):
+  limit = sys.getrecursionlimit()
+  _write(tmp_path / '/'.join('a' * 150) / 'run')
+  try:
+    sys.setrecursionlimit(len(inspect.stack()) + 100)
+    (found,), problems = plot.find_runs([str(tmp_path)])
+  finally:
+    sys.setrecursionlimit(limit)
+  assert found.endswith('a/a/run') and problems == []
+
+
+def test_a_file_that_cannot_be_written_is_one_line(
+  tmp_path, monkeypatch, capsys
+):
+  def draw(*_):
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr(plot, 'draw', draw)
+  out = tmp_path / 'x.png'
+  assert plot.run(['plot', _write(tmp_path / 'a'), f'--out={out}']) == 2
+  assert capsys.readouterr().err == (
+    f'error: {out} cannot be written: No space left on device; use another '
+    '--out\n'
+  )
 
 
 def test_runs_that_cannot_be_drawn_are_skipped(tmp_path, capsys, monkeypatch):
