@@ -146,9 +146,9 @@ def make_host_env(
 
   def step(action: np.ndarray) -> TimeStep:
     nonlocal is_last
-    action = spec.to_library(action)
+    library_action = spec.to_library(action)
     try:
-      obs, reward, terminated, truncated, _ = envs.step(action)
+      obs, reward, terminated, truncated, _ = envs.step(library_action)
     except BaseException as error:
       _fail(name, 'step', error)
     is_first, is_real = is_last, ~is_last
