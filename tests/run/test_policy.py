@@ -168,7 +168,7 @@ def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
   for arguments, message in (
     (('nowhere',), 'is not a run'),
     ((runs / 'anakin', '5'), 'it has 8'),
-    ((runs / 'anakin', 'best', 1), 'no agent 1; it has 1'),
+    ((runs / 'anakin', 'best', 1), 'has no agent 1; use a number from 0 to 0'),
   ):
     with pytest.raises(ValueError, match=message):
       podrl.load(*arguments)

@@ -334,7 +334,7 @@ def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):
   assert_refused(
     'config.env.options is {}', '--config.env.options.max_steps_in_episode=5'
   )
-  assert_refused('needs --workdir', '--init_from=x')
+  assert_refused('give --workdir, and omit --init_from', '--init_from=x')
   digests = workdir / 'checkpoints' / '8' / 'digests.json'
   newer = json.loads(digests.read_text()) | {'format': 99}
   digests.write_text(json.dumps(newer))
