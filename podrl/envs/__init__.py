@@ -81,6 +81,14 @@ class Task(NamedTuple):
   note: str = ''
 
 
+def similar_names(text: str) -> str:
+  """Returns a list of similar names, each with its suite, or 'none'."""
+  names = {suite: row.names() for suite, row in SUITES.items()}
+  near = similar(text, itertools.chain(*names.values()))
+  found = [f'{k}:{x}' for x in near for k in SUITES if x in names[k]]
+  return ', '.join(found) or 'none'
+
+
 def find_task(text: str) -> Task:
   """Finds the environment that `[SUITE:]NAME` or `MODULE:NAME` means.
 
@@ -91,14 +99,11 @@ def find_task(text: str) -> Task:
   if colon:
     is_suite = prefix in SUITES
     return Task(prefix, name) if is_suite else Task('gymnasium', text)
-  names = {suite: row.names() for suite, row in SUITES.items()}
-  owners = [suite for suite in SUITES if text in names[suite]]
+  owners = [suite for suite, row in SUITES.items() if text in row.names()]
   if not owners:
-    near = similar(text, itertools.chain(*names.values()))
-    found = [f'{k}:{x}' for x in near for k in SUITES if x in names[k]]
     raise ValueError(
       f'no suite has an environment {text}; similar names: '
-      f'{", ".join(found) or "none"}; podrl envs lists all names'
+      f'{similar_names(text)}; podrl envs lists all names'
     )
   suite, *others = owners
   if not others:

@@ -43,14 +43,31 @@ def _registered_spec(name: str) -> Any:
     ) from error
 
 
+def _load(entry_point: Any) -> Any:
+  """Returns the class or function that makes an environment."""
+  import gymnasium
+
+  if isinstance(entry_point, str):
+    return gymnasium.envs.registration.load_env_creator(entry_point)
+  return entry_point
+
+
+def _can_draw(name: str) -> bool:
+  """Returns whether an environment draws pictures, or does not declare it."""
+  try:
+    creator = _load(_registered_spec(name).entry_point)
+  except Exception:  # `_make_single` says what is wrong.
+    return False
+  modes = getattr(creator, 'metadata', {}).get('render_modes')
+  return modes is None or 'rgb_array' in modes
+
+
 def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
   """Makes one environment after checking its options."""
   import gymnasium
 
   try:
-    if isinstance(entry_point, str):
-      load = gymnasium.envs.registration.load_env_creator
-      entry_point = load(entry_point)
+    entry_point = _load(entry_point)
     parameters = inspect.signature(entry_point).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
       known = {*parameters, 'max_episode_steps', 'vectorization_mode'}
@@ -115,7 +132,7 @@ def make(
   import gymnasium
 
   del num_threads
-  if render:
+  if render and _can_draw(name):
     options['render_mode'] = 'rgb_array'
   spec = make_spec(name, **options)
   mode = options.pop('vectorization_mode', _MODES[0])

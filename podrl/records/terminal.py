@@ -17,6 +17,17 @@ from podrl.drivers.limits import count, describe
 from podrl.records.workdir import Record, seed_directories
 
 
+def podrl_command() -> str:
+  """Returns how to call podrl in this shell."""
+  # The shell finds `podrl` only if its virtual environment is active.
+  # `python -m` would import modules of the current directory first.
+  if shutil.which('podrl'):
+    return 'podrl'
+  script = shutil.which('podrl', path=os.path.dirname(sys.executable))
+  python = shlex.quote(sys.executable)
+  return shlex.quote(script) if script else f'{python} -m podrl'
+
+
 def compact(value: float) -> str:
   """Formats a number in few characters: 1234567 is 1.23M."""
   for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
@@ -145,8 +156,16 @@ class Terminal:
       self._live.stop()
       self._live = None
 
-  def print_summary(self, summary: Record, workdir: str) -> None:
-    """Prints the last values of a run as a table, and useful next commands."""
+  def print_summary(
+    self, summary: Record, workdir: str, resume_command: str = ''
+  ) -> None:
+    """Prints the last values of a run as a table, and useful next commands.
+
+    Args:
+      summary: the contents of `summary.json`.
+      workdir: the run's directory.
+      resume_command: printed if a signal ended the run.
+    """
     title = Text(f'{self._name}: {summary["exit"]}')
     table = Table(title=title, show_header=False, title_justify='left')
     table.add_column()
@@ -176,13 +195,7 @@ class Terminal:
     self._console.print(table)
     if summary['exit'] == 'done':
       agent = seed_directories(workdir, self._config)[0][1]
-      # The shell finds `podrl` only if its virtual environment is active.
-      # `python -m` would import modules of the current directory first.
-      podrl, folder = 'podrl', os.path.dirname(sys.executable)
-      if not shutil.which(podrl):
-        script = shutil.which(podrl, path=folder)
-        python = shlex.quote(sys.executable)
-        podrl = shlex.quote(script) if script else f'{python} -m podrl'
+      podrl = podrl_command()
       for command, path in (
         ('plot', workdir),
         ('watch', agent),
@@ -190,6 +203,8 @@ class Terminal:
       ):
         line = f'{podrl} {command} {shlex.quote(path)}'
         self._console.print(line, soft_wrap=True)
+    elif summary['exit'] in ('interrupted', 'preempted'):
+      self._console.print(resume_command, soft_wrap=True)
 
   def _describe_steps(self, summary: Record) -> str:
     """Describes the sum of a summary's environment steps and joints."""

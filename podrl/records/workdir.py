@@ -366,8 +366,12 @@ def restore_config(
     for name in differing
     if name not in changed and (name in overridden or is_other_task)
   ):
+    name = theirs['env.name']
+    what = f'{path} was run with another configuration'
+    if name != ours['env.name']:
+      what = f'{path} is a run of {name}, not of {ours["env.name"]}'
     raise ValueError(
-      f'{path} was run with another configuration: {refused}; '
+      f'{what}: {refused}; '
       'use --init_from to start a new run with its parameters'
     )
   if unknown := ', '.join(sorted(set(theirs) - set(ours))):

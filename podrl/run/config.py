@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import math
+import shlex
 import sys
 from typing import Any, NamedTuple
 
@@ -416,6 +417,13 @@ class CommandLine(NamedTuple):
   flags: flags.FlagValues
   overrides: Sequence[str]  # Arguments that override fields.
   task: str = ''  # The environment's name, for `podrl train`.
+
+  def resume(self, workdir: str) -> str:
+    """Returns the command that resumes the run in `workdir`."""
+    chosen = [x for x in ('agent', 'variant') if self.flags[x].present]
+    chosen = [f'--{x}={self.flags[x].value}' for x in chosen]
+    arguments = [f'--workdir={workdir}', '--resume', *chosen, *self.overrides]
+    return f'{self.command} {shlex.join(arguments)}'
 
 
 class Files(NamedTuple):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 import contextlib
 import faulthandler
+import os
 import signal
 import sys
 import threading
@@ -72,6 +73,11 @@ class Signals:
       if not self.is_distributed or signal_number == signal.SIGINT:
         handler = previous if self._is_guest else signal.SIG_DFL
         signal.signal(signal_number, handler)
+    # An object of Python's io may be in use now, so write to the descriptor.
+    name = 'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'
+    text = f'{name}: the run stops and saves; a second signal ends it at once\n'
+    with contextlib.suppress(OSError):
+      os.write(2, text.encode())
     self.note(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
     self.on_signal()
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from podrl.envs import Task, find_task
 from podrl.records import workdir as files
+from podrl.records.terminal import podrl_command
 from podrl.records.workdir import Record
 from podrl.run import build, cluster, defaults, policy
 from podrl.run import config as configs
@@ -52,7 +53,7 @@ def parse(
   """
   argv = ['podrl train', *arguments]
   command_line = configs.parse_command_line(argv, has_task=True)
-  command_line = command_line._replace(command='podrl train')
+  command_line = command_line._replace(command=f'{podrl_command()} train')
   return functools.partial(_get_config, command_line), command_line
 
 
@@ -64,6 +65,11 @@ def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
     saved = files.read_config(values.workdir).env
     if text in ('', saved.name, f'{saved.suite}:{saved.name}'):
       return Task(saved.suite, saved.name), saved
+  if not text and values.resume and values.workdir:
+    raise ValueError(
+      f'--workdir={values.workdir} contains no run to resume; check the path, '
+      'or start a new run there with the name of an environment'
+    )
   if not text:
     raise ValueError(
       'give the name of an environment, as in podrl train CartPole-v1; the '

@@ -156,7 +156,7 @@ def execute(
       signals,
       cluster,
       exit_stack,
-      command_line.command,
+      command_line,
     )
   except ValueError as error:
     outcome = Outcome(MISTAKE, error=str(error))
@@ -198,7 +198,7 @@ def _train_programs(
   signals: Signals,
   cluster: Cluster,
   exit_stack: contextlib.ExitStack,
-  command: str,
+  command_line: configs.CommandLine,
 ) -> Outcome:
   """Trains the programs of a run, one after another, until one ends early.
 
@@ -206,7 +206,7 @@ def _train_programs(
     root: the files of the whole run.
     start_seconds: `time.perf_counter()` at the start of the process.
     exit_stack: receives the locks of the directories.
-    command: how the user started the run, without arguments.
+    command_line: how the user started the run.
 
   Returns:
     The outcome of the last program that ran.
@@ -243,7 +243,15 @@ def _train_programs(
       is_writer,
     )
     trainer = _Trainer(
-      program, built, files, variables, recorder, signals, cluster, command
+      program,
+      built,
+      files,
+      variables,
+      recorder,
+      signals,
+      cluster,
+      command_line.command,
+      command_line.resume(root.workdir),
     )
     outcome = trainer.train()
     if cluster.watchdog:  # Later failures must not change this program's files.
@@ -330,6 +338,7 @@ class _Trainer:
   signals: Signals
   cluster: Cluster
   command: str  # How the user started the run, without arguments.
+  resume_command: str  # Continues the whole run.
   checkpoints: checkpoint.Checkpoints | None = None
   saved_seconds: float = 0.0  # When the last periodic checkpoint was written.
   updates_per_round: int = 1
@@ -437,7 +446,9 @@ class _Trainer:
       outcome = outcome._replace(exit_code=exit_code, error=error)
     if self.cluster.process == 0:
       summary = recorder.last[0] | ending
-      recorder.terminal.print_summary(summary, self.files.workdir)
+      recorder.terminal.print_summary(
+        summary, self.files.workdir, self.resume_command
+      )
     return outcome
 
   def _describe(self, outcome: Outcome) -> Record:

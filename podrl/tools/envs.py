@@ -12,16 +12,24 @@ from collections.abc import Sequence
 from absl import flags
 
 from podrl import tools
-from podrl.envs import SUITES
+from podrl.envs import SUITES, similar_names
 
 
 def _act(words: list[str], values: flags.FlagValues) -> None:
   """Prints the names of each suite."""
   del values
   word = tools.single_path(words, 'word', 'envs Pong') if words else ''
-  for suite, row in SUITES.items():
-    names = [x for x in row.names() if word.lower() in x.lower()]
-    print(f'{suite} ({row.architecture.capitalize()}): {len(names)}')
+  found = {
+    suite: [x for x in row.names() if word.lower() in x.lower()]
+    for suite, row in SUITES.items()
+  }
+  if not any(found.values()):
+    raise ValueError(
+      f'no name contains {word}; similar names: {similar_names(word)}'
+    )
+  for suite, names in found.items():
+    architecture = SUITES[suite].architecture.capitalize()
+    print(f'{suite} ({architecture}): {len(names)}')
     for name in names:
       print(f'  {suite}:{name}')
 

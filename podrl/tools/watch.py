@@ -10,10 +10,12 @@ as bars. The text above each picture shows the return so far and the number of
 steps. FILE plays at about the speed of the real task.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import math
 import os
 from typing import Any, NamedTuple
+import warnings
 
 from absl import flags
 import chex
@@ -56,7 +58,7 @@ class Episode(NamedTuple):
   steps: list[int]  # The number of steps before each picture; the first is 0.
   returns: np.ndarray  # The return after 0, 1 ... T steps, `[T + 1]`.
   is_over: bool  # Whether the episode ended by itself, before `max_steps`.
-  note: str  # The reason why the library drew no pictures, or ''.
+  note: str  # A sentence that says why the library drew no pictures, or ''.
 
 
 def record(
@@ -119,6 +121,15 @@ def record(
   return Episode(pictures, steps, np.asarray(returns), is_over, note)
 
 
+@contextlib.contextmanager
+def _without_render_warnings() -> Iterator[None]:
+  """Hides gymnasium's warnings about environments that cannot draw."""
+  with warnings.catch_warnings():
+    warnings.filterwarnings('ignore', '(?s).*render')
+    yield
+
+
+@_without_render_warnings()
 def _make_env(
   config: ConfigDict, rng_key: chex.PRNGKey
 ) -> tuple[HostEnv, chex.PRNGKey]:
@@ -174,14 +185,20 @@ def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
   )
 
 
+@_without_render_warnings()
 def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
   """Returns (a function that draws, ''), or (None, the reason for None)."""
   try:
     if env.render and np.shape(env.render())[2:] != (3,):
-      raise ValueError('the library gives no picture')
+      raise NotImplementedError
     return env.render, ''
   except Exception as error:  # Libraries raise many kinds of errors.
-    return None, one_line(error)
+    reason = one_line(error)
+    what = f'the environment could not draw itself ({reason})'
+    is_missing = isinstance(error, NotImplementedError)
+    if is_missing or 'not implemented' in reason.lower():
+      what = 'the environment cannot draw itself'
+    return None, f'{what}; the video shows its observations'
 
 
 def fit(picture: np.ndarray) -> np.ndarray:
@@ -315,6 +332,12 @@ _DRAWINGS: dict[tuple, Callable[..., np.ndarray]] = {
 }
 
 
+def _describe_action(action: np.ndarray) -> str:
+  """Describes an action by its first numbers."""
+  numbers = ', '.join(f'{x:.3g}' for x in np.ravel(action)[:6])
+  return f'action {numbers}'
+
+
 def _draw_bars(
   values: np.ndarray, actions: Sequence[np.ndarray | None]
 ) -> list[np.ndarray]:
@@ -337,8 +360,7 @@ def _draw_bars(
       box = (left, min(base, end), left + 0.7 * pitch, max(base, end))
       draw.rectangle(box, _BLUE)
     if action is not None:
-      numbers = ' '.join(f'{x:.3g}' for x in np.ravel(action)[:6])
-      draw.text((6, bottom + 6), f'action {numbers}', _ORANGE, font)
+      draw.text((6, bottom + 6), _describe_action(action), _ORANGE, font)
     pictures.append(np.asarray(image))
   return pictures
 
@@ -435,7 +457,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   with tools.writing(out):
     write(out, frames, seconds)
   if episodes[0].note:
-    print(f'drawn from observations: {episodes[0].note}')
+    print(episodes[0].note)
   size = os.path.getsize(out) / 1e6
   print(f'written: {out}, {len(frames)} frames, {size:.2f} MB')
 

@@ -321,6 +321,7 @@ def _lines(
       'exit': exit,
     },
     path,
+    'RESUME',
   )
   return out.getvalue()
 
@@ -440,7 +441,15 @@ def test_a_finished_run_says_what_comes_next(
     f"{podrl} watch '{path}/seed_0'",
     f"{podrl} evaluate '{path}/seed_0'",
   ]
-  lines = _lines(False, monkeypatch, [_RECORD], exit='interrupted')
+
+
+@pytest.mark.parametrize(
+  'exit,is_resumed',
+  [('interrupted', True), ('preempted', True), ('failed', False)],
+)
+def test_a_stopped_run_says_how_to_resume_it(exit, is_resumed, monkeypatch):
+  lines = _lines(False, monkeypatch, [_RECORD], exit=exit)
+  assert lines.endswith('\nRESUME\n') == is_resumed
   assert 'podrl' not in lines
 
 

@@ -359,6 +359,12 @@ def test_advice_after_a_nan_works(tmp_path, monkeypatch, capfd):
   with monkeypatch.context() as patch:
     _signal_at(patch, Anakin, 'advance', 2)
     assert helpers.run(workdir) == train.PREEMPTED
+  said = capfd.readouterr()
+  notice = 'SIGTERM: the run stops and saves; a second signal ends it at once\n'
+  assert notice in said.err
+  python, script, *arguments = shlex.split(said.out.splitlines()[-1])
+  assert (python, script) == ('python', 'anakin_catch.py')
+  assert arguments == [f'--workdir={workdir}', '--resume', *helpers.TINY]
   (done,) = checkpoint.steps(str(workdir))
   too_large = '--config.optimizer.learning_rate=1e30'
   capfd.readouterr()

@@ -15,6 +15,7 @@ import pytest
 import podrl
 from podrl import __main__ as cli
 from podrl.records import workdir
+from podrl.records.terminal import podrl_command
 from podrl.run import tasks, train
 from podrl.tools import evaluate
 
@@ -108,7 +109,9 @@ def test_a_run_that_is_resumed_knows_its_environment(
   monkeypatch.undo()
   capsys.readouterr()
   assert _run(monkeypatch, 'Catch-bsuite', path, '--resume') == train.MISTAKE
-  assert 'config.env.name is CartPole-v1 in the run' in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert 'run is a run of CartPole-v1, not of Catch-bsuite: config.' in said
+  assert 'config.env.name is CartPole-v1 in the run' in said
   # Without --resume, the name CartPole-v1 means gymnax.
   assert _run(monkeypatch, 'CartPole-v1', path, '--resume', *_FLAGS) == 0
   config = workdir.read_config(str(tmp_path / 'run'))
@@ -119,7 +122,7 @@ def test_a_run_that_is_resumed_knows_its_environment(
   'arguments,message',
   [
     ([], 'the name of an environment, as in podrl train CartPole-v1'),
-    (['--resume', '--workdir=x'], 'the name of an environment'),
+    (['--resume', '--workdir=x'], '--workdir=x contains no run to resume'),
     (['Catch-bsuite', 'Pong-misc'], 'expected one environment, got Catch'),
     (['Catch-bsuite', '--sede=1'], '--sede=1 is not understood; did you mean'),
     (['Catch-bsuite', '--steps=many'], 'config.total_env_steps=many is not of'),
@@ -171,8 +174,17 @@ def test_numbers_of_numpy_are_numbers(monkeypatch):
 def test_help_lists_the_fields_of_the_kind(monkeypatch, capsys):
   assert _run(monkeypatch, 'MemoryChain-bsuite', '--help') == 0
   text = capsys.readouterr().out
-  assert 'usage: podrl train [SUITE:]NAME' in text
+  assert f'usage: {podrl_command()} train [SUITE:]NAME' in text
   assert '--config.network.recurrent=gru' in text
+
+
+def test_a_resume_command_repeats_the_agent_and_the_fields():
+  arguments = ['Catch-bsuite', '--agent=impala', '--seed=3', '--workdir=a']
+  _, command_line = tasks.parse([*arguments, '--config.unroll_length', '8'])
+  assert command_line.resume('my run') == (
+    f"{podrl_command()} train '--workdir=my run' --resume --agent=impala "
+    '--config.unroll_length=8 --config.seed=3'
+  )
 
 
 def test_python_trains_in_any_thread_and_keeps_the_session(tmp_path):
