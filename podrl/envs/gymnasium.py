@@ -160,6 +160,7 @@ def make(
     except BaseException:  # A process of an environment died.
       for process in getattr(envs.unwrapped, 'processes', ()):
         process.kill()  # The processes block SIGTERM.
+      envs.unwrapped.closed = True  # Otherwise, its finalizer closes it again.
       raise
 
   # By default, VectorEnv returns copies of observations, as HostEnv requires.

@@ -1,6 +1,8 @@
 """Tests `podrl evaluate`: what it prints and writes, and a user's mistakes."""
 
 import json
+import os
+from unittest import mock
 
 import helpers
 import jax
@@ -42,10 +44,18 @@ def test_the_result_is_printed_and_written(name, tmp_path, capsys, monkeypatch):
     width, 1.96 * returns.std() / 40**0.5, rtol=0.2, atol=0.02
   )
   assert f'written: {run}' in capsys.readouterr().out
-  with monkeypatch.context() as patch:  # The command fails before evaluation.
-    patch.setattr(build, 'make_evaluate', None)
+  with monkeypatch.context() as patch:  # The command fails before it loads.
+    patch.setattr(policy, 'load', None)
     assert evaluate.run([*argv, f'--out={tmp_path}/no/x.json']) == 2
   assert 'there is no directory' in capsys.readouterr().err
+  with monkeypatch.context() as patch:  # The disk becomes full.
+    patch.setattr(os, 'replace', mock.Mock(side_effect=OSError(28, 'No space')))
+    assert evaluate.run([*argv, f'--out={tmp_path}/x.json']) == 2
+  said = capsys.readouterr()
+  assert 'over 40 episodes' in said.out
+  assert said.err == (
+    f'error: {tmp_path}/x.json cannot be written: No space; use another --out\n'
+  )
   out = tmp_path / 'again.json'
   assert evaluate.run([*argv, f'--out={out}']) == 0  # The episodes repeat.
   assert json.loads(out.read_text()) == found
