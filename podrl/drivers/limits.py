@@ -30,12 +30,12 @@ _ACTORS_WAIT = (
   'learner spends {time_update} of its time on updates'
 )
 _SENTENCES = {  # `_words` fills the braces.
-  'shared cores': 'The {cores}, mostly with {most_work}. Actors spend '
+  'shared cores': 'The {cores}{most_work}. Actors spend '
   '{time_environment} of their time in environments and {time_inference} on '
   'choosing actions; the learner spends {time_update} of its time on updates. '
-  'Add CPU cores{or_less_work}.',
-  'cores': _WAITS + ', and the {cores}: the environments need more cores. Add '
-  'CPU cores{or_drop_devices}.',
+  '{add_cores}{or_less_work}.',
+  'cores': _WAITS + ', and the {cores}: the environments need more cores. '
+  '{add_cores}{or_drop_devices}.',
   'environments': _WAITS + '. {actors_spend} {time_environment} of the time in '
   'environments, and the {cores}: the latency of the environments is the '
   'limit. Add actor threads (sebulba.threads_per_actor_device)'
@@ -197,10 +197,15 @@ def _words(record: Mapping[str, float], system: System) -> dict[str, Any]:
     'choosing actions': record['time_inference'] * system.num_actors,
     'updates': record['time_update'] * len(system.learner_devices),
   }
+  most_work = max(seconds, key=seconds.__getitem__)
+  # If other programs use most of the busy cores, they are the cause.
+  is_disturbed = others(record) > record['busy_cores']
   permits = system.unrolls_per_update * (system.max_lag + 1)
   words |= {
     'cores': cores,
-    'most_work': max(seconds, key=seconds.__getitem__),
+    'add_cores': f'{"Stop other programs, or add" if is_disturbed else "Add"} '
+    'CPU cores',
+    'most_work': f', mostly with {most_work}',
     'or_less_work': ', or use a smaller network or fewer epochs; podrl balance '
     'measures whether an accelerator is faster',
     'or_env_threads': ' or environment threads (sebulba.env_threads)',
@@ -228,7 +233,8 @@ def _words(record: Mapping[str, float], system: System) -> dict[str, Any]:
     remedy = 'learn on more CPU devices (sebulba.learner_devices)'
     words['remedy'] = f'The {cores}: {remedy}'
   for name, applies in (
-    ('or_less_work', words['most_work'] != 'environments'),
+    ('most_work', not is_disturbed),
+    ('or_less_work', most_work != 'environments' and not is_disturbed),
     ('or_env_threads', num_threads < system.num_cores),
     ('or_drop_actors', permits < system.num_actors),
     ('with_updates', system.is_shared),

@@ -73,7 +73,7 @@ _FREE = _GPU._replace(is_deterministic=False)
     # Cores that other programs use are not free.
     (
       'cores',
-      ('30 % with this run',),
+      ('30 % with this run', 'Stop other programs, or add CPU cores'),
       _record(0.8, 0.19, 0.55, cores=0.3, idle_cores=0.05),
       _GPU,
     ),
@@ -176,6 +176,13 @@ _FREE = _GPU._replace(is_deterministic=False)
       'cores',
       ('mostly with environments', 'Add CPU cores'),
       _record(0.9, 0.09, 0.5, cores=0.95, actor_devices=0.6),
+      _CPU,
+    ),
+    # The run's own work is not the cause if other programs use most cores.
+    (
+      'cores',
+      ('with other programs). Actors', 'its time on updates. Stop other pro'),
+      _record(0.6, 0.39, 0.9, cores=0.27, idle_cores=0.0, actor_devices=0.6),
       _CPU,
     ),
     (
