@@ -229,9 +229,10 @@ _ignore_libtpu()  # Now, because JAX looks for devices only once.
 
 
 def has_accelerator() -> bool:
-  """Whether programs are compiled for an accelerator, or JAX finds one.
+  """Whether the programs of this process run on an accelerator.
 
-  If JAX finds none, `set_num_cpu_devices` still works afterwards, unless that
+  In `compiling_for`, the target decides; otherwise, what JAX finds. If JAX
+  finds none, `set_num_cpu_devices` still works afterwards, unless that
   function was called or a device was used before.
 
   Raises:

@@ -247,7 +247,7 @@ class Cluster:
     return decision['value']
 
   def gather(self, value: Any) -> list[Any] | None:
-    """Returns all JSON values in process 0, and None in the other processes."""
+    """Returns the JSON values of all processes to process 0, None to others."""
     if not self.is_distributed:
       return [value]
     self.beat()

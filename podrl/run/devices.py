@@ -289,9 +289,9 @@ def layout_warnings(
   is_set = fields.actor_devices or fields.learner_devices
   if num_used < num_local and not is_set:
     warnings.append(
-      f'only {num_used} of {num_local} devices are used: config.env.num_envs='
-      f'{config.env.num_envs} does not divide over {layout.num_actors} actors '
-      f'and then more than {len(layout.learner_devices)} learner devices'
+      f'only {num_used} of {num_local} devices are used; to use more, set '
+      f'config.env.num_envs={config.env.num_envs} to a multiple of '
+      f'{layout.num_actors} actors times the number of learner devices'
     )
   return warnings
 

@@ -27,7 +27,8 @@ def run_command(
     doc: the text that `--help` prints before the flags.
     values: the command's flags; this function adds `--help`.
     act: the command itself, called with the positional arguments and the flags.
-    known_only: whether `act` gets unknown flags too, among the arguments.
+    known_only: if true, `act` gets unknown flags among its arguments; if false,
+      an unknown flag is a mistake.
 
   Returns:
     0 after success; 2 after a user's mistake (a wrong flag, or any ValueError

@@ -71,7 +71,7 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
   is_agent = re.compile(r'.*/seed_\d+').fullmatch
 
   def visit(path: str) -> list[str]:
-    """Adds the run at a path; without one, returns the paths to visit."""
+    """Adds the run at a path, or else returns the paths inside, to visit."""
     real_path = os.path.realpath(path)  # Links may form a circle.
     if real_path in seen:
       return []

@@ -751,5 +751,8 @@ def test_idle_devices_are_warned_of():
   config.sebulba.actor_devices = config.sebulba.learner_devices = ()
   config.num_minibatches = 1
   (warning,) = build.make_run(config).warnings
-  assert '3 of 4 devices are used: config.env.num_envs=4' in warning
+  assert (
+    '3 of 4 devices are used; to use more, set config.env.num_envs=4 to'
+    in warning
+  )
   assert build.make_run(_config()).warnings == []

@@ -474,7 +474,7 @@ def test_atari_has_settings_for_each_machine(agent, monkeypatch):
 
 
 class _RecordingDict(dict):
-  """Remembers which keys are read one by one."""
+  """Remembers each key that is read with `d[key]`."""
 
   def __init__(self, values, reads):
     super().__init__(values)
