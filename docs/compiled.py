@@ -9,7 +9,6 @@ about a minute for each row.
 
 import csv
 import itertools
-import os
 import pathlib
 import re
 import sys
@@ -123,7 +122,7 @@ def main(names: list[str]) -> None:
       continue
     row = _compile(name, agent, variant, target)
     print(row, flush=True)
-    is_new = not os.path.exists(_CSV)
+    is_new = not _CSV.exists()
     with _CSV.open('a', newline='') as file:
       writer = csv.DictWriter(file, _FIELDS, lineterminator='\n')
       if is_new:

@@ -142,14 +142,20 @@ def is_series(config: ConfigDict) -> bool:
   return 'sebulba' in config and config.get('num_seeds', 1) > 1
 
 
+def _run_above(path: str) -> str | None:
+  """Returns the run that contains a directory `seed_N`, or None."""
+  parent, name = os.path.split(os.path.abspath(path))
+  is_seed = re.fullmatch(r'seed_\d+', name) and is_run(parent)
+  return parent if is_seed else None
+
+
 def run_of_agent(path: str) -> str | None:
   """Returns the run that contains an agent's directory `RUN/seed_N`, or None.
 
   If the seed is a separate run, it returns None.
   """
-  parent, name = os.path.split(os.path.abspath(path))
-  is_seed = re.fullmatch(r'seed_\d+', name) and is_run(parent)
-  if not is_seed or os.path.exists(os.path.join(path, 'checkpoints')):
+  parent = _run_above(path)
+  if not parent or os.path.exists(os.path.join(path, 'checkpoints')):
     return None
   config = read_config(parent)
   is_part = config.get('num_seeds', 1) > 1 and not is_series(config)
@@ -158,12 +164,12 @@ def run_of_agent(path: str) -> str | None:
 
 def series_of_seed(path: str) -> str | None:
   """Returns the series that contains `SERIES/seed_N`, or None."""
-  path = os.path.abspath(path)
-  parent, name = os.path.split(path)
-  if not re.fullmatch(r'seed_\d+', name) or not is_run(parent):
+  parent = _run_above(path)
+  if not parent:
     return None
   config = read_config(parent)
-  is_seed = path in [x for _, x in seed_directories(parent, config)]
+  directories = [x for _, x in seed_directories(parent, config)]
+  is_seed = os.path.abspath(path) in directories
   return parent if is_seed and is_series(config) else None
 
 

@@ -22,7 +22,7 @@ from podrl.drivers.actor import make_actor_functions
 from podrl.run import build
 from podrl.run.config import check_choice
 from podrl.run.devices import Machine, make_layout, on_all_hosts
-from podrl.types import TimeStep, Trajectory, Tree
+from podrl.types import EnvSpec, TimeStep, Trajectory, Tree
 
 
 class Chip(NamedTuple):
@@ -323,7 +323,7 @@ def lower(config: ConfigDict, machine: Machine) -> Lowered:
   run = build.make_run(config, machine=machine)
   num_params = sum(x.size for x in jax.tree.leaves(run.variables.params))
   if build.architecture(config) == 'sebulba':
-    programs, overlaps = _lower_sebulba(config, machine)
+    programs, overlaps = _lower_sebulba(config, run.spec, machine)
     return Lowered(
       programs, run.steps_per_update, num_params, overlaps, run.warnings
     )
@@ -340,10 +340,9 @@ def lower(config: ConfigDict, machine: Machine) -> Lowered:
 
 
 def _lower_sebulba(
-  config: ConfigDict, machine: Machine
+  config: ConfigDict, spec: EnvSpec, machine: Machine
 ) -> tuple[dict[str, Program], bool]:
   """Lowers Sebulba's programs; says whether they run at the same time."""
-  spec = build.make_spec(config)
   layout = make_layout(config, spec, machine)
   agent = build.make_agent(config, spec)
   learner = build.make_learner(config, agent)
