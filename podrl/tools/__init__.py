@@ -5,6 +5,7 @@ import contextlib
 import os
 import runpy
 import sys
+import tempfile
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -74,54 +75,38 @@ def single_path(paths: Sequence[str], what: str, example: str) -> str:
   return paths[0]
 
 
-def check_out(path: str) -> None:
-  """Before the work begins, raises a ValueError if `path` cannot be written."""
-  directory = os.path.dirname(path) or '.'
-  reason = ''
-  if not os.path.isdir(directory):
-    reason = f'there is no directory {directory}'
-  elif os.path.isdir(path):
-    reason = 'it is a directory'
-  elif not os.access(directory, os.W_OK | os.X_OK):
-    reason = f'{directory} has no write permission'
-  elif os.path.exists(path) and not os.access(path, os.W_OK):
-    reason = 'it has no write permission'
-  if reason:
-    raise ValueError(f'{path} cannot be written: {reason}; use another --out')
-
-
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
   """Turns an OSError into a ValueError that names the file `path`."""
   try:
     yield
   except OSError as error:
+    reason = error.strerror or one_line(error)
     raise ValueError(
-      f'{path} cannot be written: {error.strerror or one_line(error)}; use '
-      'another --out'
+      f'{path} cannot be written: {reason}; use another --out'
     ) from error
+
+
+def check_out(path: str) -> None:
+  """Before the work begins, raises a ValueError if `path` cannot be written."""
+  is_new = not os.path.lexists(path)
+  with writing(path), open(path, 'ab'):
+    pass
+  if is_new:
+    os.remove(path)
 
 
 def make_directory(path: str) -> None:
   """Makes the directory of `--out`; raises a ValueError if this fails."""
-  try:
+  with writing(path):
     os.makedirs(path, exist_ok=True)
-  except OSError as error:
-    reason = error.strerror
-    raise ValueError(f'--out={path} is not a directory: {reason}') from error
-  if not os.access(path, os.W_OK):
-    raise ValueError(f'--out={path} cannot be written')
+    tempfile.TemporaryFile(dir=path).close()
 
 
 def read_config(
   path: str, overrides: Sequence[str], values: flags.FlagValues
 ) -> ConfigDict:
-  """Builds the configuration of an experiment.
-
-  Args:
-    path: the experiment's file.
-    overrides: see `apply_overrides`.
-    values: the flags `agent` and `variant`.
+  """Builds the configuration of an experiment, the Python file `path`.
 
   Raises:
     ValueError: if `path` is not an experiment, or an override is wrong.

@@ -393,7 +393,7 @@ def test_the_decisions_of_a_run_are_drawn(tmp_path, capsys):
     (['experiments/anakin_breakout.py'], 'uses Anakin'),
     (
       ['experiments/sebulba_cartpole.py', f'--out={__file__}'],
-      f'--out={__file__} is not a directory: File exists',
+      f'{__file__} cannot be written: File exists; use another --out',
     ),
     (
       ['experiments/sebulba_cartpole.py', '--size_range=nan'],

@@ -47,7 +47,7 @@ def test_the_result_is_printed_and_written(name, tmp_path, capsys, monkeypatch):
   with monkeypatch.context() as patch:  # The command fails before it loads.
     patch.setattr(policy, 'load', None)
     assert evaluate.run([*argv, f'--out={tmp_path}/no/x.json']) == 2
-  assert 'there is no directory' in capsys.readouterr().err
+  assert 'No such file or directory' in capsys.readouterr().err
   with monkeypatch.context() as patch:  # The disk becomes full.
     patch.setattr(os, 'replace', mock.Mock(side_effect=OSError(28, 'No space')))
     assert evaluate.run([*argv, f'--out={tmp_path}/x.json']) == 2

@@ -122,13 +122,13 @@ def test_pictures_lie_beside_their_runs(tmp_path, monkeypatch):
     (['nowhere'], 'nowhere cannot be read: No such file'),
     (['nothing'], 'nothing is not a run and contains no run'),
     (['a', 'a', '--out=a'], 'must end in .png or .svg'),
-    (['a', '--out=d.png'], 'd.png cannot be written: it is a directory'),
+    (['a', '--out=d.png'], 'd.png cannot be written: Is a directory'),
     (['a', '--out=x.gif'], 'must end in .png or .svg'),
     (['a', '--x=frames'], 'should be one of'),
     (['a', '--y=2'], 'y'),
     (['empty'], 'has no return yet'),
     (['damaged'], 'damaged in line 2'),
-    (['a', '--out=no/x.png'], 'no/x.png cannot be written: there is no dir'),
+    (['a', '--out=no/x.png'], 'no/x.png cannot be written: No such file or d'),
   ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -232,12 +232,17 @@ def test_runs_that_cannot_be_drawn_are_skipped(tmp_path, capsys, monkeypatch):
 def test_a_file_that_cannot_be_written_is_noticed_first(tmp_path, monkeypatch):
   file = tmp_path / 'x.png'
   tools.check_out(str(file))
-  file.write_text('')
-  for refused, message in (file, 'it has no'), (tmp_path, 'has no write'):
-    with monkeypatch.context() as patch:
-      patch.setattr(os, 'access', lambda path, _: path != str(refused))
-      with pytest.raises(ValueError, match=message):
-        tools.check_out(str(file))
+  assert not file.exists()
+  file.write_text('a')
+  tools.check_out(str(file))
+  assert file.read_text() == 'a'
+
+  def refuse(path, mode):
+    raise PermissionError(13, 'Permission denied')
+
+  monkeypatch.setattr(tools, 'open', refuse, raising=False)
+  with pytest.raises(ValueError, match='cannot be written: Permission denied'):
+    tools.check_out(str(file))
 
 
 @pytest.mark.parametrize('num_seeds', [1, 2])
