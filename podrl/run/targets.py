@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
@@ -22,7 +21,7 @@ from podrl.drivers.actor import make_actor_functions
 from podrl.run import build
 from podrl.run.config import check_choice
 from podrl.run.devices import Machine, make_layout, on_all_hosts
-from podrl.types import EnvSpec, TimeStep, Trajectory, Tree
+from podrl.types import EnvSpec, TimeStep, Tree
 
 
 class Chip(NamedTuple):
@@ -214,14 +213,14 @@ def _tpu_devices(target: Target) -> list[jax.Device]:
 
 
 class _Gpu(NamedTuple):
-  """What the compiler must know of a GPU, beside `Chip`."""
+  """Fields of XLA's message GpuDeviceInfoProto that `Chip` does not have."""
 
   generation: int  # Of its compute capability.
-  num_cores: int
+  core_count: int
   fpus_per_core: int
-  clock: float  # GHz.
-  shared_memory: int  # Bytes per core.
-  l2_cache: int  # Bytes.
+  clock_rate_ghz: float
+  shared_memory_per_core: int  # Bytes.
+  l2_cache_size: int  # Bytes.
 
 
 # From the descriptions of these GPUs in XLA's repository, in the directory
@@ -238,32 +237,25 @@ def _gpu_devices(target: Target) -> list[jax.Device]:
   """Asks the compiler of GPUs for the devices of a target."""
   gpu, chip = _GPUS[target.kind], target.chip
   extension = 'NONE' if gpu.generation < 9 else 'ACCELERATED_FEATURES'
-  fields = {  # Fields of XLA's message GpuDeviceInfoProto.
+  fields = gpu._asdict() | {
     'threads_per_block_limit': 1024,
     'threads_per_warp': 32,
     'shared_memory_per_block': 49152,
-    'shared_memory_per_core': gpu.shared_memory,
-    'shared_memory_per_block_optin': gpu.shared_memory - 1024,
+    'shared_memory_per_block_optin': gpu.shared_memory_per_core - 1024,
     'threads_per_core_limit': 2048,
-    'core_count': gpu.num_cores,
-    'fpus_per_core': gpu.fpus_per_core,
     'block_dim_limit_x': 2**31 - 1,
     'block_dim_limit_y': 65535,
     'block_dim_limit_z': 65535,
     'memory_bandwidth': int(chip.memory_bandwidth * 1e9),
-    'l2_cache_size': gpu.l2_cache,
-    'clock_rate_ghz': gpu.clock,
     'device_memory_size': int(chip.memory * 1e9),
     'registers_per_core_limit': 65536,
     'registers_per_block_limit': 65536,
   }
+  generation = fields.pop('generation')
   info = ' '.join(f'{name}: {value}' for name, value in fields.items())
-  info += (
-    f' cuda_compute_capability {{ major: {gpu.generation} '
-    f'feature_extension: {extension} }}'
-  )
   text = (
-    f'gpu_device_info {{ {info} }} platform_name: "CUDA" '
+    f'gpu_device_info {{ {info} cuda_compute_capability {{ major: {generation} '
+    f'feature_extension: {extension} }} }} platform_name: "CUDA" '
     'dnn_version_info { major: 9 minor: 10 }'
   )
   hosts, gpus = max(1, target.size // 8), min(8, target.size)
@@ -321,22 +313,24 @@ def lower(config: ConfigDict, machine: Machine) -> Lowered:
     ValueError: for a user's mistake, as `build.make_run`.
   """
   run = build.make_run(config, machine=machine)
-  num_params = sum(x.size for x in jax.tree.leaves(run.variables.params))
   if build.architecture(config) == 'sebulba':
     programs, overlaps = _lower_sebulba(config, run.spec, machine)
-    return Lowered(
-      programs, run.steps_per_update, num_params, overlaps, run.warnings
+  else:
+    # The shapes of the state do not depend on the devices.
+    alone = config.copy_and_resolve_references()
+    alone.num_devices = 1
+    here = build.make_run(alone, machine=Machine(jax.devices(), 0, 1))
+    driver: Any = here.driver
+    init = functools.partial(
+      driver.programs.init, driver.rng_key, driver.hyperparams
     )
-  # The shapes of the state do not depend on the devices.
-  alone = config.copy_and_resolve_references()
-  alone.num_devices = 1
-  here: Any = build.make_run(alone, machine=Machine(jax.devices(), 0, 1)).driver
-  init = functools.partial(here.programs.init, here.rng_key, here.hyperparams)
-  driver: Any = run.driver
-  lowered = driver.programs.train.lower(jax.eval_shape(init), np.int32(1))
-  program = Program(lowered, len(run.devices), 1)
-  programs = {'train': program}
-  return Lowered(programs, run.steps_per_update, num_params, False, [])
+    driver = run.driver
+    train = driver.programs.train.lower(jax.eval_shape(init), np.int32(1))
+    programs, overlaps = {'train': Program(train, len(run.devices), 1)}, False
+  num_params = sum(x.size for x in jax.tree.leaves(run.variables.params))
+  return Lowered(
+    programs, run.steps_per_update, num_params, overlaps, run.warnings
+  )
 
 
 def _lower_sebulba(
@@ -349,52 +343,43 @@ def _lower_sebulba(
   length, unrolls = config.unroll_length, layout.unrolls_per_update
   # `spec` has the converted observations, so the actor need not convert them.
   functions = make_actor_functions(agent, lambda obs: obs, 1)
-
-  def begin(num_envs: int) -> tuple[Tree, TimeStep, Tree]:
-    def make(x: Any) -> jax.Array:
-      return jnp.zeros((num_envs, *x.shape), x.dtype)
-
-    zeros = jnp.zeros(num_envs)
-    timestep = TimeStep(jax.tree.map(make, spec.obs), zeros, zeros, zeros > 0)
-    keys = jax.random.split(jax.random.key(0), num_envs)
-    return keys, timestep, agent.initial_carry(num_envs)
-
-  def unroll(num_envs: int, variables: Tree) -> Trajectory:
-    keys, timestep, carry = begin(num_envs)
-
-    def step(carry: Tree, t: jax.Array) -> tuple[Tree, Tree]:
-      row, carry = functions.step(variables, keys, t, timestep, carry)
-      return carry, row
-
-    _, rows = jax.lax.scan(step, carry, jnp.arange(length))
-    zeros = jnp.zeros((length + 1, num_envs))
-    timesteps = TimeStep(timestep.obs, zeros, zeros, zeros > 0)
-    (trajectory,), _ = functions.finish([rows], timesteps, carry, 0)
-    return trajectory
-
   key = jax.eval_shape(jax.random.key, 0)
+  number = jax.ShapeDtypeStruct((), np.float32)
+  num_steps = jax.ShapeDtypeStruct((), np.int32)
+  timestep = TimeStep(spec.obs, number, number, jax.ShapeDtypeStruct((), bool))
+
+  def step_arguments(num_envs: int) -> tuple[Tree, ...]:
+    """Returns the shapes that `step` takes after the variables."""
+    carry = jax.eval_shape(lambda: agent.initial_carry(num_envs))
+    keys, timesteps = _batched((key, timestep), num_envs)
+    return keys, num_steps, timesteps, carry
+
   hyperparams = build.hyperparams(config, agent, 1)
   variables = jax.eval_shape(
     lambda key: agent.init(key).with_hyperparams(hyperparams), key
   )
   per_actor = config.env.num_envs // layout.num_actors
-  trajectory = jax.eval_shape(functools.partial(unroll, per_actor), variables)
+  row, carry = jax.eval_shape(
+    functions.step, variables, *step_arguments(per_actor)
+  )
+  timesteps = _batched(timestep, length + 1, per_actor)
+  timesteps = timesteps._replace(obs=_batched(spec.obs, per_actor))
+  (trajectory,), _ = jax.eval_shape(
+    functions.finish, [_batched(row, length)], timesteps, carry, num_steps
+  )
   state = jax.eval_shape(learner.init, key, trajectory)
   devices = on_all_hosts(layout.learner_devices, machine)
   update = spmd.map_update(learner, spmd.make_mesh(devices)).lower(
     variables, state._replace(variables=()), (trajectory,) * unrolls, key
   )
   actor = machine.local_devices[layout.actor_devices[0]]
-  one = jax.sharding.SingleDeviceSharding(actor)
-  begun = jax.eval_shape(
-    functools.partial(begin, per_actor // len(machine.hosts))
-  )
-  variables, (keys, timestep, carry), t = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one),
-    (variables, begun, jax.eval_shape(lambda: jnp.int32(0))),
+  sharding = jax.sharding.SingleDeviceSharding(actor)
+  arguments = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    (variables, *step_arguments(per_actor // len(machine.hosts))),
   )
   step: Any = functions.step
-  act = step.lower(variables, keys, t, timestep, carry)
+  act = step.lower(*arguments)
   num_actors = len(layout.actor_devices)
   overlaps = not {*layout.actor_devices} & {*layout.learner_devices}
   return {
@@ -403,3 +388,10 @@ def _lower_sebulba(
       act, num_actors * len(machine.hosts), length * unrolls / num_actors
     ),
   }, overlaps and config.sebulba.max_lag > 0
+
+
+def _batched(tree: Tree, *sizes: int) -> Tree:
+  """Adds axes of these sizes in front of the shapes in a tree."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), tree
+  )
