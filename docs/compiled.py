@@ -16,7 +16,6 @@ import sys
 import jax
 
 from podrl.agents import AGENTS
-from podrl.drivers import spmd
 from podrl.records.terminal import compact
 from podrl.run import targets
 from podrl.tools import compile
@@ -55,10 +54,7 @@ def _compile(name: str, agent: str, variant: str, target_name: str) -> Row:
   target = targets.parse(target_name)
   path = str(_DOCS.parent / 'experiments' / f'{name}.py')
   flags = [f'--agent={agent}', f'--variant={variant}']
-  with spmd.compiling_for(target.platform):
-    config = compile.read_experiment([path, *flags])
-    config.env.num_envs *= target.num_devices
-    report, _ = compile.compile_for(config, target)
+  _, report, _ = compile.compile_command([path, *flags], target)
   programs = report.programs
   main = programs.get('train') or programs['update']
   values = (

@@ -344,9 +344,10 @@ def _lower_sebulba(
   # `spec` has the converted observations, so the actor need not convert them.
   functions = make_actor_functions(agent, lambda obs: obs, 1)
   key = jax.eval_shape(jax.random.key, 0)
-  number = jax.ShapeDtypeStruct((), np.float32)
+  number: Any = jax.ShapeDtypeStruct((), np.float32)
   num_steps = jax.ShapeDtypeStruct((), np.int32)
-  timestep = TimeStep(spec.obs, number, number, jax.ShapeDtypeStruct((), bool))
+  is_first: Any = jax.ShapeDtypeStruct((), bool)
+  timestep = TimeStep(spec.obs, number, number, is_first)
 
   def step_arguments(num_envs: int) -> tuple[Tree, ...]:
     """Returns the shapes that `step` takes after the variables."""

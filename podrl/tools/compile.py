@@ -18,7 +18,7 @@ that each instruction reads and writes, its FLOPs, and 3 us to start it.
 """
 
 from collections.abc import Iterator, Sequence
-import json
+import dataclasses
 import math
 import os
 import re
@@ -63,6 +63,12 @@ _COLLECTIVES = (
 )
 
 
+def _find(pattern: str, text: str) -> str:
+  """Returns the first group of the first match, or ''."""
+  found = re.search(pattern, text)
+  return found[1] if found else ''
+
+
 class Instruction(NamedTuple):
   """An instruction of a compiled program."""
 
@@ -71,41 +77,30 @@ class Instruction(NamedTuple):
   kind: str  # For example fusion or while.
   text: str  # Operands and attributes.
 
-  @property
-  def frame(self) -> str:
-    """The number of its stack frame, or ''."""
-    found = re.search(r'stack_frame_id=(\d+)', self.text)
-    return found[1] if found else ''
-
-  def called(self, attribute: str) -> list[str]:
-    """Returns the names of the computations in an attribute."""
-    found = re.search(rf'\b{attribute}=(\{{.*?\}}|[^,]*)', self.text)
-    return re.findall(r'[\w.-]+', found[1]) if found else []
+  def called(self, *attributes: str) -> list[str]:
+    """Returns the names of the computations in some attributes."""
+    pattern = rf'\b(?:{"|".join(attributes)})=(\{{.*?\}}|[^,]*)'
+    names = ' '.join(re.findall(pattern, self.text))
+    return re.findall(r'[\w.-]+', names)
 
 
-class Module(NamedTuple):
-  """A compiled program: its computations by name."""
-
-  computations: dict[str, list[Instruction]]
-  entry: str
+# The computations of a compiled program by name; the first to run is _ENTRY.
+Module = dict[str, list[Instruction]]
+_ENTRY = 'ENTRY'
 
 
 def parse(text: str) -> Module:
   """Parses the text of a compiled program."""
-  computations: dict[str, list[Instruction]] = {}
-  entry, name = '', ''
+  module: Module = {}
+  body: list[Instruction] = []
   for line in text.splitlines():
     if header := re.match(r'(ENTRY )?%?([\w.-]+) \(.*\{$', line):
-      name = header[2]
-      entry = name if header[1] else entry
-      computations[name] = []
-    elif name and (
-      found := re.match(
-        r'\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)', line
-      )
+      body = module[_ENTRY if header[1] else header[2]] = []
+    elif found := re.match(
+      r'\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)', line
     ):
-      computations[name].append(Instruction(*found.groups()))
-  return Module(computations, entry)
+      body.append(Instruction(*found.groups()))
+  return module
 
 
 def _arrays(shape: str) -> list[tuple[str, int]]:
@@ -127,12 +122,11 @@ def num_bytes(shape: str) -> int:
 
 def num_trips(loop: Instruction, module: Module) -> int:
   """Returns how often a loop runs, or 1 if that is not a constant."""
-  if known := re.search(r'known_trip_count.{,5}n.{,5}?(\d+)', loop.text):
-    return int(known[1])
-  (condition,) = loop.called('condition')
-  names, found = [condition], []
+  if known := _find(r'known_trip_count.{,5}n.{,5}?(\d+)', loop.text):
+    return int(known)
+  names, found = loop.called('condition'), []
   for name in names:
-    for instruction in module.computations[name]:
+    for instruction in module[name]:
       names += instruction.called('calls')
       if instruction.kind == 'constant' and 's32[]' in instruction.shape:
         found.append(int(instruction.text.split(')')[0]))
@@ -141,11 +135,10 @@ def num_trips(loop: Instruction, module: Module) -> int:
 
 def part_of(instruction: Instruction) -> str:
   """Returns the innermost of `PARTS` in an instruction's name, or ''."""
-  name = re.search(r'op_name="([^"]*)"', instruction.text)
   # A transformation makes names such as vmap(acting); jit(update) is a program.
   words = [
     x.rstrip(')').split('(')[-1]
-    for x in (name[1] if name else '').split('/')
+    for x in _find(r'op_name="([^"]*)"', instruction.text).split('/')
     if not x.startswith('jit(')
   ]
   return next((x for x in reversed(words) if x in PARTS), '')
@@ -183,42 +176,41 @@ class Run(NamedTuple):
   @property
   def cycles(self) -> int:
     """The compiler's estimate, for all times."""
-    found = re.search(r'"estimated_cycles":"(\d+)"', self.instruction.text)
-    return self.times * int(found[1]) if found else 0
+    found = _find(r'"estimated_cycles":"(\d+)"', self.instruction.text)
+    return self.times * int(found or 0)
 
 
 def walk(
-  module: Module, computation: str, times: int = 1, part: str = _REST
+  module: Module, computation: str = _ENTRY, times: int = 1, part: str = _REST
 ) -> Iterator[Run]:
   """Yields the instructions that run; of a conditional, the longest branch.
 
   A loop without a constant number of trips counts once: Anakin's loop over
   updates.
   """
-  for instruction in module.computations[computation]:
+  for instruction in module[computation]:
     own = part_of(instruction) or part
     yield Run(instruction, computation, times, own)
     if instruction.kind == 'while':
       trips = times * num_trips(instruction, module)
-      for name in ('condition', 'body'):
-        (called,) = instruction.called(name)
-        yield from walk(module, called, trips, own)
+      for name in instruction.called('condition', 'body'):
+        yield from walk(module, name, trips, own)
     elif instruction.kind == 'conditional':
-      names = [
-        name
-        for x in (
-          'branch_computations',
-          'true_computation',
-          'false_computation',
-        )
-        for name in instruction.called(x)
-      ]
+      names = instruction.called(
+        'branch_computations', 'true_computation', 'false_computation'
+      )
       branches = [list(walk(module, name, times, own)) for name in names]
       yield from max(branches, key=lambda runs: sum(x.cycles for x in runs))
     elif instruction.kind in ('call', 'async-start'):
-      for name in ('to_apply', 'calls'):
-        for called in instruction.called(name):
-          yield from walk(module, called, times, own)
+      for name in instruction.called('to_apply', 'calls'):
+        yield from walk(module, name, times, own)
+
+
+def _operands(instruction: Instruction, body: list[Instruction]) -> list[str]:
+  """Returns the shapes of the operands of an instruction in a computation."""
+  shapes = {x.name: x.shape for x in body}
+  names = re.findall(r'%([\w.-]+)', instruction.text.split('), ')[0])
+  return [shapes.get(name, '') for name in names]
 
 
 _FREE = (
@@ -238,22 +230,19 @@ def roofline_seconds(run: Run, module: Module, chip: Chip) -> float:
   instruction = run.instruction
   if instruction.kind in _FREE or instruction.kind.startswith(_COLLECTIVES):
     return 0.0
-  shapes = {x.name: x.shape for x in module.computations[run.computation]}
-  names = re.findall(r'%([\w.-]+)', instruction.text.split('), ')[0])
-  read = sum(num_bytes(shapes.get(name, '')) for name in names)
+  body = module[run.computation]
+  read = sum(map(num_bytes, _operands(instruction, body)))
   seconds = (read + num_bytes(instruction.shape)) / chip.memory_bandwidth / 1e9
-  bodies = [(run.computation, instruction)]
-  for called in instruction.called('calls'):
-    bodies += [(called, x) for x in module.computations.get(called, ())]
+  inside = [(instruction, body)]
+  for name in instruction.called('calls'):
+    inside += [(x, module[name]) for x in module.get(name, ())]
   flops = 0.0
-  for computation, x in bodies:
+  for x, body in inside:
     if x.kind in ('dot', 'convolution') or '="__cu' in x.text:  # Or a library.
-      shapes = {x.name: x.shape for x in module.computations[computation]}
-      names = re.findall(r'%([\w.-]+)', x.text.split('), ')[0])[:2]
-      all_shapes = [x.shape, *(shapes.get(name, '') for name in names)]
-      sizes = [_arrays(shape)[0][1] for shape in all_shapes if _arrays(shape)]
-      window = re.search(r'window=\{size=([\dx]+)', x.text)
-      sizes += map(int, window[1].split('x')) if window else []
+      shapes = [x.shape, *_operands(x, body)[:2]]
+      sizes = [_arrays(shape)[0][1] for shape in shapes if _arrays(shape)]
+      window = _find(r'window=\{size=([\dx]+)', x.text)
+      sizes += map(int, window.split('x')) if window else []
       flops += 2 * math.sqrt(math.prod(sizes))
   # JAX multiplies float32 as TF32, at half the rate of bfloat16.
   is_float32 = 'f32[' in instruction.shape
@@ -261,7 +250,8 @@ def roofline_seconds(run: Run, module: Module, chip: Chip) -> float:
   return run.times * max(seconds, _START_SECONDS)
 
 
-class Collective(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Collective:
   """A collective, and how often it runs in an update."""
 
   kind: str
@@ -269,7 +259,8 @@ class Collective(NamedTuple):
   times: float
 
 
-class Costly(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Costly:
   """One of the dearest instructions of an update."""
 
   share: float
@@ -280,7 +271,8 @@ class Costly(NamedTuple):
   source: str  # FILE:LINE, or empty.
 
 
-class Analysis(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Analysis:
   """What one device needs for a program in one update of the run."""
 
   num_devices: int
@@ -292,35 +284,29 @@ class Analysis(NamedTuple):
   dearest: list[Costly]
 
 
-class Report(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Report:
   """A run that was compiled for a target."""
 
   target: str
   num_devices: int
   num_envs: int
-  num_params: int
+  programs: dict[str, Analysis]
   num_steps: int  # Environment steps of an update, joints included.
-  seconds: float  # Of an update; without Sebulba's environments.
+  num_params: int
   overlaps: bool  # Whether the programs run at the same time.
   warnings: Sequence[str]
-  programs: dict[str, Analysis]
+
+  @property
+  def seconds(self) -> float:
+    """Seconds of an update; without Sebulba's environments."""
+    times = [sum(x.seconds.values()) for x in self.programs.values()]
+    return max(times) if self.overlaps else sum(times)
 
   @property
   def steps_per_second(self) -> float:
     """Environment steps per second of the whole target."""
     return self.num_steps / self.seconds
-
-
-def read(compiled: Any) -> tuple[dict[str, int], str]:
-  """Returns the bytes on one device by kind, and the program's text."""
-  x = compiled.memory_analysis()
-  memory = {
-    'arguments': x.argument_size_in_bytes,
-    'results': x.output_size_in_bytes - x.alias_size_in_bytes,
-    'temporaries': x.temp_size_in_bytes,
-    'code': x.generated_code_size_in_bytes,
-  }
-  return memory | {'total': sum(memory.values())}, compiled.as_text()
 
 
 def analyse(
@@ -338,7 +324,7 @@ def analyse(
   calls, lines_of = program.calls, sources(text)
   collectives, rows, cycles = [], [], 0
   seconds = dict.fromkeys((*PARTS, _REST, REDUCE), 0.0)
-  for run in walk(module, module.entry, 1, default):
+  for run in walk(module, part=default):
     kind = run.instruction.kind.removesuffix('-start')
     if kind in _COLLECTIVES:
       size, times = num_bytes(run.instruction.shape), run.times * calls
@@ -362,60 +348,51 @@ def analyse(
       x.part,
       x.instruction.kind,
       x.instruction.shape.split('{')[0].lstrip('('),
-      lines_of.get(x.instruction.frame, ''),
+      lines_of.get(_find(r'stack_frame_id=(\d+)', x.instruction.text), ''),
     )
     for spent, x in rows[:10]
   ]
   return collectives, round(cycles * calls), seconds, dearest
 
 
-def as_dict(report: Report) -> dict[str, Any]:
-  """Converts a report to JSON values."""
-
-  def convert(x: Any) -> Any:
-    if hasattr(x, '_asdict'):
-      x = x._asdict()
-    if isinstance(x, dict):
-      return {name: convert(value) for name, value in x.items()}
-    return [convert(y) for y in x] if isinstance(x, list) else x
-
-  rates = {'steps_per_second': report.steps_per_second}
-  return convert(report) | rates
-
-
 class TooLarge(ValueError):
-  """A program that does not fit into the memory of a target.
+  """A program does not fit into the memory of a target.
 
-  Attributes:
-    needed, limit: bytes on one device; `needed` is infinite if unknown.
+  The arguments are the bytes that one device needs and has; the first is
+  infinite if it is unknown.
   """
 
-  def __init__(self, needed: float, limit: float):
-    super().__init__(f'{needed} bytes are more than {limit}')
-    self.needed, self.limit = needed, limit
 
+def compile_program(program: Program, chip: Chip) -> tuple[dict[str, int], str]:
+  """Returns the bytes on one device by kind, and the compiled program's text.
 
-def compile_program(program: Program, chip: Chip) -> Any:
-  """Compiles a program; raises `TooLarge` if it does not fit."""
+  Raises `TooLarge` if the program does not fit.
+  """
   limit = chip.memory * 2**30
   try:
-    compiled = program.lowered.compile()
+    compiled: Any = program.lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
     # It says for example: (65.04G) exceeds available HBM (15.75G).
-    sizes = re.findall(r'([\d.]+)([KMGT])\b', str(error))[:2]
-    needed = math.inf
-    if len(sizes) == 2:
-      needed, limit = (
-        float(number) * 1024 ** (1 + 'KMGT'.index(unit))
-        for number, unit in sizes
-      )
-    raise TooLarge(needed, limit) from error
-  memory, _ = read(compiled)
+    sizes = [
+      float(number) * 1024 ** (1 + 'KMGT'.index(unit))
+      for number, unit in re.findall(r'([\d.]+)([KMGT])\b', str(error))[:2]
+    ]
+    raise TooLarge(
+      *(sizes if len(sizes) == 2 else (math.inf, limit))
+    ) from error
+  x = compiled.memory_analysis()
+  memory = {
+    'arguments': x.argument_size_in_bytes,
+    'results': x.output_size_in_bytes - x.alias_size_in_bytes,
+    'temporaries': x.temp_size_in_bytes,
+    'code': x.generated_code_size_in_bytes,
+  }
+  memory['total'] = sum(memory.values())
   if memory['total'] > limit:
     raise TooLarge(memory['total'], limit)
-  return compiled
+  return memory, compiled.as_text()
 
 
 def compile_for(
@@ -433,12 +410,12 @@ def compile_for(
   try:
     return compile_once(config, target, machine)
   except TooLarge as error:
-    fits = _largest(config, target, machine, error)
-    is_known = error.needed < math.inf
-    needs = format_size(error.needed) if is_known else 'more'
+    needed, limit = error.args
+    fits = _largest(config, target, machine, needed, limit)
+    needs = format_size(needed) if needed < math.inf else 'more'
     raise ValueError(
       f'config.env.num_envs={config.env.num_envs} does not fit on {target.name}'
-      f': a core needs {needs}, and it has {format_size(error.limit)}; '
+      f': a core needs {needs}, and it has {format_size(limit)}; '
       + (f'{fits} fits' if fits else 'no smaller number fits')
     ) from error
 
@@ -451,36 +428,31 @@ def compile_once(
   analyses, texts = {}, {}
   for name, program in lowered.programs.items():
     start = time.perf_counter()
-    compiled = compile_program(program, target.chip)
+    memory, texts[name] = compile_program(program, target.chip)
     seconds = time.perf_counter() - start
-    memory, text = read(compiled)
     default = 'acting' if name == 'act' else _REST
-    found = analyse(text, program, target, default)
-    texts[name] = text
+    found = analyse(texts[name], program, target, default)
     analyses[name] = Analysis(program.num_devices, seconds, memory, *found)
-  times = [sum(x.seconds.values()) for x in analyses.values()]
+  num_devices, num_envs = len(machine.devices), config.env.num_envs
   return Report(
-    target.name,
-    len(machine.devices),
-    config.env.num_envs,
-    lowered.num_params,
-    lowered.num_steps,
-    max(times) if lowered.overlaps else sum(times),
-    lowered.overlaps,
-    lowered.warnings,
-    analyses,
+    target.name, num_devices, num_envs, analyses, *lowered[1:]
   ), texts
 
 
 def _largest(
-  config: ConfigDict, target: Target, machine: Machine, error: TooLarge
+  config: ConfigDict,
+  target: Target,
+  machine: Machine,
+  needed: float,
+  limit: float,
 ) -> int:
   """Finds about the largest number of environments that fits, or 0.
 
-  Memory grows almost linearly with it, so a few compilations are enough.
+  Memory grows almost linearly with it, so a few compilations are enough. The
+  configured number needs `needed` bytes of `limit`.
   """
   config = config.copy_and_resolve_references()
-  too_many = unit = config.env.num_envs
+  too_many = unit = num_envs = config.env.num_envs
   while unit % 2 == 0:  # A multiple of a number that divides evenly does too.
     config.env.num_envs = unit // 2
     try:
@@ -488,23 +460,22 @@ def _largest(
     except ValueError:
       break
     unit //= 2
-  num_envs, fits = too_many, 0
+  fits = 0
   for _ in range(5):
-    share = error.needed / error.limit
-    guess = num_envs * (0.97 / share if share < math.inf else 0.125)
+    guess = num_envs * (0.97 * limit / needed if needed < math.inf else 0.125)
     num_envs = min(int(guess) // unit * unit, too_many - unit)
     if num_envs <= fits:
       break
     config.env.num_envs = num_envs
     try:
       report, _ = compile_once(config, target, machine)
-    except TooLarge as found:
-      too_many, error = num_envs, found
+    except TooLarge as error:
+      needed, limit = error.args
+      too_many = num_envs
     else:
       fits = num_envs
       needed = max(x.memory['total'] for x in report.programs.values())
-      error = TooLarge(needed, error.limit)
-      if needed > 0.85 * error.limit:
+      if needed > 0.85 * limit:
         break
   return fits
 
@@ -537,8 +508,8 @@ def lines(report: Report, target: Target) -> Iterator[str]:
     yield f'  memory per {device}: {format_size(total)} of {limit:g} GiB'
     kinds = [f'{k} {format_size(v)}' for k, v in x.memory.items() if v]
     yield f'    {", ".join(kinds[:-1])}'
-    for kind, size, times in x.collectives:
-      yield f'  {times:,.0f} x {kind} of {size:,} bytes'
+    for one in x.collectives:
+      yield f'  {one.times:,.0f} x {one.kind} of {one.num_bytes:,} bytes'
     seconds = sum(x.seconds.values())
     cycles = f'{compact(x.cycles)} cycles, ' if x.cycles else ''
     yield f'  an update: {cycles}{format_seconds(seconds)}'
@@ -617,23 +588,35 @@ def read_experiment(arguments: Sequence[str]) -> ConfigDict:
   return config
 
 
+def compile_command(
+  arguments: Sequence[str], target: Target, scale: bool = True
+) -> tuple[ConfigDict, Report, dict[str, str]]:
+  """Compiles the run of a training command's arguments for a target.
+
+  Args:
+    scale: whether each device has config.env.num_envs environments.
+
+  Returns:
+    The configuration, and the results of `compile_for`.
+  """
+  with spmd.compiling_for(target.platform):
+    config = read_experiment(arguments)
+    if scale:
+      config.env.num_envs *= target.num_devices
+    return config, *compile_for(config, target)
+
+
 def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Compiles for each target; prints, writes and draws the reports."""
   jax.config.update('jax_platforms', 'cpu')  # It must not use a device.
   console = Console(highlight=False, markup=False)
+  if values.out:
+    tools.make_directory(values.out)
   reports, task, path = [], '', ''
   for target in [targets.parse(x) for x in values.target]:
-    with spmd.compiling_for(target.platform):
-      config = read_experiment(arguments)
-      machine = targets.make_machine(target)
-      if values.scale:
-        config.env.num_envs *= len(machine.devices)
-      task = f'{config.env.name}, {config.agent.name}'
-      default = f'{workdir.task_name(config)}-{config.agent.name}'
-      out = values.out or os.path.join('runs', 'compile', default)
-      tools.make_directory(out)
-      report, texts = compile_for(config, target, machine)
+    config, report, texts = compile_command(arguments, target, values.scale)
     reports.append(report)
+    task = f'{config.env.name}, {config.agent.name}'
     title = f'{task}, {config.env.num_envs:,} environments, {target.name}'
     console.print(title, style='bold')
     for warning in report.warnings:
@@ -641,13 +624,19 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
     for line in lines(report, target):
       console.print(line)
     console.print(dearest_table(report))
+    default = f'{workdir.task_name(config)}-{config.agent.name}'
+    out = values.out or os.path.join('runs', 'compile', default)
+    tools.make_directory(out)
     path = os.path.join(out, 'compile')
     for program, text in texts.items():
       name = f'{path}-{target.name}-{program}.txt'.replace(':', '-')
-      with open(name, 'w', encoding='utf-8') as stream:
-        stream.write(text)
-  with open(f'{path}.json', 'w', encoding='utf-8') as stream:
-    json.dump([as_dict(x) for x in reports], stream, indent=1)
+      workdir.write_text(name, text)
+  fields = [
+    dataclasses.asdict(x)
+    | {'seconds': x.seconds, 'steps_per_second': x.steps_per_second}
+    for x in reports
+  ]
+  workdir.write_text(f'{path}.json', workdir.to_json(fields, indent=1))
   draw(reports, task, f'{path}.png')
   console.print(f'written: {path}.json, {path}.png', soft_wrap=True)
 

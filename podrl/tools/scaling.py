@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
-from podrl.drivers import spmd
 from podrl.records.terminal import compact
 from podrl.run import targets
 from podrl.run.config import check_choice
@@ -33,9 +32,8 @@ from podrl.run.targets import CHIPS, Target, all_reduce_seconds
 from podrl.tools.compile import (
   REDUCE,
   Report,
-  compile_for,
+  compile_command,
   format_seconds,
-  read_experiment,
 )
 
 CORES = tuple(2**i for i in range(12))
@@ -80,26 +78,23 @@ def predict(
   first = reports[sizes[0]]
   rows: list[Row] = []
   for n, target in all_targets.items():
-    times, reduces = [], []
+    times, all_reduce = [], 0.0
     for name, program in first.programs.items():
-      own = [
-        sum(x.seconds.values()) - x.seconds[REDUCE]
-        for x in (reports[size].programs[name] for size in sizes)
-      ]
+      analyses = [reports[size].programs[name] for size in sizes]
+      own = [sum(x.seconds.values()) - x.seconds[REDUCE] for x in analyses]
       devices = n * program.num_devices // first.num_devices
-      reduces.append(
-        sum(
-          x.times * all_reduce_seconds(x.num_bytes, devices, target.chip)
-          for x in reports[sizes[-1]].programs[name].collectives
-        )
+      reducing = sum(
+        x.times * all_reduce_seconds(x.num_bytes, devices, target.chip)
+        for x in analyses[-1].collectives
       )
       now = float(np.interp(np.log2(n), np.log2(sizes), own))
-      times.append(now + reduces[-1])
+      times.append(now + reducing)
+      all_reduce += reducing
     seconds = max(times) if first.overlaps else sum(times)
     rate = first.num_steps * n / first.num_devices / seconds
     best = rows[0].steps_per_second / rows[0].num_cores if rows else rate / n
     rows.append(
-      Row(n, seconds, sum(reduces), rate, rate / n / best, n in reports)
+      Row(n, seconds, all_reduce, rate, rate / n / best, n in reports)
     )
   return rows
 
@@ -171,13 +166,10 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   for n in (sizes[0], sizes[len(sizes) // 2], sizes[-1]):
     target = all_targets[n]
     console.print(f'compiling for {target.name}', style='dim')
-    with spmd.compiling_for(target.platform):
-      config = read_experiment(arguments)
-      num_envs = config.env.num_envs
-      config.env.num_envs *= n
-      reports[n], _ = compile_for(config, target)
+    config, reports[n], _ = compile_command(arguments, target)
   rows = predict(reports, all_targets)
   task = f'{config.env.name}, {config.agent.name}'
+  num_envs = config.env.num_envs // sizes[-1]
   title = f'{task}, {num_envs} environments per core, {values.chip}'
   console.print(table(rows, title))
   path = os.path.join(values.out, 'scaling.png')

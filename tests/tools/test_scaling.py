@@ -39,7 +39,7 @@ def _report(num_devices, seconds):
   collectives = [Collective('all-reduce', 4_000_000, 10)]
   program = Analysis(num_devices, 1.0, {}, collectives, 1, parts, [])
   return Report(
-    '', num_devices, 8, 1, 100 * num_devices, 1.0, False, [], {'train': program}
+    '', num_devices, 8, {'train': program}, 100 * num_devices, 1, False, []
   )
 
 
