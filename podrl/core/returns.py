@@ -79,7 +79,11 @@ def vtrace(
     return error, error
 
   _, errors = jax.lax.scan(
-    backward, jnp.zeros_like(deltas[0]), (deltas, decays), reverse=True
+    backward,
+    jnp.zeros_like(deltas[0]),
+    (deltas, decays),
+    reverse=True,
+    unroll=8,
   )
   # The return from a step is the step's value plus lambda times its error.
   following = values[1:] + lambda_ * jnp.concatenate(

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.core.observations import flatten, unflatten
 from podrl.drivers import culprits, spmd
 from podrl.drivers.culprits import Largest
 from podrl.types import (
@@ -96,11 +97,12 @@ class Programs(NamedTuple):
 
 
 def make_unroll(
-  env: DeviceEnv, agent: Agent, unroll_length: int
+  env: DeviceEnv, agent: Agent, unroll_length: int, steps_per_turn: int = 1
 ) -> Callable[[Tree, Actors, Array], tuple[Actors, Trajectory, Episodes]]:
   """Makes the function that acts for T steps.
 
   It is `(variables, actors, num_updates) -> (actors, trajectory, episodes)`.
+  Each turn of its loop has `steps_per_turn` steps.
   """
 
   def unroll(variables, actors, num_updates):
@@ -108,16 +110,26 @@ def make_unroll(
     # One call for T x B keys costs little more than a call for B keys.
     keys = jax.vmap(_fold_in, (None, 0))(update_keys, jnp.arange(unroll_length))
 
+    shapes = jax.tree.map(lambda x: x[0], actors.timestep.obs)
+
+    def as_vectors(timestep):
+      return timestep._replace(obs=flatten(timestep.obs, 1))
+
+    def as_given(timestep):
+      return timestep._replace(obs=unflatten(timestep.obs, shapes, 1))
+
     def step(actors, rng_key):
+      before = actors.timestep
       action, extras, carry = agent.act(
-        variables, rng_key, actors.timestep, actors.carry
+        variables, rng_key, as_given(before), actors.carry
       )
       with jax.named_scope('environment'):
         new = env.step(actors.env_state, action)
         env_state, timestep = _strongly_typed(new)
+      timestep = as_vectors(timestep)
       is_first, length = timestep.is_first, actors.episode_length
       ended_return = jnp.where(is_first, actors.episode_return, 0.0)
-      ended = is_first, ended_return, jnp.where(is_first, length, 0)
+      ended = ended_return, jnp.where(is_first, length, 0)
       stepped = Actors(
         env_state,
         timestep,
@@ -126,17 +138,28 @@ def make_unroll(
         jnp.where(is_first, 0.0, actors.episode_return + timestep.reward),
         jnp.where(is_first, 0, length + 1),
       )
-      return stepped, (actors.timestep, action, extras, ended)
+      # The observation before the step, and the rest after it: a TPU copies
+      # what one turn of the loop both stores and hands on.
+      row = timestep._replace(obs=before.obs)
+      return stepped, (row, action, extras, ended)
 
+    first = actors.timestep
     carry = jax.tree.map(lambda x: x[None], actors.carry)
-    actors, rows = jax.lax.scan(step, actors, keys)
-    timesteps, actions, extras, (is_first, returns, lengths) = rows
+    actors = actors._replace(timestep=as_vectors(first))
+    actors, rows = jax.lax.scan(step, actors, keys, unroll=steps_per_turn)
+    steps, actions, extras, (returns, lengths) = rows
+    actors = actors._replace(timestep=as_given(actors.timestep))
 
     def append(x, last):
       return jnp.concatenate([x, last[None]])
 
-    timesteps = jax.tree.map(append, timesteps, actors.timestep)
-    number = jnp.sum(is_first, dtype=jnp.int32)
+    def prepend(first, x):
+      return jnp.concatenate([first[None], x])
+
+    obs = unflatten(steps.obs, shapes, 2)
+    obs = jax.tree.map(append, obs, actors.timestep.obs)
+    timesteps = TimeStep(obs, *map(prepend, first[1:], steps[1:]))
+    number = jnp.sum(steps.is_first, dtype=jnp.int32)
     episodes = Episodes(number, number, jnp.sum(returns), jnp.sum(lengths))
     return actors, Trajectory(timesteps, actions, extras, carry), episodes
 
@@ -175,7 +198,10 @@ def make_programs(
     returns, lengths = jnp.zeros(index.shape), jnp.zeros(index.shape, jnp.int32)
     return Actors(env_state, timestep, carry, act_keys, returns, lengths)
 
-  unroll = make_unroll(env, agent, unroll_length)
+  # On a TPU, steps of the same turn share operations and their fixed costs.
+  # Elsewhere, one turn for several steps only compiles more slowly.
+  is_tpu = mesh.devices.flat[0].platform == 'tpu'
+  unroll = make_unroll(env, agent, unroll_length, 4 if is_tpu else 1)
 
   def update(
     state: AnakinState,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.envs.indexing import compare_indices
 from podrl.messages import one_line
 from podrl.types import Array, DeviceEnv, EnvSpec, HostEnv, TimeStep, Tree
 
@@ -90,7 +91,14 @@ def make_device_env(
     num_steps = state.num_steps + 1
     return JointState(env_state, state.rng_key, num_steps, is_last), timestep
 
-  return DeviceEnv(spec, jax.vmap(reset_one), jax.vmap(step_one))
+  def step_on_platform(
+    state: JointState, action: Array
+  ) -> tuple[JointState, TimeStep]:
+    return jax.lax.platform_dependent(
+      state, action, tpu=compare_indices(step_one), default=step_one
+    )
+
+  return DeviceEnv(spec, jax.vmap(reset_one), jax.vmap(step_on_platform))
 
 
 def _fail(name: str, method: str, error: BaseException) -> NoReturn:
