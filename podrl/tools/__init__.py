@@ -1,14 +1,17 @@
 """The commands of `podrl`, one file for each, and their common functions."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 import contextlib
 import os
 import runpy
 import sys
 import tempfile
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
+from rich import box
+from rich.table import Table
 
 from podrl.messages import one_line
 from podrl.run.config import apply_overrides
@@ -101,6 +104,29 @@ def make_directory(path: str) -> None:
   with writing(path):
     os.makedirs(path, exist_ok=True)
     tempfile.TemporaryFile(dir=path).close()
+
+
+def make_table(
+  *columns: str, left: Collection[str] = (), **options: Any
+) -> Table:
+  """Makes a table; its columns are aligned right, except those in `left`."""
+  table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, **options)
+  for name in columns:
+    justify: Any = 'left' if name in left else 'right'
+    table.add_column(name, justify=justify, no_wrap=True)
+  return table
+
+
+@contextlib.contextmanager
+def figure(path: str, width: float, height: float) -> Iterator[Any]:
+  """Yields a figure of this size in inches, and writes it to a file."""
+  from matplotlib.figure import Figure  # The import takes a second.
+
+  figure = Figure(figsize=(width, height), dpi=110, layout='constrained')
+  yield figure
+  for axes in figure.axes:
+    axes.spines[['top', 'right']].set_visible(False)
+  figure.savefig(path, bbox_inches='tight')
 
 
 def read_config(

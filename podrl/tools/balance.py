@@ -29,7 +29,6 @@ from absl import flags
 import jax
 from ml_collections import ConfigDict
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -304,10 +303,10 @@ def table(runs: dict[Plan, Record], base: Plan) -> Table:
   rows = {str(i): plan for i, plan in enumerate(ranking, 1)}
   if base not in rows.values():
     rows['now'] = base
-  lines = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-  for name in ('', 'actors', 'envs', 'T', 'thr.', 'steps/s', *_BUSY, 'lag'):
-    lines.add_column(name, justify='right', no_wrap=True)
-  lines.add_column('limit', no_wrap=True)
+  lines = tools.make_table(
+    *('', 'actors', 'envs', 'T', 'thr.', 'steps/s', *_BUSY, 'lag', 'limit'),
+    left=['limit'],
+  )
   for name, plan in rows.items():
     record = runs[plan]
     cells = [name, *map(str, plan.sizes), compact(record['steps_per_second'])]
@@ -406,21 +405,18 @@ def verdict(rates: dict[str, float]) -> str:
 
 
 @contextlib.contextmanager
-def _figure(path: str) -> Iterator[Any]:
+def _panels(path: str) -> Iterator[Any]:
   """Yields two axes, one above the other, and writes them to a file."""
-  from matplotlib.figure import Figure  # The import takes a second.
   from matplotlib.ticker import EngFormatter
 
-  figure = Figure(figsize=(6.4, 5), dpi=110, layout='tight')
-  axes = figure.subplots(2, sharex=True)
-  axes[0].yaxis.set_major_formatter(EngFormatter(sep=''))
-  yield axes
-  for x in axes:
-    x.spines[['top', 'right']].set_visible(False)
-    if x.get_legend_handles_labels()[0]:
-      place = dict(loc='lower left', bbox_to_anchor=(0, 1))  # Above the axes.
-      x.legend(**place, ncols=3, frameon=False, fontsize=8)
-  figure.savefig(path)
+  with tools.figure(path, 6.4, 5) as figure:
+    axes = figure.subplots(2, sharex=True)
+    axes[0].yaxis.set_major_formatter(EngFormatter(sep=''))
+    yield axes
+    for x in axes:
+      if x.get_legend_handles_labels()[0]:
+        place = dict(loc='lower left', bbox_to_anchor=(0, 1))  # Above the axes.
+        x.legend(**place, ncols=3, frameon=False, fontsize=8)
 
 
 def draw(runs: dict[Plan, Record], base: Plan, path: str) -> None:
@@ -429,7 +425,7 @@ def draw(runs: dict[Plan, Record], base: Plan, path: str) -> None:
   plans = sorted(runs, key=lambda x: runs[x]['steps_per_second'])
   places, labels = range(len(plans)), dict.fromkeys(plans, 'measured')
   labels |= {best: 'plan 1', base: 'as configured'}
-  with _figure(path) as (rates, shares):
+  with _panels(path) as (rates, shares):
     for label, color in zip(('measured', 'plan 1', 'as configured'), _COLORS):
       group = [i for i in places if labels[plans[i]] == label]
       heights = [runs[plans[i]]['steps_per_second'] for i in group]
@@ -459,7 +455,7 @@ def draw_decisions(run_directory: str, path: str) -> None:
     raise ValueError(f'{run_directory} has no record yet')
   keys = 'wall_seconds', 'steps_per_second', 'num_actors'
   times, speeds, counts = ([x[k] for x in records] for k in keys)
-  with _figure(path) as (rates, actors):
+  with _panels(path) as (rates, actors):
     rates.plot(times, speeds, c=_COLORS[0])
     actors.step(times, counts, where='pre', color='0.35', label='active')
     for is_kept, marker, label, color in (

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from absl import flags
 import jax
 from ml_collections import ConfigDict
-from rich import box
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -524,10 +524,8 @@ def lines(report: Report, target: Target) -> Iterator[str]:
 
 def dearest_table(report: Report) -> Table:
   """Makes a table of the ten instructions that take most of the time."""
-  table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-  for name in ('share', 'part', 'instruction', 'line'):
-    justify: Any = 'right' if name == 'share' else 'left'
-    table.add_column(name, justify=justify, no_wrap=True)
+  columns = ('part', 'instruction', 'line')
+  table = tools.make_table('share', *columns, left=columns)
   for x in report.programs.values():
     for row in x.dearest[: 10 // len(report.programs)]:
       text = f'{row.kind} {row.shape}'
@@ -540,7 +538,6 @@ def dearest_table(report: Report) -> Table:
 
 def draw(reports: Sequence[Report], title: str, path: str) -> None:
   """Draws the time of an update by part, a bar for each program and target."""
-  from matplotlib.figure import Figure  # The import takes a second.
   from matplotlib.ticker import EngFormatter
 
   bars = {
@@ -548,22 +545,20 @@ def draw(reports: Sequence[Report], title: str, path: str) -> None:
     for x in reports
     for name, program in x.programs.items()
   }
-  width = max(4.8, 1.2 + 0.9 * len(bars))
-  figure = Figure(figsize=(width, 4.2), dpi=110, layout='constrained')
-  axes = figure.subplots()
-  bottom = [0.0] * len(bars)
-  for part, color in _COLORS.items():
-    heights = [seconds[part] for seconds in bars.values()]
-    if any(heights):
-      axes.bar(range(len(bars)), heights, 0.6, bottom, color=color, label=part)
-      bottom = [x + y for x, y in zip(bottom, heights)]
-  axes.set_xticks(range(len(bars)), list(bars), fontsize=8)
-  axes.set_ylabel('time of an update')
-  axes.yaxis.set_major_formatter(EngFormatter('s'))
-  axes.spines[['top', 'right']].set_visible(False)
-  figure.suptitle(title, fontsize=10)
-  figure.legend(loc='outside lower center', ncols=6, frameon=False, fontsize=8)
-  figure.savefig(path)
+  places, bottom = range(len(bars)), np.zeros(len(bars))
+  with tools.figure(path, max(4.8, 1.2 + 0.9 * len(bars)), 4.2) as figure:
+    axes = figure.subplots()
+    for part, color in _COLORS.items():
+      heights = np.asarray([seconds[part] for seconds in bars.values()])
+      if heights.any():
+        axes.bar(places, heights, 0.6, bottom, color=color, label=part)
+        bottom += heights
+    axes.set_xticks(places, list(bars), fontsize=8)
+    axes.set_ylabel('time of an update')
+    axes.yaxis.set_major_formatter(EngFormatter('s'))
+    figure.suptitle(title, fontsize=10)
+    place = 'outside lower center'
+    figure.legend(loc=place, ncols=6, frameon=False, fontsize=8)
 
 
 def read_experiment(arguments: Sequence[str]) -> ConfigDict:

@@ -172,63 +172,47 @@ def training_curve(
 
 def draw(groups: Sequence[Group], x: str, path: str) -> None:
   """Draws the curves of the groups, one panel per task, into a file."""
-  import matplotlib  # The import takes a second.
-
-  matplotlib.use('Agg')
-  matplotlib.rcParams['text.parse_math'] = False  # Names may contain a $.
-  from matplotlib import pyplot
+  import matplotlib
   from matplotlib.ticker import EngFormatter
   from matplotlib.transforms import ScaledTranslation
 
+  matplotlib.rcParams['text.parse_math'] = False  # Names may contain a $.
   tasks = list(dict.fromkeys(group.task for group in groups))
   num_columns = 1 if len(tasks) < 4 else min(4, math.ceil(len(tasks) ** 0.5))
-  num_rows = -(-len(tasks) // num_columns)
   labels = [textwrap.fill(_legend(group), 85) for group in groups]
   num_lines = dict.fromkeys(tasks, 0)
   for group, label in zip(groups, labels):
     num_lines[group.task] += 1 + label.count('\n')
-  heights = [
-    3.1 + 0.17 * max(num_lines[x] for x in tasks[i : i + num_columns])
-    for i in range(0, len(tasks), num_columns)
-  ]
-  figure, panels = pyplot.subplots(
-    num_rows,
-    num_columns,
-    figsize=(6.4 * num_columns, sum(heights) + 0.2),
-    dpi=110,
-    squeeze=False,
-    layout='constrained',
-  )
-  for axes in panels.flat[len(tasks) :]:
-    axes.remove()
-  for task, axes in zip(tasks, panels.flat):
-    members = [(g, x) for g, x in zip(groups, labels) if g.task == task]
-    for i, (group, label) in enumerate(members):
-      _draw_group(axes, group, x, label, i)
-    axes.set_title(task, fontsize=10)
-    axes.set(xlabel=_AXES[x], ylabel='episode return', xlim=(0, None))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=''))
-    axes.ticklabel_format(axis='y', useOffset=False)
-    axes.spines[['top', 'right']].set_visible(False)
+  rows = [tasks[i : i + num_columns] for i in range(0, len(tasks), num_columns)]
+  height = sum(3.1 + 0.17 * max(num_lines[x] for x in row) for row in rows)
+  with tools.figure(path, 6.4 * num_columns, height + 0.2) as figure:
+    panels = figure.subplots(len(rows), num_columns, squeeze=False)
+    for axes in panels.flat[len(tasks) :]:
+      axes.remove()
     below = ScaledTranslation(0, -0.5, figure.dpi_scale_trans)  # In inches.
-    axes.legend(
-      loc='upper left',
-      bbox_to_anchor=(0, 0),
-      bbox_transform=axes.transAxes + below,
-      borderaxespad=0,
-      frameon=False,
-      fontsize=8,
-    )
-  parts = ['lines: training']
-  if any(len(group.runs) > 1 for group in groups):
-    parts.append('bands: 95 % intervals of the mean')
-  if any(
-    len(run.series(x, 'eval_return')[0]) for g in groups for run in g.runs
-  ):
-    parts.append('dots: evaluation')
-  figure.supxlabel('; '.join(parts), fontsize=8, color='#606060')
-  figure.savefig(path, bbox_inches='tight')
-  pyplot.close(figure)
+    for task, axes in zip(tasks, panels.flat):
+      members = [(g, x) for g, x in zip(groups, labels) if g.task == task]
+      for i, (group, label) in enumerate(members):
+        _draw_group(axes, group, x, label, i)
+      axes.set_title(task, fontsize=10)
+      axes.set(xlabel=_AXES[x], ylabel='episode return', xlim=(0, None))
+      axes.xaxis.set_major_formatter(EngFormatter(sep=''))
+      axes.ticklabel_format(axis='y', useOffset=False)
+      axes.legend(
+        loc='upper left',
+        bbox_to_anchor=(0, 0),
+        bbox_transform=axes.transAxes + below,
+        borderaxespad=0,
+        frameon=False,
+        fontsize=8,
+      )
+    text = 'lines: training'
+    if any(len(group.runs) > 1 for group in groups):
+      text += '; bands: 95 % intervals of the mean'
+    runs = [run for group in groups for run in group.runs]
+    if any(len(run.series(x, 'eval_return')[0]) for run in runs):
+      text += '; dots: evaluation'
+    figure.supxlabel(text, fontsize=8, color='#606060')
 
 
 def _legend(group: Group) -> str:
@@ -244,10 +228,9 @@ def _draw_group(
   style, number = divmod(index, len(_COLORS))
   color, styles = _COLORS[number], ('-', '--', ':', '-.')
   points, returns = training_curve(group.runs, x)
-  mean = returns.mean(0) if len(points) else []
   axes.plot(
     points,
-    mean,
+    returns.mean(0) if len(points) else [],
     color=color,
     ls=styles[style % len(styles)],
     marker='x' if len(points) == 1 else '',

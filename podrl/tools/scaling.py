@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from absl import flags
 import jax
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -101,12 +100,11 @@ def predict(
 
 def table(rows: Sequence[Row], title: str) -> Table:
   """Makes a table of predictions and published rates."""
-  caption = '* compiled; the other rows are interpolated'
-  result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=0)
-  result.show_edge = False
-  names = ('cores', 'update', 'all-reduce', 'steps/s', 'efficiency')
-  for name in (*names, *PUBLISHED):
-    result.add_column(name, justify='right', no_wrap=True)
+  result = tools.make_table(
+    *('cores', 'update', 'all-reduce', 'steps/s', 'efficiency', *PUBLISHED),
+    title=title,
+    caption='* compiled; the other rows are interpolated',
+  )
   for row in rows:
     n = row.num_cores
     result.add_row(
@@ -122,35 +120,33 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 def draw(rows: Sequence[Row], title: str, path: str) -> None:
   """Draws rates and efficiency as a PNG file."""
-  from matplotlib.figure import Figure  # The import takes a second.
   from matplotlib.ticker import EngFormatter, PercentFormatter
 
   cores = [row.num_cores for row in rows]
   rates = [row.steps_per_second for row in rows]
-  figure = Figure(figsize=(6.4, 7.2), dpi=110, layout='tight')
-  upper, lower = figure.subplots(2)
   linear = [rates[0] * n / cores[0] for n in cores]
-  upper.plot(cores, linear, ':', color='#5a5a5a', label='linear')
   compiled = [i for i, row in enumerate(rows) if row.is_compiled]
   blue: dict[str, Any] = {'color': '#1f5fa8', 'markevery': compiled, 'ms': 5}
-  label = 'estimated (dots: compiled)'
-  upper.plot(cores, rates, '-o', **blue, label=label)
-  lower.plot(cores, [row.efficiency for row in rows], '-o', **blue)
-  for (name, points), mark in zip(PUBLISHED.items(), 'sD^'):
-    style = {'color': '#c44e00', 'mfc': 'none', 'ls': '', 'marker': mark}
-    upper.plot(*zip(*points.items()), label=f'{name}, published', **style)
-  upper.set(yscale='log', ylabel='steps or frames per second')
-  upper.yaxis.set_major_formatter(EngFormatter(sep=''))
-  upper.set_title(title, fontsize=10)
-  upper.legend(frameon=False, fontsize=8)
-  lower.set(ylim=(0, 1.1), ylabel='efficiency')
-  lower.yaxis.set_major_formatter(PercentFormatter(1.0))
-  for axes in (upper, lower):
-    axes.set_xscale('log', base=2)
-    axes.set_xticks(CORES, CORES, fontsize=8)
-    axes.set_xlabel('cores')
-    axes.spines[['top', 'right']].set_visible(False)
-  figure.savefig(path)
+  orange = {'color': '#c44e00', 'mfc': 'none', 'ls': ''}
+  with tools.figure(path, 6.4, 7.2) as figure:
+    upper, lower = figure.subplots(2)
+    upper.plot(cores, linear, ':', color='#5a5a5a', label='linear')
+    label = 'estimated (dots: compiled)'
+    upper.plot(cores, rates, '-o', **blue, label=label)
+    lower.plot(cores, [row.efficiency for row in rows], '-o', **blue)
+    for (name, points), mark in zip(PUBLISHED.items(), 'sD^'):
+      label = f'{name}, published'
+      upper.plot(*zip(*points.items()), marker=mark, label=label, **orange)
+    upper.set(yscale='log', ylabel='steps or frames per second')
+    upper.yaxis.set_major_formatter(EngFormatter(sep=''))
+    upper.set_title(title, fontsize=10)
+    upper.legend(frameon=False, fontsize=8)
+    lower.set(ylim=(0, 1.1), ylabel='efficiency')
+    lower.yaxis.set_major_formatter(PercentFormatter(1.0))
+    for axes in (upper, lower):
+      axes.set_xscale('log', base=2)
+      axes.set_xticks(CORES, CORES, fontsize=8)
+      axes.set_xlabel('cores')
 
 
 def _act(arguments: list[str], values: flags.FlagValues) -> None:
