@@ -245,14 +245,13 @@ class Episodes(NamedTuple):
   """Sums over the episodes that ended during unrolls; leaves `[...]`.
 
   Attributes:
-    num_episodes: int, number of episodes that ended.
-    num_joints: int, number of joints. A joint is not an environment step.
+    num_episodes: int, number of episodes that ended. This is also the number of
+      joints. A joint is not an environment step.
     return_sum: float, sum of the ended episodes' returns.
     length_sum: int, sum of the ended episodes' lengths in steps.
   """
 
   num_episodes: Array
-  num_joints: Array
   return_sum: Array
   length_sum: Array
 
@@ -306,7 +305,7 @@ class Report(NamedTuple):
   @property
   def num_updates(self) -> int:
     """N, the number of updates."""
-    return len(self.episodes.num_joints)
+    return len(self.episodes.num_episodes)
 
 
 # This function takes the initial state of a run. It returns the state to start

@@ -128,7 +128,7 @@ class _Episodes:
     # Steps after an environment's last joint belong to an open episode.
     is_open = ~np.logical_or.accumulate(is_first[::-1])[::-1]
     ends = is_first.any(0)
-    sums: list[Any] = [int(is_first.sum())] * 2  # Each joint ends an episode.
+    sums: list[Any] = [int(is_first.sum())]
     for carry, x in (self._returns, reward), (self._lengths, ~is_first):
       whole = x.sum(0, dtype=carry.dtype)
       rest = (x * is_open).sum(0, dtype=carry.dtype)

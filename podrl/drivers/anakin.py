@@ -160,7 +160,7 @@ def make_unroll(
     obs = jax.tree.map(append, obs, actors.timestep.obs)
     timesteps = TimeStep(obs, *map(prepend, first[1:], steps[1:]))
     number = jnp.sum(steps.is_first, dtype=jnp.int32)
-    episodes = Episodes(number, number, jnp.sum(returns), jnp.sum(lengths))
+    episodes = Episodes(number, jnp.sum(returns), jnp.sum(lengths))
     return actors, Trajectory(timesteps, actions, extras, carry), episodes
 
   return unroll

@@ -136,7 +136,7 @@ class _Totals:
   num_joints: int = 0  # Joints of the whole run so far.
   num_updates: int = 0  # Updates of the whole run so far.
   rows: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
-  episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 4)
+  episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 3)
   stages: dict[str, float] = dataclasses.field(default_factory=dict)
   num_predictions: int = 0
   num_updates_since_record: int = 0
@@ -170,7 +170,7 @@ class Window:
     totals.num_updates_since_record += report.num_updates
     totals.seconds += report.seconds
     totals.num_updates += report.num_updates
-    num_joints = int(np.sum(report.episodes.num_joints))
+    num_joints = int(np.sum(report.episodes.num_episodes))
     totals.num_joints += num_joints
     totals.env_steps += report.num_predictions - num_joints
 
@@ -187,8 +187,8 @@ class Window:
     totals = self.totals
     kept = totals.env_steps, totals.num_joints, totals.num_updates
     self.totals = _Totals(*kept)
-    num_episodes, num_joints, return_sum, length_sum = totals.episodes
-    steps = totals.num_predictions - num_joints
+    num_episodes, return_sum, length_sum = totals.episodes
+    steps = totals.num_predictions - num_episodes
     rate = 1.0 / max(totals.seconds, 1e-9)
     record = {
       'env_steps': totals.env_steps,

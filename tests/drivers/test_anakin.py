@@ -151,8 +151,8 @@ def test_episodes_and_joints_are_counted():
   episodes = jax.tree.map(lambda x: np.asarray(x).sum(), records.episodes)
   # An episode has 3 steps and a joint. So in 40 steps, each of the 4
   # environments has 10 joints. An episode returns 1 + 2 + 3.
-  assert tuple(episodes) == (40, 40, 40 * 6.0, 40 * 3)
-  assert records.episodes.num_joints.shape == (8, 2)
+  assert tuple(episodes) == (40, 40 * 6.0, 40 * 3)
+  assert records.episodes.num_episodes.shape == (8, 2)
 
 
 @pytest.mark.parametrize('num_devices', [2, 4])

@@ -113,7 +113,7 @@ def test_nvml_that_fails_is_not_available(tmp_path, monkeypatch):
 def _report(**seconds):
   return Report(
     {'loss': np.zeros(1)},
-    Episodes(*np.zeros((4, 1))),
+    Episodes(*np.zeros((3, 1))),
     600,
     2.0,
     True,
