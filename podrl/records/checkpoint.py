@@ -8,7 +8,6 @@ damaged data. It has no hyperparameters, because the configuration contains
 them.
 """
 
-from collections.abc import Callable
 import contextlib
 import glob
 import hashlib
@@ -280,18 +279,15 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
 
 
 def newest_intact(
-  path: str, check: Callable[[Record], None]
+  path: str, steps_per_update: int
 ) -> tuple[int, Record] | None:
   """Finds the newest intact checkpoint: its number of updates and `progress`.
 
   Newer checkpoints, which are damaged, are reported and renamed to
   `checkpoints/NUM_UPDATES.set_aside`. Without checkpoints, this returns None.
 
-  Args:
-    path: directory of the run.
-    check: raises an `IncompatibleError` if `progress` does not fit the run.
-
   Raises:
+    IncompatibleError: if an update had another number of environment steps.
     ValueError: if all checkpoints are damaged.
   """
   skipped = []
@@ -299,7 +295,11 @@ def newest_intact(
     try:
       _verify(_directory(path, step))
       progress = _read_progress(path, step)
-      check(progress)
+      if (before := progress['steps_per_update']) != steps_per_update:
+        raise IncompatibleError(
+          f'an update of the run has {before} environment steps, but on these '
+          f'devices it would have {steps_per_update}; use the same devices'
+        )
     except IncompatibleError:
       raise
     except Exception as error:  # Damaged files can raise anything.

@@ -418,11 +418,16 @@ class CommandLine(NamedTuple):
   overrides: Sequence[str]  # Arguments that override fields.
   task: str = ''  # The environment's name, for `podrl train`.
 
-  def resume(self, workdir: str) -> str:
-    """Returns the command that resumes the run in `workdir`."""
+  def resume(self, workdir: str, *more: str) -> str:
+    """Returns the command that resumes the run in `workdir`.
+
+    The arguments `more` replace the overrides of the same fields.
+    """
+    fields = {x.partition('=')[0] for x in more}
+    kept = [x for x in self.overrides if x.partition('=')[0] not in fields]
     chosen = [x for x in ('agent', 'variant') if self.flags[x].present]
     chosen = [f'--{x}={self.flags[x].value}' for x in chosen]
-    arguments = [f'--workdir={workdir}', '--resume', *chosen, *self.overrides]
+    arguments = [f'--workdir={workdir}', '--resume', *chosen, *kept, *more]
     return f'{self.command} {shlex.join(arguments)}'
 
 

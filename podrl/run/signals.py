@@ -8,8 +8,9 @@ import signal
 import sys
 import threading
 
-# Exit codes of a run.
+# Exit codes of a run, and their names in its summary; a mistake writes none.
 DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
+NAMES = {0: 'done', 1: 'failed', 75: 'preempted', 130: 'interrupted'}
 
 
 @contextlib.contextmanager

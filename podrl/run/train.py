@@ -10,7 +10,6 @@ import dataclasses
 import faulthandler
 import functools
 import os
-import shlex
 import sys
 import time
 import traceback
@@ -25,12 +24,7 @@ from podrl.drivers.energy import Meter
 from podrl.envs.joints import EnvironmentFailed
 from podrl.messages import one_line
 from podrl.records import checkpoint, workdir
-from podrl.records.recorder import (
-  Recorder,
-  join_seeds,
-  local_part,
-  merge_processes,
-)
+from podrl.records import recorder as records
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
 from podrl.run import build, policy
@@ -38,26 +32,11 @@ from podrl.run import config as configs
 from podrl.run.cluster import Cluster
 from podrl.run.config import FIELDS, Files
 from podrl.run.devices import describe_machine
-from podrl.run.signals import (
-  DONE,
-  FAILED,
-  INTERRUPTED,
-  MISTAKE,
-  PREEMPTED,
-  Signals,
-)
+from podrl.run.signals import DONE, FAILED, MISTAKE, NAMES, PREEMPTED, Signals
 from podrl.types import Culprit, Report, Tree, Variables
 
 _ROUND_SECONDS = 0.5  # A signal waits at most about this long.
 _LARGE = 1e6  # Parameters above this size have diverged.
-
-_OUTCOMES = {
-  DONE: 'done',
-  FAILED: 'failed',
-  PREEMPTED: 'preempted',
-  INTERRUPTED: 'interrupted',
-}
-
 
 # Prefixes of the fields that decide which parameters an agent has.
 _SHAPING = (
@@ -126,13 +105,7 @@ def execute(
   *,
   is_guest: bool = False,
 ) -> Outcome:
-  """Runs an experiment.
-
-  Args:
-    get_config: `(agent, variant) -> ConfigDict`.
-    command_line: see `configs.parse_command_line`.
-    is_guest: whether the run is inside a program that continues afterwards.
-  """
+  """Runs an experiment; `is_guest` means that its program continues."""
   start_seconds = time.perf_counter()
   signals = Signals(is_guest)
   exit_stack = contextlib.ExitStack()
@@ -150,13 +123,7 @@ def execute(
       cluster.compare({'num_processes': num_processes, 'devices': platforms})
     signals.grace_seconds = config.checkpoint.grace_seconds
     outcome = _train_programs(
-      config,
-      files,
-      start_seconds,
-      signals,
-      cluster,
-      exit_stack,
-      command_line,
+      config, files, start_seconds, signals, cluster, exit_stack, command_line
     )
   except ValueError as error:
     outcome = Outcome(MISTAKE, error=str(error))
@@ -177,8 +144,7 @@ def execute(
 
 def _local_devices(run: build.Run) -> list[jax.Device]:
   """Returns the devices of a run that belong to this process."""
-  process = jax.process_index()
-  return [x for x in run.devices if x.process_index == process]
+  return [x for x in jax.local_devices() if x in run.devices]
 
 
 def _print_error(message: str) -> None:
@@ -206,7 +172,6 @@ def _train_programs(
     root: the files of the whole run.
     start_seconds: `time.perf_counter()` at the start of the process.
     exit_stack: receives the locks of the directories.
-    command_line: how the user started the run.
 
   Returns:
     The outcome of the last program that ran.
@@ -222,17 +187,22 @@ def _train_programs(
       files = Files(*found)
 
     def begin() -> tuple[build.Run, Variables | None]:
-      built = _build(program, files)
+      built = build.make_run(program, files.num_resumes)
+      for warning in built.warnings:
+        print(f'warning: {warning}', file=sys.stderr)
+      variables = None
+      if files.init_from:
+        variables = _read_initial(files.init_from, program, built.variables)
       if is_writer and not root.is_resumed and number == 0:
         exit_stack.enter_context(workdir.lock(root.workdir))
         workdir.make(root.workdir, config)
       if is_writer and is_series:
         workdir.update_config(root.workdir, config)
         exit_stack.enter_context(workdir.lock(path))
-      return built
+      return built, variables
 
     built, variables = cluster.attempt(begin)
-    recorder = Recorder(
+    recorder = records.Recorder(
       program,
       path,
       built.spec.frame_skip,
@@ -242,18 +212,10 @@ def _train_programs(
       built.driver.describe,
       is_writer,
     )
-    trainer = _Trainer(
-      program,
-      built,
-      files,
-      variables,
-      recorder,
-      signals,
-      cluster,
-      command_line.command,
-      command_line.resume(root.workdir),
-    )
-    outcome = trainer.train()
+    resume = functools.partial(command_line.resume, root.workdir)
+    outcome = _Trainer(
+      program, built, files, variables, recorder, signals, cluster, resume
+    ).train()
     if cluster.watchdog:  # Later failures must not change this program's files.
       cluster.watchdog.on_failure = _print_error
     if outcome.exit_code:
@@ -261,7 +223,7 @@ def _train_programs(
     start_seconds = time.perf_counter()
   if is_series and is_writer:
     try:
-      summary = join_seeds(root.workdir, [path for path, _ in programs])
+      summary = records.join_seeds(root.workdir, [path for path, _ in programs])
     except WriteError as error:
       return Outcome(FAILED, root.workdir, str(error))
     steps_per_update = checkpoint.last_progress(programs[0][0])[2]
@@ -280,19 +242,6 @@ def _find_seed(path: str, config: ConfigDict) -> Files | None:
     return None
   num_resumes, *_ = checkpoint.last_progress(path)
   return Files(path, '', bool(checkpoint.steps(path)), num_resumes)
-
-
-def _build(
-  config: ConfigDict, files: Files
-) -> tuple[build.Run, Variables | None]:
-  """Builds the run and reads its initial variables."""
-  built = build.make_run(config, files.num_resumes)
-  for warning in built.warnings:
-    print(f'warning: {warning}', file=sys.stderr)
-  variables = None
-  if files.init_from:
-    variables = _read_initial(files.init_from, config, built.variables)
-  return built, variables
 
 
 def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
@@ -334,11 +283,11 @@ class _Trainer:
   run: build.Run
   files: Files
   variables: Variables | None  # Initial variables, from another run.
-  recorder: Recorder
+  recorder: records.Recorder
   signals: Signals
   cluster: Cluster
-  command: str  # How the user started the run, without arguments.
-  resume_command: str  # Continues the whole run.
+  # Given more overrides, it returns the command that continues the whole run.
+  resume: Callable[..., str]
   checkpoints: checkpoint.Checkpoints | None = None
   saved_seconds: float = 0.0  # When the last periodic checkpoint was written.
   updates_per_round: int = 1
@@ -346,13 +295,14 @@ class _Trainer:
 
   def train(self) -> Outcome:
     """Trains, evaluates and writes the run's files."""
-    outcome = Outcome(FAILED, self.files.workdir)
+    path = self.files.workdir
+    outcome = Outcome(FAILED, path)
     try:
-      outcome = outcome._replace(exit_code=self._train())
+      outcome = Outcome(self._train(), path)
     except _Mistake as mistake:
-      outcome = outcome._replace(exit_code=MISTAKE, error=str(mistake))
+      outcome = Outcome(MISTAKE, path, str(mistake))
     except BaseException as exception:
-      outcome = self._fail(exception, outcome)
+      outcome = self._fail(exception)
     finally:
       if hanging := self.run.driver.close():
         print(f'{hanging} did not return; all stacks follow:', file=sys.stderr)
@@ -403,8 +353,8 @@ class _Trainer:
     recorder.terminal.say(f'saved after update {recorder.num_updates}')
     return signals.exit_code or FAILED
 
-  def _fail(self, exception: BaseException, outcome: Outcome) -> Outcome:
-    """Saves what is valid after a failure; adds the error to the outcome."""
+  def _fail(self, exception: BaseException) -> Outcome:
+    """Saves what is valid after a failure."""
     is_nan = isinstance(exception, FloatingPointError)
     is_expected = is_nan or isinstance(exception, WriteError)
     has_kind = is_expected or isinstance(exception, EnvironmentFailed)
@@ -419,7 +369,7 @@ class _Trainer:
       if self.recorder.num_updates_since_record:
         self.recorder.write()
     cause = None if is_expected else exception
-    outcome = outcome._replace(error=error, cause=cause)
+    outcome = Outcome(FAILED, self.files.workdir, error, cause)
     if watchdog:  # The other processes end too, so no collective can follow.
       if cause:
         traceback.print_exception(cause)
@@ -447,7 +397,7 @@ class _Trainer:
     if self.cluster.process == 0:
       summary = recorder.last[0] | ending
       recorder.terminal.print_summary(
-        summary, self.files.workdir, self.resume_command
+        summary, self.files.workdir, self.resume()
       )
     return outcome
 
@@ -455,7 +405,7 @@ class _Trainer:
     """Makes the fields that a summary adds to the last value of each metric."""
     run, recorder = self.run, self.recorder
     ending = recorder.times() | describe_machine(run.devices, run.suite)
-    ending['exit'] = _OUTCOMES[outcome.exit_code]
+    ending['exit'] = NAMES[outcome.exit_code]
     ending['total_env_steps'] = self.config.total_env_steps
     if self.cluster.process == 0:
       last, price = recorder.last[0], self.config.price_per_hour
@@ -475,10 +425,8 @@ class _Trainer:
         found = self.cluster.decide(self._find_checkpoint)
       if self.variables is not None:
         ours = checkpoint.learner_of(state).variables
-        hyperparams = ours.hyperparams
-        variables = self.variables._replace(hyperparams=hyperparams)
-        variables = spmd.like(variables, ours)
-        state = checkpoint.with_variables(state, variables)
+        initial = self.variables._replace(hyperparams=ours.hyperparams)
+        state = checkpoint.with_variables(state, spmd.like(initial, ours))
       if found:
         step, progress = found
         state = self.cluster.attempt(
@@ -496,7 +444,7 @@ class _Trainer:
   def _find_checkpoint(self) -> tuple[int, Record] | None:
     """Finds the checkpoint to resume from and prints its number of updates."""
     path, num_devices = self.files.workdir, len(self.run.devices)
-    found = checkpoint.newest_intact(path, self._check_progress)
+    found = checkpoint.newest_intact(path, self.run.steps_per_update)
     message = f'{path}: no checkpoint yet, so the run starts from step 0'
     if found:
       step, progress = found
@@ -509,15 +457,6 @@ class _Trainer:
         )
     print(message, file=sys.stderr)
     return found
-
-  def _check_progress(self, progress: Record) -> None:
-    """Raises an error if a checkpoint does not fit the run."""
-    before, now = progress['steps_per_update'], self.run.steps_per_update
-    if before != now:
-      raise checkpoint.IncompatibleError(
-        f'an update of the run has {before} environment steps, but on these '
-        f'devices it would have {now}; use the same devices'
-      )
 
   def _save(self) -> None:
     """Writes a checkpoint."""
@@ -563,8 +502,7 @@ class _Trainer:
           self.saved_seconds = time.perf_counter()
         if recorder.num_updates >= self.profile_end:
           profile.close()
-        advance = functools.partial(driver.advance, num_updates, plan)
-        reports = meter.measure(advance)
+        reports = meter.measure(lambda: driver.advance(num_updates, plan))
         if cluster.is_distributed and driver.error:
           raise driver.error  # Otherwise, the other processes wait forever.
         rate = reports[0].num_updates / reports[0].seconds
@@ -606,9 +544,11 @@ class _Trainer:
 
   def _add(self, reports: Sequence[Report]) -> None:
     """Adds the reports of all processes to the records; checks their losses."""
-    others = self._gather([local_part(report) for report in reports])[1:]
-    merged = [merge_processes(x, parts) for x, *parts in zip(reports, *others)]
-    self.recorder.add(merged)
+    others = self._gather([records.local_part(report) for report in reports])[
+      1:
+    ]
+    merge = records.merge_processes
+    self.recorder.add([merge(x, own) for x, *own in zip(reports, *others)])
     for i, report in enumerate(reports):
       if not report.is_finite:
         found = self._gather(report.culprit)
@@ -651,11 +591,9 @@ class _Trainer:
     advice = f'--config.optimizer.learning_rate={rate:g}'
     if checkpoint_step is None:
       return f'{text}; start another run with {advice}'
-    path = self.files.workdir
-    path = shlex.quote(workdir.series_of_seed(path) or path)
     return (
       f'{text}; continue from update {checkpoint_step} with a smaller learning '
-      f'rate: {self.command} --workdir={path} --resume {advice}'
+      f'rate: {self.resume(advice)}'
     )
 
   def _write_record_if_due(self) -> bool:
@@ -688,9 +626,8 @@ class _Trainer:
 
     returns: list[list[float] | None] = []
     for i, rng_key in enumerate(run.eval_keys):
-      is_single = len(run.eval_keys) == 1
       own = variables
-      if not is_single:
+      if len(run.eval_keys) > 1:
         own = jax.tree.map(lambda x: x[i], variables)
       rng_key = jax.random.fold_in(rng_key, self.recorder.num_updates)
       evaluation = run.evaluate(own, rng_key, should_stop)

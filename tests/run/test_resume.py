@@ -383,11 +383,8 @@ def test_advice_after_a_nan_works(tmp_path, monkeypatch, capfd):
   assert found and said.count('\n') == 3
   python, script, *arguments = shlex.split(advice)
   assert (python, script) == ('python', 'anakin_catch.py')
-  assert arguments == [
-    f'--workdir={workdir}',
-    '--resume',
-    '--config.optimizer.learning_rate=0.001',
-  ]
+  rate = '--config.optimizer.learning_rate=0.001'
+  assert arguments == [f'--workdir={workdir}', '--resume', *helpers.TINY, rate]
   rates, start = [], Anakin.start
 
   def start_and_note(self, restore):
@@ -627,7 +624,7 @@ def test_damaged_checkpoints_of_one_name_are_all_set_aside(workdir):
 def test_a_signal_at_the_start_leaves_the_summary(workdir, monkeypatch):
   (workdir / 'summary.json').write_text('{"exit": "preempted", "env_steps": 5}')
   before = _files(workdir)
-  _signal_at(monkeypatch, train, 'Recorder', 1)
+  _signal_at(monkeypatch, train.records, 'Recorder', 1)
   assert helpers.run(workdir, '--resume') == train.PREEMPTED
   assert _files(workdir) == before
 

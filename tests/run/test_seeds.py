@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import types
 
 import helpers
 import numpy as np
@@ -14,9 +13,7 @@ from test_resume import _HOST
 import podrl
 from podrl.drivers import sebulba
 from podrl.records import checkpoint
-from podrl.records.workdir import read_config
 from podrl.run import train
-from podrl.run.config import Files
 from podrl.tools import plot
 
 _NAMES = 'seed_0', 'seed_1', 'seed_2'
@@ -127,18 +124,6 @@ def test_mistakes(finished, tmp_path, capsys):
     said = capsys.readouterr().err
     assert message in said and said.count('\n') == 1
   assert not (tmp_path / 'new').exists()
-
-
-def test_advice_after_a_nan_names_the_whole_run(finished):
-  path = str(finished / 'seed_1')
-  trainer = types.SimpleNamespace(
-    config=read_config(path),
-    files=Files(path),
-    recorder=types.SimpleNamespace(num_updates=9),
-    command='podrl train',
-  )
-  text = train._Trainer._explain(trainer, 0, [], 8)
-  assert f'podrl train --workdir={finished} --resume' in text
 
 
 def test_all_seeds_are_extended(finished, tmp_path):

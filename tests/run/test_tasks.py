@@ -181,9 +181,12 @@ def test_help_lists_the_fields_of_the_kind(monkeypatch, capsys):
 def test_a_resume_command_repeats_the_agent_and_the_fields():
   arguments = ['Catch-bsuite', '--agent=impala', '--seed=3', '--workdir=a']
   _, command_line = tasks.parse([*arguments, '--config.unroll_length', '8'])
+  command = f"{podrl_command()} train '--workdir=my run' --resume"
   assert command_line.resume('my run') == (
-    f"{podrl_command()} train '--workdir=my run' --resume --agent=impala "
-    '--config.unroll_length=8 --config.seed=3'
+    f'{command} --agent=impala --config.unroll_length=8 --config.seed=3'
+  )
+  assert command_line.resume('my run', '--config.unroll_length=9') == (
+    f'{command} --agent=impala --config.seed=3 --config.unroll_length=9'
   )
 
 
