@@ -15,15 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from podrl.types import (
-  Agent,
-  Array,
-  Metrics,
-  TimeStep,
-  Trajectory,
-  Tree,
-  Variables,
-)
+from podrl.types import Agent, Array, TimeStep, Trajectory, Tree, Variables
 
 _LARGEST = 10.0  # Values are clipped to this many standard deviations.
 _EPSILON = 1e-8
@@ -240,7 +232,7 @@ def normalize(
     seen = normalize_all(variables, trajectory)
     return agent.prepare(inner(variables), seen, mean)
 
-  def loss(variables: Variables, *arguments: Tree) -> tuple[Array, Metrics]:
+  def loss(variables: Variables, *arguments: Tree) -> tuple[Array, Tree]:
     return agent.loss(inner(variables), *arguments)
 
   def measure_all(variables: Variables, trajectory: Trajectory) -> Statistics:

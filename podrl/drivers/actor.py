@@ -15,19 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl import types
 from podrl.drivers import culprits, spmd
 from podrl.drivers.culprits import Largest
 from podrl.drivers.exchange import Closed
 from podrl.drivers.stages import PARKED, STAGES, Busy
-from podrl.types import (
-  Agent,
-  Episodes,
-  HostEnv,
-  TimeStep,
-  Trajectory,
-  Tree,
-  Variables,
-)
 
 _STACKED = 32  # One program stacks at most this many rows.
 
@@ -39,17 +31,17 @@ class ActorHangs(RuntimeError):
 class Row(NamedTuple):
   """One step of an unroll, on the actor's device; leaves `[B, ...]`."""
 
-  obs: Tree
+  obs: types.Tree
   action: jax.Array
-  extras: Tree
+  extras: types.Tree
 
 
 class Unroll(NamedTuple):
   """An unroll of one actor, with a shard on each learner device."""
 
-  shards: list[Trajectory]
+  shards: list[types.Trajectory]
   version: int  # Version of the parameters that chose the actions.
-  episodes: Episodes  # Episodes that ended in the unroll.
+  episodes: types.Episodes  # Episodes that ended in the unroll.
   actor: int  # Index of the actor.
   largest: dict[str, Largest]  # Result of `find_largest`, in numpy.
   first_env: int  # Global index of the actor's first environment.
@@ -58,19 +50,21 @@ class Unroll(NamedTuple):
 class ActorFunctions(NamedTuple):
   """The compiled programs of an actor, on one device."""
 
-  initial_carry: Callable[[int], Tree]  # `Agent.initial_carry`.
+  initial_carry: Callable[[int], types.Tree]  # `Agent.initial_carry`.
   # `(variables, keys, num_steps, timestep, carry) -> (Row, carry)`, called once
   # per step. `num_steps` is the number of earlier steps of each environment.
-  step: Callable[..., tuple[Row, Tree]]
+  step: Callable[..., tuple[Row, types.Tree]]
   stack: Callable[[list[Row]], Row]  # `(rows) -> Row`, leaves `[N, B, ...]`.
   # `(stacks, timesteps, carry, num_steps) -> ([Trajectory], largest)` returns a
   # shard for each learner device, and the result of `find_largest`. `timesteps`
   # has only the last observation; its other leaves are `[T+1, B]`.
-  finish: Callable[..., tuple[list[Trajectory], dict[str, Largest]]]
+  finish: Callable[..., tuple[list[types.Trajectory], dict[str, Largest]]]
 
 
 def make_actor_functions(
-  agent: Agent, observe: Callable[[Tree], Tree], num_shards: int
+  agent: types.Agent,
+  observe: Callable[[types.Tree], types.Tree],
+  num_shards: int,
 ) -> ActorFunctions:
   """Makes the programs that choose actions and collect unrolls.
 
@@ -105,7 +99,7 @@ def make_actor_functions(
     obs = concatenate(*(s.obs for s in stacks), last)
     action, extras = concatenate(*((s.action, s.extras) for s in stacks))
     timesteps = timesteps._replace(obs=jax.vmap(observe)(obs))
-    trajectory = Trajectory(timesteps, action, extras, carry)
+    trajectory = types.Trajectory(timesteps, action, extras, carry)
     largest = culprits.find_largest(trajectory, num_steps)
     if num_shards == 1:
       return [trajectory], largest
@@ -123,7 +117,7 @@ class _Episodes:
     self._returns = np.zeros(num_envs)
     self._lengths = np.zeros(num_envs, np.int64)
 
-  def add(self, reward: np.ndarray, is_first: np.ndarray) -> Episodes:
+  def add(self, reward: np.ndarray, is_first: np.ndarray) -> types.Episodes:
     """Counts the episodes that ended in one unroll; arguments are `[T, B]`."""
     # Steps after an environment's last joint belong to an open episode.
     is_open = ~np.logical_or.accumulate(is_first[::-1])[::-1]
@@ -134,7 +128,7 @@ class _Episodes:
       rest = (x * is_open).sum(0, dtype=carry.dtype)
       sums.append((carry + whole - rest)[ends].sum().item())
       carry[:] = np.where(ends, rest, carry + whole)
-    return Episodes(*sums)
+    return types.Episodes(*sums)
 
 
 class Actor:
@@ -155,7 +149,7 @@ class Actor:
   def __init__(
     self,
     index: int,
-    env: HostEnv,
+    env: types.HostEnv,
     functions: ActorFunctions,
     unroll_length: int,
     device: jax.Device,
@@ -227,7 +221,7 @@ class Actor:
       f'more than sebulba.hang_seconds={hang_seconds:g}'
     )
 
-  def compile(self, variables: Variables) -> list[Trajectory]:
+  def compile(self, variables: types.Variables) -> list[types.Trajectory]:
     """Compiles the programs; returns the shards of an example unroll."""
     timestep, carry = self._timestep, self._carry
     inputs = variables, self._keys, np.int32(0), timestep
@@ -235,10 +229,10 @@ class Actor:
       row, carry = self._functions.step(*inputs, carry)
     shape = self._unroll_length + 1, timestep.is_first.size
     zeros = np.zeros(shape, np.float32)
-    timesteps = TimeStep(timestep.obs, zeros, zeros, np.ones(shape, bool))
+    timesteps = types.TimeStep(timestep.obs, zeros, zeros, np.ones(shape, bool))
     return self._finish([row] * self._unroll_length, timesteps, carry)[0]
 
-  def unroll(self, variables: Variables, version: int) -> Unroll:
+  def unroll(self, variables: types.Variables, version: int) -> Unroll:
     """Acts for T steps with `variables`, which are on the actor's device.
 
     Raises:
@@ -268,7 +262,7 @@ class Actor:
       timestep = self._env.step(action)
       self.enter('inference')
     self._timestep = timestep
-    timesteps = TimeStep(timestep.obs, reward, discount, is_first)
+    timesteps = types.TimeStep(timestep.obs, reward, discount, is_first)
     shards, largest = self._finish(rows, timesteps, first_carry)
     episodes = self._episodes.add(reward[1:], is_first[1:])
     return Unroll(
@@ -276,8 +270,8 @@ class Actor:
     )
 
   def _finish(
-    self, rows: list[Row], timesteps: TimeStep, carry: Tree
-  ) -> tuple[list[Trajectory], dict[str, Largest]]:
+    self, rows: list[Row], timesteps: types.TimeStep, carry: types.Tree
+  ) -> tuple[list[types.Trajectory], dict[str, Largest]]:
     """Returns the shards of an unroll, ready on their learner devices.
 
     It also returns the largest numbers of the unroll, in numpy.

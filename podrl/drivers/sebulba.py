@@ -14,23 +14,13 @@ import chex
 import jax
 import numpy as np
 
+from podrl import types
 from podrl.drivers import culprits, spmd
 from podrl.drivers.actor import Actor, ActorHangs, Unroll, make_actor_functions
 from podrl.drivers.exchange import Asynchronous, Closed, Deterministic, Monitor
 from podrl.drivers.limits import System, find_limit, workload_ratio
 from podrl.drivers.stages import PARKED, Stages, leave_out_parked, num_cores
 from podrl.drivers.tuner import Tuner
-from podrl.types import (
-  Agent,
-  Culprit,
-  Episodes,
-  HostEnv,
-  Hyperparams,
-  Learner,
-  LearnerState,
-  Report,
-  Restore,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +58,14 @@ class Sebulba:
 
   def __init__(
     self,
-    make_env: Callable[[int], HostEnv],
-    agent: Agent,
-    learner: Learner,
+    make_env: Callable[[int], types.HostEnv],
+    agent: types.Agent,
+    learner: types.Learner,
     mesh: spmd.Mesh,
     actor_devices: Sequence[jax.Device],
     settings: Settings,
     rng_key: chex.PRNGKey,
-    hyperparams: Hyperparams = {},
+    hyperparams: types.Hyperparams = {},
   ):
     self._make_env = make_env
     self._agent = agent
@@ -115,7 +105,7 @@ class Sebulba:
     self.error: BaseException | None = None  # Error of an actor or the learner.
     self.state: Any = None  # A LearnerState; `start` sets it.
     # The first culprit; its update may still have had a finite loss.
-    self._culprit: Culprit | None = None
+    self._culprit: types.Culprit | None = None
     self._num_updates = self._num_dropped = self._num_waits = 0
     # The number of unrolls of each actor, dropped ones included.
     self._num_unrolls = [0] * self._num_actors
@@ -123,7 +113,7 @@ class Sebulba:
     self._end_seconds = time.perf_counter()  # End of the last `advance`.
 
   @property
-  def learner(self) -> LearnerState | None:
+  def learner(self) -> types.LearnerState | None:
     """Returns `state`, which does not contain the environments."""
     return self.state
 
@@ -156,7 +146,7 @@ class Sebulba:
       found['cpu_seconds_per_device_second'] = ratio
     return found
 
-  def start(self, restore: Restore = lambda state: (state, [])) -> None:
+  def start(self, restore: types.Restore = lambda state: (state, [])) -> None:
     """Makes the environments, compiles, and starts the actors."""
     settings, mesh = self._settings, self._mesh
     devices, functions = list(mesh.local_devices), None
@@ -299,7 +289,7 @@ class Sebulba:
         taken.append(unroll)
     return taken, dropped
 
-  def _learn(self) -> tuple[dict, dict, Episodes] | None:
+  def _learn(self) -> tuple[dict, dict, types.Episodes] | None:
     """Runs one update; returns `metrics`, `own` and `episodes` of a `Report`.
 
     It returns None if the loss is not finite.
@@ -344,7 +334,7 @@ class Sebulba:
 
   def advance(
     self, num_updates: int, plan: Mapping[str, Any] | None = None
-  ) -> list[Report]:
+  ) -> list[types.Report]:
     """Runs `num_updates` updates, or fewer after `stop`; returns one report.
 
     Args:
@@ -358,7 +348,7 @@ class Sebulba:
     settings = self._settings
     start, stages = self._stages.begin(), self._measure_stages()
     num_unrolls = sum(self._num_unrolls)
-    rows: list[tuple[dict, dict, Episodes]] = []
+    rows: list[tuple[dict, dict, types.Episodes]] = []
     is_finite = True
     try:
       if plan:
@@ -395,12 +385,14 @@ class Sebulba:
     def columns(rows: list[dict]) -> dict[str, np.ndarray]:
       return jax.tree.map(lambda *x: np.asarray(x), *rows) if rows else {}
 
-    episodes = np.reshape([row[2] for row in rows], (-1, len(Episodes._fields)))
+    episodes = np.reshape(
+      [row[2] for row in rows], (-1, len(types.Episodes._fields))
+    )
     metrics = columns([row[0] for row in rows])
     own = columns([row[1] for row in rows])
-    sums, spent = Episodes(*episodes.T), leave_out_parked(spent)
+    sums, spent = types.Episodes(*episodes.T), leave_out_parked(spent)
     seconds = end - start
-    report = Report(
+    report = types.Report(
       metrics, sums, num_steps, seconds, is_finite, spent, own, decisions
     )
     return [report if is_finite else report._replace(culprit=self._culprit)]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl import types
 from podrl.agents import AGENTS
 from podrl.core import learner
 from podrl.core.optimizers import make_optimizer
@@ -20,16 +21,6 @@ from podrl.run import devices, evaluation
 from podrl.run.config import check, check_choice
 from podrl.run.devices import Machine
 from podrl.run.evaluation import Evaluation
-from podrl.types import (
-  Agent,
-  DeviceEnv,
-  Driver,
-  EnvSpec,
-  HostEnv,
-  Hyperparams,
-  Learner,
-  Variables,
-)
 
 # Evaluation cuts episodes at this length if the environment has no limit.
 _UNLIMITED_STEPS = 10_000
@@ -40,11 +31,11 @@ _MAX_UPDATES = 1024  # One call of Anakin's program runs at most this many.
 class Run(NamedTuple):
   """Everything that `train` needs."""
 
-  spec: EnvSpec
+  spec: types.EnvSpec
   suite: str
   # The devices that the run uses, from all processes.
   devices: Sequence[jax.Device]
-  driver: Driver
+  driver: types.Driver
   evaluate: Callable[..., Evaluation | None]  # See `make_evaluate`.
   # One key per agent. An evaluation folds the number of updates into it.
   eval_keys: Sequence[chex.PRNGKey]
@@ -53,7 +44,7 @@ class Run(NamedTuple):
   eval_every_updates: int  # 0 means that the run evaluates only at its end.
   # Updates between checkpoints; 0 turns this period off.
   checkpoint_every_updates: int
-  variables: Variables  # Shapes of the variables of all agents.
+  variables: types.Variables  # Shapes of the variables of all agents.
   warnings: Sequence[str]
   resume_note: str  # Tells the user what a resumed run cannot continue.
 
@@ -108,12 +99,12 @@ def _suite(config: ConfigDict) -> Suite:
   return SUITES[config.env.suite]
 
 
-def make_spec(config: ConfigDict) -> EnvSpec:
+def make_spec(config: ConfigDict) -> types.EnvSpec:
   """Makes the environment's spec; raises a ValueError for a user's mistake."""
   return _suite(config).make_spec(config.env.name, **config.env.options)
 
 
-def make_env(config: ConfigDict) -> DeviceEnv:
+def make_env(config: ConfigDict) -> types.DeviceEnv:
   """Makes an Anakin run's environments; raises the errors of `make_spec`."""
   make: Callable[..., Any] = _suite(config).make
   return make(config.env.name, **config.env.options)
@@ -127,7 +118,7 @@ def make_host_env(
   *,
   evaluation: bool = False,
   render: bool = False,
-) -> HostEnv:
+) -> types.HostEnv:
   """Makes a pool of environments for a Sebulba run.
 
   `seed` is the seed of the first environment. `evaluation` omits the options
@@ -141,7 +132,7 @@ def make_host_env(
   return make(config.env.name, num_envs, seed, **options)
 
 
-def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
+def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
   """Makes the agent; raises a ValueError if it does not fit `spec`."""
   fields = config.agent.to_dict()
   make = AGENTS[fields.pop('name')].make
@@ -151,7 +142,7 @@ def make_agent(config: ConfigDict, spec: EnvSpec) -> Agent:
     raise ValueError(f'config.env.name={config.env.name}: {error}') from error
 
 
-def make_learner(config: ConfigDict, agent: Agent) -> Learner:
+def make_learner(config: ConfigDict, agent: types.Agent) -> types.Learner:
   """Makes an agent's learner; its state must contain `hyperparams(...)`."""
   return learner.make_learner(
     agent,
@@ -162,8 +153,8 @@ def make_learner(config: ConfigDict, agent: Agent) -> Learner:
 
 
 def hyperparams(
-  config: ConfigDict, agent: Agent, num_updates: int
-) -> Hyperparams:
+  config: ConfigDict, agent: types.Agent, num_updates: int
+) -> types.Hyperparams:
   """Returns a run's hyperparameters, which are inputs of compiled programs."""
   variables = jax.eval_shape(agent.init, jax.random.key(0))
   values = {name: config.agent[name] for name in variables.hyperparams}
@@ -187,9 +178,9 @@ def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
 
 def make_evaluate(
   config: ConfigDict,
-  spec: EnvSpec,
-  agent: Agent,
-  env: DeviceEnv | None = None,
+  spec: types.EnvSpec,
+  agent: types.Agent,
+  env: types.DeviceEnv | None = None,
 ) -> Callable[..., Evaluation | None]:
   """Builds the evaluation that the configuration describes.
 
@@ -213,7 +204,7 @@ def make_evaluate(
     env = env or make_env(config)
     return evaluation.make_evaluate(env, agent, settings)
 
-  def make_pool(num_envs: int, seed: int) -> HostEnv:
+  def make_pool(num_envs: int, seed: int) -> types.HostEnv:
     return make_host_env(config, num_envs, seed, num_cores(), evaluation=True)
 
   return evaluation.make_host_evaluate(make_pool, agent, settings)
@@ -269,13 +260,13 @@ def make_run(
 
 # Contains the driver, the run's devices in all processes, environment steps per
 # update (joints included), the number of updates, and warnings.
-_System = tuple[Driver, Sequence[jax.Device], int, int, Sequence[str]]
+_System = tuple[types.Driver, Sequence[jax.Device], int, int, Sequence[str]]
 
 
 def _make_anakin(
   config: ConfigDict,
-  env: DeviceEnv,
-  agent: Agent,
+  env: types.DeviceEnv,
+  agent: types.Agent,
   init_key: chex.PRNGKey,
   machine: Machine,
 ) -> _System:
@@ -310,8 +301,8 @@ def _make_anakin(
 
 def _make_sebulba(
   config: ConfigDict,
-  spec: EnvSpec,
-  agent: Agent,
+  spec: types.EnvSpec,
+  agent: types.Agent,
   init_key: chex.PRNGKey,
   num_resumes: int,
   machine: Machine,
@@ -342,7 +333,7 @@ def _make_sebulba(
     bound = 2**31 - config.env.num_envs
     first_seed = int(jax.random.randint(key, (), 0, bound))
 
-  def make_pool(actor: int) -> HostEnv:
+  def make_pool(actor: int) -> types.HostEnv:
     seed = first_seed + settings.first_env + actor * envs_per_actor
     return make_host_env(config, envs_per_actor, seed, layout.env_threads)
 

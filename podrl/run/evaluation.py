@@ -10,15 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.types import (
-  Agent,
-  Array,
-  DeviceEnv,
-  HostEnv,
-  TimeStep,
-  Tree,
-  Variables,
-)
+from podrl.types import Agent, DeviceEnv, HostEnv, TimeStep, Tree, Variables
 
 _CHUNK_STEPS = 128  # Steps between two calls of `should_stop`.
 _NUM_RESAMPLES = 2000  # Number of resampled means per bootstrap interval.
@@ -58,9 +50,9 @@ class _State(NamedTuple):
   env_state: Tree
   timestep: TimeStep
   carry: Tree
-  is_over: Array
-  returns: Array
-  lengths: Array
+  is_over: jax.Array
+  returns: jax.Array
+  lengths: jax.Array
 
 
 def make_evaluate(
@@ -90,10 +82,10 @@ def make_evaluate(
 
   @jax.jit
   def run_chunk(variables, keys, t, end, state):
-    def is_running(loop: tuple[Array, _State]) -> Array:
+    def is_running(loop: tuple[jax.Array, _State]) -> jax.Array:
       return (loop[0] < end) & ~jnp.all(loop[1].is_over)
 
-    def step(loop: tuple[Array, _State]) -> tuple[Array, _State]:
+    def step(loop: tuple[jax.Array, _State]) -> tuple[jax.Array, _State]:
       t, (env_state, timestep, carry, is_over, returns, lengths) = loop
       action, _, carry = act(variables, _fold_in(keys, t), timestep, carry)
       env_state, timestep = env.step(env_state, action)
