@@ -24,6 +24,7 @@ import threading
 import time
 from typing import Any
 
+from absl import flags
 import jax
 from jax._src import distributed  # JAX has no public API for the store.
 from jax.experimental import multihost_utils
@@ -358,28 +359,19 @@ def _await_coordinator(address: str, process: int, seconds: float) -> None:
       time.sleep(0.2)
 
 
-def start(
-  coordinator: str,
-  num_processes: int | None,
-  process: int | None,
-  *,
-  start_seconds: float,
-  heartbeat_seconds: float,
-  hang_seconds: float,
-) -> Cluster:
+def connect(values: flags.FlagValues) -> Cluster:
   """Connects this process with the others; call it before using any device.
 
-  Args:
-    coordinator: HOST:PORT of process 0, or 'auto' if JAX detects the cluster,
-      as on TPUs. Empty means one process, or the processes of a Slurm step.
-    num_processes, process: number of processes and index of this one; None
-      if JAX detects them.
-    start_seconds: how long to wait for the other processes.
-    heartbeat_seconds, hang_seconds: see `Watchdog`.
+  `values` are the flags of a run. With the coordinator 'auto', as on TPUs, JAX
+  detects the cluster. An empty coordinator means one process, or the processes
+  of a Slurm step.
 
   Raises:
-    ValueError: if an argument is wrong, or the processes cannot connect.
+    ValueError: if a flag is wrong, or the processes cannot connect.
   """
+  coordinator, start_seconds = values.coordinator, values.start_seconds
+  num_processes, process = values.num_processes, values.process_id
+  heartbeat_seconds = values.heartbeat_seconds
   has_address = coordinator not in ('', 'auto')
   tasks = os.environ.get('SLURM_STEP_NUM_TASKS', '')
   has_tasks = tasks.isdigit() and int(tasks) > 1
@@ -400,7 +392,7 @@ def start(
   elif not (coordinator or is_slurm_step):
     return Cluster()
   name = 'this process' if process is None else f'process {process}'
-  watchdog = Watchdog(heartbeat_seconds, hang_seconds)
+  watchdog = Watchdog(heartbeat_seconds, values.hang_seconds)
   watchdog.catch_aborts(
     f'{name}: the other processes did not connect within {start_seconds:g} s, '
     "or no coordinator could start; see JAX's messages above"

@@ -29,8 +29,7 @@ from podrl.networks.cores import CORES
 from podrl.networks.torsos import TORSOS
 from podrl.records import checkpoint, workdir
 from podrl.records.workdir import flatten
-from podrl.run import cluster as clusters
-from podrl.run.cluster import Cluster
+from podrl.run.cluster import Cluster, version_of_code
 
 
 class Range(NamedTuple):
@@ -532,19 +531,6 @@ def print_help(
       print(f'  --config.{name}={value}\n      {comment}')
 
 
-def join_cluster(command_line: CommandLine) -> Cluster:
-  """Joins the processes of the run; see `cluster.start`."""
-  values = command_line.flags
-  return clusters.start(
-    values.coordinator,
-    values.num_processes,
-    values.process_id,
-    start_seconds=values.start_seconds,
-    heartbeat_seconds=values.heartbeat_seconds,
-    hang_seconds=values.hang_seconds,
-  )
-
-
 def resolve_config(
   command_line: CommandLine,
   get_config: Callable[..., ConfigDict],
@@ -566,7 +552,7 @@ def resolve_config(
   if cluster.is_distributed:
     names = ('workdir', 'resume', 'init_from', 'agent', 'variant')
     shared = {f'--{name}': values[name].value for name in names}
-    shared["podrl's code"] = clusters.version_of_code()
+    shared["podrl's code"] = version_of_code()
     cluster.compare(shared | {'jax': jax.__version__})
 
   def find_run() -> tuple[bool, str]:

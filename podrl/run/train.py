@@ -29,7 +29,7 @@ from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
 from podrl.run import build, policy
 from podrl.run import config as configs
-from podrl.run.cluster import Cluster
+from podrl.run.cluster import Cluster, connect
 from podrl.run.config import FIELDS, Files
 from podrl.run.devices import describe_machine
 from podrl.run.signals import DONE, FAILED, MISTAKE, NAMES, PREEMPTED, Signals
@@ -111,7 +111,7 @@ def execute(
   exit_stack = contextlib.ExitStack()
   cluster = Cluster()
   try:
-    cluster = configs.join_cluster(command_line)
+    cluster = connect(command_line.flags)
     signals.is_distributed = cluster.is_distributed
     config, files = configs.resolve_config(
       command_line, get_config, cluster, exit_stack

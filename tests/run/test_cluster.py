@@ -689,7 +689,7 @@ def test_an_unforeseen_error_before_training_reaches_all(monkeypatch):
     raise _Ended
 
   joined = Cluster(1, 2, _Store(), Dog())
-  monkeypatch.setattr(configs, 'join_cluster', lambda _: joined)
+  monkeypatch.setattr(train, 'connect', lambda _: joined)
   monkeypatch.setattr(configs, 'resolve_config', resolve_config)
   monkeypatch.setattr(train.os, '_exit', exit_process)
   with pytest.raises(_Ended):
