@@ -17,7 +17,6 @@ from collections.abc import Iterator, Set
 import contextlib
 import datetime
 import fcntl
-import functools
 import itertools
 import json
 import os
@@ -142,35 +141,19 @@ def is_series(config: ConfigDict) -> bool:
   return 'sebulba' in config and config.get('num_seeds', 1) > 1
 
 
-def _run_above(path: str) -> str | None:
-  """Returns the run that contains a directory `seed_N`, or None."""
-  parent, name = os.path.split(os.path.abspath(path))
-  is_seed = re.fullmatch(r'seed_\d+', name) and is_run(parent)
-  return parent if is_seed else None
-
-
-def run_of_agent(path: str) -> str | None:
+def run_of_agent(path: str, *, or_series: bool = False) -> str | None:
   """Returns the run that contains an agent's directory `RUN/seed_N`, or None.
 
-  If the seed is a separate run, it returns None.
+  In a series, each seed is a separate run. The result is then None, or the
+  series if `or_series` is true.
   """
-  parent = _run_above(path)
-  if not parent or os.path.exists(os.path.join(path, 'checkpoints')):
+  path = os.path.abspath(path)
+  parent, name = os.path.split(path)
+  if not (name.startswith('seed_') and is_run(parent)):
     return None
   config = read_config(parent)
-  is_part = config.get('num_seeds', 1) > 1 and not is_series(config)
-  return parent if is_part else None
-
-
-def series_of_seed(path: str) -> str | None:
-  """Returns the series that contains `SERIES/seed_N`, or None."""
-  parent = _run_above(path)
-  if not parent:
-    return None
-  config = read_config(parent)
-  directories = [x for _, x in seed_directories(parent, config)]
-  is_seed = os.path.abspath(path) in directories
-  return parent if is_seed and is_series(config) else None
+  is_agent = path in [x for _, x in seed_directories(parent, config)]
+  return parent if is_agent and (or_series or not is_series(config)) else None
 
 
 def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
@@ -394,9 +377,8 @@ def restore_config(
     messages.append(
       f'the resumed run keeps its saved value: config.{name}={value}'
     )
-    *parents, field = name.split('.')
     try:
-      functools.reduce(getattr, parents, config)[field] = value
+      config.update_from_flattened_dict({name: value})
     except TypeError as error:
       raise ValueError(
         f'{path}/config.json has {name}={value!r}: {error}'

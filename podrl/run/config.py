@@ -598,7 +598,7 @@ def resolve_config(
         print(f'{path} contains no run, so a new run starts', file=sys.stderr)
       config.env.path = config.env.path or module_directory(config.env.name)
       return config.to_dict(), Files(path, values.init_from)
-    if parent := workdir.run_of_agent(path) or workdir.series_of_seed(path):
+    if parent := workdir.run_of_agent(path, or_series=True):
       raise ValueError(
         f'--workdir={path} is one agent of {parent}; use --workdir={parent}'
       )
