@@ -8,6 +8,10 @@ from podrl.core import distributions, normalization
 from podrl.networks import actor_critic, torsos
 from podrl.types import Agent, EnvSpec
 
+_HYPERPARAMS = tuple(
+  f'agent.{x}' for x in ('gamma', 'lambda_', 'entropy_cost', 'value_cost')
+)
+
 
 class AgentEntry(NamedTuple):
   """What the rest of podrl knows about an agent.
@@ -18,6 +22,9 @@ class AgentEntry(NamedTuple):
       these fields to the base configuration or changes their values. An
       Anakin run skips fields such as `sebulba.max_lag`.
     comments: one line for `--help` about each field that the agent adds.
+    kinds: for `podrl train`, values of fields for each kind of environment.
+    changeable: the fields that a resumed run may change, because they are
+      hyperparameters of the agent.
     check: `(fields) -> None`, raises a ValueError if the configuration does
       not fit the agent. `fields` is the flat configuration by dotted name.
     minibatch_unit: `(fields) -> 'steps' | 'environments'`, what is split into
@@ -27,6 +34,8 @@ class AgentEntry(NamedTuple):
   make_agent: Callable[..., Agent]
   defaults: Mapping[str, Any]
   comments: Mapping[str, str] = {}
+  kinds: Mapping[str, Mapping[str, Any]] = {}
+  changeable: tuple[str, ...] = _HYPERPARAMS
   check: Callable[[Mapping[str, Any]], None] = lambda fields: None
   minibatch_unit: Callable[[Mapping[str, Any]], str] = lambda fields: (
     'environments'
@@ -77,8 +86,16 @@ class AgentEntry(NamedTuple):
 
 AGENTS = {
   'ppo': AgentEntry(
-    ppo.make_agent, ppo.DEFAULTS, ppo.COMMENTS, ppo.check, ppo.minibatch_unit
+    ppo.make_agent,
+    ppo.DEFAULTS,
+    ppo.COMMENTS,
+    ppo.KINDS,
+    (*_HYPERPARAMS, 'agent.clip'),
+    ppo.check,
+    ppo.minibatch_unit,
   ),
-  'impala': AgentEntry(impala.make_agent, impala.DEFAULTS),
-  'a2c': AgentEntry(a2c.make_agent, a2c.DEFAULTS, check=a2c.check),
+  'impala': AgentEntry(impala.make_agent, impala.DEFAULTS, kinds=impala.KINDS),
+  'a2c': AgentEntry(
+    a2c.make_agent, a2c.DEFAULTS, kinds=a2c.KINDS, check=a2c.check
+  ),
 }

@@ -9,6 +9,7 @@ from podrl.networks.actor_critic import Network
 from podrl.types import Agent
 
 DEFAULTS = {**impala.DEFAULTS, 'sebulba.max_lag': 0}
+KINDS = {k: {**x, 'num_minibatches': 1} for k, x in impala.KINDS.items()}
 
 
 def check(fields: Mapping[str, Any]) -> None:

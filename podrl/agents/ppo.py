@@ -28,6 +28,39 @@ COMMENTS = {
   'agent.normalize_advantage': 'Standardises advantages over the global batch.',
 }
 
+# See `AgentEntry.kinds`.
+KINDS: dict[str, dict[str, Any]] = {
+  'numbers': {'unroll_length': 32, 'num_epochs': 4},
+  # With a learning rate of 7e-4, one of three seeds of Pendulum-v1 lost its
+  # good policy after half of the run.
+  'continuous': {
+    'num_epochs': 8,
+    'num_minibatches': 16,
+    'optimizer.learning_rate': 3e-4,
+  },
+  'memory': {'num_epochs': 2},
+  # With a high learning rate, the first poor policy improves quickly.
+  'small image': {
+    'unroll_length': 128,
+    'num_epochs': 4,
+    'num_minibatches': 8,
+    'optimizer.learning_rate': 5e-3,
+  },
+  'large image': {
+    'unroll_length': 128,
+    'num_epochs': 4,
+    'agent.clip': 0.1,
+    'optimizer.learning_rate': 2.5e-4,
+  },
+  'large image on a CPU': {
+    'num_epochs': 3,
+    'num_minibatches': 8,
+    'agent.clip': 0.2,
+    'optimizer.learning_rate': 5e-4,
+    'optimizer.anneal': False,  # The run is too short to anneal.
+  },
+}
+
 
 def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if `agent.clip` is out of range."""

@@ -27,6 +27,7 @@ import uuid
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.agents import AGENTS
 from podrl.messages import one_line
 
 Record = dict[str, Any]
@@ -40,9 +41,8 @@ MOVABLE = tuple(
 )
 # A resumed run may change these fields only on its command line. `config.json`
 # then gets the new values.
-CHANGEABLE = tuple(
-  'total_env_steps optimizer.learning_rate agent.gamma agent.lambda_ '
-  'agent.entropy_cost agent.value_cost agent.clip'.split()
+CHANGEABLE = {'total_env_steps', 'optimizer.learning_rate'}.union(
+  *(agent.changeable for agent in AGENTS.values())
 )
 _TASK = {'env.name', 'env.suite', 'agent.name'}
 _REQUIRED = {'agent.name', 'env.name', 'network.name', 'optimizer.name'}
@@ -348,7 +348,7 @@ def restore_config(
     for name, value in theirs.items()
     if name in ours and value != ours[name] and not name.startswith(MOVABLE)
   ]
-  changed = overridden & {*differing} & {*CHANGEABLE}
+  changed = overridden & {*differing} & CHANGEABLE
   is_other_task = not _TASK.isdisjoint(differing)
   if refused := '; '.join(
     f'config.{name} is {theirs[name]} in the run, but {ours[name]} now'

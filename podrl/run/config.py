@@ -568,7 +568,7 @@ def resolve_config(
     config = get_config(agent, values.variant)
     requested = apply_overrides(config, command_line.overrides)
     if values.variant:
-      requested |= {*flatten(config.to_dict())} - {*workdir.CHANGEABLE}
+      requested |= {*flatten(config.to_dict())} - workdir.CHANGEABLE
     if values.init_from and workdir.is_series(config):
       raise ValueError(
         f'--init_from does not work with config.num_seeds={config.num_seeds} '

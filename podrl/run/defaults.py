@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from podrl.agents import AGENTS
 from podrl.drivers import spmd
 from podrl.envs import SUITES, Task
 from podrl.networks.torsos import image_size
@@ -19,94 +20,44 @@ from podrl.types import Box, EnvSpec
 _LARGE_SIDE = 36  # Images of this size or more are large, like Atari's.
 _SPARSE_SIDE = 16  # From this size on, an MLP reads images of zeros and ones.
 
-# Agents that learn once from each unroll need more updates and a higher rate.
-_ONE_PASS = {'unroll_length': 8, 'optimizer.learning_rate': 3e-3}
-_LONG_UNROLL = {'unroll_length': 128, 'num_epochs': 4, 'num_minibatches': 8}
-# IMPALA's settings from Huang et al. 2023, arXiv:2310.00036.
-_CLEANBA = {
-  'unroll_length': 20,
-  'optimizer.name': 'rmsprop',
-  'optimizer.learning_rate': 6e-4,
-  'optimizer.max_grad_norm': 40.0,
-}
-
-# Settings by kind: first for all agents, then for each agent.
-_KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+# The settings of all agents by kind; `AgentEntry.kinds` has those of one agent.
+_KINDS: Mapping[str, Mapping[str, Any]] = {
   'numbers': {
-    'all': {
-      'total_env_steps': 2_000_000,
-      'agent.normalize_observation': True,
-      'agent.normalize_reward': True,
-    },
-    'ppo': {'unroll_length': 32, 'num_epochs': 4},
-    'impala': _ONE_PASS,
-    'a2c': _ONE_PASS,
+    'total_env_steps': 2_000_000,
+    'agent.normalize_observation': True,
+    'agent.normalize_reward': True,
   },
-  # Added to the settings of another kind. With a learning rate of 7e-4, one of
-  # three seeds of Pendulum-v1 lost its good policy after half of the run.
-  'continuous': {
-    'all': {'agent.entropy_cost': 0.0},
-    'ppo': {
-      'num_epochs': 8,
-      'num_minibatches': 16,
-      'optimizer.learning_rate': 3e-4,
-    },
-  },
-  # Added to the settings of another kind. With normalisation and four epochs,
-  # one of three seeds never learned MemoryChain. With these settings, all six
-  # seeds learned it.
+  # Added to the settings of another kind.
+  'continuous': {'agent.entropy_cost': 0.0},
+  # Added to the settings of another kind. With normalisation and PPO's four
+  # epochs, one of three seeds never learned MemoryChain. With these settings,
+  # all six seeds learned it.
   'memory': {
-    'all': {
-      'total_env_steps': 1_000_000,
-      'agent.normalize_observation': False,
-      'agent.normalize_reward': False,
-      'network.recurrent': 'gru',
-      'unroll_length': 32,
-    },
-    'ppo': {'num_epochs': 2},
+    'total_env_steps': 1_000_000,
+    'agent.normalize_observation': False,
+    'agent.normalize_reward': False,
+    'network.recurrent': 'gru',
+    'unroll_length': 32,
   },
-  'sparse image': {'all': {'network.name': 'mlp'}},
+  'sparse image': {'network.name': 'mlp'},
   'small image': {
-    'all': {
-      'total_env_steps': 2_000_000,
-      'network.hidden_sizes': (128,),
-      'network.shared_torso': True,
-    },
-    # With a high learning rate, the first poor policy improves quickly.
-    'ppo': _LONG_UNROLL | {'optimizer.learning_rate': 5e-3},
+    'total_env_steps': 2_000_000,
+    'network.hidden_sizes': (128,),
+    'network.shared_torso': True,
   },
   'large image': {
-    'all': {
-      'total_env_steps': 50_000_000,
-      'env.num_envs': 128,
-      'agent.reward_clip': 1.0,
-      'network.name': 'impala_resnet',
-      'network.hidden_sizes': (256,),
-      'network.shared_torso': True,
-      'eval.num_episodes': 16,
-    },
-    'ppo': {
-      'unroll_length': 128,
-      'num_epochs': 4,
-      'agent.clip': 0.1,
-      'optimizer.learning_rate': 2.5e-4,
-    },
-    'impala': _CLEANBA | {'num_minibatches': 4},
-    'a2c': _CLEANBA,
+    'total_env_steps': 50_000_000,
+    'env.num_envs': 128,
+    'agent.reward_clip': 1.0,
+    'network.name': 'impala_resnet',
+    'network.hidden_sizes': (256,),
+    'network.shared_torso': True,
+    'eval.num_episodes': 16,
   },
   'large image on a CPU': {  # Added to the settings of a large image.
-    'all': {
-      'total_env_steps': 1_500_000,
-      'env.num_envs': 16,
-      'network.name': 'conv',
-    },
-    'ppo': {
-      'num_epochs': 3,
-      'num_minibatches': 8,
-      'agent.clip': 0.2,
-      'optimizer.learning_rate': 5e-4,
-      'optimizer.anneal': False,  # The run is too short to anneal.
-    },
+    'total_env_steps': 1_500_000,
+    'env.num_envs': 16,
+    'network.name': 'conv',
   },
 }
 
@@ -142,10 +93,8 @@ def make_config(task: Task, agent: str, spec: EnvSpec) -> ConfigDict:
   """Makes an agent's configuration from the kinds of an environment."""
   config = base(task, agent)
   for kind in kinds(task, spec, spmd.platform()):
-    fields = _KINDS[kind]
-    config.update_from_flattened_dict(
-      {**fields['all'], **fields.get(agent, {})}
-    )
+    own = AGENTS[agent].kinds.get(kind, {})
+    config.update_from_flattened_dict({**_KINDS[kind], **own})
     if kind == 'large image on a CPU':
       options = SUITES[task.suite].small_options(task.name)
       config.env.options.update(options)
