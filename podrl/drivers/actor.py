@@ -5,6 +5,7 @@ collects the unroll on that device. It runs no program on another device.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 import time
 import traceback
@@ -131,52 +132,36 @@ class _Episodes:
     return types.Episodes(*sums)
 
 
+@dataclasses.dataclass
 class Actor:
   """Steps the environments of one thread, and measures the thread's time.
 
   Other threads may call `seconds` and `hang`, and read `num_waits`.
-
-  Args:
-    index: index among the actors of this process.
-    env: the pool of environments.
-    device: the device that chooses actions.
-    learner_devices: devices for the shards of the actor's unrolls.
-    rng_key: key that all actors share.
-    first_env: global index of the pool's first environment.
-    clock: measures the time in which actors choose actions on the device.
   """
 
-  def __init__(
-    self,
-    index: int,
-    env: types.HostEnv,
-    functions: ActorFunctions,
-    unroll_length: int,
-    device: jax.Device,
-    learner_devices: Sequence[jax.Device],
-    rng_key: chex.PRNGKey,
-    first_env: int,
-    clock: Busy | None = None,
-  ):
-    self.name = f'podrl-actor-{index}'
-    self.index = index
-    self.device = device
-    self.num_waits = 0
-    self.is_stopped = False  # Another thread sets it; each step reads it.
-    self._env = env
-    self._clock = clock or Busy()
-    self._functions = functions
-    self._unroll_length = unroll_length
-    self._learner_devices = learner_devices
+  index: int  # Index among the actors of this process.
+  env: types.HostEnv
+  functions: ActorFunctions
+  unroll_length: int
+  device: jax.Device  # The device that chooses actions.
+  learner_devices: Sequence[jax.Device]  # Each gets a shard of each unroll.
+  rng_key: chex.PRNGKey  # All actors share this key.
+  first_env: int  # Global index of the pool's first environment.
+  # Measures the time in which actors choose actions on the device.
+  clock: Busy = dataclasses.field(default_factory=Busy)
+  num_waits: int = 0
+  is_stopped: bool = False  # Another thread sets it; each step reads it.
+
+  def __post_init__(self):
+    self.name = f'podrl-actor-{self.index}'
     self._num_steps = 0
-    self._first_env = first_env
-    self._timestep = env.reset()
+    self._timestep = self.env.reset()
     num_envs = self._timestep.is_first.size
     self._episodes = _Episodes(num_envs)
-    indices = first_env + jnp.arange(num_envs)
-    keys = jax.vmap(lambda i: jax.random.fold_in(rng_key, i))(indices)
+    indices = self.first_env + jnp.arange(num_envs)
+    keys = jax.vmap(lambda i: jax.random.fold_in(self.rng_key, i))(indices)
     self._keys, self._carry = jax.device_put(
-      (keys, functions.initial_carry(num_envs)), device
+      (keys, self.functions.initial_carry(num_envs)), self.device
     )
     # Start of a stage that looked late, and the time of the first such check.
     self._seen_late = 0.0, 0.0
@@ -185,15 +170,15 @@ class Actor:
 
   def skip(self, num_unrolls: int) -> None:
     """Skips the random numbers of `num_unrolls` unrolls."""
-    self._num_steps = num_unrolls * self._unroll_length
+    self._num_steps = num_unrolls * self.unroll_length
 
   def enter(self, stage: str) -> None:
     """Ends the current stage and begins `stage`."""
     before = self._times[0]
     if stage != before and stage == 'inference':
-      self._clock.enter()
+      self.clock.enter()
     elif stage != before and before == 'inference':
-      self._clock.leave()
+      self.clock.leave()
     self._times = stage, time.perf_counter(), self.seconds()
 
   def seconds(self) -> dict[str, float]:
@@ -226,11 +211,11 @@ class Actor:
     timestep, carry = self._timestep, self._carry
     inputs = variables, self._keys, np.int32(0), timestep
     for _ in range(2):  # The second call gets the carry of the first call.
-      row, carry = self._functions.step(*inputs, carry)
-    shape = self._unroll_length + 1, timestep.is_first.size
+      row, carry = self.functions.step(*inputs, carry)
+    shape = self.unroll_length + 1, timestep.is_first.size
     zeros = np.zeros(shape, np.float32)
     timesteps = types.TimeStep(timestep.obs, zeros, zeros, np.ones(shape, bool))
-    return self._finish([row] * self._unroll_length, timesteps, carry)[0]
+    return self._finish([row] * self.unroll_length, timesteps, carry)[0]
 
   def unroll(self, variables: types.Variables, version: int) -> Unroll:
     """Acts for T steps with `variables`, which are on the actor's device.
@@ -240,33 +225,33 @@ class Actor:
     """
     timestep, first_carry = self._timestep, self._carry
     # Make new arrays each time: a CPU device shares memory with aligned arrays.
-    shape = self._unroll_length + 1, timestep.is_first.size
+    shape = self.unroll_length + 1, timestep.is_first.size
     reward, discount = (np.empty(shape, np.float32) for _ in range(2))
     is_first, rows = np.empty(shape, bool), []
     self.enter('inference')
-    for t in range(self._unroll_length + 1):
+    for t in range(self.unroll_length + 1):
       reward[t] = timestep.reward
       discount[t] = timestep.discount
       is_first[t] = timestep.is_first
-      if t == self._unroll_length:
+      if t == self.unroll_length:
         break
       if self.is_stopped:
         raise Closed
-      row, self._carry = self._functions.step(
+      row, self._carry = self.functions.step(
         variables, self._keys, np.int32(self._num_steps), timestep, self._carry
       )
       rows.append(row)
       self._num_steps += 1
       action = np.asarray(row.action)
       self.enter('environment')
-      timestep = self._env.step(action)
+      timestep = self.env.step(action)
       self.enter('inference')
     self._timestep = timestep
     timesteps = types.TimeStep(timestep.obs, reward, discount, is_first)
     shards, largest = self._finish(rows, timesteps, first_carry)
     episodes = self._episodes.add(reward[1:], is_first[1:])
     return Unroll(
-      shards, version, episodes, self.index, largest, self._first_env
+      shards, version, episodes, self.index, largest, self.first_env
     )
 
   def _finish(
@@ -278,19 +263,17 @@ class Actor:
     """
     # Use several stacks: one program for all rows would compile too slowly.
     stacks = [
-      self._functions.stack(rows[i : i + _STACKED])
+      self.functions.stack(rows[i : i + _STACKED])
       for i in range(0, len(rows), _STACKED)
     ]
     num_steps = np.int32(self._num_steps - len(rows))
-    shards, largest = self._functions.finish(
-      stacks, timesteps, carry, num_steps
-    )
-    placed = map(jax.device_put, shards, self._learner_devices)
+    shards, largest = self.functions.finish(stacks, timesteps, carry, num_steps)
+    placed = map(jax.device_put, shards, self.learner_devices)
     return jax.block_until_ready(list(placed)), jax.device_get(largest)
 
   def close(self) -> None:
     """Frees the environments; prints an error instead of raising it."""
     try:
-      self._env.close()
+      self.env.close()
     except Exception:
       traceback.print_exc()

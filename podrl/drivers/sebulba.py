@@ -32,18 +32,14 @@ class Settings:
   unroll_length: int  # T, steps of an unroll.
   actors_per_device: int  # Actor threads for each actor device.
   unrolls_per_update: int  # Unrolls that one update learns from.
-  # Whether the mode is deterministic instead of asynchronous.
-  deterministic: bool
+  deterministic: bool  # Whether the mode is deterministic, not asynchronous.
   max_lag: int  # The largest policy lag, in updates.
-  # An actor hangs if it stays in one stage for longer than this.
-  hang_seconds: float
+  hang_seconds: float  # An actor that stays in one stage for longer hangs.
   first_env: int = 0  # Global index of this host's first environment.
   # Threads that step the environments of each actor. The driver uses this only
   # to find what limits the run.
   env_threads: int = 1
-  # Whether the driver tunes the number of actors that act. This needs the
-  # asynchronous mode.
-  autotune: bool = False
+  autotune: bool = False  # See `Tuner`; this needs the asynchronous mode.
 
 
 class Sebulba:
@@ -131,9 +127,8 @@ class Sebulba:
 
   def plan(self) -> dict[str, Any]:
     """Returns how many actors per process should act; the others are parked."""
-    if self._tuner:
-      return {'num_actors': self._tuner.num_actors}
-    return {'num_actors': self._num_active}
+    tuner = self._tuner
+    return {'num_actors': tuner.num_actors if tuner else self._num_active}
 
   def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what limits the run, and its `workload_ratio`."""
@@ -381,19 +376,13 @@ class Sebulba:
       self._tuner.observe(end - start, len(rows), depth, pause)
       decisions = [x._asdict() for x in self._tuner.take_decisions()]
     self._end_seconds = end
-
-    def columns(rows: list[dict]) -> dict[str, np.ndarray]:
-      return jax.tree.map(lambda *x: np.asarray(x), *rows) if rows else {}
-
-    episodes = np.reshape(
-      [row[2] for row in rows], (-1, len(types.Episodes._fields))
-    )
-    metrics = columns([row[0] for row in rows])
-    own = columns([row[1] for row in rows])
-    sums, spent = types.Episodes(*episodes.T), leave_out_parked(spent)
-    seconds = end - start
+    columns: Any = ({}, {}, types.Episodes(*np.zeros((3, 0))))
+    if rows:
+      columns = jax.tree.map(lambda *x: np.asarray(x), *rows)
+    metrics, own, episodes = columns
+    seconds, spent = end - start, leave_out_parked(spent)
     report = types.Report(
-      metrics, sums, num_steps, seconds, is_finite, spent, own, decisions
+      metrics, episodes, num_steps, seconds, is_finite, spent, own, decisions
     )
     return [report if is_finite else report._replace(culprit=self._culprit)]
 
