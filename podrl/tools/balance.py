@@ -17,7 +17,6 @@ run used autotune, the command also draws what autotune did.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import functools
-import itertools
 import json
 import os
 import subprocess
@@ -145,19 +144,20 @@ def is_candidate(
   num_actors, cores = plan.sizes[0], num_cores()
   sizes = plan.unroll_length / base.unroll_length, plan.batch / base.batch
   most_actors = max(2 * len(plan.actor_devices), 2 * cores, base.sizes[0])
-  most_threads = base.env_threads
-  if SUITES[config.env.suite].has_env_threads:
-    most_threads = max(most_threads, cores // num_actors)
+  has_threads = SUITES[config.env.suite].has_env_threads
+  extra = cores // num_actors if has_threads else 0
+  most_threads = max(base.env_threads, extra)
   if (
     num_actors > most_actors
     or plan.env_threads > most_threads
     or not all(1 / size_range <= size <= size_range for size in sizes)
   ):
     return False
-  with contextlib.suppress(ValueError):
+  try:
     build.make_run(with_fields(config, plan.overrides(base)))
-    return True
-  return False
+  except ValueError:
+    return False
+  return True
 
 
 def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
@@ -166,9 +166,7 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
   Compilation and the first update do not count.
 
   Args:
-    config: the configuration of the run.
     batch: T x environments of one update.
-    seconds: the length of the run.
 
   Returns:
     A record as in metrics.jsonl. Its rates count the steps that the learner
@@ -231,7 +229,7 @@ def search(
     unless it is the best.
   """
   first, second, last = RUNG_SECONDS
-  runs = {base: run(base, first)}
+  runs: dict[Plan, Record] = {}
 
   def rate(plan: Plan) -> float:
     return runs[plan]['steps_per_second']
@@ -239,12 +237,11 @@ def search(
   def ranked(plans: Iterable[Plan]) -> list[Plan]:
     return sorted(plans, key=rate, reverse=True)
 
-  while len(runs) < MAX_PLANS:
+  plan: Plan | None = base
+  while plan and len(runs) < MAX_PLANS:
+    runs[plan] = run(plan, first)
     near = (x for plan in ranked(runs) for x in neighbours_of(plan))
     plan = next((x for x in near if x not in runs), None)
-    if plan is None:
-      break
-    runs[plan] = run(plan, first)
   others = ranked({*runs} - {base})
   half = max(2, len(others) // 2)
   for plan in (base, *others[:half]):
@@ -256,8 +253,9 @@ def search(
     rates = [record['steps_per_second'] for record in records]
     runs[plan] = records[-1] | {'steps_per_second': float(np.median(rates))}
   others[:2] = ranked(others[:2])
-  is_base_best = not others or rate(base) >= rate(others[0])
-  ranking = [base, *others] if is_base_best else [*others, base]
+  ranking = [*others, base]
+  if others and rate(base) >= rate(others[0]):
+    ranking = [base, *others]
   return {plan: runs[plan] for plan in ranking}
 
 
@@ -265,7 +263,6 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
   """Runs `search` from a configuration, and prints a line for each run.
 
   Args:
-    config: the configuration of a Sebulba run.
     size_range: the largest factor by which T and the batch size may differ from
       the configuration. A larger factor may need another learning rate.
 
@@ -274,9 +271,9 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
   """
   build.make_run(config)  # Raises if the configuration does not fit.
   base = from_config(config)
-  # On a CPU, more devices would share the same cores.
-  is_cpu = jax.default_backend() == 'cpu'
-  num_devices = 1 if is_cpu else len(jax.local_devices())
+  num_devices = len(jax.local_devices())
+  if jax.default_backend() == 'cpu':  # More devices would share the cores.
+    num_devices = 1
 
   @functools.cache
   def candidates(plan: Plan) -> list[Plan]:
@@ -299,16 +296,14 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
 
 def table(runs: dict[Plan, Record], base: Plan) -> Table:
   """Returns a table of the best plans and the configured one, in 80 columns."""
-  ranking = itertools.islice(runs, _NUM_SHOWN)
-  rows = {str(i): plan for i, plan in enumerate(ranking, 1)}
-  if base not in rows.values():
-    rows['now'] = base
   lines = tools.make_table(
     *('', 'actors', 'envs', 'T', 'thr.', 'steps/s', *_BUSY, 'lag', 'limit'),
     left=['limit'],
   )
-  for name, plan in rows.items():
-    record = runs[plan]
+  for i, (plan, record) in enumerate(runs.items(), 1):
+    if i > _NUM_SHOWN and plan != base:
+      continue
+    name = str(i) if i <= _NUM_SHOWN else 'now'
     cells = [name, *map(str, plan.sizes), compact(record['steps_per_second'])]
     cells += [f'{record[f"busy_{x}"]:.0%}' for x in _BUSY.values()]
     lines.add_row(*cells, f'{record["policy_lag"]:.2g}', record['limit'])
@@ -344,10 +339,7 @@ def answer() -> None:
 def _measure_apart(
   config: ConfigDict, size_range: float, on_cpu: bool
 ) -> float:
-  """Returns what `answer` prints in a new process.
-
-  It raises a ValueError if the process fails.
-  """
+  """Returns what `answer` prints in a new process, or raises a ValueError."""
   environment = os.environ | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
   process = subprocess.run(
     [sys.executable, '-c', 'from podrl.tools import balance; balance.answer()'],
@@ -365,10 +357,9 @@ def _measure_apart(
 def compare(
   config: ConfigDict, plan: Plan, rate: float, size_range: float
 ) -> list[str]:
-  """Measures other ways to run an experiment on this machine.
+  """Measures other ways to run an experiment, and returns lines to print.
 
-  It returns lines to print. `rate` is the steps per second of `plan`, Sebulba's
-  fastest plan.
+  `rate` is the steps per second of `plan`, Sebulba's fastest plan.
   """
   platform, anakin = jax.default_backend(), _anakin_config(config, plan)
   rates = {f'Sebulba on {platform}': rate}
@@ -449,8 +440,9 @@ def draw_decisions(run_directory: str, path: str) -> None:
   decisions, name = [], 'decisions.jsonl'  # The first decision makes it.
   if os.path.exists(os.path.join(run_directory, name)):
     decisions = workdir.read_records(run_directory, name)
-  records = workdir.read_records(run_directory)
-  records = [record for record in records if 'num_actors' in record]
+  records = [
+    x for x in workdir.read_records(run_directory) if 'num_actors' in x
+  ]
   if not records:
     raise ValueError(f'{run_directory} has no record yet')
   keys = 'wall_seconds', 'steps_per_second', 'num_actors'
