@@ -2,14 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import itertools
 import operator
 import os
-import queue
 import shutil
 import sys
-import threading
 import time
 from typing import Any, NamedTuple
 
@@ -129,12 +128,16 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
 
 
 @dataclasses.dataclass
-class _Totals:
-  """Sums over the run, and sums since its last record, as types of JSON."""
+class Window:
+  """Adds up the reports of one agent, and makes a record of each window."""
 
-  env_steps: int = 0  # Steps of the whole run so far.
-  num_joints: int = 0  # Joints of the whole run so far.
-  num_updates: int = 0  # Updates of the whole run so far.
+  frame_skip: int
+  sgd_steps_per_update: int
+  # These three counts are of the whole run so far.
+  env_steps: int = 0
+  num_joints: int = 0
+  num_updates: int = 0
+  # All other numbers are sums since the last record, as types of JSON.
   rows: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
   episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 3)
   stages: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -142,74 +145,61 @@ class _Totals:
   num_updates_since_record: int = 0
   seconds: float = 0.0
 
-
-class Window:
-  """Adds up the reports of one agent, and makes a record of each window."""
-
-  def __init__(self, frame_skip: int, sgd_steps_per_update: int):
-    self._frame_skip = frame_skip
-    self._sgd_steps_per_update = sgd_steps_per_update
-    self.totals = _Totals()
-
-  @property
-  def num_updates(self) -> int:
-    """Updates of the whole run so far."""
-    return self.totals.num_updates
-
   def add(self, report: Report) -> None:
     """Adds the updates of a driver's report."""
-    totals = self.totals
     episodes = [np.array(x, np.float64).sum() for x in report.episodes]
-    totals.episodes = [x + y for x, y in zip(totals.episodes, episodes)]
+    self.episodes = [x + y for x, y in zip(self.episodes, episodes)]
     if report.num_updates:
       rows = report.metrics | report.own
-      totals.rows.append({name: x.tolist() for name, x in rows.items()})
+      self.rows.append({name: x.tolist() for name, x in rows.items()})
     for name, seconds in report.stages.items():
-      totals.stages[name] = totals.stages.get(name, 0.0) + seconds
-    totals.num_predictions += report.num_predictions
-    totals.num_updates_since_record += report.num_updates
-    totals.seconds += report.seconds
-    totals.num_updates += report.num_updates
+      self.stages[name] = self.stages.get(name, 0.0) + seconds
+    self.num_predictions += report.num_predictions
+    self.num_updates_since_record += report.num_updates
+    self.seconds += report.seconds
+    self.num_updates += report.num_updates
     num_joints = int(np.sum(report.episodes.num_episodes))
-    totals.num_joints += num_joints
-    totals.env_steps += report.num_predictions - num_joints
+    self.num_joints += num_joints
+    self.env_steps += report.num_predictions - num_joints
 
   def progress(self) -> Record:
     """Returns the window's state as JSON; `resume` restores it bit for bit."""
-    return dataclasses.asdict(self.totals)
+    progress = dataclasses.asdict(self)
+    del progress['frame_skip'], progress['sgd_steps_per_update']
+    return progress
 
   def resume(self, progress: Record) -> None:
     """Restores what `progress` returned."""
-    self.totals = _Totals(**progress)
+    vars(self).update(progress)
 
   def record(self) -> Record:
     """Makes the record of the window and begins the next one."""
-    totals = self.totals
-    kept = totals.env_steps, totals.num_joints, totals.num_updates
-    self.totals = _Totals(*kept)
-    num_episodes, return_sum, length_sum = totals.episodes
-    steps = totals.num_predictions - num_episodes
-    rate = 1.0 / max(totals.seconds, 1e-9)
+    num_episodes, return_sum, length_sum = self.episodes
+    steps = self.num_predictions - num_episodes
+    rate = 1.0 / max(self.seconds, 1e-9)
     record = {
-      'env_steps': totals.env_steps,
-      'num_joints': totals.num_joints,
-      'frames': totals.env_steps * self._frame_skip,
-      'num_updates': totals.num_updates,
-      'num_sgd_steps': totals.num_updates * self._sgd_steps_per_update,
+      'env_steps': self.env_steps,
+      'num_joints': self.num_joints,
+      'frames': self.env_steps * self.frame_skip,
+      'num_updates': self.num_updates,
+      'num_sgd_steps': self.num_updates * self.sgd_steps_per_update,
       'steps_per_second': steps * rate,
-      'frames_per_second': steps * self._frame_skip * rate,
-      'updates_per_second': totals.num_updates_since_record * rate,
-      'predictions_per_second': totals.num_predictions * rate,
+      'frames_per_second': steps * self.frame_skip * rate,
+      'updates_per_second': self.num_updates_since_record * rate,
+      'predictions_per_second': self.num_predictions * rate,
     }
     if num_episodes:
       record['episode_return'] = return_sum / num_episodes
       record['episode_length'] = length_sum / num_episodes
-    for name in totals.rows[0] if totals.rows else ():
-      values = np.concatenate([row[name] for row in totals.rows])
+    for name in self.rows[0] if self.rows else ():
+      values = np.concatenate([row[name] for row in self.rows])
       record[name] = float(_REDUCTIONS[name].updates(values))
-    record |= {k: seconds * rate for k, seconds in totals.stages.items()}
+    record |= {k: seconds * rate for k, seconds in self.stages.items()}
     if joules := record.get('joules_per_second'):
       record['frames_per_joule'] = record['frames_per_second'] / joules
+    self.resume(
+      Window(0, 0, self.env_steps, self.num_joints, self.num_updates).progress()
+    )
     return record
 
 
@@ -310,46 +300,40 @@ class Writer:
   """
 
   def __init__(self):
-    self._queue: queue.Queue = queue.Queue(1024)
+    self._executor = ThreadPoolExecutor(1, 'podrl-writer')
     self._error: WriteError | None = None
-    self._thread = threading.Thread(target=self._run, name='podrl-writer')
-    self._thread.start()
 
-  def _run(self) -> None:
-    while (item := self._queue.get()) is not None:
-      sink, record = item
-      try:
-        if record is None:
-          sink.close()
-        elif self._error is None:
-          sink.write(record)
-      except Exception as error:  # `_check` raises it in the main thread.
-        message = f'{type(sink).__name__} could not write: {error}'
-        self._error = self._error or WriteError(message)
-        self._error.__cause__ = error
-      self._queue.task_done()
+  def _write(self, sink: Sink, record: Record | None) -> None:
+    """Writes a record if no sink has failed; closes the sink if it is None."""
+    try:
+      if record is None:
+        sink.close()
+      elif self._error is None:
+        sink.write(record)
+    except Exception as error:  # `_check` raises it in the main thread.
+      message = f'{type(sink).__name__} could not write: {error}'
+      self._error = self._error or WriteError(message)
+      self._error.__cause__ = error
 
   def _check(self) -> None:
     if self._error:
       raise self._error
 
   def write(self, sinks: Sequence[Sink], record: Record) -> None:
-    """Queues a record for each sink; waits only if the queue is full."""
+    """Queues a record for each sink."""
     self._check()
     for sink in sinks:
-      self._queue.put((sink, record))
+      self._executor.submit(self._write, sink, record)
 
   def flush(self) -> None:
     """Waits until all records are written."""
-    self._queue.join()
-    self._check()
+    self._executor.submit(self._check).result()
 
   def close(self, sinks: Sequence[Sink]) -> None:
     """Writes the queued records, closes the sinks and ends the thread."""
     for sink in sinks:
-      self._queue.put((sink, None))
-    self._queue.put(None)
-    self._thread.join()
+      self._executor.submit(self._write, sink, None)
+    self._executor.shutdown()
     self._check()
 
 
@@ -408,7 +392,7 @@ class Recorder:
   @property
   def num_updates_since_record(self) -> int:
     """Number of updates since the last record."""
-    return self._windows[0].totals.num_updates_since_record
+    return self._windows[0].num_updates_since_record
 
   def open(self, progress: Record) -> None:
     """Opens the files; `progress` is empty for a new run."""
@@ -455,7 +439,7 @@ class Recorder:
     for window, report in zip(self._windows, reports):
       window.add(report)
     now = self.times() | {'num_updates': self.num_updates}
-    now['env_steps'] = self._windows[0].totals.env_steps
+    now['env_steps'] = self._windows[0].env_steps
     for decision in reports[0].decisions if self._paths else ():
       if not self._decisions:
         self._open_decisions()

@@ -126,11 +126,11 @@ def test_a_writer_delays_nobody_and_loses_nothing():
   sink.gate.set()
   writer.flush()
   assert sink.records == list(range(50))
-  assert sink.threads == {'podrl-writer'}
+  assert sink.threads == {'podrl-writer_0'}
   writer.write([sink], 50)
   writer.close([sink])
   assert sink.records[-1] == 50 and sink.is_closed
-  assert 'podrl-writer' not in {t.name for t in threading.enumerate()}
+  assert 'podrl-writer_0' not in {t.name for t in threading.enumerate()}
 
 
 def test_what_a_sink_raises_is_raised():
