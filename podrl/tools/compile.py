@@ -316,8 +316,6 @@ def analyse(
 
   Args:
     text: the compiled program.
-    program: how often it is called, and on how many devices.
-    target: the machine that it was compiled for.
     default: the part of instructions without a scope.
   """
   module, chip = parse(text), target.chip
@@ -411,7 +409,7 @@ def compile_for(
     return compile_once(config, target, machine)
   except TooLarge as error:
     needed, limit = error.args
-    fits = _largest(config, target, machine, needed, limit)
+    fits = _find_smaller(config, target, machine, needed / limit)
     needs = format_size(needed) if needed < math.inf else 'more'
     raise ValueError(
       f'config.env.num_envs={config.env.num_envs} does not fit on {target.name}'
@@ -439,45 +437,28 @@ def compile_once(
   ), texts
 
 
-def _largest(
-  config: ConfigDict,
-  target: Target,
-  machine: Machine,
-  needed: float,
-  limit: float,
+def _find_smaller(
+  config: ConfigDict, target: Target, machine: Machine, share: float
 ) -> int:
-  """Finds about the largest number of environments that fits, or 0.
+  """Halves the number of environments until the run fits; 0 if it never does.
 
-  Memory grows almost linearly with it, so a few compilations are enough. The
-  configured number needs `needed` bytes of `limit`.
+  `share` is the needed share of the memory; it is infinite if it is unknown.
   """
   config = config.copy_and_resolve_references()
-  too_many = unit = num_envs = config.env.num_envs
-  while unit % 2 == 0:  # A multiple of a number that divides evenly does too.
-    config.env.num_envs = unit // 2
+  while config.env.num_envs % 2 == 0:
+    config.env.num_envs //= 2
+    share /= 2
+    if 1 < share < math.inf:  # Memory grows almost linearly.
+      continue
     try:
-      build.make_run(config, machine=machine)
-    except ValueError:
-      break
-    unit //= 2
-  fits = 0
-  for _ in range(5):
-    guess = num_envs * (0.97 * limit / needed if needed < math.inf else 0.125)
-    num_envs = min(int(guess) // unit * unit, too_many - unit)
-    if num_envs <= fits:
-      break
-    config.env.num_envs = num_envs
-    try:
-      report, _ = compile_once(config, target, machine)
+      compile_once(config, target, machine)
+      return config.env.num_envs
     except TooLarge as error:
       needed, limit = error.args
-      too_many = num_envs
-    else:
-      fits = num_envs
-      needed = max(x.memory['total'] for x in report.programs.values())
-      if needed > 0.85 * limit:
-        break
-  return fits
+      share = needed / limit
+    except ValueError:  # Fewer environments do not divide over the devices.
+      break
+  return 0
 
 
 def format_size(value: float) -> str:
