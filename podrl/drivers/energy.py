@@ -1,8 +1,8 @@
 """Measures the energy of a run, if the machine allows it."""
 
 from collections.abc import Callable, Sequence
-import glob
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -37,11 +37,6 @@ def _open_gpus(devices: Sequence[jax.Device]) -> tuple[Any, list[Any]]:
     return None, []
 
 
-def _read(path: str, name: str) -> str:
-  with open(os.path.join(path, name), encoding='ascii') as file:
-    return file.read().strip()
-
-
 class Meter:
   """Measures the energy of GPUs (NVML) and of CPU packages (Linux's RAPL).
 
@@ -55,14 +50,14 @@ class Meter:
   ):
     self._nvml, self._gpus = _open_gpus(devices)
     # For each path, the counter's last value and its range, in microjoules.
-    self._last: dict[str, tuple[int, int]] = {}
+    self._last: dict[pathlib.Path, tuple[int, int]] = {}
     self._cpu_microjoules = 0
     # A package includes its cores and memory. 'psys' would count it again.
-    for path in glob.glob(os.path.join(powercap, 'intel-rapl:*')):
+    for path in pathlib.Path(powercap).glob('intel-rapl:*'):
       try:
-        if _read(path, 'name').startswith('package'):
-          size = int(_read(path, 'max_energy_range_uj'))
-          self._last[path] = int(_read(path, 'energy_uj')), size
+        if (path / 'name').read_text().startswith('package'):
+          size = int((path / 'max_energy_range_uj').read_text())
+          self._last[path] = int((path / 'energy_uj').read_text()), size
       except (OSError, ValueError):  # Since 2020, only root may read counters.
         pass
 
@@ -77,7 +72,7 @@ class Meter:
       return None
     try:
       for path, (last, size) in self._last.items():
-        now = int(_read(path, 'energy_uj'))
+        now = int((path / 'energy_uj').read_text())
         # At the end of its range, the counter restarts at 0.
         self._cpu_microjoules += (now - last) % size
         self._last[path] = now, size
