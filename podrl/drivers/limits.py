@@ -66,30 +66,20 @@ _SENTENCES = {  # `_words` fills the braces.
 
 
 class System(NamedTuple):
-  """Resources and settings of one process of a Sebulba run.
+  """Resources and settings of one process of a Sebulba run."""
 
-  Attributes:
-    platform: platform of the devices; devices of 'cpu' share the cores.
-    num_cores: cores that the process may use.
-    num_actors: actor threads on all actor devices.
-    env_threads: threads that step the environments of one actor.
-    actor_devices, learner_devices: indices of devices; they may overlap.
-    unrolls_per_update: unrolls that one update learns from.
-    max_lag: the largest policy lag, in updates.
-    is_deterministic: whether the mode is deterministic instead of asynchronous.
-    num_processes: processes of the run; each has the same resources.
-  """
-
-  platform: str
-  num_cores: int
-  num_actors: int
-  env_threads: int
-  actor_devices: tuple[int, ...]
+  platform: str  # Devices of the platform 'cpu' share the cores.
+  num_cores: int  # Cores that the process may use.
+  num_actors: int  # Actor threads on all actor devices.
+  env_threads: int  # Threads that step the environments of one actor.
+  actor_devices: tuple[
+    int, ...
+  ]  # Indices of devices; the learner may use them.
   learner_devices: tuple[int, ...]
-  unrolls_per_update: int
-  max_lag: int
-  is_deterministic: bool
-  num_processes: int = 1
+  unrolls_per_update: int  # Unrolls that one update learns from.
+  max_lag: int  # The largest policy lag, in updates.
+  is_deterministic: bool  # The mode is deterministic instead of asynchronous.
+  num_processes: int = 1  # Each process of the run has the same resources.
 
   @property
   def is_shared(self) -> bool:
@@ -275,7 +265,7 @@ def summarise(
   Args:
     record: the run's last record.
     devices: devices of this process that the run uses.
-    price_per_hour: price per hour of all machines of the run; 0 means unknown.
+    price_per_hour: price of all machines of the run; 0 means unknown.
   """
   summary: dict[str, Any] = {'energy_of': Meter(devices).parts}
   if price_per_hour and record.get('frames_per_second'):
