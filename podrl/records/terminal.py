@@ -161,10 +161,8 @@ class Terminal:
   ) -> None:
     """Prints the last values of a run as a table, and useful next commands.
 
-    Args:
-      summary: the contents of `summary.json`.
-      workdir: the run's directory.
-      resume_command: printed if a signal ended the run.
+    summary: the contents of `summary.json`. resume_command: printed if a signal
+    ended the run.
     """
     title = Text(f'{self._name}: {summary["exit"]}')
     table = Table(title=title, show_header=False, title_justify='left')
