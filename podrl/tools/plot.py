@@ -179,7 +179,10 @@ def draw(groups: Sequence[Group], x: str, path: str) -> None:
   matplotlib.rcParams['text.parse_math'] = False  # Names may contain a $.
   tasks = list(dict.fromkeys(group.task for group in groups))
   num_columns = 1 if len(tasks) < 4 else min(4, math.ceil(len(tasks) ** 0.5))
-  labels = [textwrap.fill(_legend(group), 85) for group in groups]
+  labels = []
+  for group in groups:
+    number = f', mean of {len(group.runs)} runs' if len(group.runs) > 1 else ''
+    labels.append(textwrap.fill(group.label + number, 85))
   num_lines = dict.fromkeys(tasks, 0)
   for group, label in zip(groups, labels):
     num_lines[group.task] += 1 + label.count('\n')
@@ -213,12 +216,6 @@ def draw(groups: Sequence[Group], x: str, path: str) -> None:
     if any(len(run.series(x, 'eval_return')[0]) for run in runs):
       text += '; dots: evaluation'
     figure.supxlabel(text, fontsize=8, color='#606060')
-
-
-def _legend(group: Group) -> str:
-  """Returns the text of a group in the legend."""
-  number = len(group.runs)
-  return f'{group.label}, mean of {number} runs' if number > 1 else group.label
 
 
 def _draw_group(
