@@ -10,8 +10,7 @@ as bars. The text above each picture shows the return so far and the number of
 steps. FILE plays at about the speed of the real task.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
+from collections.abc import Callable, Sequence
 import math
 import os
 from typing import Any, NamedTuple
@@ -77,6 +76,8 @@ def record(
   doubles.
   """
   config, agent = loaded.config, loaded.agent
+  # gymnasium warns if an environment cannot draw.
+  warnings.filterwarnings('ignore', '(?s).*render')
   env, act_keys = _make_env(config, rng_key)
 
   @jax.jit
@@ -121,15 +122,6 @@ def record(
   return Episode(pictures, steps, np.asarray(returns), is_over, note)
 
 
-@contextlib.contextmanager
-def _without_render_warnings() -> Iterator[None]:
-  """Hides gymnasium's warnings about environments that cannot draw."""
-  with warnings.catch_warnings():
-    warnings.filterwarnings('ignore', '(?s).*render')
-    yield
-
-
-@_without_render_warnings()
 def _make_env(
   config: ConfigDict, rng_key: chex.PRNGKey
 ) -> tuple[HostEnv, chex.PRNGKey]:
@@ -185,7 +177,6 @@ def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
   )
 
 
-@_without_render_warnings()
 def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
   """Returns (a function that draws, ''), or (None, the reason for None)."""
   try:
@@ -332,12 +323,6 @@ _DRAWINGS: dict[tuple, Callable[..., np.ndarray]] = {
 }
 
 
-def _describe_action(action: np.ndarray) -> str:
-  """Describes an action by its first numbers."""
-  numbers = ', '.join(f'{x:.3g}' for x in np.ravel(action)[:6])
-  return f'action {numbers}'
-
-
 def _draw_bars(
   values: np.ndarray, actions: Sequence[np.ndarray | None]
 ) -> list[np.ndarray]:
@@ -360,7 +345,8 @@ def _draw_bars(
       box = (left, min(base, end), left + 0.7 * pitch, max(base, end))
       draw.rectangle(box, _BLUE)
     if action is not None:
-      draw.text((6, bottom + 6), _describe_action(action), _ORANGE, font)
+      numbers = ', '.join(f'{x:.3g}' for x in np.ravel(action)[:6])
+      draw.text((6, bottom + 6), f'action {numbers}', _ORANGE, font)
     pictures.append(np.asarray(image))
   return pictures
 

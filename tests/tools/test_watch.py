@@ -179,10 +179,6 @@ def test_gymnasium_without_pictures(registered, name):
   assert episode.note == f'the environment {sentence}'
 
 
-def test_the_components_of_an_action_are_separate():
-  assert watch._describe_action(np.asarray([2, 4])) == 'action 2, 4'
-
-
 # MNISTBandit downloads a data set when it is made.
 _GYMNAX = sorted({*gymnax.registered_envs} - {'MNISTBandit-bsuite'})
 
