@@ -39,15 +39,9 @@ class Decision(NamedTuple):
   num_drifts: int  # How often a changed rate had started a new search.
 
 
-class _Window(NamedTuple):
-  """A window that the search requests, with `scale` times the usual length."""
-
-  num_actors: int
-  scale: float = 1.0
-
-
-# A part of the search: it yields windows and receives their rates.
-_Search = Generator[_Window, float, None]
+# A part of the search: it yields the number of actors of the next window and
+# the window's length, relative to the usual one. It receives the window's rate.
+_Search = Generator[tuple[int, float], float, None]
 
 
 class Tuner:
@@ -88,12 +82,8 @@ class Tuner:
     self.best = min(max(num_actors, 1), max_actors)
     self.is_settled = False
     self._search = self._run()
-    self._window = next(self._search)
+    self.num_actors, self._scale = next(self._search)
     self._start_window(self.best)
-
-  @property
-  def num_actors(self) -> int:
-    return self._window.num_actors
 
   def _start_window(self, before: int = 0, queue_depth: int = 0) -> None:
     """Starts a window after the present unrolls of `before` actors have ended.
@@ -133,7 +123,7 @@ class Tuner:
       if self._passed >= _SETTLE_SECONDS and self._num_updates >= num_updates:
         self._start_window(queue_depth=queue_depth)
       return
-    scale, before = self._window.scale, self.num_actors
+    scale, before = self._scale, self.num_actors
     if (
       self._passed >= scale * _WINDOW_SECONDS
       and self._num_updates >= scale * _WINDOW_UPDATES
@@ -142,7 +132,7 @@ class Tuner:
       drained = max(0, self._depth - queue_depth) / self._unrolls_per_update
       num_learned = max(self._num_updates - drained, 0.1)
       rate = num_learned * self._samples_per_update / self._passed
-      self._window = self._search.send(rate)
+      self.num_actors, self._scale = self._search.send(rate)
       is_same = self.num_actors == before
       self._start_window(0 if is_same else before, queue_depth)
 
@@ -202,7 +192,7 @@ class Tuner:
 
   def _compare(
     self, tried: int, rate: float | None
-  ) -> Generator[_Window, float, tuple[bool, bool, float | None]]:
+  ) -> Generator[tuple[int, float], float, tuple[bool, bool, float | None]]:
     """Compares `tried` with the best number.
 
     `rate` is the rate of the best number in the last window, or None. The
@@ -216,7 +206,7 @@ class Tuner:
       # The order A B, B A, A B ... has half as many changes as A B, A B, A B.
       for i in (0, 1) if num_pairs % 2 else (1, 0):
         if rate is None:
-          rate = yield _Window((best, tried)[i])
+          rate = yield (best, tried)[i], 1.0
         if logs[i]:
           self._update_noise(logs[i][-1], math.log(rate))
         logs[i].append(math.log(rate))
@@ -240,7 +230,7 @@ class Tuner:
 
   def _watch(self) -> _Search:
     """Yields windows until the rate has changed."""
-    window = _Window(self.best, _WATCH_SCALE)
+    window = self.best, _WATCH_SCALE
     settled = 0.0
     for _ in range(3):
       settled += math.log((yield window)) / 3
