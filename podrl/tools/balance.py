@@ -163,17 +163,12 @@ def is_candidate(
 def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
   """Runs a driver for some seconds, or for two updates if they take longer.
 
-  Compilation and the first update do not count.
-
-  Args:
-    batch: T x environments of one update.
+  Compilation and the first update do not count. It raises a ValueError if the
+  configuration does not fit, or the loss is not finite.
 
   Returns:
     A record as in metrics.jsonl. Its rates count the steps that the learner
-    used.
-
-  Raises:
-    ValueError: if the configuration does not fit, or the loss is not finite.
+    used: `batch`, which is T x environments, for each update.
   """
   run = build.make_run(config)
   window, meter = Window(run.spec.frame_skip, 1), Meter(run.devices)
@@ -262,12 +257,9 @@ def search(
 def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
   """Runs `search` from a configuration, and prints a line for each run.
 
-  Args:
-    size_range: the largest factor by which T and the batch size may differ from
-      the configuration. A larger factor may need another learning rate.
-
-  Raises:
-    ValueError: if the configuration does not fit this machine, or a run fails.
+  T and the batch size may differ from the configuration by the factor
+  `size_range`. A larger factor may need another learning rate. It raises a
+  ValueError if the configuration does not fit this machine, or a run fails.
   """
   build.make_run(config)  # Raises if the configuration does not fit.
   base = from_config(config)
@@ -434,8 +426,7 @@ def draw(runs: dict[Plan, Record], base: Plan, path: str) -> None:
 def draw_decisions(run_directory: str, path: str) -> None:
   """Draws what autotune did in a run: speed and active actors over time.
 
-  Raises:
-    ValueError: if the run has no record of active actors yet, or is damaged.
+  It raises a ValueError if the run has no record of active actors yet.
   """
   decisions, name = [], 'decisions.jsonl'  # The first decision makes it.
   if os.path.exists(os.path.join(run_directory, name)):
@@ -475,15 +466,14 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
   summary = os.path.join(path, 'summary.json')
   if os.path.exists(summary):
     for name, text in limits.describe(workdir.read_json(summary)):
-      _CONSOLE.print(f'{name}: {text}')
+      print(f'{name}: {text}')
   else:
-    text = f'{path} has not ended; at the end, its summary says what limited it'
-    _CONSOLE.print(text, soft_wrap=True)
+    print(f'{path} has not ended; at the end, its summary says what limited it')
   if config.sebulba.autotune:
     tools.make_directory(out)
     picture = os.path.join(out, 'balance.png')
     draw_decisions(path, picture)
-    _CONSOLE.print(f'drawn: {picture}', soft_wrap=True)
+    print(f'drawn: {picture}')
 
 
 def _act(arguments: list[str], values: flags.FlagValues) -> None:
@@ -517,32 +507,30 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   _CONSOLE.print(table(runs, base))
   lines = [to_flags(x.overrides(base) | fixed) for x in ranking[:_NUM_SHOWN]]
   for i, line in enumerate(lines, 1):
-    _CONSOLE.print(f'{i}  {line}', soft_wrap=True)
+    print(f'{i}  {line}')
   rate, record = runs[best]['steps_per_second'], runs[base]
   run, ratio = build.make_run(config), rate / record['steps_per_second']
   frames = rate * run.spec.frame_skip
-  _CONSOLE.print(
+  print(
     f'plan 1: {frames:,.0f} frames/s, {ratio:.2f} times the configured plan'
   )
   others = max(map(limits.others, runs.values()))
   if others > limits.OTHERS_WORTH_NAMING:
-    _CONSOLE.print(
+    print(
       f'Other programs used up to {others:.0%} of the cores; on a quiet '
       'machine, the order of the plans may differ.'
     )
   record |= limits.summarise(record, run.devices, config.price_per_hour)
   for name, text in limits.describe(record):
-    _CONSOLE.print(f'as configured, {name}: {text}')
+    print(f'as configured, {name}: {text}')
   picture = os.path.join(directory, 'balance.png')
   draw(runs, base, picture)
-  _CONSOLE.print(f'drawn: {picture}', soft_wrap=True)
+  print(f'drawn: {picture}')
   pasted = os.path.join(directory, 'balance.txt')
   workdir.write_text(pasted, lines[0] + '\n')
-  _CONSOLE.print(f'overrides of plan 1: {pasted}', soft_wrap=True)
-  for line in compare(config, best, rate, size_range):
-    _CONSOLE.print(line)
+  print(f'overrides of plan 1: {pasted}')
+  print(*compare(config, best, rate, size_range), sep='\n', flush=True)
   if values.apply:
-    _CONSOLE.file.flush()
     # Restart Python, because JAX is already set up in this process.
     argv = [sys.executable, path, *own, *lines[0].split()]
     os.execv(sys.executable, argv)
