@@ -73,12 +73,7 @@ def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
 def join_seeds(path: str, directories: Sequence[str]) -> Record:
   """Writes the records of a run: the means of its seeds, which are finished.
 
-  Args:
-    path: directory of the run.
-    directories: directories of the seeds' runs.
-
-  Returns:
-    The summary. Its times are sums; its texts come from the last seed.
+  It returns the summary. Its times are sums; its texts come from the last seed.
   """
   runs = [
     {record['num_updates']: record for record in workdir.read_records(x)}
@@ -210,8 +205,7 @@ class JsonLines:
   later lines again. If one of the kept lines is damaged, the file is copied,
   and then keeps only the lines before the damaged one.
 
-  Attributes:
-    num_lines: number of lines in the file.
+  Its attribute `num_lines` is the number of lines in the file.
   """
 
   def __init__(self, file: str, num_lines: int = 0):
@@ -372,8 +366,7 @@ class Recorder:
     self._compile_seconds = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     self._files: list[JsonLines] = []  # `metrics.jsonl` of each directory.
-    self._decisions: list[JsonLines] = []  # Opened at the first decision.
-    self._decisions_file = os.path.join(path, 'decisions.jsonl')
+    self._decisions: list[JsonLines] = []  # `decisions.jsonl`, if it is used.
     self.terminal = Terminal(
       config, self.total_updates, self.steps_per_update, not self.is_writer
     )
@@ -424,15 +417,14 @@ class Recorder:
         if self.config.log.wandb:
           config = workdir.read_config(path)
           sinks.append(Wandb(path, workdir.task_name(config), config.to_dict()))
+      file = os.path.join(self.path, 'decisions.jsonl')
+      is_tuned = self.config.get('sebulba', {}).get('autotune', False)
+      if self._paths and (is_tuned or os.path.exists(file)):
+        # This deletes the lines that the run will repeat.
+        number = progress.get('num_decisions', 0)
+        self._decisions.append(JsonLines(file, number))
     if self._paths:
       self.sinks[0].append(self.terminal)
-      if os.path.exists(self._decisions_file):
-        # This deletes the lines that the run will repeat.
-        self._open_decisions(progress.get('num_decisions', 0))
-
-  def _open_decisions(self, num_decisions: int = 0) -> None:
-    with workdir.write_errors('the records', OSError):
-      self._decisions.append(JsonLines(self._decisions_file, num_decisions))
 
   def add(self, reports: Sequence[Report]) -> None:
     """Adds a driver's reports, one per agent, and writes their decisions."""
@@ -441,8 +433,6 @@ class Recorder:
     now = self.times() | {'num_updates': self.num_updates}
     now['env_steps'] = self._windows[0].env_steps
     for decision in reports[0].decisions if self._paths else ():
-      if not self._decisions:
-        self._open_decisions()
       self._writer.write(self._decisions, now | decision)
 
   def times(self) -> Record:
