@@ -314,9 +314,7 @@ def analyse(
 ) -> tuple[list[Collective], int, dict[str, float], list[Costly]]:
   """Returns the collectives, cycles, seconds by part and dearest instructions.
 
-  Args:
-    text: the compiled program.
-    default: the part of instructions without a scope.
+  `default` is the part of instructions without a scope.
   """
   module, chip = parse(text), target.chip
   calls, lines_of = program.calls, sources(text)
@@ -398,11 +396,8 @@ def compile_for(
 ) -> tuple[Report, dict[str, str]]:
   """Compiles a run for a target; use it in `spmd.compiling_for`.
 
-  Returns:
-    The report, and the text of each compiled program by name.
-
-  Raises:
-    ValueError: for a user's mistake, or if the run needs too much memory.
+  It returns the report, and the text of each compiled program by name. For a
+  user's mistake, or if the run needs too much memory, it raises a ValueError.
   """
   machine = machine or targets.make_machine(target)
   try:
@@ -546,9 +541,7 @@ def read_experiment(arguments: Sequence[str]) -> ConfigDict:
   """Makes the configuration of a training command's arguments.
 
   Use it in `spmd.compiling_for`: the configuration may depend on the platform.
-
-  Raises:
-    ValueError: for a mistake in the arguments.
+  It raises a ValueError for a mistake in the arguments.
   """
   argv = ['podrl compile', *arguments]
   command_line = configs.parse_command_line(argv, has_task=True)
@@ -569,11 +562,8 @@ def compile_command(
 ) -> tuple[ConfigDict, Report, dict[str, str]]:
   """Compiles the run of a training command's arguments for a target.
 
-  Args:
-    scale: whether each device has config.env.num_envs environments.
-
-  Returns:
-    The configuration, and the results of `compile_for`.
+  If `scale` is true, each device has config.env.num_envs environments. It
+  returns the configuration, and the results of `compile_for`.
   """
   with spmd.compiling_for(target.platform):
     config = read_experiment(arguments)
