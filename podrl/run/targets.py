@@ -163,8 +163,7 @@ def parse(text: str) -> Target:
   As in Google Cloud, the size counts cores for v2, v3, v4, v5p and tpu7x, and
   chips for v5e and v6e.
 
-  Raises:
-    ValueError: if the target does not exist; it names similar ones.
+  It raises a ValueError if the target does not exist.
   """
   match = re.fullmatch(r'(?:([1-9]\d?)x)?(.*)', text)
   assert match is not None
@@ -267,8 +266,7 @@ def _gpu_devices(target: Target) -> list[jax.Device]:
 def make_machine(target: Target) -> Machine:
   """Makes the devices of a target, for programs that are only compiled.
 
-  Raises:
-    ValueError: if the compiler is not installed.
+  It raises a ValueError if the compiler is not installed.
   """
   is_tpu = target.platform == 'tpu'
   try:
@@ -307,10 +305,8 @@ def lower(config: ConfigDict, machine: Machine) -> Lowered:
   """Lowers the programs of a run for a machine that need not be here.
 
   Use it in `spmd.compiling_for`. Anakin has one program, 'train'. Sebulba has
-  two: 'update' on the learner devices, and 'act', one step of an actor.
-
-  Raises:
-    ValueError: for a user's mistake, as `build.make_run`.
+  two: 'update' on the learner devices, and 'act', one step of an actor. It
+  raises a ValueError for a user's mistake, as `build.make_run`.
   """
   run = build.make_run(config, machine=machine)
   if build.architecture(config) == 'sebulba':
