@@ -38,8 +38,7 @@ def run_command(
     0 after success; 2 after a user's mistake (a wrong flag, or any ValueError
     or OSError), which is printed as one line; 130 after Ctrl-C.
   """
-  text = 'Show this text.'
-  flags.DEFINE_bool('help', False, text, short_name='h', flag_values=values)
+  flags.DEFINE_bool('help', False, 'Show this text.', values, short_name='h')
   try:
     paths = values(argv, known_only=known_only)[1:]
     if values.help:
@@ -132,11 +131,7 @@ def figure(path: str, width: float, height: float) -> Iterator[Any]:
 def read_config(
   path: str, overrides: Sequence[str], values: flags.FlagValues
 ) -> ConfigDict:
-  """Builds the configuration of an experiment, the Python file `path`.
-
-  Raises:
-    ValueError: if `path` is not an experiment, or an override is wrong.
-  """
+  """Builds an experiment's configuration; raises a ValueError for a mistake."""
   if not os.path.isfile(path) or not path.endswith('.py'):
     raise ValueError(
       f'{path} is not an experiment; try experiments/sebulba_cartpole.py'
