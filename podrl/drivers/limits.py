@@ -262,10 +262,8 @@ def summarise(
 ) -> dict[str, Any]:
   """Returns fields of a run's summary: the cost and the machine's balance.
 
-  Args:
-    record: the run's last record.
-    devices: devices of this process that the run uses.
-    price_per_hour: price of all machines of the run; 0 means unknown.
+  `record` is the run's last record, and `devices` are those of this process
+  that the run uses. The price of all machines is 0 if it is unknown.
   """
   summary: dict[str, Any] = {'energy_of': Meter(devices).parts}
   if price_per_hour and record.get('frames_per_second'):
