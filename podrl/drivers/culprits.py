@@ -73,8 +73,8 @@ def find_culprit(
   Args:
     largest: what `find_largest` returned for one unroll, on the host.
     first_env: global index of the first environment of the batch.
-    is_failing: whether the loss of this unroll is not finite. Only in this
-      case, a large finite number may be the culprit.
+    is_failing: whether the loss of this unroll is not finite. Only then, a
+      large finite number may be the culprit.
   """
   fields = {k: x for k, x in largest.items() if k != _ACTION}
   bad = {k: x for k, x in fields.items() if not math.isfinite(x.value)}
@@ -91,14 +91,9 @@ def find_culprit(
 
 
 def explain(culprit: Culprit, fields: Mapping[str, Any]) -> str:
-  """Describes a culprit, and says what to do about it.
+  """Describes a culprit, and says what to do about it, in part of a sentence.
 
-  Args:
-    culprit: what `find_culprit` returned.
-    fields: the configuration by dotted name.
-
-  Returns:
-    Part of a sentence, or '' if the configuration already limits the number.
+  It returns '' if the configuration, `fields`, already limits the number.
   """
   name, value, step, env, element = culprit
   is_reward, is_finite = name == _REWARD, math.isfinite(value)
