@@ -40,9 +40,7 @@ def _open_gpus(devices: Sequence[jax.Device]) -> tuple[Any, list[Any]]:
 class Meter:
   """Measures the energy of GPUs (NVML) and of CPU packages (Linux's RAPL).
 
-  Args:
-    devices: devices of this process.
-    powercap: the directory of RAPL's counters.
+  `powercap` is the directory of RAPL's counters.
   """
 
   def __init__(
