@@ -14,9 +14,7 @@ import tempfile
 # Experiments import one another, as they do when run as scripts.
 _ROOT = pathlib.Path(__file__).parents[1]
 sys.path += [str(_ROOT / x) for x in ('experiments', 'experiments/benchmarks')]
-sys.path += [
-  str(x) for x in sorted((_ROOT / 'tests').glob('**')) if x.name != 'stubs'
-]
+sys.path += [str(x) for x in sorted((_ROOT / 'tests').glob('**'))]
 _IS_WORKER = 'PYTEST_XDIST_WORKER' in os.environ
 if not _IS_WORKER:  # Workers inherit the variable.
   os.environ['XDG_CACHE_HOME'] = tempfile.mkdtemp(prefix='podrl-tests-')
@@ -31,14 +29,10 @@ def pytest_configure(config):
 
 def _set_up_jax() -> None:
   """Sets up JAX here and, where possible, in the processes that tests start."""
-  stubs = str(_ROOT / 'tests' / 'stubs')  # They replace slow imports.
-  sys.path.insert(0, stubs)
-  path = [stubs, os.environ.get('PYTHONPATH')]
-  os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, path))
-
   import jax
 
   from podrl.drivers import spmd
+  from podrl.envs.gymnax import import_gymnax
 
   # The tests compile much and compute little, so skip LLVM's optimisations.
   flags = [os.environ.get('XLA_FLAGS'), '--xla_backend_optimization_level=0']
@@ -52,3 +46,4 @@ def _set_up_jax() -> None:
   jax.config.update('jax_compilation_cache_dir', cache)  # A run has one too.
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+  import_gymnax()  # The tests that import it themselves would wait for seconds.

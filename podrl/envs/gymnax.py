@@ -5,6 +5,7 @@ import importlib.util
 import pathlib
 import re
 import sys
+import types
 from typing import Any
 
 import chex
@@ -36,6 +37,28 @@ def _action_space(space: Any) -> Discrete | Box:
     for x in (space.low, space.high)
   )
   return Box(tuple(space.shape), low, high)
+
+
+class _Deferred(types.ModuleType):
+  """Stands for a module, and imports it when an attribute is used."""
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('__'):  # The import statement looks for `__path__`.
+      raise AttributeError(name)
+    return getattr(importlib.import_module(self.__name__), name)
+
+
+def import_gymnax() -> Any:
+  """Imports gymnax without its libraries for drawings, which take seconds."""
+  if 'gymnax' not in sys.modules:
+    names = {'matplotlib.pyplot', 'seaborn'} - set(sys.modules)
+    sys.modules.update({name: _Deferred(name) for name in names})
+    try:
+      importlib.import_module('gymnax')
+    finally:
+      for name in names:
+        del sys.modules[name]
+  return sys.modules['gymnax']
 
 
 def names() -> list[str]:
@@ -79,8 +102,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
     ValueError: if the name or an option is unknown, or a value has a wrong
       type.
   """
-  import gymnax  # The import takes seconds: it imports matplotlib and seaborn.
-
+  gymnax = import_gymnax()
   known = gymnax.registered_envs
   if name not in known:
     advice = suggest(name, known)

@@ -1,5 +1,8 @@
 """Tests the gymnax adapter: joints, truncation, dtypes, every environment."""
 
+import subprocess
+import sys
+
 import gymnax
 import jax
 import jax.numpy as jnp
@@ -175,3 +178,23 @@ def test_spaces():
 def test_mistakes_are_named(name, options, message):
   with pytest.raises(ValueError, match=message):
     adapter.make(name, **options)
+
+
+def test_gymnax_imports_its_drawing_libraries_when_it_draws():
+  code = """
+import sys
+import jax
+from podrl.envs import gymnax
+jax.config.update('jax_platforms', 'cpu')
+library = gymnax.import_gymnax()
+print(sorted({'matplotlib.pyplot', 'pandas', 'seaborn'} & set(sys.modules)))
+import matplotlib
+matplotlib.use('Agg')
+env, params = library.make('Pong-misc')
+_, state = env.reset_env(jax.random.key(0), params)
+print(type(env.render(state, params)).__name__, 'seaborn' in sys.modules)
+"""
+  outcome = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, check=True
+  )
+  assert outcome.stdout.splitlines() == ['[]', 'AxesImage True']
