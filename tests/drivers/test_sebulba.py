@@ -251,12 +251,13 @@ def test_each_unroll_keeps_what_was_carried_into_it():
   trajectories = [jax.device_get(u.shards[0]) for u in unrolls]
   keys = jax.random.split(jax.random.key(0), _NUM_ENVS)
   carry = jax.device_get(agent.initial_carry(_NUM_ENVS))
+  act = jax.jit(agent.act)
   for trajectory in trajectories:
     for x, y in zip(jax.tree.leaves(trajectory.carry), jax.tree.leaves(carry)):
       np.testing.assert_allclose(x[0], y, atol=1e-5)
     for t in range(_T):
       step = jax.tree.map(lambda x: x[t], trajectory.timestep)
-      _, _, carry = agent.act(params, keys, step, carry)
+      _, _, carry = act(params, keys, step, carry)
   assert all(map(np.any, jax.tree.leaves(carry)))
 
 

@@ -73,7 +73,10 @@ def test_auto_fits_the_observation(shape, expected):
   assert features.shape == (2, 16) and features.dtype == jnp.float32
 
 
-@pytest.mark.parametrize('name', ['conv', 'nature_cnn', 'impala_resnet'])
+@pytest.mark.parametrize(
+  'name',
+  ['conv', 'nature_cnn', pytest.param('impala_resnet', marks=pytest.mark.slow)],
+)
 def test_images_may_be_channels_first_and_uint8(name):
   image = (
     np.random.default_rng(0).integers(0, 256, (2, 40, 44, 3)).astype(np.uint8)

@@ -45,7 +45,7 @@ _MEMORY_CHAIN = ['--config.seed=1', '--config.total_env_steps=100_000']
 @pytest.mark.parametrize(
   'agent,core',
   [
-    ('impala', 'lstm'),
+    _slow('impala', 'lstm'),
     _slow('impala', 'gru'),
     _slow('ppo', 'gru'),
     _slow('a2c', 'lstm'),

@@ -122,7 +122,7 @@ def test_anakin_resumes_bitwise(
   _assert_close(_state(parts), _state(whole), 0)
 
 
-@pytest.mark.parametrize('num_seeds', [1, _slow(2)])
+@pytest.mark.parametrize('num_seeds', [_slow(1), _slow(2)])
 def test_a_finished_run_is_extended(num_seeds, tmp_path, monkeypatch, capsys):
   arguments = (
     '--config.optimizer.anneal=False --config.log.every_updates=4 '
@@ -170,6 +170,7 @@ def test_a_finished_run_is_extended(num_seeds, tmp_path, monkeypatch, capsys):
       assert config['total_env_steps'] == 1024
 
 
+@pytest.mark.slow
 def test_anakin_resumes_on_other_devices(tmp_path, monkeypatch, capfd):
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   sgd = ['--agent=impala', '--config.optimizer.name=sgd']

@@ -60,6 +60,7 @@ def test_times_between_compiled_numbers_are_interpolated():
   assert sixteen.seconds == pytest.approx(0.4 + sixteen.all_reduce)
 
 
+@pytest.mark.slow  # The test above covers the numbers.
 @pytest.mark.skipif(
   not importlib.util.find_spec('libtpu'),
   reason='libtpu, the compiler of TPUs, is not installed',
