@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from podrl.messages import one_line
-from podrl.run.config import apply_overrides
+from podrl.run.config import CommandLine, apply_overrides
 
 
 def run_command(
@@ -128,10 +128,9 @@ def figure(path: str, width: float, height: float) -> Iterator[Any]:
   figure.savefig(path, bbox_inches='tight')
 
 
-def read_config(
-  path: str, overrides: Sequence[str], values: flags.FlagValues
-) -> ConfigDict:
+def read_config(command_line: CommandLine) -> ConfigDict:
   """Builds an experiment's configuration; raises a ValueError for a mistake."""
+  path, values = command_line.task or 'no file', command_line.flags
   if not os.path.isfile(path) or not path.endswith('.py'):
     raise ValueError(
       f'{path} is not an experiment; try experiments/sebulba_cartpole.py'
@@ -145,5 +144,5 @@ def read_config(
   if 'get_config' not in module:
     raise ValueError(f'{path} is not an experiment: it has no get_config')
   config = module['get_config'](values.agent, values.variant)
-  apply_overrides(config, overrides)
+  apply_overrides(config, command_line.overrides)
   return config

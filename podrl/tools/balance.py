@@ -479,13 +479,13 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
 def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Searches, prints and draws; with --apply, it also runs the experiment."""
   command_line = parse_command_line(['balance', *arguments], has_task=True)
-  path, size_range = command_line.task or 'no file', values.size_range
+  path, size_range = command_line.task, values.size_range
   own = [x for x in arguments if x != path]
   if os.path.isdir(path):
     used = [f'--{x}' for x in values if values[x].present and x != 'out']
     _describe_run(path, values.out or path, [*own, *used])
     return
-  config = tools.read_config(path, command_line.overrides, command_line.flags)
+  config = tools.read_config(command_line)
   if build.architecture(config) == 'anakin':
     raise ValueError(
       f'{path} uses Anakin, which has no actors to balance, because its '

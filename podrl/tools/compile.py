@@ -45,14 +45,8 @@ from podrl.run.targets import Chip, Program, Target, all_reduce_seconds
 # Scopes of the programs, then all other instructions.
 PARTS = ('environment', 'acting', 'prepare', 'update')
 _REST, REDUCE = 'rest', 'all-reduce'
-_COLORS = {
-  'environment': '#4c9a5f',
-  'acting': '#1f5fa8',
-  'prepare': '#e0a030',
-  'update': '#c44e00',
-  _REST: '#9a9a9a',
-  REDUCE: '#7b4ea3',
-}
+_ROWS = (*PARTS, _REST, REDUCE)
+_COLORS = '#4c9a5f #1f5fa8 #e0a030 #c44e00 #9a9a9a #7b4ea3'.split()
 _COLLECTIVES = (
   'all-reduce',
   'all-gather',
@@ -319,7 +313,7 @@ def analyse(
   module, chip = parse(text), target.chip
   calls, lines_of = program.calls, sources(text)
   collectives, rows, cycles = [], [], 0
-  seconds = dict.fromkeys((*PARTS, _REST, REDUCE), 0.0)
+  seconds = dict.fromkeys(_ROWS, 0.0)
   for run in walk(module, part=default):
     kind = run.instruction.kind.removesuffix('-start')
     if kind in _COLLECTIVES:
@@ -524,7 +518,7 @@ def draw(reports: Sequence[Report], title: str, path: str) -> None:
   places, bottom = range(len(bars)), np.zeros(len(bars))
   with tools.figure(path, max(4.8, 1.2 + 0.9 * len(bars)), 4.2) as figure:
     axes = figure.subplots()
-    for part, color in _COLORS.items():
+    for part, color in zip(_ROWS, _COLORS):
       heights = np.asarray([seconds[part] for seconds in bars.values()])
       if heights.any():
         axes.bar(places, heights, 0.6, bottom, color=color, label=part)
@@ -537,26 +531,6 @@ def draw(reports: Sequence[Report], title: str, path: str) -> None:
     figure.legend(loc=place, ncols=6, frameon=False, fontsize=8)
 
 
-def read_experiment(arguments: Sequence[str]) -> ConfigDict:
-  """Makes the configuration of a training command's arguments.
-
-  Use it in `spmd.compiling_for`: the configuration may depend on the platform.
-  It raises a ValueError for a mistake in the arguments.
-  """
-  argv = ['podrl compile', *arguments]
-  command_line = configs.parse_command_line(argv, has_task=True)
-  name, overrides = command_line.task, command_line.overrides
-  if name.endswith('.py') or not name:
-    name = name or 'no file'
-    return tools.read_config(name, overrides, command_line.flags)
-  task, agent = find_task(name), command_line.flags.agent
-  config = defaults.base(task, agent)
-  configs.apply_overrides(config, overrides)  # `make_spec` needs options.
-  config = defaults.make_config(task, agent, build.make_spec(config))
-  configs.apply_overrides(config, overrides)
-  return config
-
-
 def compile_command(
   arguments: Sequence[str], target: Target, scale: bool = True
 ) -> tuple[ConfigDict, Report, dict[str, str]]:
@@ -565,8 +539,19 @@ def compile_command(
   If `scale` is true, each device has config.env.num_envs environments. It
   returns the configuration, and the results of `compile_for`.
   """
+  argv = ['podrl compile', *arguments]
+  command_line = configs.parse_command_line(argv, has_task=True)
+  name, overrides = command_line.task, command_line.overrides
+  # The configuration may depend on the platform.
   with spmd.compiling_for(target.platform):
-    config = read_experiment(arguments)
+    if name.endswith('.py') or not name:
+      config = tools.read_config(command_line)
+    else:
+      task, agent = find_task(name), command_line.flags.agent
+      config = defaults.base(task, agent)
+      configs.apply_overrides(config, overrides)  # `make_spec` needs options.
+      config = defaults.make_config(task, agent, build.make_spec(config))
+      configs.apply_overrides(config, overrides)
     if scale:
       config.env.num_envs *= target.num_devices
     return config, *compile_for(config, target)
@@ -602,7 +587,7 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
     | {'seconds': x.seconds, 'steps_per_second': x.steps_per_second}
     for x in reports
   ]
-  workdir.write_text(f'{path}.json', workdir.to_json(fields, indent=1))
+  workdir.write_json(f'{path}.json', fields)
   draw(reports, task, f'{path}.png')
   console.print(f'written: {path}.json, {path}.png', soft_wrap=True)
 
