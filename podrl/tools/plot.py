@@ -67,35 +67,31 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     run. A run of several agents is replaced by its directories `seed_N`.
   """
   found: list[str] = []
-  problems, seen = [], set()
+  problems: list[str] = []
+  seen: set[str] = set()
   is_agent = re.compile(r'.*/seed_\d+').fullmatch
-
-  def visit(path: str) -> list[str]:
-    """Adds the run at a path, or else returns the paths inside, to visit."""
-    real_path = os.path.realpath(path)  # Links may form a circle.
-    if real_path in seen:
-      return []
-    seen.add(real_path)
-    try:
-      inside = sorted(os.path.join(path, name) for name in os.listdir(path))
-    except OSError as error:
-      problems.append(f'{path} cannot be read: {error.strerror}')
-      return []
-    if workdir.is_run(path):
-      agents = [x for x in inside if is_agent(x) and workdir.is_run(x)]
-      seen.update(map(os.path.realpath, agents))
-      found.extend(agents or [path])
-      return []
-    return [x for x in inside if os.path.isdir(x)]
-
   for path in paths:
-    before, is_new = (
-      len(found) + len(problems),
-      os.path.realpath(path) not in seen,
-    )
+    is_new = os.path.realpath(path) not in seen
+    before = len(found) + len(problems)
     remaining = [path]  # No recursion: a tree can be very deep.
     while remaining:
-      remaining += reversed(visit(remaining.pop()))
+      directory = remaining.pop()
+      real_path = os.path.realpath(directory)  # Links may form a circle.
+      if real_path in seen:
+        continue
+      seen.add(real_path)
+      try:
+        names = sorted(os.listdir(directory))
+      except OSError as error:
+        problems.append(f'{directory} cannot be read: {error.strerror}')
+        continue
+      inside = [os.path.join(directory, x) for x in names]
+      if not workdir.is_run(directory):
+        remaining += filter(os.path.isdir, reversed(inside))
+        continue
+      agents = [x for x in inside if is_agent(x) and workdir.is_run(x)]
+      seen.update(map(os.path.realpath, agents))
+      found += agents or [directory]
     if is_new and len(found) + len(problems) == before:
       problems.append(f'{path} is not a run and contains no run')
   return found, problems
@@ -128,14 +124,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
   tasks = {_task(x) for x in configs}
   groups = []
   for config, runs in zip(configs, members.values()):
-    (task, suite), label = _task(config), [str(config['agent.name'])]
+    (task, suite), agent = _task(config), config['agent.name']
+    alike = [x for x in configs if _task(x) == (task, suite)]
+    alike = [x for x in alike if x['agent.name'] == agent]
     if sum(name == task for name, _ in tasks) > 1:
       task += f' ({suite})'
-    alike = [
-      x
-      for x in configs
-      if (_task(x), x['agent.name']) == (_task(config), label[0])
-    ]
+    label = [str(agent)]
     for key, value in config.items():
       # Fields that only one architecture has would fill the legend.
       is_shared = not key.startswith(_SEEDS) and all(key in x for x in alike)
