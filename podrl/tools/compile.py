@@ -22,6 +22,7 @@ import dataclasses
 import math
 import os
 import re
+import signal
 import time
 from typing import Any, NamedTuple
 
@@ -398,7 +399,7 @@ def compile_for(
     return compile_once(config, target, machine)
   except TooLarge as error:
     needed, limit = error.args
-    fits = _find_smaller(config, target, machine, needed / limit)
+    fits = _largest(config, target, machine, needed / limit)
     needs = format_size(needed) if needed < math.inf else 'more'
     raise ValueError(
       f'config.env.num_envs={config.env.num_envs} does not fit on {target.name}'
@@ -426,28 +427,44 @@ def compile_once(
   ), texts
 
 
-def _find_smaller(
+def _largest(
   config: ConfigDict, target: Target, machine: Machine, share: float
 ) -> int:
-  """Halves the number of environments until the run fits; 0 if it never does.
+  """Finds about the largest number of environments that fits, or 0.
 
+  It halves the number until the run fits, and then adds up to seven eighths.
   `share` is the needed share of the memory; it is infinite if it is unknown.
   """
   config = config.copy_and_resolve_references()
-  while config.env.num_envs % 2 == 0:
-    config.env.num_envs //= 2
-    share /= 2
-    if 1 < share < math.inf:  # Memory grows almost linearly.
-      continue
+
+  def try_number(num_envs: int) -> float:
+    """Compiles the run, and returns the needed share of the memory."""
+    config.env.num_envs = num_envs
     try:
-      compile_once(config, target, machine)
-      return config.env.num_envs
+      report, _ = compile_once(config, target, machine)
     except TooLarge as error:
       needed, limit = error.args
-      share = needed / limit
-    except ValueError:  # Fewer environments do not divide over the devices.
-      break
-  return 0
+      return needed / limit
+    used = max(x.memory['total'] for x in report.programs.values())
+    return used / (target.chip.memory * 2**30)
+
+  num_envs = config.env.num_envs
+  try:
+    while share > 1:
+      if num_envs % 2:
+        return 0
+      num_envs //= 2
+      # Memory grows almost linearly with the environments.
+      share = share / 2 if 2 < share < math.inf else try_number(num_envs)
+  except ValueError:  # Fewer environments do not divide over the devices.
+    return 0
+  for eighths in range(min(15, int(8 / share)), 8, -1):
+    try:
+      if try_number(num_envs * eighths // 8) <= 1:
+        return num_envs * eighths // 8
+    except ValueError:
+      continue
+  return num_envs
 
 
 def format_size(value: float) -> str:
@@ -554,7 +571,10 @@ def compile_command(
       configs.apply_overrides(config, overrides)
     if scale:
       config.env.num_envs *= target.num_devices
-    return config, *compile_for(config, target)
+    machine = targets.make_machine(target)
+    # libtpu would print a stack.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return config, *compile_for(config, target, machine)
 
 
 def _act(arguments: list[str], values: flags.FlagValues) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 import textwrap
+import types
 
 import anakin_catch
 import jax
@@ -240,10 +241,11 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
     num_envs = config.env.num_envs
     tried.append(num_envs)
     assert num_envs % 16 == 0  # There are 4 devices and 4 minibatches.
-    needed = 2**20 + 1000 * num_envs
-    if needed > 2**24:
-      raise compile.TooLarge(needed if num_envs < 2**17 else math.inf, 2**24)
-    return None, {}
+    needed = 2**30 + 2**20 * num_envs
+    if needed > 2**34:
+      raise compile.TooLarge(needed if num_envs < 2**17 else math.inf, 2**34)
+    program = types.SimpleNamespace(memory={'total': needed})
+    return types.SimpleNamespace(programs={'train': program}), {}
 
   monkeypatch.setattr(compile, 'compile_once', compile_once)
   config = anakin_catch.get_config()
@@ -254,11 +256,11 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
   message, _, fits = str(caught.value).rpartition('; ')
   assert message == (
     'config.env.num_envs=262144 does not fit on v5e-4: a core needs more, and '
-    'it has 16 MiB'
+    'it has 16 GiB'
   )
-  # 15,728 environments of 1,000 bytes fit into 2^24 - 2^20 bytes.
-  assert fits == '8192 fits'
-  assert tried == [2**i for i in (18, 17, 16, 14, 13)]
+  # 15,360 environments of 1 MiB fit beside 1 GiB; this is 15 times 2^10.
+  assert fits == '14336 fits'
+  assert tried == [2**18, 2**17, 2**16, 2**13, 14_336]
 
 
 @_needs_libtpu
