@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from podrl.agents import acting
 from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
+from podrl.core.observations import flatten, unflatten
 from podrl.networks.actor_critic import Network
 from podrl.types import Agent, Array, Metrics, Trajectory, Tree, Variables
 
@@ -81,7 +82,7 @@ class Batch(NamedTuple):
   S = T. Otherwise, every slot is a sequence of one step: N = T x B and S = 1.
   """
 
-  obs: Tree  # `[N, S, ...]`.
+  obs: Tree  # `[N, S, D]`, observations as vectors.
   is_first: Array  # `[N, S]` bool.
   carry: Tree  # `[N, 1, ...]`, the carry before the first step.
   sample: Array  # `[N, S, ...]`, see `acting.Extras`.
@@ -162,7 +163,7 @@ def make_agent(
     if normalize_advantage:
       advantage = normalize(advantage, weight, mean)
     batch = Batch(
-      obs=jax.tree.map(lambda x: x[:-1], timestep.obs),
+      obs=flatten(jax.tree.map(lambda x: x[:-1], timestep.obs), 2),
       is_first=timestep.is_first[:-1],
       carry=trajectory.carry,
       sample=trajectory.extras.sample,
@@ -183,9 +184,16 @@ def make_agent(
   ) -> tuple[Array, Metrics]:
     del target_params, rng_key
     params, _, hyperparams = variables
-    batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
+    if network.is_recurrent:
+      batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
+    else:
+      # Usually, axis 1 contains one block of the minibatch (see `block_size` in
+      # core/learner.py): a TPU then reads the blocks without joining them.
+      size = math.gcd(len(batch.is_first), 1024)
+      batch = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), batch)
     carry = jax.tree.map(lambda x: x[0], batch.carry)
-    head, value, _ = network.unroll(params, batch.obs, batch.is_first, carry)
+    obs = unflatten(batch.obs, network.obs, 2)
+    head, value, _ = network.unroll(params, obs, batch.is_first, carry)
     advantage, weight = batch.advantage, batch.weight
     log_prob = distribution.log_prob(head, batch.sample)
     log_ratios = acting.log_ratio(log_prob, batch.log_prob)

@@ -7,7 +7,10 @@ and statistics, plus at most 1 KB. If `prepare` uses `mean`, each unroll needs
 one more small all-reduce.
 """
 
+from collections.abc import Callable
 import functools
+import math
+from typing import Any
 
 import chex
 import jax
@@ -26,6 +29,13 @@ from podrl.types import (
   Tree,
 )
 
+Unravel = Callable[[Any], Tree]  # Maps a vector to parameters.
+
+# A row of at least this many numbers is wide; see `collect_blocks`.
+_WIDE = 32
+# The most slices in a program. More would take long to compile.
+_MAX_SLICES = 32
+
 
 def all_mean(tree: Tree) -> Tree:
   """Averages a tree over devices, in one all-reduce of one vector."""
@@ -33,21 +43,38 @@ def all_mean(tree: Tree) -> Tree:
   return unravel(jax.lax.pmean(vector, DEVICE_AXIS))
 
 
-def _mean_rows(tree: Tree) -> Tree:
-  return jax.tree.map(lambda x: jnp.mean(x, axis=0), tree)
+def _with_params(state: LearnerState, params: Tree) -> LearnerState:
+  return state._replace(variables=state.variables._replace(params=params))
 
 
-def shuffle(rng_key: chex.PRNGKey, size: int) -> Array:
-  """Returns a random permutation of 0 ... size - 1, int32 or uint32 `[size]`.
+def block_size(num_rows: int) -> int:
+  """Returns how many neighbouring rows stay together in a minibatch.
 
-  If size is a power of two, the permutation is i -> (a i + b) mod size with a
-  random odd a and a random b. It needs no sort, but most orders never occur.
+  A minibatch is collected much faster from blocks than from single rows. It has
+  at least 16 blocks, or one block for each row.
+
+  Args:
+    num_rows: number of rows of the minibatch.
   """
-  if size & (size - 1):
-    return jax.random.permutation(rng_key, size)
-  multiplier, offset = jax.random.bits(rng_key, (2,), jnp.uint32)
-  order = (multiplier | 1) * jnp.arange(size, dtype=jnp.uint32) + offset
-  return order & jnp.uint32(size - 1)
+  candidates = range(min(16, num_rows), num_rows + 1)
+  return num_rows // next(n for n in candidates if num_rows % n == 0)
+
+
+def collect_blocks(blocks: Array, order: Array) -> Array:
+  """Joins some blocks into rows `[n * block_size, ...]`.
+
+  Args:
+    blocks: `[num_blocks, block_size, ...]`.
+    order: int `[n]`, which blocks.
+  """
+  width = math.prod(blocks.shape[2:])
+  if width < _WIDE or len(order) > _MAX_SLICES:
+    return blocks[order].reshape(-1, *blocks.shape[2:])
+  # To gather wide rows, a TPU would copy the whole batch to another layout.
+  slices = [
+    jax.lax.dynamic_index_in_dim(blocks, i, keepdims=False) for i in order
+  ]
+  return jnp.stack(slices).reshape(-1, *blocks.shape[2:])
 
 
 def make_learner(
@@ -88,19 +115,25 @@ def make_learner(
     return LearnerState(
       variables=variables,
       target_params=target_params,
-      opt_state=optimizer.init(variables.params),
+      opt_state=optimizer.init(ravel_pytree(variables.params)[0]),
       num_updates=jnp.zeros((), jnp.int32),
       num_sgd_steps=jnp.zeros((), jnp.int32),
       memory=(),
     )
 
   def sgd_step(
-    state: LearnerState, batch: Tree, measured: Tree, rng_key: chex.PRNGKey
+    state: LearnerState,
+    unravel: Unravel,
+    batch: Tree,
+    measured: Tree,
+    rng_key: chex.PRNGKey,
   ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
+    # `params` is one vector: then the optimiser needs only a few operations for
+    # all parameters, instead of a few for each array.
     variables = state.variables
 
-    def loss(params: Tree) -> tuple[Array, Metrics]:
-      changed = variables._replace(params=params)
+    def loss(vector: Array) -> tuple[Array, Metrics]:
+      changed = variables._replace(params=unravel(vector))
       return agent.loss(changed, state.target_params, batch, rng_key)
 
     params = variables.params
@@ -118,28 +151,41 @@ def make_learner(
       num_sgd_steps=state.num_sgd_steps + 1,
     ), (metrics, measured)
 
-  def epoch(
-    state: LearnerState, batch: Tree, measured: Tree, rng_key: chex.PRNGKey
+  def sgd_steps(
+    state: LearnerState,
+    unravel: Unravel,
+    batch: Tree,
+    measured: Tree,
+    rng_key: chex.PRNGKey,
   ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
-    shuffle_key, loss_key = jax.random.split(rng_key)
-    loss_keys = jax.random.split(loss_key, num_minibatches)
-    if num_minibatches == 1:
-      return sgd_step(state, batch, measured, loss_keys[0])
+    """Takes all optimiser steps of an update."""
+    num_steps = num_epochs * num_minibatches
+    if num_steps == 1:
+      return sgd_step(state, unravel, batch, measured, rng_key)
     size = jax.tree.leaves(batch)[0].shape[0]
     if size % num_minibatches:
       raise ValueError(
         f'num_minibatches={num_minibatches} does not divide the {size} rows of '
         'the batch on each device'
       )
-    order = shuffle(shuffle_key, size).reshape(num_minibatches, -1)
+    block = block_size(size // num_minibatches)
+    blocks = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), batch)
+    shuffle_key, loss_key = jax.random.split(rng_key)
+    shuffle_keys = jax.random.split(shuffle_key, num_epochs)
+    shuffle = functools.partial(jax.random.permutation, x=size // block)
+    orders = jax.vmap(shuffle)(shuffle_keys).reshape(num_steps, -1)
 
     def minibatch_step(state, order_and_key):
-      rows, loss_key = order_and_key
-      minibatch = jax.tree.map(lambda x: x[rows], batch)
-      return sgd_step(state, minibatch, measured, loss_key)
+      order, loss_key = order_and_key
+      minibatch = batch
+      if num_minibatches > 1:
+        collect = functools.partial(collect_blocks, order=order)
+        minibatch = jax.tree.map(collect, blocks)
+      return sgd_step(state, unravel, minibatch, measured, loss_key)
 
-    state, rows = jax.lax.scan(minibatch_step, state, (order, loss_keys))
-    return state, _mean_rows(rows)
+    loss_keys = jax.random.split(loss_key, num_steps)
+    state, rows = jax.lax.scan(minibatch_step, state, (orders, loss_keys))
+    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), rows)
 
   @jax.named_scope('update')
   def update(
@@ -149,14 +195,12 @@ def make_learner(
       batch = agent.prepare(state.variables, trajectory, all_mean)
       measured = agent.measure(state.variables, trajectory)
       batch, measured = jax.lax.stop_gradient((batch, measured))
-    if num_epochs == 1:
-      state, (metrics, measured) = epoch(state, batch, measured, rng_key)
-    else:
-      keys = jax.random.split(rng_key, num_epochs)
-      state, rows = jax.lax.scan(
-        lambda state, key: epoch(state, batch, measured, key), state, keys
-      )
-      metrics, measured = _mean_rows(rows)
+    vector, unravel = ravel_pytree(state.variables.params)
+    state = _with_params(state, vector)
+    state, (metrics, measured) = sgd_steps(
+      state, unravel, batch, measured, rng_key
+    )
+    state = _with_params(state, unravel(state.variables.params))
     # Absorb last, so that all optimiser steps see the same statistics.
     variables = agent.absorb(state.variables, measured)
     state = state._replace(variables=variables)

@@ -83,7 +83,7 @@ def vtrace(
     jnp.zeros_like(deltas[0]),
     (deltas, decays),
     reverse=True,
-    unroll=8,
+    unroll=16,
   )
   # The return from a step is the step's value plus lambda times its error.
   following = values[1:] + lambda_ * jnp.concatenate(

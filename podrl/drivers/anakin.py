@@ -198,10 +198,10 @@ def make_programs(
     returns, lengths = jnp.zeros(index.shape), jnp.zeros(index.shape, jnp.int32)
     return Actors(env_state, timestep, carry, act_keys, returns, lengths)
 
-  # On a TPU, steps of the same turn share operations and their fixed costs.
-  # Elsewhere, one turn for several steps only compiles more slowly.
+  # On a TPU, the steps of a turn share operations, and each operation has a
+  # fixed cost. Elsewhere, several steps a turn only take longer to compile.
   is_tpu = mesh.devices.flat[0].platform == 'tpu'
-  unroll = make_unroll(env, agent, unroll_length, 4 if is_tpu else 1)
+  unroll = make_unroll(env, agent, unroll_length, 8 if is_tpu else 1)
 
   def update(
     state: AnakinState,

@@ -27,6 +27,7 @@ class Network(NamedTuple):
   # values `[T, B]`, both float32. It takes the carry before the first step and
   # returns the carry after the last step.
   unroll: Callable[[Tree, Tree, Array, Tree], tuple[Array, Array, Tree]]
+  obs: Tree  # `jax.ShapeDtypeStruct`s, the observation of one environment.
   is_recurrent: bool  # Whether the outputs of a step depend on earlier steps.
 
 
@@ -55,7 +56,7 @@ def feed_forward(module: nn.Module, obs: Tree) -> Network:
     shape = is_first.shape
     return head.reshape(*shape, -1), value.reshape(shape), carry
 
-  return Network(init, lambda batch_size: (), unroll, is_recurrent=False)
+  return Network(init, lambda batch_size: (), unroll, obs, is_recurrent=False)
 
 
 def recurrent(
@@ -76,7 +77,7 @@ def recurrent(
     is_first = jnp.ones((1, 1), bool)
     return module.init(rng_key, example, is_first, initial_carry(1))
 
-  return Network(init, initial_carry, apply, is_recurrent=True)
+  return Network(init, initial_carry, apply, obs, is_recurrent=True)
 
 
 class ActorCritic(nn.Module):
@@ -161,4 +162,22 @@ def make_network(
   """
   module = ActorCritic(make_torso, num_policy_params, **options)
   network = recurrent(module, obs, module.initial_carry)
-  return network._replace(is_recurrent=module.core != 'none')
+  if module.core != 'none':
+    return network
+  network = network._replace(is_recurrent=False)
+  if not isinstance(make_torso(), MLP):
+    return network  # A convolution is faster on a joined axis.
+
+  def unroll(
+    params: Tree, obs: Tree, is_first: Array, carry: Tree
+  ) -> tuple[Array, Array, Tree]:
+    # `module` joins time and batch. For that, a TPU would copy the observations
+    # to another layout, so it gets one step at a time.
+    def one_step(obs: Tree, is_first: Array) -> tuple[Array, Array]:
+      obs, is_first = jax.tree.map(lambda x: x[None], (obs, is_first))
+      head, value, _ = network.unroll(params, obs, is_first, carry)
+      return head[0], value[0]
+
+    return *jax.vmap(one_step)(obs, is_first), carry
+
+  return network._replace(unroll=unroll)

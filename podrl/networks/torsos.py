@@ -44,6 +44,17 @@ def standardize(image: jax.Array) -> jax.Array:
   return x / (jnp.std(x, (1, 2, 3), keepdims=True) + 1e-3)
 
 
+@jax.custom_jvp
+def relu(x: jax.Array) -> jax.Array:
+  """Computes max(x, 0); its gradient at 0 is 0."""
+  return jnp.maximum(x, 0)
+
+
+# For the gradient `where(x > 0, g, 0)` of `nn.relu`, XLA's program for a TPU
+# packs the comparisons into bits, which takes longer than a convolution.
+relu.defjvps(lambda g, y, x: g * jnp.sign(y))
+
+
 class MLP(nn.Module):
   """A multilayer perceptron that takes the flattened observation."""
 
@@ -110,21 +121,41 @@ def _extract_patches(
 
 
 def _multiply_patches(
-  x: jax.Array, kernel: jax.Array, *, stride: int, padding: str
+  x: jax.Array, kernel: jax.Array, bias: jax.Array, *, stride: int, padding: str
 ) -> jax.Array:
   """Computes a convolution as one matrix product over patches."""
   patches = _extract_patches(x, kernel.shape[0], stride, padding)
-  return patches @ kernel.reshape(-1, kernel.shape[-1])
+  return patches @ kernel.reshape(-1, kernel.shape[-1]) + bias[None, None, None]
 
 
 def _convolve(
-  x: jax.Array, kernel: jax.Array, *, stride: int, padding: str
+  x: jax.Array, kernel: jax.Array, bias: jax.Array, *, stride: int, padding: str
 ) -> jax.Array:
   """Computes a convolution by XLA's own operation."""
   axes, strides = ('NHWC', 'HWIO', 'NHWC'), (stride, stride)
-  return jax.lax.conv_general_dilated(
+  y = jax.lax.conv_general_dilated(
     x, kernel, strides, padding, dimension_numbers=axes
   )
+  return y + bias[None, None, None]
+
+
+def _convolve_with_ones(
+  x: jax.Array, kernel: jax.Array, bias: jax.Array, *, stride: int, padding: str
+) -> jax.Array:
+  """Computes the same; the bias is the weight of another channel, of ones.
+
+  On a TPU, the gradient of a bias that is added takes as long as several
+  convolutions. A TPU pads the channels to a multiple of 8, so that the other
+  channel often costs nothing; if it does not, the bias is added.
+  """
+  if padding == 'SAME' or x.shape[-1] % 8 == 0:
+    return _convolve(x, kernel, bias, stride=stride, padding=padding)
+  x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
+  # Each output reads one of the ones, and zeros times the others.
+  weights = jnp.zeros_like(kernel[:, :, :1]).at[0, 0, 0].set(bias)
+  kernel = jnp.concatenate([kernel, weights], axis=2)
+  zeros = jnp.zeros_like(bias)
+  return _convolve(x, kernel, zeros, stride=stride, padding=padding)
 
 
 class Conv(nn.Module):
@@ -145,18 +176,18 @@ class Conv(nn.Module):
     kernel: Any = self.param('kernel', _ORTHOGONAL, shape)
     zeros = nn.initializers.zeros_init()
     bias: Any = self.param('bias', zeros, (self.features,))
-    x, kernel, bias = (a.astype(self.dtype) for a in (x, kernel, bias))
+    arguments = [a.astype(self.dtype) for a in (x, kernel, bias)]
     options: Any = {'stride': self.stride, 'padding': self.padding}
-    product = functools.partial(_multiply_patches, **options)
-    convolution = functools.partial(_convolve, **options)
-    if self.matmul is None:
-      # On a CPU, XLA's convolution has a ten times slower gradient in a scan.
-      x = jax.lax.platform_dependent(
-        x, kernel, cpu=product, default=convolution
-      )
-    else:
-      x = (product if self.matmul else convolution)(x, kernel)
-    return x + bias[None, None, None]
+    product, convolution, with_ones = (
+      functools.partial(function, **options)
+      for function in (_multiply_patches, _convolve, _convolve_with_ones)
+    )
+    if self.matmul is not None:
+      return (product if self.matmul else convolution)(*arguments)
+    # On a CPU, XLA's convolution has a ten times slower gradient in a scan.
+    return jax.lax.platform_dependent(
+      *arguments, cpu=product, tpu=with_ones, default=convolution
+    )
 
 
 class ConvNet(nn.Module):
@@ -174,9 +205,9 @@ class ConvNet(nn.Module):
     x = as_image(obs, self.channels_first)
     x = (standardize(x) if self.standardize else x).astype(self.dtype)
     for features, kernel, stride in self.layers:
-      x = nn.relu(Conv(features, kernel, stride, dtype=self.dtype)(x))
+      x = relu(Conv(features, kernel, stride, dtype=self.dtype)(x))
     dense = _Dense(self.hidden_size, dtype=self.dtype)
-    return nn.relu(dense(x.reshape(x.shape[0], -1)))
+    return relu(dense(x.reshape(x.shape[0], -1)))
 
 
 class ImpalaResNet(nn.Module):
@@ -197,11 +228,11 @@ class ImpalaResNet(nn.Module):
       x = nn.max_pool(x, (3, 3), strides=(2, 2), padding='SAME')
       for _ in range(2):
         residual = x
-        x = conv(features)(nn.relu(x))
-        x = conv(features)(nn.relu(x)) + residual
-    x = nn.relu(x).reshape(x.shape[0], -1)
+        x = conv(features)(relu(x))
+        x = conv(features)(relu(x)) + residual
+    x = relu(x).reshape(x.shape[0], -1)
     dense = _Dense(self.hidden_size, dtype=self.dtype)
-    return nn.relu(dense(x))
+    return relu(dense(x))
 
 
 # Source: Mnih et al. 2015, Human-level control, methods.

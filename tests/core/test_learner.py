@@ -268,15 +268,20 @@ def test_the_hlo_reader_sees_a_collective_too_many():
   assert len(_all_reduces(text)) > 1
 
 
-@pytest.mark.parametrize('size', [2, 64, 4096, 15, 96])
-def test_shuffle_is_a_permutation_and_differs(size):
-  keys = jax.random.split(jax.random.key(0), 8)
-  shuffle = jax.vmap(lambda key: learner_lib.shuffle(key, size))
-  orders = np.asarray(jax.jit(shuffle)(keys))
-  for order in orders:
-    np.testing.assert_array_equal(np.sort(order), np.arange(size))
-  if size > 2:
-    assert len({tuple(order) for order in orders}) > 4
+@pytest.mark.parametrize(
+  'num_rows,expected', [(1, 1), (8, 1), (16, 1), (96, 6), (51, 3), (509, 1)]
+)
+def test_a_minibatch_has_at_least_sixteen_blocks(num_rows, expected):
+  # 51 rows are 17 blocks of 3; the prime number 509 has only single rows.
+  assert learner_lib.block_size(num_rows) == expected
+
+
+# Wide rows are sliced, narrow rows are gathered.
+@pytest.mark.parametrize('width', [1, 64])
+def test_blocks_keep_their_rows_in_order(width):
+  blocks = jnp.tile(jnp.arange(6.0).reshape(3, 2, 1), width)
+  rows = learner_lib.collect_blocks(blocks, jnp.array([2, 0]))
+  np.testing.assert_array_equal(rows[:, 0], [4, 5, 0, 1])
 
 
 def _counting_agent():
@@ -293,7 +298,9 @@ def _counting_agent():
   )
 
 
-@pytest.mark.parametrize('num_epochs,num_minibatches', [(1, 4), (3, 8), (2, 1)])
+@pytest.mark.parametrize(
+  'num_epochs,num_minibatches', [(1, 4), (3, 8), (2, 1), (1, 1)]
+)
 def test_an_epoch_learns_from_every_row_once(num_epochs, num_minibatches):
   learner, update = make_update(
     _counting_agent(),
@@ -313,6 +320,31 @@ def test_an_epoch_learns_from_every_row_once(num_epochs, num_minibatches):
   )
   assert int(state.num_sgd_steps) == num_epochs * num_minibatches
   assert int(state.num_updates) == 1
+
+
+def test_each_epoch_has_other_minibatches():
+  agent = _counting_agent()
+  order = []
+
+  def loss(variables, target, batch, key):
+    jax.debug.callback(lambda x: order.append(x[:, 0]), batch, ordered=True)
+    return jnp.sum(variables.params), {}
+
+  _, update = make_update(
+    agent._replace(loss=loss),
+    optax.sgd(1.0),
+    1,
+    num_epochs=3,
+    num_minibatches=2,
+  )
+  learner = learner_lib.make_learner(agent, optax.sgd(1.0))
+  state = learner.init(jax.random.key(0), ())
+  rows = jnp.arange(64.0)[:, None]
+  jax.block_until_ready(update(state, rows, jax.random.key(1)))
+  jax.effects_barrier()
+  epochs = np.reshape(order, (3, 64))
+  np.testing.assert_array_equal(np.sort(epochs), [np.arange(64)] * 3)
+  assert len({tuple(np.sort(epoch[:32])) for epoch in epochs}) == 3
 
 
 def test_minibatches_that_do_not_divide_are_refused():

@@ -43,6 +43,36 @@ def test_matmul_convolution_equals_lax(padding, kernel, stride, size):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+# With 8 channels, the bias is added; with fewer, it is a channel's weight.
+@pytest.mark.parametrize('channels', [4, 8])
+@pytest.mark.parametrize('padding', ['SAME', 'VALID'])
+def test_a_bias_may_be_the_weight_of_a_channel(padding, channels):
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = (2, 6, 5, channels), (3, 3, channels, 7), (7,)
+  arguments = list(map(jax.random.normal, keys, shapes))
+
+  def apply_and_grad(convolve):
+    def loss(*arguments):
+      y = convolve(*arguments, stride=2, padding=padding)
+      return jnp.sum(jnp.sin(y)), y
+
+    return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arguments)
+
+  ours = apply_and_grad(torsos._convolve_with_ones)
+  expected = apply_and_grad(torsos._convolve)
+  for x, y in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+    np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def test_relu_and_its_gradient():
+  x = jnp.array([-2.0, 0.0, 3.0])
+  y, pullback = jax.vjp(torsos.relu, x)
+  np.testing.assert_array_equal(y, [0, 0, 3])
+  np.testing.assert_array_equal(
+    pullback(jnp.array([5.0, 6.0, 7.0]))[0], [0, 0, 7]
+  )
+
+
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 def test_a_convolution_fits_the_platform_of_its_program(platform):
   conv = torsos.Conv(5, 3)
