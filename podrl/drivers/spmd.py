@@ -186,13 +186,6 @@ def _find_accelerators() -> list[str]:
   ]
 
 
-def _sees_accelerator() -> bool:
-  """Whether the machine has an accelerator and JAX has a package for it."""
-  if _config.jax_platforms:
-    return not _config.jax_platforms.startswith('cpu')
-  return bool(_find_accelerators())
-
-
 def is_in_use() -> bool:
   """Returns whether JAX already has devices; their number is then fixed."""
   return xla_bridge.backends_are_initialized()
@@ -242,7 +235,9 @@ def has_accelerator() -> bool:
     return _target.get() != 'cpu'
   if jax.distributed.is_initialized():
     # `default_backend` would fix the devices of this process for the whole run.
-    return _sees_accelerator()
+    if _config.jax_platforms:
+      return not _config.jax_platforms.startswith('cpu')
+    return bool(_find_accelerators())
   was_in_use = is_in_use()
   try:
     found = jax.default_backend()

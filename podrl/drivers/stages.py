@@ -159,11 +159,9 @@ class Stages:
   def seconds(self, actors: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns cumulative seconds, by the names that records use.
 
-    `time_*` of the actors are means over the actors. `busy_*` of devices are
-    means over the devices. `busy_cores` is the mean over the cores.
-
-    Args:
-      actors: what `Actor.seconds` returned for each actor.
+    `time_*` of the actors are means over `actors`, the results of
+    `Actor.seconds`. `busy_*` of devices are means over the devices.
+    `busy_cores` is the mean over the cores.
     """
 
     def mean(clocks: Sequence[Busy]) -> float:

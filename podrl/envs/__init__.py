@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from podrl.envs import envpool, gymnasium, gymnax
 from podrl.messages import similar
-from podrl.types import DeviceEnv, EnvSpec, HostEnv
+from podrl.types import EnvSpec
 
 
 class Suite(NamedTuple):
@@ -38,7 +38,7 @@ class Suite(NamedTuple):
   """
 
   architecture: str
-  make: Callable[..., DeviceEnv | HostEnv]
+  make: Callable[..., Any]
   make_spec: Callable[..., EnvSpec]
   names: Callable[[], list[str]]
   package: str

@@ -126,10 +126,6 @@ def _cast(key: str, value: Any, default: Any) -> Any:
 def make_spec(name: str, **options: Any) -> EnvSpec:
   """Returns the `EnvSpec` of a task such as 'Pong-v5'.
 
-  Args:
-    name: a task that envpool lists.
-    **options: options of the task, for example `img_height=42`.
-
   Raises:
     ValueError: if the name or an option is unknown, a value has a wrong type,
       the task has several players, or a space is not supported.

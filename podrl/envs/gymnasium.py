@@ -113,21 +113,11 @@ def make(
   render: bool = False,
   **options: Any,
 ) -> HostEnv:
-  """Makes a batch of gymnasium environments through its vector API.
+  """Makes a batch of environments through gymnasium's API; see `Suite.make`.
 
-  Args:
-    name: the registered name, for example 'CartPole-v1'. For 'module:Id', podrl
-      first imports the module, which must register Id.
-    num_envs: see `Suite.make`.
-    seed: see `Suite.make`.
-    num_threads: not used; see `vectorization_mode`.
-    render: see `Suite.make`.
-    **options: options of the environment, and `vectorization_mode`. 'sync'
-      steps one environment after another; 'async' steps each environment in a
-      separate process.
-
-  Raises:
-    ValueError: see `make_spec`.
+  For the name 'module:Id', podrl first imports the module, which must register
+  Id. The option `vectorization_mode` is 'sync', which steps one environment
+  after another, or 'async', which steps each one in a separate process.
   """
   import gymnasium
 

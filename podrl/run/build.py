@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -32,9 +32,7 @@ class Run(NamedTuple):
   """Everything that `train` needs."""
 
   spec: types.EnvSpec
-  suite: str
-  # The devices that the run uses, from all processes.
-  devices: Sequence[jax.Device]
+  devices: Sequence[jax.Device]  # Those that the run uses, of all processes.
   driver: types.Driver
   evaluate: Callable[..., Evaluation | None]  # See `make_evaluate`.
   # One key per agent. An evaluation folds the number of updates into it.
@@ -72,11 +70,10 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
   has_devices |= 'device_count' in os.environ.get('XLA_FLAGS', '')
   has_devices |= spmd.is_in_use()
   if not has_devices and not spmd.has_accelerator():
-    num_devices = (
-      devices.num_cpu_devices(config, num_processes)
-      if is_anakin
-      else devices.num_named_devices(config)
-    )
+    if is_anakin:
+      num_devices = devices.num_cpu_devices(config, num_processes)
+    else:
+      num_devices = devices.num_named_devices(config)
     spmd.set_num_cpu_devices(num_devices, num_processes)
     # Without asynchronous dispatch, an actor's small programs are faster.
     jax.config.update('jax_cpu_enable_async_dispatch', is_anakin)
@@ -106,8 +103,7 @@ def make_spec(config: ConfigDict) -> types.EnvSpec:
 
 def make_env(config: ConfigDict) -> types.DeviceEnv:
   """Makes an Anakin run's environments; raises the errors of `make_spec`."""
-  make: Callable[..., Any] = _suite(config).make
-  return make(config.env.name, **config.env.options)
+  return _suite(config).make(config.env.name, **config.env.options)
 
 
 def make_host_env(
@@ -127,9 +123,8 @@ def make_host_env(
   suite = _suite(config)
   omitted = suite.training_options if evaluation else ()
   options = {k: v for k, v in config.env.options.items() if k not in omitted}
-  make: Callable[..., Any] = suite.make
   options |= {'num_threads': num_threads, 'render': render}
-  return make(config.env.name, num_envs, seed, **options)
+  return suite.make(config.env.name, num_envs, seed, **options)
 
 
 def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
@@ -182,13 +177,9 @@ def make_evaluate(
   agent: types.Agent,
   env: types.DeviceEnv | None = None,
 ) -> Callable[..., Evaluation | None]:
-  """Builds the evaluation that the configuration describes.
+  """Builds the configured evaluation; see `evaluation.make_evaluate`.
 
   `env` is for an Anakin run whose environments already exist.
-
-  Returns:
-    `(variables, rng_key, should_stop) -> Evaluation | None`; see
-    `evaluation.make_evaluate`.
   """
   limit = spec.max_episode_steps
   if not 0 < limit < 2**31 - 1:  # The environment has no limit.
@@ -216,9 +207,8 @@ def make_run(
   """Builds everything that `train` needs.
 
   Args:
-    config: the configuration.
-    num_resumes: the number of times that the run was resumed. The seeds of
-      Sebulba's environments depend on it.
+    num_resumes: how often the run was resumed. The seeds of Sebulba's
+      environments depend on it.
     machine: where the run will be; None means here.
 
   Raises:
@@ -243,7 +233,6 @@ def make_run(
   driver, run_devices, steps_per_update, num_updates, warnings = system
   return Run(
     spec,
-    config.env.suite,
     run_devices,
     driver,
     make_evaluate(config, spec, agent, env),

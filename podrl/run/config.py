@@ -69,6 +69,7 @@ _FRACTION = Range(0, 1)
 _COUNT = Range(1, 2**24)
 _SECONDS = Range(0, 10**6, excludes_low=True)
 _FEW = Range(0, 1024)
+_SEEDS = Range(1, 2**16)
 _INDEX = Range(0, 255)
 _STEPS = Range(0, 2**31 - 1)
 _DEVICES = Range(0, 256)
@@ -77,9 +78,7 @@ _MODES = ('deterministic', 'asynchronous')
 
 FIELDS = {
   'seed': Field(0, 'All random numbers depend on this number.', _FROM_0),
-  'num_seeds': Field(
-    1, 'Number of independent agents in one run.', Range(1, 2**16)
-  ),
+  'num_seeds': Field(1, 'Number of independent agents in the run.', _SEEDS),
   'num_devices': Field(
     0, 'Devices per process; 0 means all, or at most 8 on a CPU.', _DEVICES
   ),
@@ -298,20 +297,15 @@ def check(config: ConfigDict) -> None:
     )
 
 
-def _parse_literal(text: str) -> Any:
-  """Reads a Python literal, `true` or `false`; any other text is a string."""
-  try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError, TypeError):
-    return {'true': True, 'false': False}.get(text.lower(), text)
-
-
 def _parse(name: str, text: str, default: Any) -> Any:
   """Converts the text of an override to the type of the field's default.
 
   Without a default, any value that config.json can contain is allowed.
   """
-  value = _parse_literal(text)
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError, TypeError):
+    value = {'true': True, 'false': False}.get(text.lower(), text)
   if default is None:
     with contextlib.suppress(TypeError):
       json.dumps(value)
@@ -436,16 +430,11 @@ class Files(NamedTuple):
   workdir: str  # The run's directory.
   init_from: str = ''  # A run that gives the initial parameters, or empty.
   is_resumed: bool = False  # Whether the run in `workdir` is continued.
-  # How often the run has been resumed, this time included.
-  num_resumes: int = 0
+  num_resumes: int = 0  # How often it has been resumed, this time included.
 
 
 # Flags that are short names of fields.
-_SHORT = {
-  'steps': 'total_env_steps',
-  'seed': 'seed',
-  'seeds': 'num_seeds',
-}
+_SHORT = {'steps': 'total_env_steps', 'seed': 'seed', 'seeds': 'num_seeds'}
 
 
 def _make_flags() -> flags.FlagValues:
@@ -539,11 +528,7 @@ def resolve_config(
 ) -> tuple[ConfigDict, Files]:
   """Decides the configuration and the files; all processes get the same ones.
 
-  Args:
-    command_line: see `parse_command_line`.
-    get_config: `(agent, variant) -> ConfigDict`.
-    cluster: the processes of the run.
-    exit_stack: receives the lock of a run that is resumed.
+  `exit_stack` receives the lock of a run that is resumed.
 
   Raises:
     ValueError: in all processes, for a user's mistake in any process.

@@ -53,13 +53,11 @@ def this_machine() -> Machine:
 class Layout(NamedTuple):
   """How Sebulba uses a host."""
 
-  # Local indices of the devices that choose actions.
-  actor_devices: tuple[int, ...]
+  actor_devices: tuple[int, ...]  # Local indices of those that choose actions.
   learner_devices: tuple[int, ...]  # Local indices of the devices that learn.
   threads: int  # Threads per actor device; each thread is an actor.
   num_actors: int  # Actors of this process.
-  # Unrolls of this process that one update learns from.
-  unrolls_per_update: int
+  unrolls_per_update: int  # Unrolls of this process in one update.
   env_threads: int  # Threads that step the environments of one actor.
 
 
@@ -141,11 +139,7 @@ def on_all_hosts(indices: Sequence[int], machine: Machine) -> list[jax.Device]:
 def anakin_devices(
   config: ConfigDict, machine: Machine | None = None
 ) -> list[jax.Device]:
-  """Returns the devices that an Anakin run uses, from all processes.
-
-  Args:
-    config: the configuration.
-    machine: where the run will be; None means here.
+  """Returns the devices of an Anakin run on a machine; None means this one.
 
   Raises:
     ValueError: if there are too few devices, or the batch does not divide over

@@ -20,13 +20,8 @@ from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree, Variables
 def observe(spec: EnvSpec, obs: Tree) -> Tree:
   """Converts a library's observations to the observations that agents see.
 
-  Args:
-    spec: describes the environment.
-    obs: leaves `[B, ...]`. If they already have the shapes of `spec.obs`, only
-      their dtypes change.
-
-  Raises:
-    ValueError: if an observation has another shape.
+  Its leaves are `[B, ...]`. If they already have the shapes of `spec.obs`, only
+  their dtypes change. Another shape raises a ValueError.
   """
   obs = jax.tree.map(jnp.asarray, obs)
   size = _batch_size(obs)
@@ -171,19 +166,15 @@ def find_agent(
 
 
 def read_agent(
-  path: str, config: ConfigDict, seed: int, step: int, like: Variables
+  path: str, config: ConfigDict, seed: int | None, step: int, like: Variables
 ) -> Variables:
   """Reads the variables of one agent; see `checkpoint.read_variables`.
 
-  Args:
-    path: directory of the run. `find_agent` returns the first three arguments.
-    config: configuration of the run.
-    seed: index of the agent.
-    step: the checkpoint's number of updates.
-    like: shapes of the agent's variables.
+  `find_agent` returns the first three arguments. None as the seed means all
+  agents of the run.
   """
   num_seeds = config.get('num_seeds', 1)
-  if num_seeds == 1:
+  if num_seeds == 1 or seed is None:
     return checkpoint.read_variables(path, step, like)
   like = jax.tree.map(lambda x: x.update(shape=(num_seeds, *x.shape)), like)
   variables = checkpoint.read_variables(path, step, like)

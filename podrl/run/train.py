@@ -58,8 +58,7 @@ class Outcome(NamedTuple):
   exit_code: int
   workdir: str = ''  # Empty if the run has no directory.
   error: str = ''  # The error in one line, or empty.
-  # The exception, if podrl did not expect it.
-  cause: BaseException | None = None
+  cause: BaseException | None = None  # The exception, if it is unexpected.
   is_hanging: bool = False  # Whether a thread did not end.
 
 
@@ -249,22 +248,19 @@ def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
 
   `like` has the shapes of this run's variables, which contain all its agents.
   """
-  num_seeds = config.get('num_seeds', 1)
+  num_seeds = config.num_seeds
   if num_seeds == 1:
     path, theirs, seed = policy.find_agent(path)
   else:
-    theirs = workdir.read_config(path)
+    theirs, seed = workdir.read_config(path), None
     number = theirs.get('num_seeds', 1)
     if number != num_seeds:
       raise ValueError(
         f'--init_from={path} has {limits.count(number, "agent")}, but this run '
         f'has {num_seeds}; use config.num_seeds={number}'
       )
-  step = checkpoint.find(path)
   try:
-    if num_seeds == 1:
-      return policy.read_agent(path, theirs, seed, step, like)
-    return checkpoint.read_variables(path, step, like)
+    return policy.read_agent(path, theirs, seed, checkpoint.find(path), like)
   except checkpoint.IncompatibleError as error:
     there, here = (workdir.flatten(x.to_dict()) for x in (theirs, config))
     differing = [
@@ -403,12 +399,13 @@ class _Trainer:
 
   def _describe(self, outcome: Outcome) -> Record:
     """Makes the fields that a summary adds to the last value of each metric."""
-    run, recorder = self.run, self.recorder
-    ending = recorder.times() | describe_machine(run.devices, run.suite)
+    run, recorder, config = self.run, self.recorder, self.config
+    machine = describe_machine(run.devices, config.env.suite)
+    ending = recorder.times() | machine
     ending['exit'] = NAMES[outcome.exit_code]
-    ending['total_env_steps'] = self.config.total_env_steps
+    ending['total_env_steps'] = config.total_env_steps
     if self.cluster.process == 0:
-      last, price = recorder.last[0], self.config.price_per_hour
+      last, price = recorder.last[0], config.price_per_hour
       ending |= limits.summarise(last, _local_devices(run), price)
     if outcome.error:
       ending['error'] = outcome.error
@@ -573,10 +570,7 @@ class _Trainer:
   ) -> str:
     """Says why a loss is not finite, and what to do now.
 
-    Args:
-      agent: index of the agent.
-      found: `Report.culprit` of each process, as JSON.
-      checkpoint_step: the result of `_find_sound_checkpoint`.
+    `found` has the `Report.culprit` of each process, as JSON.
     """
     text = (
       f'the loss of seed {self.config.seed + agent} is NaN or infinite at '
