@@ -83,22 +83,16 @@ FIELDS = {
     0, 'Devices per process; 0 means all, or at most 8 on a CPU.', _DEVICES
   ),
   'total_env_steps': Field(
-    1_000_000,
-    'Number of steps, joints included; rounded up to whole updates.',
-    Range(1),
+    1_000_000, 'Number of steps with joints, rounded up to an update.', Range(1)
   ),
-  'unroll_length': Field(
-    32, 'Steps of each environment in one unroll.', _COUNT
-  ),
+  'unroll_length': Field(32, 'Steps of each environment in an unroll.', _COUNT),
   'num_epochs': Field(1, 'Passes over the batch of each update.', _COUNT),
   'num_minibatches': Field(1, 'Optimiser steps per pass.', _COUNT),
   'compilation_cache': Field(
     'auto', "Directory for compiled programs, 'auto' or 'off'."
   ),
   'price_per_hour': Field(
-    0.0,
-    "Hourly price of the run's machines, in any currency; 0 means unknown.",
-    _FROM_0,
+    0.0, 'Hourly price of all machines, in any currency; 0 is unknown.', _FROM_0
   ),
   'env.suite': Field('gymnax', 'Library that provides the environment.'),
   'env.name': Field('', 'Name of the environment in its library.'),
@@ -122,32 +116,22 @@ FIELDS = {
   'agent.normalize_reward': Field(
     False, 'Divides rewards by the running deviation of returns.'
   ),
-  'network.name': Field(
-    'auto', 'Kind of torso; auto fits the observation.', TORSOS
-  ),
+  'network.name': Field('auto', 'Torso; auto fits the observation.', TORSOS),
   'network.hidden_sizes': Field(
-    (64, 64),
-    "Widths of the hidden layers; the last one is the torso's output.",
-    Range(1),
+    (64, 64), 'Widths of hidden layers; the last is the torso output.', Range(1)
   ),
   'network.shared_torso': Field(False, 'Policy and value share one torso.'),
   'network.recurrent': Field('none', 'Recurrent core after a torso.', CORES),
   'network.distribution': Field(
-    'auto',
-    'Distribution of actions; auto fits the action space.',
-    DISTRIBUTIONS,
+    'auto', 'Action distribution; auto fits the action space.', DISTRIBUTIONS
   ),
   'network.state_dependent_scale': Field(
     False, "The Gaussian's scale depends on the state."
   ),
   'network.initial_scale': Field(
-    1.0,
-    'Initial scale of a Gaussian; the action bounds are -1 and 1.',
-    Range(0.01, 10),
+    1.0, 'Initial scale of a Gaussian for actions in [-1, 1].', Range(0.01, 10)
   ),
-  'network.dtype': Field(
-    'float32', 'Data type in which the torso computes.', _DTYPES
-  ),
+  'network.dtype': Field('float32', 'Data type inside the torso.', _DTYPES),
   'optimizer.name': Field('adam', 'The optimiser.', tuple(OPTIMIZERS)),
   'optimizer.learning_rate': Field(1e-3, 'Initial learning rate.', _ABOVE_0),
   'optimizer.anneal': Field(True, 'The learning rate falls linearly to 0.'),
@@ -160,13 +144,9 @@ FIELDS = {
   'eval.every_env_steps': Field(
     0, 'Steps between evaluations; 0 means only at the end.', _FROM_0
   ),
-  'eval.greedy': Field(
-    True, 'Uses the most probable action instead of a sample.'
-  ),
+  'eval.greedy': Field(True, 'Uses the most probable action, not a sample.'),
   'eval.max_episode_steps': Field(
-    0,
-    "Longest episode; 0 means the environment's limit, or else 10,000.",
-    _STEPS,
+    0, "Longest episode; 0 is the environment's limit, or else 10,000.", _STEPS
   ),
   'log.every_updates': Field(10, 'Updates per record.', Range(1, 2**31 - 1)),
   'log.tensorboard': Field(True, 'Writes TensorBoard events.'),
@@ -213,9 +193,7 @@ FIELDS = {
     False, 'Searches for the fastest number of actors during the run.'
   ),
   'sebulba.hang_seconds': Field(
-    300.0,
-    'After this time without progress, an actor counts as hanging.',
-    _SECONDS,
+    300.0, 'An actor without progress for longer counts as hanging.', _SECONDS
   ),
 }
 # The fields that only one architecture has.
