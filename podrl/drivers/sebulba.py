@@ -42,38 +42,28 @@ class Settings:
   autotune: bool = False  # See `Tuner`; this needs the asynchronous mode.
 
 
+@dataclasses.dataclass
 class Sebulba:
-  """Sebulba's `Driver`: runs the threads, the hand-off and the learner's loop.
+  """Sebulba's `Driver`: runs the threads, the hand-off and the learner."""
 
-  Args:
-    make_env: `(index) -> HostEnv`, makes the environments of actor `index`.
-    mesh: mesh of the learner devices.
-    rng_key: key of the whole run.
-    hyperparams: values that replace those of `Agent.init`, by name.
-  """
+  make_env: Callable[[int], types.HostEnv]  # Makes the environments of actor i.
+  agent: types.Agent
+  core: types.Learner  # The functions of the learner.
+  mesh: spmd.Mesh  # The mesh of the learner devices.
+  actor_devices: Sequence[jax.Device]
+  settings: Settings
+  rng_key: chex.PRNGKey  # Key of the whole run.
+  # Values that replace those of `Agent.init`, by name.
+  hyperparams: types.Hyperparams = dataclasses.field(default_factory=dict)
+  error: BaseException | None = None  # Error of an actor or the learner.
+  state: Any = None  # A LearnerState; `start` sets it.
 
-  def __init__(
-    self,
-    make_env: Callable[[int], types.HostEnv],
-    agent: types.Agent,
-    learner: types.Learner,
-    mesh: spmd.Mesh,
-    actor_devices: Sequence[jax.Device],
-    settings: Settings,
-    rng_key: chex.PRNGKey,
-    hyperparams: types.Hyperparams = {},
-  ):
-    self._make_env = make_env
-    self._agent = agent
-    self._learner = learner
-    self._mesh = mesh
-    self._actor_devices = list(actor_devices)
-    self._settings = settings
-    self._hyperparams = hyperparams
+  def __post_init__(self):
+    settings, mesh = self.settings, self.mesh
     self._init_key, self._update_key, self._act_key = (
-      jax.random.fold_in(rng_key, stream) for stream in range(3)
+      jax.random.fold_in(self.rng_key, stream) for stream in range(3)
     )
-    self._num_actors = len(self._actor_devices) * settings.actors_per_device
+    self._num_actors = len(self.actor_devices) * settings.actors_per_device
     self._num_active = self._num_actors  # The other actors are parked.
     self._parking = Monitor()
     unrolls, max_lag = settings.unrolls_per_update, settings.max_lag
@@ -84,11 +74,11 @@ class Sebulba:
     )
     self._tuner: Tuner | None = None  # `start` sets it if autotune is on.
     self._system = System(
-      platform=self._actor_devices[0].platform,
+      platform=self.actor_devices[0].platform,
       num_cores=num_cores(),
       num_actors=self._num_actors,
       env_threads=settings.env_threads,
-      actor_devices=tuple(x.id for x in self._actor_devices),
+      actor_devices=tuple(x.id for x in self.actor_devices),
       learner_devices=tuple(x.id for x in mesh.local_devices),
       unrolls_per_update=unrolls,
       max_lag=max_lag,
@@ -98,14 +88,12 @@ class Sebulba:
     self._actors: list[Actor] = []
     self._threads: list[threading.Thread] = []
     self._stopper: threading.Thread | None = None
-    self.error: BaseException | None = None  # Error of an actor or the learner.
-    self.state: Any = None  # A LearnerState; `start` sets it.
     # The first culprit; its update may still have had a finite loss.
     self._culprit: types.Culprit | None = None
     self._num_updates = self._num_dropped = self._num_waits = 0
     # The number of unrolls of each actor, dropped ones included.
     self._num_unrolls = [0] * self._num_actors
-    self._stages = Stages(self._actor_devices, mesh.local_devices, num_cores())
+    self._stages = Stages(self.actor_devices, mesh.local_devices, num_cores())
     self._end_seconds = time.perf_counter()  # End of the last `advance`.
 
   @property
@@ -143,14 +131,14 @@ class Sebulba:
 
   def start(self, restore: types.Restore = lambda state: (state, [])) -> None:
     """Makes the environments, compiles, and starts the actors."""
-    settings, mesh = self._settings, self._mesh
+    settings, mesh = self.settings, self.mesh
     devices, functions = list(mesh.local_devices), None
     length, key = settings.unroll_length, self._act_key
     for index in range(self._num_actors):
-      env = self._make_env(index)
-      device = self._actor_devices[index // settings.actors_per_device]
+      env = self.make_env(index)
+      device = self.actor_devices[index // settings.actors_per_device]
       functions = functions or make_actor_functions(
-        self._agent, env.spec.observe, len(devices)
+        self.agent, env.spec.observe, len(devices)
       )
       first_env = settings.first_env + index * settings.num_envs
       clock = self._stages.clocks[device]
@@ -158,13 +146,13 @@ class Sebulba:
         index, env, functions, length, device, devices, key, first_env, clock
       )
       self._actors.append(actor)
-    agent, learner = self._agent, self._learner
+    agent, learner = self.agent, self.core
 
     @jax.jit
     def init(key, hyperparams):
       return agent.init(key).with_hyperparams(hyperparams)
 
-    variables = init(self._init_key, self._hyperparams)
+    variables = init(self._init_key, self.hyperparams)
     # Place the variables as in training, so that actors compile only once.
     variables = spmd.place(variables, mesh, spmd.REPLICATED)
     for actor in self._actors:
@@ -182,7 +170,7 @@ class Sebulba:
       self._resume(saved)
     self._update_key = spmd.place(self._update_key, mesh, spmd.REPLICATED)
     inputs = self._inputs((example,) * settings.unrolls_per_update)
-    self._update = spmd.map_update(self._learner, mesh).lower(*inputs).compile()
+    self._update = spmd.map_update(self.core, mesh).lower(*inputs).compile()
     try:
       if settings.autotune:
         self._tuner = self._make_tuner(saved[0]['num_actors'] if saved else 1)
@@ -202,7 +190,7 @@ class Sebulba:
 
   def _make_tuner(self, num_actors: int) -> Tuner:
     """Makes a tuner; only the tuner of process 0 decides."""
-    settings = self._settings
+    settings = self.settings
     unrolls = settings.unrolls_per_update
     # More actors than permits gain nothing: some would always wait.
     max_actors = min(self._num_actors, unrolls * (settings.max_lag + 1))
@@ -232,15 +220,15 @@ class Sebulba:
     variables = self.state.variables
     copies = {
       device: jax.block_until_ready(spmd.to_device(variables, device))
-      for device in self._actor_devices
+      for device in self.actor_devices
     }
     self._exchange.publish(copies, self._num_updates)
 
   def _run_actor(self, actor: Actor) -> None:
     """Acts until the exchange is closed; runs in the actor's thread."""
     # Each device gets about the same number of parked actors.
-    device, turn = divmod(actor.index, self._settings.actors_per_device)
-    place = turn * len(self._actor_devices) + device
+    device, turn = divmod(actor.index, self.settings.actors_per_device)
+    place = turn * len(self.actor_devices) + device
     try:
       while True:
         if place >= self._num_active:
@@ -263,21 +251,21 @@ class Sebulba:
 
   def _check_hangs(self) -> None:
     for actor in self._actors:
-      if sentence := actor.hang(self._settings.hang_seconds):
+      if sentence := actor.hang(self.settings.hang_seconds):
         raise ActorHangs(sentence)
 
   def _take(self) -> tuple[list[Unroll], list[Unroll]]:
     """Returns the unrolls for an update, and the unrolls with too much lag."""
     taken: list[Unroll] = []
     dropped: list[Unroll] = []
-    timeout_seconds = min(1.0, self._settings.hang_seconds / 2)
-    while len(taken) < self._settings.unrolls_per_update:
+    timeout_seconds = min(1.0, self.settings.hang_seconds / 2)
+    while len(taken) < self.settings.unrolls_per_update:
       try:
         unroll = self._exchange.take(len(taken), timeout_seconds)
       except TimeoutError:
         self._check_hangs()
         continue
-      if self._num_updates - unroll.version > self._settings.max_lag:
+      if self._num_updates - unroll.version > self.settings.max_lag:
         dropped.append(unroll)
         self._exchange.release(1)
       else:
@@ -296,7 +284,7 @@ class Sebulba:
     spend('learner_waiting')
     lags = [self._num_updates - unroll.version for unroll in taken]
     trajectories = tuple(
-      spmd.join_shards(unroll.shards, self._mesh, spmd.TRAJECTORY)
+      spmd.join_shards(unroll.shards, self.mesh, spmd.TRAJECTORY)
       for unroll in taken
     )
     inputs = self._inputs(trajectories)
@@ -340,7 +328,7 @@ class Sebulba:
       ActorHangs: if an actor stays in one stage longer than `hang_seconds`.
       BaseException: the error of an actor or of the learner.
     """
-    settings = self._settings
+    settings = self.settings
     start, stages = self._stages.begin(), self._measure_stages()
     num_unrolls = sum(self._num_unrolls)
     rows: list[tuple[dict, dict, types.Episodes]] = []
@@ -407,7 +395,7 @@ class Sebulba:
     self._stop()
     if self._stopper:
       self._stopper.join()
-    hang_seconds = self._settings.hang_seconds
+    hang_seconds = self.settings.hang_seconds
     hanging = []
     for actor, thread in zip(self._actors, self._threads):
       while thread.is_alive() and actor.name not in hanging:
