@@ -355,7 +355,7 @@ class Recorder:
 
   def __post_init__(self):
     config, path = self.config, self.path
-    directories = [x for _, x in workdir.seed_directories(path, config)]
+    directories = [*workdir.agents(path, config)]
     sgd_steps = config.num_epochs * config.num_minibatches
     self._windows = [Window(self.frame_skip, sgd_steps) for _ in directories]
     paths = list(dict.fromkeys([path, *directories]))

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from podrl.drivers.limits import count, describe
-from podrl.records.workdir import Record, seed_directories
+from podrl.records.workdir import Record, agents
 
 
 def podrl_command() -> str:
@@ -192,7 +192,7 @@ class Terminal:
     table.add_row('run', Text(workdir))
     self._console.print(table)
     if summary['exit'] == 'done':
-      agent = seed_directories(workdir, self._config)[0][1]
+      agent = next(iter(agents(workdir, self._config)))
       podrl = podrl_command()
       for command, path in (
         ('plot', workdir),

@@ -152,27 +152,25 @@ def run_of_agent(path: str, *, or_series: bool = False) -> str | None:
   if not (name.startswith('seed_') and is_run(parent)):
     return None
   config = read_config(parent)
-  is_agent = path in [x for _, x in seed_directories(parent, config)]
+  is_agent = path in agents(parent, config)
   return parent if is_agent and (or_series or not is_series(config)) else None
 
 
-def seed_directories(path: str, config: ConfigDict) -> list[tuple[int, str]]:
-  """Returns the seed and the directory of each agent of a run."""
-  seeds = range(config.get('num_seeds', 1))
-  if len(seeds) == 1:
-    return [(config.seed, path)]
-  return [(config.seed + i, os.path.join(path, f'seed_{i}')) for i in seeds]
+def agents(path: str, config: ConfigDict) -> dict[str, dict[str, Any]]:
+  """Maps the directory of each agent of a run to its own configuration."""
+  fields, num_seeds = config.to_dict(), config.get('num_seeds', 1)
+  if num_seeds == 1:
+    return {path: fields}
+  own = [{'seed': config.seed + i, 'num_seeds': 1} for i in range(num_seeds)]
+  paths = [os.path.join(path, f'seed_{i}') for i in range(num_seeds)]
+  return {path: fields | x for path, x in zip(paths, own)}
 
 
 def programs(path: str, config: ConfigDict) -> list[tuple[str, ConfigDict]]:
   """Returns directory and configuration of each program; see `is_series`."""
   if not is_series(config):
     return [(path, config)]
-  fields = config.to_dict()
-  return [
-    (directory, as_config(fields | {'seed': seed, 'num_seeds': 1}))
-    for seed, directory in seed_directories(path, config)
-  ]
+  return [(x, as_config(fields)) for x, fields in agents(path, config).items()]
 
 
 def set_aside(path: str) -> None:
@@ -250,10 +248,9 @@ def check_new(path: str, config: ConfigDict) -> None:
       f'--workdir={path} already contains a run; add --resume to continue it, '
       'or choose another directory'
     )
-  directories = [path, *(x for _, x in seed_directories(path, config))]
   names = [
     os.path.join(directory, name)
-    for directory in dict.fromkeys(directories)
+    for directory in dict.fromkeys([path, *agents(path, config)])
     for name in ('metrics.jsonl', 'checkpoints')
   ]
   if found := [os.path.relpath(x, path) for x in names if os.path.exists(x)]:
@@ -280,12 +277,11 @@ def make(path: str, config: ConfigDict) -> None:
   """
   check_new(path, config)  # Another run may have begun and ended since.
   try:
-    for seed, directory in seed_directories(path, config):
+    # The run's main file comes last: without it, there is no run.
+    contents = agents(path, config) | {path: config.to_dict()}
+    for directory, fields in contents.items():
       os.makedirs(directory, exist_ok=True)
-      if directory != path:
-        fields = config.to_dict() | {'seed': seed, 'num_seeds': 1}
-        write_json(os.path.join(directory, 'config.json'), fields)
-    write_json(os.path.join(path, 'config.json'), config.to_dict())
+      write_json(os.path.join(directory, 'config.json'), fields)
   except OSError as error:
     raise ValueError(
       f'--workdir={path} cannot be written ({error.strerror}); '
@@ -299,8 +295,7 @@ def update_config(path: str, config: ConfigDict) -> None:
   values = {name: fields[name] for name in CHANGEABLE if name in fields}
   # Write the run's main file first. If the process is killed before the next
   # file, a resumed run reads the new values and writes the other files.
-  directories = [x for _, x in seed_directories(path, config)]
-  for directory in dict.fromkeys([path, *directories]):
+  for directory in dict.fromkeys([path, *agents(path, config)]):
     saved = read_config(directory)
     if not values.items() <= flatten(saved.to_dict()).items():
       saved.update_from_flattened_dict(values)

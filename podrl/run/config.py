@@ -569,7 +569,7 @@ def resolve_config(
     messages = workdir.restore_config(config, path, requested)
     total = config.total_env_steps
     if workdir.is_finished(path, total):
-      first = workdir.seed_directories(path, config)[0][1]
+      first = next(iter(workdir.agents(path, config)))
       raise ValueError(
         f'--workdir={path} is finished; to extend it, set '
         f'config.total_env_steps to more than {total}; to start another run '
