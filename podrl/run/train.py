@@ -392,9 +392,8 @@ class _Trainer:
       outcome = outcome._replace(exit_code=exit_code, error=error)
     if self.cluster.process == 0:
       summary = recorder.last[0] | ending
-      recorder.terminal.print_summary(
-        summary, self.files.workdir, self.resume()
-      )
+      path = self.files.workdir
+      recorder.terminal.print_summary(summary, path, self.resume())
     return outcome
 
   def _describe(self, outcome: Outcome) -> Record:
@@ -541,10 +540,8 @@ class _Trainer:
 
   def _add(self, reports: Sequence[Report]) -> None:
     """Adds the reports of all processes to the records; checks their losses."""
-    others = self._gather([records.local_part(report) for report in reports])[
-      1:
-    ]
-    merge = records.merge_processes
+    parts = self._gather([records.local_part(report) for report in reports])
+    others, merge = parts[1:], records.merge_processes
     self.recorder.add([merge(x, own) for x, *own in zip(reports, *others)])
     for i, report in enumerate(reports):
       if not report.is_finite:
