@@ -27,8 +27,7 @@ from podrl.drivers.tuner import Tuner
 class Settings:
   """How Sebulba uses a host."""
 
-  # Environments of each actor, a multiple of the number of learner devices.
-  num_envs: int
+  num_envs: int  # Of each actor; a multiple of the number of learner devices.
   unroll_length: int  # T, steps of an unroll.
   actors_per_device: int  # Actor threads for each actor device.
   unrolls_per_update: int  # Unrolls that one update learns from.

@@ -35,13 +35,11 @@ class Run(NamedTuple):
   devices: Sequence[jax.Device]  # Those that the run uses, of all processes.
   driver: types.Driver
   evaluate: Callable[..., Evaluation | None]  # See `make_evaluate`.
-  # One key per agent. An evaluation folds the number of updates into it.
-  eval_keys: Sequence[chex.PRNGKey]
+  eval_keys: Sequence[chex.PRNGKey]  # Each agent's key for evaluations.
   steps_per_update: int  # Environment steps, joints included.
   num_updates: int
   eval_every_updates: int  # 0 means that the run evaluates only at its end.
-  # Updates between checkpoints; 0 turns this period off.
-  checkpoint_every_updates: int
+  checkpoint_every_updates: int  # 0 means never after a number of updates.
   variables: types.Variables  # Shapes of the variables of all agents.
   warnings: Sequence[str]
   resume_note: str  # Tells the user what a resumed run cannot continue.

@@ -30,11 +30,9 @@ class Settings(NamedTuple):
   """Settings of an evaluation."""
 
   num_episodes: int  # Episodes of all processes, each in its own environment.
-  # A longer episode is cut at this length; its return until then counts.
-  max_episode_steps: int
+  max_episode_steps: int  # A longer episode counts only until this length.
   greedy: bool  # Whether to take the policy's mode instead of a sample.
-  # Index of this process, which runs its part of the episodes.
-  process: int = 0
+  process: int = 0  # Index of this process, which runs a part of the episodes.
   num_processes: int = 1
 
   def episodes(self) -> slice:
