@@ -233,13 +233,9 @@ def for_action_space(
   """Builds the distribution over an action space.
 
   Args:
-    action: the action space.
     name: one of `DISTRIBUTIONS`; 'auto' means Gaussian for a box, and
-      categorical for other spaces.
+      categorical for other spaces. A misfit raises a ValueError.
     **options: options of `gaussian`.
-
-  Raises:
-    ValueError: if the distribution does not fit the action space.
   """
   if name == 'auto':
     name = 'gaussian' if isinstance(action, Box) else 'categorical'

@@ -163,8 +163,6 @@ def normalize(
   Args:
     agent: the agent, made for `as_float(obs)` if observations are normalised.
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
-    observations: whether to normalise observations.
-    rewards: whether to normalise rewards.
 
   Returns:
     An agent whose statistics are `Statistics`, or `agent` if nothing is

@@ -218,11 +218,7 @@ class Actor:
     return self._finish([row] * self.unroll_length, timesteps, carry)[0]
 
   def unroll(self, variables: types.Variables, version: int) -> Unroll:
-    """Acts for T steps with `variables`, which are on the actor's device.
-
-    Raises:
-      Closed: if the actor is stopped.
-    """
+    """Acts for T steps; raises `Closed` if the actor is stopped."""
     timestep, first_carry = self._timestep, self._carry
     # Make new arrays each time: a CPU device shares memory with aligned arrays.
     shape = self.unroll_length + 1, timestep.is_first.size

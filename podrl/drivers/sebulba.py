@@ -320,8 +320,7 @@ class Sebulba:
     """Runs `num_updates` updates, or fewer after `stop`; returns one report.
 
     Args:
-      num_updates: number of updates.
-      plan: what `plan` returned in process 0; None changes nothing.
+        plan: what `plan` returned in process 0; None changes nothing.
 
     Raises:
       ActorHangs: if an actor stays in one stage longer than `hang_seconds`.

@@ -90,11 +90,7 @@ def similar_names(text: str) -> str:
 
 
 def find_task(text: str) -> Task:
-  """Finds the environment that `[SUITE:]NAME` or `MODULE:NAME` means.
-
-  Raises:
-    ValueError: if no suite has the name.
-  """
+  """Finds `[SUITE:]NAME` or `MODULE:NAME`; no such name is a ValueError."""
   prefix, colon, name = text.partition(':')
   if colon:
     is_suite = prefix in SUITES
@@ -124,11 +120,7 @@ def add_to_path(directory: str) -> None:
 
 
 def add_current_directory() -> None:
-  """Adds the current directory to the path; see `add_to_path`.
-
-  Raises:
-    ValueError: if the directory no longer exists.
-  """
+  """Calls `add_to_path`; raises a ValueError if the directory is deleted."""
   try:
     directory = os.getcwd()
   except OSError as error:

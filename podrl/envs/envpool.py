@@ -124,12 +124,7 @@ def _cast(key: str, value: Any, default: Any) -> Any:
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns the `EnvSpec` of a task such as 'Pong-v5'.
-
-  Raises:
-    ValueError: if the name or an option is unknown, a value has a wrong type,
-      the task has several players, or a space is not supported.
-  """
+  """Returns the `EnvSpec` of a task such as 'Pong-v5'."""
   return _check(name, options)[0]
 
 

@@ -84,12 +84,7 @@ def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
 
 
 def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns an environment's `EnvSpec`; see `make` for the arguments.
-
-  Raises:
-    ValueError: if the name or an option is unknown, the environment refuses an
-      option, or a space is not supported.
-  """
+  """Returns an environment's `EnvSpec`; see `make` for the arguments."""
   spec = _registered_spec(name)
   mode = options.pop('vectorization_mode', _MODES[0])
   if mode not in _MODES:

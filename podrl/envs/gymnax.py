@@ -97,10 +97,6 @@ def make(name: str, **options: Any) -> DeviceEnv:
   Returns:
     A `DeviceEnv`. Images of zeros and ones are bool, `Discrete` observations
     are bool one-hot vectors, and rewards are float32.
-
-  Raises:
-    ValueError: if the name or an option is unknown, or a value has a wrong
-      type.
   """
   gymnax = import_gymnax()
   known = gymnax.registered_envs

@@ -37,12 +37,8 @@ def _check(what: str, space: Any) -> None:
 def obs_spec(space: Any) -> Tree:
   """Describes the result of `observe` by a tree of `jax.ShapeDtypeStruct`.
 
-  Args:
-    space: a gymnasium space: a box, one or several categories, or a dict or
-      tuple of spaces.
-
-  Raises:
-    ValueError: if the space is not supported.
+  `space` is a gymnasium space: a box, one or several categories, or a dict or
+  tuple of spaces. Any other space raises a ValueError.
   """
   kind = type(space).__name__
   if kind == 'Dict':
@@ -87,11 +83,7 @@ def observe(space: Any, obs: Tree) -> Tree:
 
 
 def action_space(space: Any) -> Discrete | MultiDiscrete | Box:
-  """Converts a gymnasium action space; categories then start at 0.
-
-  Raises:
-    ValueError: if the space is neither one or several categories nor a box.
-  """
+  """Converts a gymnasium action space; categories then start at 0."""
   kind = type(space).__name__
   _check('actions', space)
   if kind == 'Discrete':
@@ -119,11 +111,7 @@ def env_spec(
   frame_skip: int,
   max_episode_steps: int,
 ) -> EnvSpec:
-  """Builds an `EnvSpec` from gymnasium spaces.
-
-  Raises:
-    ValueError: if a space of the environment `name` is not supported.
-  """
+  """Builds an `EnvSpec`; raises a ValueError for a space without support."""
   try:
     obs, action = obs_spec(obs_space), action_space(library_action_space)
   except ValueError as error:

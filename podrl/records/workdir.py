@@ -270,11 +270,7 @@ def check_new(path: str, config: ConfigDict) -> None:
 
 
 def make(path: str, config: ConfigDict) -> None:
-  """Makes a new run in a locked directory, and writes its configuration.
-
-  Raises:
-    ValueError: if it cannot be written, or already contains a run.
-  """
+  """Writes a new run to a locked directory, or raises a ValueError."""
   check_new(path, config)  # Another run may have begun and ended since.
   try:
     # The run's main file comes last: without it, there is no run.
@@ -304,11 +300,7 @@ def update_config(path: str, config: ConfigDict) -> None:
 
 @contextlib.contextmanager
 def lock(path: str) -> Iterator[None]:
-  """Locks the directory of a run, and creates it if it does not exist.
-
-  Raises:
-    ValueError: if another process is writing to it, or it cannot be locked.
-  """
+  """Locks a run's directory, which it may create, or raises a ValueError."""
   with contextlib.ExitStack() as stack:
     try:
       os.makedirs(path, exist_ok=True)

@@ -238,11 +238,7 @@ def sebulba_config(agent: str) -> ConfigDict:
 
 
 def check(config: ConfigDict) -> None:
-  """Checks all that can be checked without a device or an environment.
-
-  Raises:
-    ValueError: if a value is wrong; names the field, the value and the remedy.
-  """
+  """Raises a ValueError for a wrong value; needs no device or environment."""
   fields = flatten(config.to_dict())
   for name, value in fields.items():
     allowed = FIELDS[name].allowed if name in FIELDS else None

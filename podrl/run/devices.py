@@ -92,11 +92,7 @@ def _check_minibatches(
 
 
 def num_named_devices(config: ConfigDict) -> int:
-  """Counts the CPU devices that each process of a Sebulba run needs.
-
-  Raises:
-    ValueError: if the indices have gaps, so that some devices are not used.
-  """
+  """Counts a Sebulba process's CPU devices; gaps in indices are an error."""
   fields = {k: config.sebulba[k] for k in ('actor_devices', 'learner_devices')}
   fields = {k: indices for k, indices in fields.items() if indices}
   named = sorted({i for indices in fields.values() for i in indices})
@@ -139,12 +135,7 @@ def on_all_hosts(indices: Sequence[int], machine: Machine) -> list[jax.Device]:
 def anakin_devices(
   config: ConfigDict, machine: Machine | None = None
 ) -> list[jax.Device]:
-  """Returns the devices of an Anakin run on a machine; None means this one.
-
-  Raises:
-    ValueError: if there are too few devices, or the batch does not divide over
-      them.
-  """
+  """Returns the devices of an Anakin run; without a machine, those here."""
   machine = machine or this_machine()
   local, num_processes = machine.local_devices, len(machine.hosts)
   num_devices = config.num_devices or len(local)
@@ -207,12 +198,7 @@ def _default_devices(
 def make_layout(
   config: ConfigDict, spec: EnvSpec, machine: Machine | None = None
 ) -> Layout:
-  """Decides how a Sebulba run uses each host of a machine; None means here.
-
-  Raises:
-    ValueError: if a device does not exist, or the batch does not divide over
-      the devices.
-  """
+  """Decides how Sebulba uses each host of a machine; None means here."""
   machine = machine or this_machine()
   fields, local = config.sebulba, machine.local_devices
   platform = machine.platform

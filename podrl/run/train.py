@@ -167,13 +167,8 @@ def _train_programs(
 ) -> Outcome:
   """Trains the programs of a run, one after another, until one ends early.
 
-  Args:
-    root: the files of the whole run.
-    start_seconds: `time.perf_counter()` at the start of the process.
-    exit_stack: receives the locks of the directories.
-
-  Returns:
-    The outcome of the last program that ran.
+  `root` has the files of the whole run; `exit_stack` receives the locks of the
+  directories. The outcome is that of the last program that ran.
   """
   is_series, is_writer = workdir.is_series(config), cluster.process == 0
   programs = workdir.programs(root.workdir, config)
