@@ -189,8 +189,6 @@ def find(path: str, which: str = 'last') -> int:
     path: directory of the run.
     which: 'last', 'best' (by evaluation), or a number of updates.
   """
-  if parent := workdir.run_of_agent(path):
-    raise ValueError(f'{path} is one agent of {parent}; use {parent}')
   config = workdir.read_config(path)
   if workdir.is_series(config):
     raise ValueError(
