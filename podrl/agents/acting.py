@@ -9,14 +9,7 @@ import jax.numpy as jnp
 
 from podrl.core.distributions import Distribution
 from podrl.networks.actor_critic import Network
-from podrl.types import (
-  Array,
-  Hyperparams,
-  Metrics,
-  TimeStep,
-  Tree,
-  Variables,
-)
+from podrl.types import Array, Hyperparams, Metrics, TimeStep, Tree, Variables
 
 # Continuous actions can have huge log-ratios. Their exp could be infinite, and
 # infinity times a weight of 0 is NaN. This bound is far above the usual clips.
