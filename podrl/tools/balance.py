@@ -428,9 +428,7 @@ def draw_decisions(run_directory: str, path: str) -> None:
 
   It raises a ValueError if the run has no record of active actors yet.
   """
-  decisions, name = [], 'decisions.jsonl'  # The first decision makes it.
-  if os.path.exists(os.path.join(run_directory, name)):
-    decisions = workdir.read_records(run_directory, name)
+  decisions = workdir.read_records(run_directory, 'decisions.jsonl')
   records = [
     x for x in workdir.read_records(run_directory) if 'num_actors' in x
   ]

@@ -369,6 +369,7 @@ def test_the_decisions_of_a_run_are_drawn(tmp_path, capsys):
   fields = {'sebulba.mode': 'asynchronous', 'sebulba.autotune': True}
   workdir.make(str(path), _config(**fields))
   (path / 'metrics.jsonl').touch()
+  (path / 'decisions.jsonl').touch()
   assert balance.run(['balance', str(path)]) == 2
   assert 'has no record yet' in capsys.readouterr().err
   (path / 'metrics.jsonl').write_text(
