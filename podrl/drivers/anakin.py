@@ -201,7 +201,7 @@ def make_programs(
   # On a TPU, the steps of a turn share operations, and each operation has a
   # fixed cost. Elsewhere, several steps a turn only take longer to compile.
   is_tpu = mesh.devices.flat[0].platform == 'tpu'
-  unroll = make_unroll(env, agent, unroll_length, 8 if is_tpu else 1)
+  unroll = make_unroll(env, agent, unroll_length, 16 if is_tpu else 1)
 
   def update(
     state: AnakinState,
