@@ -2,9 +2,9 @@
 
 python docs/compiled.py [TARGET ...]
 
-It compiles every experiment, with each of its agents and variants, and adds the
-rows that docs/compiled.csv does not have yet. This needs libtpu, and takes
-about a minute for each row.
+The script compiles every experiment with each agent and variant, and adds the
+rows that docs/compiled.csv does not have yet. The script needs libtpu, and
+takes about a minute for each row.
 """
 
 import csv
@@ -30,17 +30,17 @@ _FIELDS = (
   'agent',
   'variant',
   'num_envs',
-  'memory_bytes',  # Of the program that needs most.
-  'all_reduce_bytes',  # The largest one.
-  'cycles',  # Of an update; for Sebulba, of the learner's.
-  'acting_cycles',  # For Sebulba, of the actors' steps of an update.
+  'memory_bytes',  # Of the program that needs the most memory.
+  'all_reduce_bytes',  # Of the largest all-reduce.
+  'cycles',  # Of one core in an update; for Sebulba, of a learner core.
+  'acting_cycles',  # For Sebulba, of an actor core during an update.
   'steps_per_second',
 )
 Row = dict[str, str]
 
 
 def _experiments() -> list[tuple[str, str]]:
-  """Returns the names of the experiments, each with each of its variants."""
+  """Returns (name, variant) for each variant of each experiment."""
   found = []
   for path in sorted((_DOCS.parent / 'experiments').glob('*.py')):
     names = re.search(r'--variant=([\w|]+)', path.read_text())
@@ -78,7 +78,8 @@ def render(page: str, rows: list[Row]) -> str:
   for target, group in itertools.groupby(rows, lambda row: row['target']):
     parts.append(
       f'\n## {target}\n\n| experiment | agent | environments | memory per core '
-      '| all-reduce | cycles | steps/s |\n|---|---|---|---|---|---|---|\n'
+      '| all-reduce, bytes | cycles | steps/s |\n'
+      '|---|---|---|---|---|---|---|\n'
     )
     for row in group:
       name = ' '.join(filter(None, (row['experiment'], row['variant'])))
@@ -99,7 +100,7 @@ def render(page: str, rows: list[Row]) -> str:
 
 
 def read() -> list[Row]:
-  """Returns the rows that were compiled so far, sorted."""
+  """Returns the rows of docs/compiled.csv, sorted."""
   if not _CSV.exists():
     return []
   with _CSV.open(newline='') as file:
@@ -108,7 +109,7 @@ def read() -> list[Row]:
 
 
 def main(names: list[str]) -> None:
-  """Adds the rows that are missing, and writes the page."""
+  """Adds the missing rows to docs/compiled.csv, and writes the page."""
   jax.config.update('jax_platforms', 'cpu')
   known = {tuple(row[x] for x in _FIELDS[:4]) for row in read()}
   for target, (name, variant), agent in itertools.product(

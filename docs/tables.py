@@ -47,7 +47,7 @@ def _allowed(field: Field) -> str:
 
 
 def _default(name: str, field: Field) -> str:
-  """Returns a field's default, and the agents whose default differs."""
+  """Returns a field's default, and the different defaults of some agents."""
   text = f'`{field.default!r}`' if field.default != '' else ''
   others: dict[str, list[str]] = {}
   for agent, entry in AGENTS.items():
