@@ -62,8 +62,9 @@ class Variables(NamedTuple):
 
   Attributes:
     params: the network's parameters, which the optimiser changes.
-    statistics: what `Agent.absorb` changes, for example running moments; or
-      `()`. The statistics of a wrapper contain those of the agent inside it.
+    statistics: what `Agent.absorb` changes, for example running moments; `()`
+      if there are none. The statistics of a wrapper contain those of the
+      wrapped agent.
     hyperparams: numbers such as 'gamma'. They are inputs of the compiled
       programs, so changing a value does not cause a new compilation.
   """
@@ -114,7 +115,7 @@ class MultiDiscrete(NamedTuple):
 
 
 class Box(NamedTuple):
-  """Float32 actions from `low` to `high`; all three have shape `[*shape]`."""
+  """Float32 actions `[*shape]`, between two bounds of the same shape."""
 
   shape: tuple[int, ...]
   low: np.ndarray
@@ -132,10 +133,10 @@ class EnvSpec(NamedTuple):
     max_episode_steps: the number of steps after which an episode is truncated;
       0 or 2**31 - 1 means never.
     observe: `(obs) -> obs`, runs on the device. It converts observations
-      `[B, ...]` from the library's format to that of `obs`; for example, a
-      category becomes a one-hot vector.
+      `[B, ...]` from the library's format to the format that the attribute
+      `obs` describes; for example, a category becomes a one-hot vector.
     to_library: `(action) -> action`, converts actions `[B, ...]` to the
-      library's format. A library may count categories from another number
+      library's format. The library's first category may have another number
       than 0.
   """
 
@@ -153,12 +154,12 @@ class DeviceEnv(NamedTuple):
 
   Attributes:
     spec: describes one environment.
-    reset: `(rng_key[B]) -> (env_state[B], TimeStep[B])`. In the time
+    reset: `(rng_key[B]) -> (env_state[B], TimeStep[B])`. In the returned time
       steps, `is_first` is true, the reward is 0 and the discount is 1.
     step: `(env_state[B], action[B]) -> (env_state[B], TimeStep[B])`. The step
       after an episode's last step ignores the action and returns the first time
-      step of the next episode, as in dm_env. Random numbers come from
-      `env_state`.
+      step of the next episode, as in dm_env. `env_state` contains the keys for
+      random numbers.
   """
 
   spec: EnvSpec
@@ -171,15 +172,16 @@ class HostEnv(NamedTuple):
 
   Attributes:
     spec: describes one environment.
-    reset: `() -> TimeStep`, with leaves `[B, ...]` and `is_first` true. It is
-      called once. The observations of `reset` and `step` have the library's
+    reset: `() -> TimeStep`, with leaves `[B, ...]` and `is_first` true. podrl
+      calls it once. The observations of `reset` and `step` have the library's
       format; `spec.observe` converts them on the device.
-    step: `(action) -> TimeStep`, for actions `[B, ...]`. Later calls do not
-      change the returned arrays. The step after an episode's last step ignores
-      the action and returns the first time step of the next episode.
+    step: `(action) -> TimeStep`, for actions `[B, ...]`. A call does not change
+      arrays that an earlier call returned. The step after an episode's last
+      step ignores the action and returns the first time step of the next
+      episode.
     close: `() -> None`, frees the environments.
     render: `() -> uint8 [H, W, 3]`, draws the first environment, or raises the
-      library's error. It is None if the environment cannot be drawn.
+      library's error. `render` is None if the environment cannot be drawn.
   """
 
   spec: EnvSpec
@@ -257,12 +259,14 @@ class Episodes(NamedTuple):
 
 
 class Culprit(NamedTuple):
-  """A reward or observed number that may have made the loss NaN or infinite.
+  """A number that may have made the loss NaN or infinite.
+
+  The number is a reward or a part of an observation.
 
   Attributes:
     field: 'reward', 'observation', or a part such as "observation['x']".
     value: the number, which is NaN, infinite or large.
-    step: how many steps the environment took before, joints included.
+    step: number of the environment's earlier steps, joints included.
     env: global index of the environment.
     element: index of the number in the flattened array.
   """
@@ -283,13 +287,13 @@ class Report(NamedTuple):
     episodes: leaves `[N, ...]`, one row for each update.
     num_predictions: number of actions that the agent chose, joints included.
     seconds: wall time of the call.
-    is_finite: false if the loss of one more update was NaN or infinite. That
-      update is not one of the N.
+    is_finite: false if the call ended with update N + 1, because the loss of
+      this update was NaN or infinite.
     stages: seconds spent in each stage. Divided by `seconds`, they are shares.
     own: `[N]` each, metrics of this process only.
     decisions: what the driver decided during the call, as JSON.
-    culprit: a reward or observed number of this process that made `is_finite`
-      false; None if there is no such number.
+    culprit: the number in this process that may have made `is_finite` false;
+      None if podrl found no such number.
   """
 
   metrics: dict[str, np.ndarray]
@@ -336,7 +340,7 @@ class Driver(Protocol):
     """Makes the initial state, calls `restore` with it, and compiles."""
 
   def plan(self) -> dict[str, Any]:
-    """Returns `advance`'s argument `plan`, as JSON; only process 0 calls it."""
+    """Returns the `plan` for `advance`, as JSON; only process 0 calls this."""
 
   def advance(self, num_updates: int, plan: Mapping[str, Any]) -> list[Report]:
     """Runs at most `num_updates` updates; returns a report for each agent."""

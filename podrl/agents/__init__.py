@@ -20,9 +20,10 @@ class AgentEntry(NamedTuple):
     make_agent: `(network, distribution, **fields) -> Agent`.
     defaults: values of configuration fields, by dotted name. The agent adds
       these fields to the base configuration or changes their values. An
-      Anakin run skips fields such as `sebulba.max_lag`.
+      Anakin run ignores the fields of Sebulba, such as `sebulba.max_lag`.
     comments: one line for `--help` about each field that the agent adds.
-    kinds: for `podrl train`, values of fields for each kind of environment.
+    kinds: values of configuration fields for each kind of environment. Only
+      `podrl train` uses them.
     changeable: the fields that a resumed run may change, because they are
       hyperparameters of the agent.
     check: `(fields) -> None`, raises a ValueError if the configuration does
@@ -51,8 +52,8 @@ class AgentEntry(NamedTuple):
 
     Args:
       spec: describes the environment.
-      fields: the configuration's `agent.*` by short name, without `name`.
-      network_fields: the configuration's `network.*` by short name.
+      fields: the fields `agent.*` by short name, without `agent.name`.
+      network_fields: the fields `network.*` by short name.
 
     Raises:
       ValueError: if the distribution or the torso does not fit the environment.

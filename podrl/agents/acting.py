@@ -40,7 +40,7 @@ def make_init(
 def make_act(
   network: Network, distribution: Distribution, *, stores_value: bool
 ) -> Callable[..., tuple[Array, Extras, Tree]]:
-  """Builds `Agent.act`; `stores_value`: whether `Extras` contain the value."""
+  """Builds `Agent.act`; if `stores_value`, the `Extras` have the value."""
 
   def act(
     variables: Variables,

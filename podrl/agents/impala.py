@@ -51,7 +51,7 @@ def make_agent(
 
   Args:
     off_policy_correction: whether to use importance ratios. Without them, the
-      agent is A2C, and it must learn from actions of its current policy.
+      agent is A2C, and must learn only from actions of its current policy.
     gamma: discount per step.
     lambda_: from 0 (one-step returns) to 1 (full returns).
     entropy_cost: weight of the entropy bonus.

@@ -99,7 +99,7 @@ def normalize(
 
   Args:
     advantage: `[...]` float32.
-    weight: `[...]` float32, 0 at joints, so that they do not count.
+    weight: `[...]` float32, 0 at joints, so that joints do not count.
     mean: averages a tree over devices.
   """
   powers = 1.0, advantage, jnp.square(advantage)

@@ -128,10 +128,10 @@ def gaussian(
 ) -> Distribution:
   """A diagonal Gaussian whose samples are clipped to a box, or mapped by tanh.
 
-  A sample x is scaled so that the bounds are -1 and 1. A dimension without
-  bounds is not scaled. The action is the clipped sample or tanh(x), in the unit
-  of the box. For a clipped action, `log_prob` is the log-density of the
-  Gaussian before clipping. For an action a from tanh, it is
+  The samples x have a scale on which the bounds are -1 and 1. A dimension
+  without bounds is not scaled. The action is the clipped x, or tanh(x),
+  converted to the scale of the box. For a clipped action, `log_prob` is the
+  log-density of the Gaussian before clipping. With tanh, `log_prob` is
 
     log p(a) = log N(x; mean, scale) - log(1 - tanh(x)^2) - log((high - low)/2).
 
@@ -143,10 +143,10 @@ def gaussian(
 
   Args:
     box: the action space.
-    squash: whether to apply tanh, which needs bounds, instead of clipping.
+    squash: whether to apply tanh instead of clipping; tanh needs bounds.
     state_dependent_scale: whether the scales depend on the state; if not, they
       are parameters of the network.
-    initial_scale: the scale if the head is zero; it must be more than 0.001.
+    initial_scale: the scale if the head is 0; it must be more than 0.001.
 
   Raises:
     ValueError: if `initial_scale` is too small, or if `squash` is true and the
@@ -234,7 +234,8 @@ def for_action_space(
 
   Args:
     name: one of `DISTRIBUTIONS`; 'auto' means Gaussian for a box, and
-      categorical for other spaces. A misfit raises a ValueError.
+      categorical for other spaces. A name that does not fit the space raises
+      a ValueError.
     **options: options of `gaussian`.
   """
   if name == 'auto':

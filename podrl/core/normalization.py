@@ -2,9 +2,10 @@
 
 The statistics are part of the agent's variables, so they are saved, copied and
 replicated with the parameters. Every step that the agent learns from counts
-once. The first unroll is an exception: it gives only the first mean, because a
-variance around a mean of 0 would be inexact. An update changes the statistics
-only at its end. Without policy lag, acting and learning use the same ones.
+once. The first unroll is an exception: it sets only the initial mean. A
+variance that is measured around a mean of 0 would be inexact. An update changes
+the statistics only at its end. Without policy lag, acting and learning use the
+same statistics.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,8 @@ class Moments(NamedTuple):
   Attributes:
     mean: float32 leaves.
     variance: float32 leaves; 1 until the second unroll.
-    count: float32 `[]`, sum of `Measured.share`; the first one adds almost 0.
+    count: float32 `[]`, sum of `Measured.share` over the unrolls. The share of
+      the first unroll is multiplied by a number near 0.
   """
 
   mean: Tree
@@ -44,10 +46,11 @@ class Measured(NamedTuple):
 
 
 class Statistics(NamedTuple):
-  """`Moments` or `Measured` of each quantity; `()` if it is not normalised.
+  """`Moments` or `Measured` of each quantity.
 
-  The discounted return is the discounted sum of an episode's rewards so far.
-  `agent` contains the statistics of the agent inside the wrapper.
+  The value is `()` for a quantity that is not normalised. The discounted return
+  is the discounted sum of an episode's rewards so far. `agent` contains the
+  statistics of the wrapped agent.
   """
 
   agent: Tree
@@ -56,7 +59,7 @@ class Statistics(NamedTuple):
 
 
 class Carry(NamedTuple):
-  """The inner agent's carry; the discounted return so far, `[B]` or `()`."""
+  """The wrapped agent's carry, and the discounted return, `[B]` or `()`."""
 
   agent: Tree
   discounted_return: Tree
@@ -95,7 +98,7 @@ def measure(moments: Moments, x: Tree, weight: Array) -> Measured:
 
 
 def absorb(moments: Moments, measured: Measured) -> Moments:
-  """Updates the moments with the measured ones.
+  """Updates the moments with the means that `measure` returned.
 
   Source: Chan et al. 1979, Updating Formulae and a Pairwise Algorithm for
   Computing Sample Variances, eq. 2.1.
@@ -122,8 +125,9 @@ def absorb(moments: Moments, measured: Measured) -> Moments:
 def _scale(mean: Array, variance: Array) -> Array:
   """Returns 1 / deviation, or 1 for a quantity that is almost constant.
 
-  The measured deviation of a constant is only a rounding error. Dividing by it
-  would enlarge other rounding errors, which depend on the number of devices.
+  The measured deviation of a constant is only a rounding error. A division by
+  this deviation would enlarge other rounding errors, which depend on the number
+  of devices.
   """
   has_varied = variance > _EPSILON + jnp.square(1e-5 * mean)
   scale = jax.lax.rsqrt(jnp.maximum(variance, _EPSILON))
@@ -157,11 +161,13 @@ def normalize(
 
   The wrapper subtracts the running mean from observations and divides them by
   their running deviation. It divides rewards by the running deviation of the
-  discounted return over all environments. The discount is the hyperparameter
-  'gamma'. Normalised observations and rewards are clipped to [-10, 10].
+  discounted return. All environments share these statistics. The discount is
+  the hyperparameter 'gamma'. Normalised observations and rewards are clipped to
+  [-10, 10].
 
   Args:
-    agent: the agent, made for `as_float(obs)` if observations are normalised.
+    agent: the agent to wrap. If observations are normalised, its network must
+      be made for `as_float(obs)`.
     obs: tree of `jax.ShapeDtypeStruct`, one environment's observation.
 
   Returns:
@@ -215,7 +221,7 @@ def normalize(
     return action, extras, Carry(agent_carry, discounted_return)
 
   def normalize_all(variables: Variables, trajectory: Trajectory) -> Trajectory:
-    """Returns the trajectory as the agent inside the wrapper sees it."""
+    """Returns the trajectory as the wrapped agent sees it."""
     timestep = normalize_obs(variables.statistics, trajectory.timestep)
     if rewards:
       moments = variables.statistics.discounted_return

@@ -59,8 +59,8 @@ def vtrace(
       a joint. This ratio is the action's probability under the current policy
       divided by its probability under the behaviour policy.
     lambda_: from 0 (one-step returns) to 1 (full returns).
-    clip_ratio: the largest ratio in the temporal difference delta (rho bar).
-    clip_policy_gradient_ratio: the largest ratio in the advantages.
+    clip_ratio: bound of the ratio in the temporal difference delta (rho bar).
+    clip_policy_gradient_ratio: bound of the ratio in the advantages.
 
   Returns:
     A `VTrace`; no gradient flows through its arrays.

@@ -25,10 +25,10 @@ class Suite(NamedTuple):
       HostEnv` for Sebulba. Environment i has the seed `seed` + i. `render`
       says whether `HostEnv.render` will be called.
     make_spec: `(name, **options) -> EnvSpec`.
-    names: `() -> list[str]`, the environments that `make` accepts.
+    names: `() -> list[str]`, the names that `make` accepts.
     package: the Python package of the library; a run records its version.
     training_options: options that evaluation does not use, because they change
-      what a return means.
+      the return of an episode.
     has_env_threads: whether several threads can step the environments of one
       actor; if not, `make` ignores `num_threads`.
     needs_memory: `(name) -> bool`, whether only a policy with a memory can
@@ -52,7 +52,7 @@ _INCOMPARABLE = ('episodic_life', 'reward_clip')
 
 
 def _suite(module: Any, architecture: str, **fields: Any) -> Suite:
-  """Builds the row of an adapter, whose module is named like the package."""
+  """Builds the row of an adapter; its module has the name of the package."""
   package = module.__name__.rpartition('.')[2]
   makers = module.make, module.make_spec, module.names
   return Suite(architecture, *makers, package, **fields)
@@ -90,7 +90,10 @@ def similar_names(text: str) -> str:
 
 
 def find_task(text: str) -> Task:
-  """Finds `[SUITE:]NAME` or `MODULE:NAME`; no such name is a ValueError."""
+  """Finds the environment `[SUITE:]NAME` or `MODULE:NAME`.
+
+  Without a prefix, a name that no suite has is a ValueError.
+  """
   prefix, colon, name = text.partition(':')
   if colon:
     is_suite = prefix in SUITES
@@ -99,7 +102,7 @@ def find_task(text: str) -> Task:
   if not owners:
     raise ValueError(
       f'no suite has an environment {text}; similar names: '
-      f'{similar_names(text)}; podrl envs lists all names'
+      f'{similar_names(text)}; to list all names, run: podrl envs'
     )
   suite, *others = owners
   if not others:
@@ -114,13 +117,13 @@ def find_task(text: str) -> Task:
 
 
 def add_to_path(directory: str) -> None:
-  """Lets Python search a directory for modules, after all of `sys.path`."""
+  """Appends a directory to `sys.path`, where Python looks for modules."""
   if directory and directory not in sys.path:
     sys.path.append(directory)
 
 
 def add_current_directory() -> None:
-  """Calls `add_to_path`; raises a ValueError if the directory is deleted."""
+  """Calls `add_to_path` with the current directory, which must exist."""
   try:
     directory = os.getcwd()
   except OSError as error:

@@ -129,7 +129,7 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
 
 
 def load_opengl() -> None:
-  """Lets MuJoCo's tasks draw on Linux; call it before envpool is imported.
+  """Lets MuJoCo's tasks draw on Linux; call this before importing envpool.
 
   To draw, MuJoCo looks for a loaded library with the name libEGL. envpool loads
   libEGL under another name, so MuJoCo does not find it. If libEGL is loaded
@@ -155,7 +155,7 @@ def make(
 ) -> HostEnv:
   """Makes a pool of envpool environments; see `Suite.make` and `make_spec`.
 
-  `HostEnv.render` raises a RuntimeError if the task cannot draw here.
+  `HostEnv.render` raises a RuntimeError if the task cannot draw.
   """
   import envpool
 
@@ -172,7 +172,9 @@ def make(
   def draw() -> np.ndarray:
     module = envpool.registration.registry.specs[name][0]
     if module.startswith('envpool.mujoco') and not _can_mujoco_draw:
-      raise RuntimeError('to draw, MuJoCo needs libEGL loaded before envpool')
+      raise RuntimeError(
+        'MuJoCo cannot draw, because libEGL was not loaded before envpool'
+      )
     return pool.render()[0].copy()
 
   return joints.make_host_env(

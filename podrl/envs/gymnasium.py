@@ -53,7 +53,10 @@ def _load(entry_point: Any) -> Any:
 
 
 def _can_draw(name: str) -> bool:
-  """Returns whether an environment draws pictures, or does not declare it."""
+  """Returns whether an environment can draw.
+
+  The result is true if the environment does not declare its render modes.
+  """
   try:
     creator = _load(_registered_spec(name).entry_point)
   except Exception:  # `_make_single` says what is wrong.
@@ -112,7 +115,7 @@ def make(
 
   For the name 'module:Id', podrl first imports the module, which must register
   Id. The option `vectorization_mode` is 'sync', which steps one environment
-  after another, or 'async', which steps each one in a separate process.
+  after another, or 'async', which steps each environment in its own process.
   """
   import gymnasium
 

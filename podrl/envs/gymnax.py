@@ -40,7 +40,7 @@ def _action_space(space: Any) -> Discrete | Box:
 
 
 class _Deferred(types.ModuleType):
-  """Stands for a module, and imports it when an attribute is used."""
+  """A placeholder for a module; the use of an attribute imports the module."""
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith('__'):  # The import statement looks for `__path__`.
@@ -49,7 +49,7 @@ class _Deferred(types.ModuleType):
 
 
 def import_gymnax() -> Any:
-  """Imports gymnax without its libraries for drawings, which take seconds."""
+  """Imports gymnax without its plotting libraries, which load slowly."""
   if 'gymnax' not in sys.modules:
     names = {'matplotlib.pyplot', 'seaborn'} - set(sys.modules)
     sys.modules.update({name: _Deferred(name) for name in names})
@@ -64,7 +64,8 @@ def import_gymnax() -> Any:
 def names() -> list[str]:
   """Returns gymnax's environments, except the one that downloads a data set.
 
-  It does not import gymnax, which would take seconds and use a device.
+  The function does not import gymnax: the import takes seconds, and uses a
+  device.
   """
   if 'gymnax' in sys.modules:
     known = sys.modules['gymnax'].registered_envs
@@ -105,7 +106,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
     raise ValueError(f'env.name={name} is not a gymnax environment; {advice}')
   if name == _DOWNLOADS:
     raise ValueError(
-      f'env.name={name} downloads a data set when it is made; choose another'
+      f'env.name={name} downloads a data set; choose another environment'
     )
   env, params = gymnax.make(name)
   spaces.check_options(name, options, vars(params))

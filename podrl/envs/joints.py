@@ -19,7 +19,7 @@ from podrl.types import Array, DeviceEnv, EnvSpec, HostEnv, TimeStep, Tree
 
 
 class EnvironmentFailed(RuntimeError):
-  """A host environment failed; the message is complete without the kind."""
+  """A host environment failed; podrl shows the message without the type."""
 
 
 class JointState(NamedTuple):
@@ -41,10 +41,10 @@ def make_device_env(
   ],
   observe: Callable[[Tree], Tree] = lambda obs: obs,
 ) -> DeviceEnv:
-  """Builds a batch of environments from the functions of a single one.
+  """Builds a batch of environments from the functions of one environment.
 
   Each step of the batch computes both a step and a reset of every environment,
-  and selects the right one.
+  and selects one of the two results.
 
   Args:
     spec: describes the environment.
@@ -52,9 +52,9 @@ def make_device_env(
     step: `(rng_key, env_state, action) -> (obs, env_state, reward, terminated,
       truncated)`. If an environment is both terminated and truncated, it counts
       as terminated: the discount is 0.
-    observe: `(obs) -> obs`, converts the observations of `reset` and `step` to
-      those of `spec.obs`. It converts only the selected observation, which is
-      faster.
+    observe: `(obs) -> obs`, converts an observation of `reset` or `step` to the
+      format of `spec.obs`. Only the selected observation is converted, because
+      this is faster.
   """
 
   def reset_one(rng_key: chex.PRNGKey) -> tuple[JointState, TimeStep]:
@@ -133,7 +133,7 @@ def make_host_env(
     spec: describes one environment.
     envs: has the interface of `gymnasium.vector.VectorEnv`, and resets an
       environment in the step after an episode's last step (gymnasium's
-      next-step mode). It does not need to report which steps are first.
+      next-step mode). `envs` does not need to report which steps are first.
     seed: the argument `seed` of `envs.reset`.
     close: see `HostEnv`.
     render: see `HostEnv`.

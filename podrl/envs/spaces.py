@@ -30,7 +30,7 @@ def _check(what: str, space: Any) -> None:
   if not math.prod(space.shape or ()):
     raise ValueError(
       f'{what} are {space}, which contains no number; wrap the environment so '
-      'that this space contains at least one'
+      'that this space contains at least one number'
     )
 
 
@@ -61,7 +61,7 @@ def obs_spec(space: Any) -> Tree:
 
 
 def observe(space: Any, obs: Tree) -> Tree:
-  """Converts a library's observations `[B, ...]` to those of `obs_spec(space)`.
+  """Converts a library's observations `[B, ...]` to the format of `obs_spec`.
 
   A category becomes a one-hot vector; several categories become one vector of
   concatenated one-hot vectors. The function runs on the device.
@@ -83,7 +83,7 @@ def observe(space: Any, obs: Tree) -> Tree:
 
 
 def action_space(space: Any) -> Discrete | MultiDiscrete | Box:
-  """Converts a gymnasium action space; categories then start at 0."""
+  """Converts a gymnasium action space; in the result, categories start at 0."""
   kind = type(space).__name__
   _check('actions', space)
   if kind == 'Discrete':
@@ -111,7 +111,7 @@ def env_spec(
   frame_skip: int,
   max_episode_steps: int,
 ) -> EnvSpec:
-  """Builds an `EnvSpec`; raises a ValueError for a space without support."""
+  """Builds an `EnvSpec`; an unsupported space is a ValueError."""
   try:
     obs, action = obs_spec(obs_space), action_space(library_action_space)
   except ValueError as error:

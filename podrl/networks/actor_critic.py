@@ -172,7 +172,7 @@ def make_network(
     params: Tree, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Array, Tree]:
     # `module` joins time and batch. For that, a TPU would copy the observations
-    # to another layout, so it gets one step at a time.
+    # to another layout, so `module` gets one step at a time.
     def one_step(obs: Tree, is_first: Array) -> tuple[Array, Array]:
       obs, is_first = jax.tree.map(lambda x: x[None], (obs, is_first))
       head, value, _ = network.unroll(params, obs, is_first, carry)
