@@ -70,7 +70,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def find_gpus() -> list[str]:
-  """Returns the GPUs to share; none if the user chose GPUs or the CPU."""
+  """Returns the GPUs to share; [] if the user chose GPUs or the CPU."""
   has_chosen = 'CUDA_VISIBLE_DEVICES' in os.environ
   has_chosen |= os.environ.get('JAX_PLATFORMS') == 'cpu'
   if has_chosen or not shutil.which('nvidia-smi'):
@@ -134,7 +134,7 @@ def is_alive(group: int) -> bool:
 
 
 def guard(pipe: int, kill_seconds: int) -> None:
-  """Runs in a forked process, and ends all others if this script is killed.
+  """Runs in a forked process; ends the run if this script is killed.
 
   The script writes the process groups to a pipe, which closes when the script
   ends.
@@ -225,7 +225,7 @@ def main() -> int:
         seconds, others = args.grace_seconds, len(running)
         say(
           f'process {index} ended with exit code {code}; waiting {seconds} s '
-          f'for the others ({others})'
+          f'for the others; still running: {others}'
         )
 
   # A command may start a process that outlives it and keeps the output open.

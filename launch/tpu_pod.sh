@@ -10,14 +10,14 @@ launch/tpu_pod.sh --accelerator=TYPE --project=PROJECT --bucket=gs://BUCKET[/PRE
 This script creates a TPU slice, installs the last commit on all of its hosts, runs
 the command there and shows the output of the first host. At the end, and after
 Ctrl-C, it fetches the run's files to runs/NAME and deletes the slice. The run's
-files are in the bucket: if the slice is preempted, the script creates another slice
-and the run resumes there. In this list, brackets show the defaults:
+files are in the bucket. So if the slice is preempted, the script creates another
+slice, and the run resumes there. In this list, brackets show the defaults:
 
   --accelerator=TYPE   v4-8, v5e-256, v5p-32, v6e-8, tpu7x-8 ...
   --project=PROJECT    project of Google Cloud
   --bucket=gs://BUCKET bucket of Google Cloud; the slice's service account must be
-                       allowed to write to it (with a hierarchical namespace, the
-                       bucket renames a directory in a single step)
+                       allowed to write to it (best with a hierarchical namespace,
+                       which renames a directory in a single step)
   --name=NAME          name of the slice and the run; the same name resumes the run
                        [podrl-DATE-TIME]
   --zone=ZONE          [a zone that has the accelerator]
@@ -151,7 +151,7 @@ check_run() {
     return
   fi
   run "$python" -m podrl compile "${words[@]}" "--target=$accelerator" \
-    || mistake "the run does not compile for $accelerator; --no-check creates it anyway"
+    || mistake "the run does not compile for $accelerator; --no-check creates the slice anyway"
 }
 
 create_slice() {
@@ -494,8 +494,8 @@ if [[ $dry_run ]]; then
   on_all "$setup_line"
   on_all "$start_line"
   on_first 'bash tpu_worker.sh follow 1'
-  say 'after a preemption, it deletes the slice, creates a new one and starts again;'
-  say 'at the end, it runs:'
+  say 'after a preemption, the script deletes the slice, creates a new one and starts again;'
+  say 'at the end, the script runs:'
   fetch
   [[ $keep ]] && say 'the slice is kept; to delete it:'
   delete_slice

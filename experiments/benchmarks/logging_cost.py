@@ -45,7 +45,7 @@ def get_config(architecture: str) -> ConfigDict:
 def measure(
   config: ConfigDict, num_pairs: int, seconds: float, wandb: bool
 ) -> list[float]:
-  """Returns, for each pair, the speed with records / the speed without."""
+  """Returns, for each pair, the speed with records / without records."""
   config.total_env_steps = 10**9
   config.log.wandb = wandb
   build.set_up_jax(config)
@@ -108,7 +108,8 @@ def main(argv: Sequence[str]) -> None:
   low, middle, high = np.percentile(ratios, [25, 50, 75])
   print(
     f'{_ARCHITECTURE.value}: the speed with records is {middle:.3f} times the '
-    f'speed without (quartiles {low:.3f} and {high:.3f}, {len(ratios)} pairs)'
+    f'speed without records (quartiles {low:.3f} and {high:.3f}, {len(ratios)} '
+    'pairs)'
   )
 
 

@@ -3,9 +3,10 @@
   python experiments/benchmarks/overlap.py [--repeats=3]
 
 Each of two actors has a pool of environments, which sleeps in each step. The
-learner sleeps in each update. The cost of an update is the time of this sleep
-divided by the time of an unroll. The costs go from a quarter to four. For each
-cost and both modes, the table has medians of four rates, in updates per second:
+learner sleeps in each update. The cost of an update is the length of this sleep
+divided by the length of an unroll. The costs go from a quarter to four. For
+each cost and each mode, the table has medians of four rates, in updates per
+second:
 
   environment  the environments alone
   acting       inference alone, on an observation that does not change

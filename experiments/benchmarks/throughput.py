@@ -6,7 +6,7 @@
 
 Each row has four rates in steps per second: the environments alone, with random
 actions; acting; the update alone; and training. The program first compiles all
-four. Then it measures the four rates in turn, several times, and prints the
+parts. Then it measures the four rates in turn, several times, and prints the
 median of each rate.
 
 With Anakin, each part is one compiled program, and acting includes the

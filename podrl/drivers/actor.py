@@ -189,9 +189,9 @@ class Actor:
   def hang(self, hang_seconds: float) -> str:
     """Returns a sentence if the actor hangs, or else an empty string.
 
-    It hangs if two checks, a second apart, find that it stays in one stage for
-    too long. One check is not enough: after a suspended process resumes, every
-    actor looks late.
+    An actor hangs if two checks, at least a second apart, find it in the same
+    stage for too long. One check is not enough: after a suspended process
+    resumes, every actor looks late.
     """
     stage, since, _ = self._times
     now = time.perf_counter()
@@ -202,7 +202,7 @@ class Actor:
     if now - self._seen_late[1] < 1.0:
       return ''
     return (
-      f'{self.name} has been in the stage {stage} for {now - since:.0f} s, '
+      f"{self.name} has been in the stage '{stage}' for {now - since:.0f} s, "
       f'more than sebulba.hang_seconds={hang_seconds:g}'
     )
 

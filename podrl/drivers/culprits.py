@@ -68,13 +68,13 @@ def find_largest(
 def find_culprit(
   largest: Mapping[str, Largest], first_env: int, is_failing: bool
 ) -> Culprit | None:
-  """Finds a reward or observed number that a network cannot learn from.
+  """Finds a reward, or a part of an observation, that breaks learning.
 
   Args:
     largest: what `find_largest` returned for one unroll, on the host.
     first_env: global index of the first environment of the batch.
-    is_failing: whether the loss of this unroll is not finite. Only then, a
-      large finite number may be the culprit.
+    is_failing: whether the loss of this unroll is NaN or infinite. If it is, a
+      large finite number may also be the culprit.
   """
   fields = {k: x for k, x in largest.items() if k != _ACTION}
   bad = {k: x for k, x in fields.items() if not math.isfinite(x.value)}
@@ -91,7 +91,7 @@ def find_culprit(
 
 
 def explain(culprit: Culprit, fields: Mapping[str, Any]) -> str:
-  """Describes a culprit, and says what to do about it, in part of a sentence.
+  """Returns a part of a sentence that describes a culprit and a remedy.
 
   It returns '' if the configuration, `fields`, already limits the number.
   """

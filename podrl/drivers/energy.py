@@ -65,7 +65,7 @@ class Meter:
     return ['gpu'] * bool(self._gpus) + ['cpu'] * bool(self._last)
 
   def joules(self) -> float | None:
-    """Returns the energy since an arbitrary time, or None if unknown."""
+    """Returns the joules used since a fixed time, or None if unknown."""
     if not self.parts:
       return None
     try:

@@ -1,9 +1,10 @@
 """How a learner and its actors exchange parameters and unrolls.
 
 `Deterministic` and `Asynchronous` have the same methods. Closing an exchange
-wakes all threads that wait in it: each of them raises `Closed`. Policy lag is
-the number of calls of `update` between the parameters that chose the actions of
-an unroll and the parameters that learn from it.
+wakes all threads that wait in it: each of them raises `Closed`. Version v of
+the parameters is the result of v updates. The policy lag of an unroll is the
+version from which the learner's update starts, minus the version that chose the
+actions of the unroll.
 """
 
 from collections import deque
@@ -18,7 +19,7 @@ class Closed(Exception):
 
 
 class Monitor:
-  """A lock with which threads wait for a condition; it can be closed."""
+  """A lock on which threads wait for a condition; `close` wakes them all."""
 
   def __init__(self):
     self._changed = threading.Condition()
@@ -30,9 +31,9 @@ class Monitor:
     is_ready: Callable[[], Any] = lambda: True,
     timeout_seconds: float | None = None,
   ) -> Iterator[None]:
-    """Waits until `is_ready()`, then runs the `with` block under the lock.
+    """Waits until `is_ready()` is true, then runs the `with` block.
 
-    At the end of the block, it wakes all waiting threads.
+    The block holds the lock. The end of the block wakes all waiting threads.
 
     Raises:
       Closed: if the monitor is closed before or during the wait.
@@ -73,7 +74,7 @@ class Channel:
       self._items.append(item)
 
   def get(self, timeout_seconds: float | None = None) -> Any:
-    """Removes and returns the oldest item; waits while there is none."""
+    """Removes and returns the oldest item; waits while the channel is empty."""
     with self._monitor.when(lambda: self._items, timeout_seconds):
       return self._items.popleft()
 
@@ -81,12 +82,13 @@ class Channel:
 class Deterministic:
   """Each actor has a channel of parameters and a channel of unrolls.
 
-  Update k learns from unrolls that actors made with the parameters of update
-  k - min(k, max_lag). The timing of the threads has no influence on this.
+  Update k = 0, 1 ... learns from unrolls that actors made with version
+  k - min(k, max_lag) of the parameters. The timing of the threads does not
+  change this.
 
   Args:
     num_actors: number of actors; each update learns from one unroll per actor.
-    max_lag: policy lag of all updates after the first ones.
+    max_lag: policy lag of all updates except the first `max_lag` updates.
 
   Source for a lag of 1: Huang et al. 2023, arXiv:2310.00036, section 3.
   """
@@ -114,7 +116,7 @@ class Deterministic:
     self._unrolls[actor].put(unroll)
 
   def take(self, i: int, timeout_seconds: float) -> Any:
-    """Returns the unroll for place i in an update; actor i made it."""
+    """Returns the unroll of actor i, which has place i in an update."""
     return self._unrolls[i].get(timeout_seconds)
 
   def release(self, num_unrolls: int) -> None:
@@ -125,7 +127,7 @@ class Deterministic:
     return sum(map(len, self._unrolls))
 
   def close(self) -> None:
-    """Closes all channels, so that both sides end."""
+    """Closes all channels, so that the learner and the actors end."""
     for channel in self._variables + self._unrolls:
       channel.close()
 
@@ -168,7 +170,7 @@ class Asynchronous:
     self._unrolls.put(unroll)
 
   def take(self, i: int, timeout_seconds: float) -> Any:
-    """Returns the oldest unroll; it may fill any place in an update."""
+    """Returns the oldest unroll, for any place i in an update."""
     del i
     return self._unrolls.get(timeout_seconds)
 
@@ -182,6 +184,6 @@ class Asynchronous:
     return len(self._unrolls)
 
   def close(self) -> None:
-    """Closes the monitor and the channel, so that both sides end."""
+    """Closes monitor and channel, so that the learner and the actors end."""
     self._actors.close()
     self._unrolls.close()

@@ -1,4 +1,4 @@
-"""What limits a Sebulba run, how its machine is balanced, and what it costs.
+"""Finds what limits a Sebulba run, how balanced its machine is, and its cost.
 
 The limit is the part that works for the largest share of the time: if that part
 were faster, the run would be faster. If no share is near 1, the parts wait for
@@ -54,14 +54,15 @@ _SENTENCES = {  # `_words` fills the braces.
   'the actors: the hand-off is the limit. Make updates fewer and larger '
   '(unroll_length, sebulba.unrolls_per_update, env.num_envs).',
   'no lag': _BOTH_WAIT + ': with sebulba.max_lag=0 they never work at the same '
-  'time. Set it to 1, so that acting and learning overlap. a2c needs 0; use '
-  '--agent=impala instead.',
+  'time. Set sebulba.max_lag=1, so that acting and learning overlap. Instead '
+  'of a2c, which needs sebulba.max_lag=0, use --agent=impala.',
   'slowest actor': _BOTH_WAIT + ': each update needs an unroll from each of '
   '{actors}, so the slowest actor is the limit. Use sebulba.mode=asynchronous, '
   'or raise sebulba.max_lag.',
   'lag': _BOTH_WAIT + ': at most {permits} unrolls may exist at the same time '
   '(sebulba.unrolls_per_update={unrolls_per_update} x '
-  '(sebulba.max_lag={max_lag} + 1)). Raise one of the two{or_drop_actors}.',
+  '(sebulba.max_lag={max_lag} + 1)). Raise one of the two fields'
+  '{or_drop_actors}.',
 }
 
 
@@ -131,7 +132,7 @@ def find_limit(record: Mapping[str, float], system: System) -> Limit:
 
   Args:
     record: shares of a window's time, from 0 to 1. `time_*` describe the
-      learner and the mean actor. `busy_*` describe cores and devices.
+      learner and the average actor. `busy_*` describe cores and devices.
       `idle_cores`, if known, is the share of cores that no program uses.
       `num_actors` is the number of active actors.
     system: resources and settings of one process of the run.
@@ -143,7 +144,7 @@ def find_limit(record: Mapping[str, float], system: System) -> Limit:
 
 
 def _find_case(record: Mapping[str, float], system: System) -> str:
-  """Returns the key of the sentence that applies."""
+  """Returns the key in `_SENTENCES` of the sentence that applies."""
   is_cpu, used_cores = system.platform == 'cpu', _used_cores(record)
   if is_cpu and used_cores >= _SATURATED:
     return 'shared cores'
@@ -238,9 +239,10 @@ def workload_ratio(record: Mapping[str, float], system: System) -> float | None:
   """Returns CPU seconds of the environments per busy second of a device.
 
   The environments need this many cores to keep one device always busy. Their
-  CPU seconds are the time in which they step, times the threads of one actor.
-  The CPU time of the process is an upper bound. A device that acts and learns
-  counts once. The result is None if no device was busy.
+  CPU seconds are the time in which each actor steps, summed over actors, times
+  the threads of one actor. They are at most the CPU time of the process. A
+  device that acts and learns counts once. The result is None if no device was
+  busy.
 
   Source: Inci et al. 2020, arXiv:2012.04210.
   """
@@ -262,8 +264,10 @@ def summarise(
 ) -> dict[str, Any]:
   """Returns fields of a run's summary: the cost and the machine's balance.
 
-  `record` is the run's last record, and `devices` are those of this process
-  that the run uses. The price of all machines is 0 if it is unknown.
+  Args:
+    record: the run's last record.
+    devices: the devices of this process that the run uses.
+    price_per_hour: price of all machines of the run; 0 means unknown.
   """
   summary: dict[str, Any] = {'energy_of': Meter(devices).parts}
   if price_per_hour and record.get('frames_per_second'):
@@ -294,7 +298,7 @@ def describe(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if 'cpu_seconds_per_device_second' in summary:
       ratio = summary['cpu_seconds_per_device_second']
       text += (
-        f'; environments use {ratio:.3g} CPU-seconds for each second that a '
+        f'; environments use {ratio:.3g} CPU seconds for each second that a '
         'device works'
       )
     if 'cpu_balance' in summary:
@@ -307,7 +311,7 @@ def describe(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     parts = ' and '.join(x.upper() for x in summary['energy_of'])
     text = (
       f'{summary["frames_per_joule"]:.3g} frames per joule, '
-      f'{summary["joules_per_second"]:.0f} W of {parts}'
+      f'{summary["joules_per_second"]:.0f} W used by the {parts}'
     )
     rows.append(('energy', text))
   if 'cost_of_200m_frames' in summary:

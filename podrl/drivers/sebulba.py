@@ -27,7 +27,7 @@ from podrl.drivers.tuner import Tuner
 class Settings:
   """How Sebulba uses a host."""
 
-  num_envs: int  # Of each actor; a multiple of the number of learner devices.
+  num_envs: int  # Per actor; a multiple of the number of learner devices.
   unroll_length: int  # T, steps of an unroll.
   actors_per_device: int  # Actor threads for each actor device.
   unrolls_per_update: int  # Unrolls that one update learns from.
@@ -320,7 +320,7 @@ class Sebulba:
     """Runs `num_updates` updates, or fewer after `stop`; returns one report.
 
     Args:
-        plan: what `plan` returned in process 0; None changes nothing.
+      plan: what `plan` returned in process 0; None changes nothing.
 
     Raises:
       ActorHangs: if an actor stays in one stage longer than `hang_seconds`.

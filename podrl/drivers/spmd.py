@@ -75,13 +75,13 @@ def in_order_options() -> dict[str, str]:
 
 
 def map_update(learner: Learner, mesh: Mesh) -> jax.stages.Wrapped:
-  """Maps `Learner.update` for a driver whose actors use the parameters.
+  """Maps `Learner.update` over the learner devices of Sebulba.
 
   Returns:
     `(variables, rest, trajectories, rng_key) -> (LearnerState, metrics)`.
-    `rest` is the learner's state without variables. `rest` is donated, but the
-    variables are not, so that actors may still use them. `trajectories` is a
-    tuple; each device joins its shards on the batch axis.
+    `rest` is the learner's state without variables. The call donates `rest`,
+    but not the variables, because actors may still use them. `trajectories` is
+    a tuple; each device joins its shards on the batch axis.
   """
 
   def update(variables, rest, trajectories, rng_key):
@@ -127,7 +127,7 @@ def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def like(tree: Tree, arrays: Tree) -> Tree:
-  """Copies each array of a tree to the devices of its match in `arrays`."""
+  """Copies each array of a tree to the devices of the same leaf in `arrays`."""
 
   def copy(x: jax.Array, old: jax.Array) -> jax.Array:
     put: Callable = jax.device_put if old.is_fully_addressable else _spread
@@ -193,7 +193,10 @@ def is_in_use() -> bool:
 
 @contextlib.contextmanager
 def compiling_for(platform: str) -> Iterator[None]:
-  """In this context, programs are compiled for a platform that is not here."""
+  """Inside the context, programs are compiled for `platform`.
+
+  This machine does not need to have the platform.
+  """
   token = _target.set(platform)
   try:
     yield
@@ -209,7 +212,8 @@ def platform() -> str:
 def _ignore_libtpu() -> None:
   """Makes JAX skip TPUs if libtpu is installed and the machine has no TPU.
 
-  Otherwise, JAX loads libtpu, which prints errors. `podrl compile` needs it.
+  On such a machine, JAX would load libtpu, and libtpu would print errors. The
+  package may still be installed there, because `podrl compile` needs it.
   """
   platforms = dict.fromkeys([*_find_accelerators(), 'cpu'])
   has_libtpu = importlib.util.find_spec('libtpu') is not None
@@ -224,9 +228,10 @@ _ignore_libtpu()  # Now, because JAX looks for devices only once.
 def has_accelerator() -> bool:
   """Whether the programs of this process run on an accelerator.
 
-  In `compiling_for`, the target decides; otherwise, what JAX finds. If JAX
-  finds none, `set_num_cpu_devices` still works afterwards, unless that
-  function was called or a device was used before.
+  In `compiling_for`, the result depends on the target platform. Otherwise, it
+  depends on the devices that JAX finds. If JAX finds no accelerator,
+  `set_num_cpu_devices` still works afterwards, unless it was called or a device
+  was used before.
 
   Raises:
     ValueError: if the machine does not have the platform in JAX_PLATFORMS.

@@ -19,7 +19,7 @@ _QUOTA = '/sys/fs/cgroup/cpu.max'  # It contains a CPU quota and its period.
 
 
 def num_cores() -> int:
-  """Counts the cores that this process may use; a quota is rounded up."""
+  """Counts the cores that this process may use; rounds a quota up."""
   cores = os.cpu_count() or 1
   if hasattr(os, 'sched_getaffinity'):
     cores = len(os.sched_getaffinity(0))
@@ -59,9 +59,9 @@ def cpu_seconds() -> float:
 
 
 def idle_core_seconds(cores: Set[int]) -> float | None:
-  """Returns the seconds in which no program used a core, summed over cores.
+  """Returns the idle seconds of each core, summed over the cores.
 
-  It returns None if the system does not report this. Only Linux reports it.
+  It returns None if the system does not report idle time. Only Linux does.
   """
   seconds, found = 0.0, set()
   try:
@@ -110,10 +110,10 @@ class Busy:
 class Stages:
   """Measures the learner's stages, and the work of devices and cores.
 
-  A device is busy while an actor chooses actions or the learner updates on it.
-  If both happen at the same time, the time counts once, because one waits for
-  the other. All devices belong to this process, which may use `num_cores`
-  cores.
+  A device is busy while an actor chooses actions on it, or while the learner
+  updates parameters on it. If both happen at the same time, the time counts
+  once, because one program waits for the other. All devices belong to this
+  process, which may use `num_cores` cores.
   """
 
   def __init__(
@@ -159,9 +159,10 @@ class Stages:
   def seconds(self, actors: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns cumulative seconds, by the names that records use.
 
-    `time_*` of the actors are means over `actors`, the results of
-    `Actor.seconds`. `busy_*` of devices are means over the devices.
-    `busy_cores` is the mean over the cores.
+    Each item of `actors` is the result of `Actor.seconds` of one actor. For
+    stages of actors, `time_*` is the mean over actors. `busy_actor_devices` and
+    `busy_learner_devices` are means over devices. `busy_cores` and `idle_cores`
+    are means over cores.
     """
 
     def mean(clocks: Sequence[Busy]) -> float:
@@ -181,7 +182,7 @@ class Stages:
 
 
 def leave_out_parked(stages: Mapping[str, float]) -> dict[str, float]:
-  """Converts means over all actors to means over the actors not parked."""
+  """Converts means over all actors to means over actors that may act."""
   means = {**stages}
   parked = means.pop(f'time_{PARKED}')
   names = [f'time_{stage}' for stage in STAGES]

@@ -47,11 +47,11 @@ _Search = Generator[tuple[int, float], float, None]
 class Tuner:
   """Finds the number of actors that gives the most samples learned per second.
 
-  The tuner has no clock and no thread. It doubles the number until this gains
-  nothing, and then halves the remaining interval. After this search, it only
-  watches the rate. When the rate changes, it searches again in both directions.
-  If several numbers are equally fast, it takes the lowest, because this gives
-  the smallest policy lag.
+  The tuner has no clock and no thread. It doubles the number until the rate no
+  longer rises, and then halves the remaining interval. After this search, it
+  only watches the rate. When the rate changes, it searches again in both
+  directions. If several numbers are equally fast, it takes the lowest, because
+  this gives the smallest policy lag.
 
   Attributes:
     best: the best number so far.
@@ -86,7 +86,7 @@ class Tuner:
     self._start_window(self.best)
 
   def _start_window(self, before: int = 0, queue_depth: int = 0) -> None:
-    """Starts a window after the present unrolls of `before` actors have ended.
+    """Starts a window when the current unrolls of `before` actors have ended.
 
     If `before` is 0, the window starts at once.
     """
@@ -106,8 +106,8 @@ class Tuner:
       seconds: training time, without the pause.
       num_updates: updates in that time, one or more.
       queue_depth: unrolls that waited for the learner before the last update.
-      pause_seconds: how long the learner paused before that time. Actors may
-        have filled the queue, so a long pause begins a new window.
+      pause_seconds: how long the learner paused before that time. In a pause,
+        actors may fill the queue, so a long pause begins a new window.
     """
     # If every call follows a pause, the pauses affect all windows equally.
     if pause_seconds > max(_PAUSE_SECONDS, 4 * self._last_pause):
@@ -163,7 +163,7 @@ class Tuner:
       self._num_drifts += 1
 
   def _find_best(self) -> _Search:
-    """Searches until `best` is the best number."""
+    """Searches for the best number, and sets `best` to this number."""
     # `low` is worse than the best number; `high` is not better than it. If
     # `may_rise` is true, a number between the best and `high` may be better.
     low, high, may_rise = 0, 0, False

@@ -581,7 +581,7 @@ sys.exit(t._run(config, {str(tmp_path / 'run')!r}))
     env=os.environ | {'JAX_PLATFORMS': 'cpu'},
   )
   assert outcome.returncode == 1
-  assert 'podrl-actor-1 has been in the stage environment' in outcome.stderr
+  assert "podrl-actor-1 has been in the stage 'environment'" in outcome.stderr
   assert 'in step' in outcome.stderr and 'Thread 0x' in outcome.stderr
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert 'podrl-actor-1' in summary['error']
