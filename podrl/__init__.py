@@ -22,7 +22,7 @@ def load(
     path: the directory of the run, or of one of its agents (`RUN/seed_2`).
     which: 'last', 'best' (the highest evaluated return), or the checkpoint's
       number of updates.
-    seed: index of the agent, from 0, if the run has several.
+    seed: index of the agent, from 0, if the run has several agents.
 
   Raises:
     ValueError: if the run, the checkpoint or the agent does not exist, or
@@ -46,7 +46,7 @@ def train(
 ) -> 'Trained':
   """Trains an agent in an environment, like the command `podrl train`.
 
-  It writes the same files as a run from the command line. If JAX has already
+  The run writes the same files as a run of that command. If JAX has already
   started, the run uses the devices that JAX has.
 
   Args:
@@ -54,7 +54,7 @@ def train(
       registers it with gymnasium.
     agent: 'ppo', 'impala' or 'a2c'.
     steps: environment steps; the default depends on the kind of environment.
-    seed: all random numbers depend on it.
+    seed: all random numbers depend on this number.
     seeds: number of independent agents.
     workdir: directory of the run; by default `runs/TASK/AGENT-TIME`.
     resume: whether to continue the run in `workdir`.

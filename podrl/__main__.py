@@ -12,7 +12,7 @@ COMMANDS = {
   'watch': "record an episode of a run's policy as a GIF or an MP4",
   'evaluate': "evaluate a run's policy",
   'balance': 'find the fastest settings of a Sebulba experiment',
-  'compile': 'compile a run for TPUs or GPUs that are not here',
+  'compile': 'compile a run for TPUs or GPUs that this machine does not have',
   'scaling': 'estimate the speed of a run on 1 to 2,048 cores',
 }
 

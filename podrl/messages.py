@@ -1,18 +1,18 @@
-"""Functions for the messages of errors; every other file may use them."""
+"""Functions for error messages; every other file may use them."""
 
 from collections.abc import Collection, Iterable
 import difflib
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
-  """Returns up to three known names that are similar, apart from their case."""
+  """Returns up to three known names that are similar to `name`, in any case."""
   names = {x.lower(): x for x in known}
   near = difflib.get_close_matches(str(name).lower(), names, 3, 0.4)
   return [names[x] for x in near]
 
 
 def suggest(name: str, known: Collection[str], prefix: str = '') -> str:
-  """Returns advice for an unknown name: similar names with a prefix, or all."""
+  """Returns advice for an unknown name: similar names, or all known names."""
   if near := similar(name, known):
     return f'did you mean {" or ".join(prefix + x for x in near)}'
   if len(known) > 200:  # Too many for a message.
@@ -21,6 +21,6 @@ def suggest(name: str, known: Collection[str], prefix: str = '') -> str:
 
 
 def one_line(error: BaseException, *, with_kind: bool = False) -> str:
-  """Returns an exception's message as one line, or its kind if it has none."""
+  """Returns an exception's message in one line, or its type if it is empty."""
   kind, message = type(error).__name__, ' '.join(str(error).split())
   return f'{kind}: {message}' if with_kind and message else message or kind

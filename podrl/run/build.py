@@ -136,7 +136,7 @@ def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
 
 
 def make_learner(config: ConfigDict, agent: types.Agent) -> types.Learner:
-  """Makes an agent's learner; its state must contain `hyperparams(...)`."""
+  """Makes an agent's learner; the caller puts `hyperparams` into the state."""
   return learner.make_learner(
     agent,
     make_optimizer(**config.optimizer.to_dict()),
@@ -206,8 +206,8 @@ def make_run(
 
   Args:
     num_resumes: how often the run was resumed. The seeds of Sebulba's
-      environments depend on it.
-    machine: where the run will be; None means here.
+      environments depend on this number.
+    machine: the machine of the run; None means this machine.
 
   Raises:
     ValueError: for a user's mistake, before anything compiles.

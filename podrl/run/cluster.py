@@ -1,4 +1,4 @@
-"""Lets the processes of one run start, agree and watch one another.
+"""Makes the processes of a run start together, agree and watch one another.
 
 Every process runs the same updates in the same order. Process 0 decides
 everything that depends on a clock or on a signal. The other processes read its
@@ -92,7 +92,7 @@ class Watchdog:
     self._num_beats += 1
 
   def _report(self) -> None:
-    """A thread runs this: it reports to process 0, and may end this process."""
+    """Runs in a thread: reports to process 0, and may end this process."""
     num_signs = 0
     try:
       while not self._closed.wait(_PERIOD_SECONDS):
@@ -114,8 +114,8 @@ class Watchdog:
   def _check_reports(self) -> None:
     """Ends all processes when one of them is silent or hangs.
 
-    It counts periods, not seconds: otherwise, every process would look dead
-    after a suspended machine resumes.
+    This counts periods, not seconds. With seconds, every process would look
+    dead after a suspended machine resumes.
     """
     reports = {}
     for name, text in self._client.key_value_dir_get(store_key('alive')):
@@ -136,7 +136,7 @@ class Watchdog:
       self._end(f'process {names} hangs: no progress for {limit:g} s')
 
   def _watch_process_0(self) -> None:
-    """A thread runs this: it ends this process if `_report` gets no answer."""
+    """Runs in a thread: ends this process if `_report` gets no answer."""
     num_contacts, periods, limit = 0, 0, self._heartbeat_seconds
     while not self._closed.wait(_PERIOD_SECONDS):
       periods = 0 if self._num_contacts != num_contacts else periods + 1
@@ -150,7 +150,7 @@ class Watchdog:
       self._client.key_value_set(store_key('verdict', 'first'), message)
     except jax.errors.JaxRuntimeError as error:
       if 'ALREADY_EXISTS' not in str(error):
-        print(f'cannot inform the other processes: {error}', file=sys.stderr)
+        print(f'this process cannot warn the others: {error}', file=sys.stderr)
     if self._process == 0:  # The others must read it before the store ends.
       time.sleep(4 * _PERIOD_SECONDS)
 
@@ -170,8 +170,8 @@ class Watchdog:
     """Tells the other processes that this one ends.
 
     `is_suspect` says that another process may have caused the error, for
-    example if a collective failed. The call then waits first, so that the
-    watchdog can end this process and name the other one.
+    example if a collective failed. In this case, the call waits first, so that
+    the watchdog can end this process and name the other one.
     """
     if is_suspect:
       time.sleep(self._heartbeat_seconds + 4 * _PERIOD_SECONDS)
@@ -248,7 +248,7 @@ class Cluster:
     return decision['value']
 
   def gather(self, value: Any) -> list[Any] | None:
-    """Returns the JSON values of all processes to process 0, None to others."""
+    """Gives process 0 the JSON values of all processes; the others get None."""
     if not self.is_distributed:
       return [value]
     self.beat()
@@ -311,7 +311,7 @@ class Cluster:
     self.decide(check)
 
   def is_preempted(self) -> bool:
-    """Asks all processes, at the same update, whether one got SIGTERM."""
+    """Returns whether any process got SIGTERM; all ask at the same update."""
     self._num_rounds += 1
     ask = multihost_utils.reached_preemption_sync_point
     return self.is_distributed and ask(self._num_rounds)
@@ -328,7 +328,7 @@ class Cluster:
 
 
 def num_processes() -> int:
-  """Returns the number of processes in JAX's cluster, or 1 without one."""
+  """Returns the number of processes in JAX's cluster; 1 without a cluster."""
   return distributed.global_state.num_processes or 1
 
 
@@ -342,7 +342,7 @@ def version_of_code() -> str:
 
 
 def _await_coordinator(address: str, process: int, seconds: float) -> None:
-  """Waits for the coordinator, because JAX aborts if none listens."""
+  """Waits until the coordinator listens, because otherwise JAX aborts."""
   host, _, port = address.rpartition(':')
   end = time.monotonic() + seconds
   while True:
@@ -352,9 +352,9 @@ def _await_coordinator(address: str, process: int, seconds: float) -> None:
     except (OSError, OverflowError) as error:
       if time.monotonic() > end:
         raise ValueError(
-          f'process {process}: no coordinator answers at {address} within '
-          f'{seconds:g} s ({error}); give the machine of process 0 and a free '
-          'port there'
+          f'process {process}: no coordinator answered at {address} within '
+          f'{seconds:g} s ({error}); set --coordinator to the machine of '
+          'process 0 and a free port there'
         ) from error
       time.sleep(0.2)
 

@@ -1,8 +1,8 @@
 """Defines and checks the configuration, and parses the command line.
 
-The table `FIELDS` has the default, the allowed values and a comment of every
-field. Configurations, checks, `--help` and the types of overrides use it. The
-table `AGENTS` has the fields that an agent adds or changes.
+The table `FIELDS` has the default, the allowed values and a comment for every
+field. Configurations, checks, `--help` and the parser of overrides use this
+table. The table `AGENTS` has the fields that an agent adds or changes.
 """
 
 import ast
@@ -83,16 +83,20 @@ FIELDS = {
     0, 'Devices per process; 0 means all, or at most 8 on a CPU.', _DEVICES
   ),
   'total_env_steps': Field(
-    1_000_000, 'Number of steps with joints, rounded up to an update.', Range(1)
+    1_000_000,
+    'Environment steps, joints included, rounded up to whole updates.',
+    Range(1),
   ),
   'unroll_length': Field(32, 'Steps of each environment in an unroll.', _COUNT),
   'num_epochs': Field(1, 'Passes over the batch of each update.', _COUNT),
   'num_minibatches': Field(1, 'Optimiser steps per pass.', _COUNT),
   'compilation_cache': Field(
-    'auto', "Directory for compiled programs, 'auto' or 'off'."
+    'auto', "'auto', 'off', or a directory for compiled programs."
   ),
   'price_per_hour': Field(
-    0.0, 'Hourly price of all machines, in any currency; 0 is unknown.', _FROM_0
+    0.0,
+    'Hourly price of all machines, in any currency; 0 means unknown.',
+    _FROM_0,
   ),
   'env.suite': Field('gymnax', 'Library that provides the environment.'),
   'env.name': Field('', 'Name of the environment in its library.'),
@@ -108,7 +112,7 @@ FIELDS = {
   'agent.entropy_cost': Field(0.01, 'Weight of the entropy bonus.', _FROM_0),
   'agent.value_cost': Field(0.5, 'Weight of the value loss.', _FROM_0),
   'agent.reward_clip': Field(
-    0.0, 'Rewards are clipped to this size; 0 means off.', _FROM_0
+    0.0, 'Clips rewards to this absolute value; 0 means off.', _FROM_0
   ),
   'agent.normalize_observation': Field(
     False, 'Standardises observations with running statistics.'
@@ -116,14 +120,18 @@ FIELDS = {
   'agent.normalize_reward': Field(
     False, 'Divides rewards by the running deviation of returns.'
   ),
-  'network.name': Field('auto', 'Torso; auto fits the observation.', TORSOS),
+  'network.name': Field(
+    'auto', 'The torso; auto chooses it by the observation.', TORSOS
+  ),
   'network.hidden_sizes': Field(
     (64, 64), 'Widths of hidden layers; the last is the torso output.', Range(1)
   ),
   'network.shared_torso': Field(False, 'Policy and value share one torso.'),
   'network.recurrent': Field('none', 'Recurrent core after a torso.', CORES),
   'network.distribution': Field(
-    'auto', 'Action distribution; auto fits the action space.', DISTRIBUTIONS
+    'auto',
+    'Action distribution; auto chooses it by the action space.',
+    DISTRIBUTIONS,
   ),
   'network.state_dependent_scale': Field(
     False, "The Gaussian's scale depends on the state."
@@ -146,7 +154,10 @@ FIELDS = {
   ),
   'eval.greedy': Field(True, 'Uses the most probable action, not a sample.'),
   'eval.max_episode_steps': Field(
-    0, "Longest episode; 0 is the environment's limit, or else 10,000.", _STEPS
+    0,
+    "Steps of the longest episode; 0 means the environment's limit, or 10,000 "
+    'if it has none.',
+    _STEPS,
   ),
   'log.every_updates': Field(10, 'Updates per record.', Range(1, 2**31 - 1)),
   'log.tensorboard': Field(True, 'Writes TensorBoard events.'),
@@ -161,7 +172,7 @@ FIELDS = {
     0, 'Steps between checkpoints; 0 means off.', _FROM_0
   ),
   'checkpoint.keep': Field(
-    2, 'Keeps this many newest checkpoints, and the best one.', _COUNT
+    2, 'Number of newest checkpoints to keep, besides the best one.', _COUNT
   ),
   'checkpoint.grace_seconds': Field(
     30.0, 'Time limit for saving a checkpoint after SIGTERM.', _SECONDS
@@ -174,18 +185,19 @@ FIELDS = {
   ),
   'sebulba.threads_per_actor_device': Field(
     0,
-    'Actors per actor device; with autotune, the maximum; 0 is automatic.',
+    'Actors per actor device (with autotune, the maximum); 0 means automatic.',
     _FEW,
   ),
   'sebulba.env_threads': Field(
-    0, 'Environment threads per actor; 0 is automatic.', _FEW
+    0, 'Environment threads per actor; 0 means automatic.', _FEW
   ),
   'sebulba.unrolls_per_update': Field(
     0, 'Unrolls that an update learns from; 0 means one per actor.', _FEW
   ),
   'sebulba.mode': Field(
     'deterministic',
-    'Deterministic runs repeat; asynchronous suits actors of unequal speed.',
+    'Deterministic runs are reproducible; asynchronous runs suit actors of '
+    'unequal speed.',
     _MODES,
   ),
   'sebulba.max_lag': Field(1, 'The largest policy lag, in updates.', _FEW),
@@ -193,7 +205,9 @@ FIELDS = {
     False, 'Searches for the fastest number of actors during the run.'
   ),
   'sebulba.hang_seconds': Field(
-    300.0, 'An actor without progress for longer counts as hanging.', _SECONDS
+    300.0,
+    'Seconds without progress after which an actor counts as hanging.',
+    _SECONDS,
   ),
 }
 # The fields that only one architecture has.
@@ -209,7 +223,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def _make_config(agent: str, architecture: str) -> ConfigDict:
-  """Makes an architecture's defaults; only `env.options` can grow."""
+  """Makes an architecture's defaults; only `env.options` accepts new fields."""
   check_choice('agent', agent, AGENTS)
   values = {name: field.default for name, field in FIELDS.items()}
   values |= {'agent.name': agent, **AGENTS[agent].defaults}
@@ -226,12 +240,12 @@ def _make_config(agent: str, architecture: str) -> ConfigDict:
 
 
 def base_config(agent: str) -> ConfigDict:
-  """Makes an agent's defaults for Anakin; an unknown agent is a ValueError."""
+  """Makes Anakin's defaults; raises a ValueError for an unknown agent."""
   return _make_config(agent, 'Anakin')
 
 
 def sebulba_config(agent: str) -> ConfigDict:
-  """Makes an agent's defaults for Sebulba; an unknown agent is a ValueError."""
+  """Makes Sebulba's defaults; raises a ValueError for an unknown agent."""
   config = _make_config(agent, 'Sebulba')
   config.env.suite = 'envpool'
   return config
@@ -313,7 +327,7 @@ def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
   """Splits arguments into overrides and all other arguments.
 
   An override may be two arguments, `--config.FIELD VALUE`. In the result, it is
-  one argument, `--config.FIELD=VALUE`. Without a value, it is `--config.FIELD`.
+  one argument: `--config.FIELD=VALUE`, or `--config.FIELD` if it has no value.
   """
   overrides, others, remaining = [], [], iter(arguments)
   for argument in remaining:
@@ -418,8 +432,8 @@ def _make_flags() -> flags.FlagValues:
     ('agent', 'ppo', f'the agent: {", ".join(AGENTS)}.'),
     ('variant', '', "the experiment's variant; empty means the default."),
     ('workdir', '', "the run's directory; empty means runs/TASK/AGENT-TIME."),
-    ('init_from', '', 'a run whose parameters this run starts with.'),
-    ('coordinator', '', 'HOST:PORT of process 0; auto if JAX knows it.'),
+    ('init_from', '', 'a run that provides the initial parameters.'),
+    ('coordinator', '', 'HOST:PORT of process 0; auto lets JAX find it.'),
   ):
     flags.DEFINE_string(name, default, comment, values)
   for name, field in _SHORT.items():
@@ -433,9 +447,17 @@ def _make_flags() -> flags.FlagValues:
   ):
     flags.DEFINE_integer(name, None, comment, low, flag_values=values)
   for name, seconds, comment in (
-    ('start_seconds', 120.0, 'how long processes wait for one another.'),
-    ('heartbeat_seconds', 10.0, 'a process silent for longer counts as dead.'),
-    ('hang_seconds', 600.0, 'a process stuck for longer ends the run.'),
+    ('start_seconds', 120.0, 'seconds to wait for other processes to start.'),
+    (
+      'heartbeat_seconds',
+      10.0,
+      'seconds without a sign of life until a process counts as dead.',
+    ),
+    (
+      'hang_seconds',
+      600.0,
+      'seconds without progress until a process counts as hanging.',
+    ),
   ):
     flags.DEFINE_float(name, seconds, comment, 1.0, flag_values=values)
   return values
@@ -500,7 +522,7 @@ def resolve_config(
   cluster: Cluster,
   exit_stack: contextlib.ExitStack,
 ) -> tuple[ConfigDict, Files]:
-  """Decides the configuration and the files; all processes get the same ones.
+  """Decides the configuration and the files, which all processes share.
 
   `exit_stack` receives the lock of a run that is resumed.
 
@@ -576,7 +598,7 @@ def resolve_config(
       if -(-total // unit) < num_updates:
         raise ValueError(
           f'config.total_env_steps={total} is less than the '
-          f'{num_updates * unit} steps that {part} has done; set it to more'
+          f'{num_updates * unit} steps that {part} has done; set a larger total'
         )
     for message in messages:
       print(message, file=sys.stderr)

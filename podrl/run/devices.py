@@ -1,4 +1,4 @@
-"""Chooses the devices and threads of this host that a run uses."""
+"""Chooses which devices and threads of a host a run uses."""
 
 from collections.abc import Callable, Sequence
 import importlib.metadata
@@ -20,7 +20,7 @@ _MAX_TUNED_THREADS = 8  # With more threads, the usual pools are too small.
 
 
 class Machine(NamedTuple):
-  """The hosts and devices of a run, here or where it is compiled for."""
+  """The hosts and devices that a run uses, or that it is compiled for."""
 
   devices: Sequence[jax.Device]  # Of all processes.
   process: int  # Index of this process.
@@ -135,7 +135,7 @@ def on_all_hosts(indices: Sequence[int], machine: Machine) -> list[jax.Device]:
 def anakin_devices(
   config: ConfigDict, machine: Machine | None = None
 ) -> list[jax.Device]:
-  """Returns the devices of an Anakin run; without a machine, those here."""
+  """Returns the devices of an Anakin run; None means this machine."""
   machine = machine or this_machine()
   local, num_processes = machine.local_devices, len(machine.hosts)
   num_devices = config.num_devices or len(local)
@@ -198,7 +198,7 @@ def _default_devices(
 def make_layout(
   config: ConfigDict, spec: EnvSpec, machine: Machine | None = None
 ) -> Layout:
-  """Decides how Sebulba uses each host of a machine; None means here."""
+  """Decides how Sebulba uses each host; None means this machine."""
   machine = machine or this_machine()
   fields, local = config.sebulba, machine.local_devices
   platform = machine.platform
@@ -269,9 +269,9 @@ def layout_warnings(
   is_set = fields.actor_devices or fields.learner_devices
   if num_used < num_local and not is_set:
     warnings.append(
-      f'only {num_used} of {num_local} devices are used; to use more, set '
+      f'only {num_used} of {num_local} devices are used; to use more, change '
       f'config.env.num_envs={config.env.num_envs} to a multiple of '
-      f'{layout.num_actors} actors times the number of learner devices'
+      f'{layout.num_actors} (actors) times the number of learner devices'
     )
   return warnings
 

@@ -20,8 +20,8 @@ from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree, Variables
 def observe(spec: EnvSpec, obs: Tree) -> Tree:
   """Converts a library's observations to the observations that agents see.
 
-  Its leaves are `[B, ...]`. If they already have the shapes of `spec.obs`, only
-  their dtypes change. Another shape raises a ValueError.
+  The leaves of `obs` are `[B, ...]`. If they already have the shapes of
+  `spec.obs`, only their dtypes change. Another shape raises a ValueError.
   """
   obs = jax.tree.map(jnp.asarray, obs)
   size = _batch_size(obs)
@@ -51,7 +51,7 @@ def _batch_size(obs: Tree) -> int | None:
 
 
 def _convert(spec: EnvSpec, obs: Tree, size: int) -> Tree | None:
-  """Returns what agents see of a batch, or None if a shape does not fit."""
+  """Converts a batch to what agents see; returns None if a shape is wrong."""
   expected = [(size, *x) for x in _shapes(spec.obs)]
   if _shapes(obs) == expected:
     return obs
@@ -99,11 +99,12 @@ class Policy:
       rng_key: key to sample actions; without it, actions are the policy's mode.
 
     Returns:
-      Actions `[B, ...]` that the environment's library accepts, a numpy array
-      unless JAX traces the call, and the carry `[B, ...]` for the next call.
+      Actions `[B, ...]` that the environment's library accepts, and the carry
+      `[B, ...]` for the next call. The actions are a numpy array, unless JAX
+      traces the call.
 
     Raises:
-      ValueError: if an observation has another shape.
+      ValueError: if an observation has a wrong shape.
     """
     batch_size = _batch_size(obs) or 1
     if is_first is None:
@@ -170,8 +171,8 @@ def read_agent(
 ) -> Variables:
   """Reads the variables of one agent; see `checkpoint.read_variables`.
 
-  `find_agent` returns the first three arguments. None as the seed means all
-  agents of the run.
+  `find_agent` returns the first three arguments. If `seed` is None, the result
+  contains all agents of the run.
   """
   num_seeds = config.get('num_seeds', 1)
   if num_seeds == 1 or seed is None:

@@ -15,7 +15,7 @@ NAMES = {0: 'done', 1: 'failed', 75: 'preempted', 130: 'interrupted'}
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-  """Makes Ctrl-C print one line and end the program after the block's imports.
+  """Makes Ctrl-C print a line at once, and end the program after the imports.
 
   An exception during the imports would not help: some libraries ignore it, and
   others raise another error. A second Ctrl-C ends the program immediately.

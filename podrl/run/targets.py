@@ -1,7 +1,7 @@
-"""Compiles the programs of a run for TPU slices and GPUs that are not here.
+"""Compiles the programs of a run for TPU slices and GPUs of other machines.
 
-The compilers of TPUs and GPUs need no TPU and no GPU. They make the devices of
-a target, and the program's inputs are only shapes.
+The compilers for TPUs and GPUs do not need these devices: they create device
+objects for a target, and the inputs of a program are only shapes.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ CHIPS = {
 
 
 def _hops(num_devices: int, torus_dims: int) -> float:
-  """Hops of an all-reduce: twice along each axis, or up and down a tree."""
+  """Counts all-reduce hops: twice along each axis, or up and down a tree."""
   if not torus_dims:
     return 2 * math.log2(num_devices)
   return 2 * torus_dims * (num_devices ** (1 / torus_dims) - 1)
@@ -90,9 +90,10 @@ def _hops(num_devices: int, torus_dims: int) -> float:
 def all_reduce_seconds(num_bytes: float, num_devices: int, chip: Chip) -> float:
   """Returns the time of one all-reduce of a vector over n devices.
 
-  In a pod, it is 2 (n - 1) / n x bytes / bandwidth + hops x latency. Between k
-  pods of m devices, the same formula holds for a tree and for bytes / m,
-  because a device holds this part after the reduce-scatter in its pod.
+  In one pod, the time is 2 (n - 1) / n x bytes / bandwidth + hops x latency.
+  For k pods of m devices, it is the sum of this formula for the m devices of a
+  pod, and of the same formula for k devices, bytes / m and the hops of a tree:
+  the reduce-scatter in a pod leaves bytes / m on each device.
 
   Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms; for
   tori, How to Scale Your Model, Sharded Matrices.
@@ -141,7 +142,7 @@ class Target(NamedTuple):
 
 
 def sizes(chip: Chip) -> list[int]:
-  """Returns the sizes of the targets with a chip, as their names count them."""
+  """Returns the sizes in the names of a chip's targets, such as 8 for v4-8."""
   if not chip.clock:
     return [2**i for i in range(12)]
   low = 4 * chip.size_of_chip
@@ -177,7 +178,7 @@ def parse(text: str) -> Target:
 
 
 def slice_shape(num_chips: int, torus_dims: int) -> tuple[int, ...]:
-  """Returns a slice's chips along each axis: as near to a cube as possible."""
+  """Returns the chips along each axis of a slice, as equal as possible."""
   if (num_chips, torus_dims) == (4, 3):
     return 2, 2, 1
   exponent = num_chips.bit_length() - 1
@@ -264,7 +265,7 @@ def _gpu_devices(target: Target) -> list[jax.Device]:
 
 
 def make_machine(target: Target) -> Machine:
-  """Makes the devices of a target, for programs that are only compiled.
+  """Makes the devices of a target, for programs that are compiled but not run.
 
   It raises a ValueError if the compiler is not installed.
   """
@@ -291,7 +292,7 @@ class Program(NamedTuple):
 
 
 class Lowered(NamedTuple):
-  """The programs of a run by name, and what one update of all devices does."""
+  """The programs of a run by name, and numbers that describe an update."""
 
   programs: dict[str, Program]
   num_steps: int  # Environment steps of an update, joints included.
@@ -302,11 +303,11 @@ class Lowered(NamedTuple):
 
 
 def lower(config: ConfigDict, machine: Machine) -> Lowered:
-  """Lowers the programs of a run for a machine that need not be here.
+  """Lowers the programs of a run, for this machine or another one.
 
-  Use it in `spmd.compiling_for`. Anakin has one program, 'train'. Sebulba has
-  two: 'update' on the learner devices, and 'act', one step of an actor. It
-  raises a ValueError for a user's mistake, as `build.make_run`.
+  Call this inside `spmd.compiling_for`. Anakin has one program, 'train'.
+  Sebulba has two: 'update' on the learner devices, and 'act', one step of an
+  actor. A user's mistake raises a ValueError, as in `build.make_run`.
   """
   run = build.make_run(config, machine=machine)
   if build.architecture(config) == 'sebulba':

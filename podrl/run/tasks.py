@@ -32,7 +32,7 @@ class Trained(NamedTuple):
   """A finished run.
 
   Attributes:
-    policy: the trained policy; with several seeds, the policy of the first.
+    policy: the trained policy, or the policy of the first of several seeds.
     records: the records of `metrics.jsonl`.
     workdir: the run's directory.
   """

@@ -104,7 +104,7 @@ def execute(
   *,
   is_guest: bool = False,
 ) -> Outcome:
-  """Runs an experiment; `is_guest` means that its program continues."""
+  """Runs an experiment, which is part of another program if `is_guest`."""
   start_seconds = time.perf_counter()
   signals = Signals(is_guest)
   exit_stack = contextlib.ExitStack()
@@ -165,10 +165,10 @@ def _train_programs(
   exit_stack: contextlib.ExitStack,
   command_line: configs.CommandLine,
 ) -> Outcome:
-  """Trains the programs of a run, one after another, until one ends early.
+  """Trains the programs of a run one after another; stops if one ends early.
 
   `root` has the files of the whole run; `exit_stack` receives the locks of the
-  directories. The outcome is that of the last program that ran.
+  directories. The result is the outcome of the last program that ran.
   """
   is_series, is_writer = workdir.is_series(config), cluster.process == 0
   programs = workdir.programs(root.workdir, config)
@@ -392,7 +392,7 @@ class _Trainer:
     return outcome
 
   def _describe(self, outcome: Outcome) -> Record:
-    """Makes the fields that a summary adds to the last value of each metric."""
+    """Makes all fields of a summary except the last value of each metric."""
     run, recorder, config = self.run, self.recorder, self.config
     machine = describe_machine(run.devices, config.env.suite)
     ending = recorder.times() | machine

@@ -753,7 +753,7 @@ def test_idle_devices_are_warned_of():
   config.num_minibatches = 1
   (warning,) = build.make_run(config).warnings
   assert (
-    '3 of 4 devices are used; to use more, set config.env.num_envs=4 to'
+    '3 of 4 devices are used; to use more, change config.env.num_envs=4 to'
     in warning
   )
   assert build.make_run(_config()).warnings == []

@@ -659,7 +659,7 @@ def test_a_mistake_is_one_line_in_each(each, message, tmp_path):
         '--process_id=1',
         '--start_seconds=1',
       ],
-      'process 1: no coordinator answers at 127.0.0.1',
+      'process 1: no coordinator answered at 127.0.0.1',
     ),
   ],
 )
