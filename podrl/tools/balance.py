@@ -8,7 +8,7 @@ EXPERIMENT is a file such as experiments/sebulba_pong.py. Short runs measure at
 most 12 plans. A plan sets the number of actors, the environments of each actor
 (envs), the unroll length (T), the threads that step the environments of one
 actor (thr.), and the devices that act and learn. Add the overrides of the best
-plan to your command. Or use --apply: it runs the experiment with this plan.
+plan to your command, or use --apply to run the experiment with this plan.
 
 RUN is the directory of a run. The command prints what limited the run. If the
 run used autotune, the command also draws what autotune did.
@@ -89,7 +89,7 @@ class Plan(NamedTuple):
 
 
 def from_config(config: ConfigDict) -> Plan:
-  """Returns a configuration's plan; raises a ValueError if it does not fit."""
+  """Returns a configuration's plan; raises a ValueError for a mistake in it."""
   layout = make_layout(config, build.make_spec(config))
   sizes = config.unroll_length, config.env.num_envs
   threads = layout.threads, layout.env_threads
@@ -104,7 +104,7 @@ def to_flags(fields: dict[str, Any]) -> str:
 
 
 def with_fields(config: ConfigDict, fields: dict[str, Any]) -> ConfigDict:
-  """Returns a copy of a configuration with other values of some fields."""
+  """Returns a copy of a configuration with new values for some fields."""
   copy = config.copy_and_resolve_references()
   copy.update_from_flattened_dict(fields)
   return copy
@@ -138,7 +138,7 @@ def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
 def is_candidate(
   config: ConfigDict, plan: Plan, base: Plan, size_range: float
 ) -> bool:
-  """Whether a plan is similar to the configured one, and can run."""
+  """Returns whether a plan is similar to the configured one and can run."""
   if min(plan[:4]) < 1:
     return False
   num_actors, cores = plan.sizes[0], num_cores()
@@ -167,8 +167,8 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
   configuration does not fit, or the loss is not finite.
 
   Returns:
-    A record as in metrics.jsonl. Its rates count the steps that the learner
-    used: `batch`, which is T x environments, for each update.
+    A record as in metrics.jsonl. Its rates count only the steps that the
+    learner used: `batch` steps for each update.
   """
   run = build.make_run(config)
   window, meter = Window(run.spec.frame_skip, 1), Meter(run.devices)
@@ -211,13 +211,13 @@ def search(
   """Finds fast plans by successive halving.
 
   Source: Jamieson and Talwalkar 2016, arXiv:1502.07943, figure 1. Here, the
-  first round chooses its plans while it runs. Its next plan is a new neighbour
-  of the fastest plan that has one.
+  first round chooses its plans while it runs. Each new plan is a neighbour of
+  the fastest plan that still has neighbours without a record.
 
   Args:
     base: the configured plan, which every round measures.
     neighbours_of: `(plan) -> plans` that differ from a plan in one setting.
-    run: `(plan, seconds) -> record`, which runs a plan for about that time.
+    run: `(plan, seconds) -> record`, which runs a plan for about `seconds`.
 
   Returns:
     The record of each plan, the best plan first. The configured plan is last,
@@ -257,9 +257,9 @@ def search(
 def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
   """Runs `search` from a configuration, and prints a line for each run.
 
-  T and the batch size may differ from the configuration by the factor
+  T and the batch size may differ from the configuration by at most the factor
   `size_range`. A larger factor may need another learning rate. It raises a
-  ValueError if the configuration does not fit this machine, or a run fails.
+  ValueError if the configuration does not fit this machine, or if a run fails.
   """
   build.make_run(config)  # Raises if the configuration does not fit.
   base = from_config(config)
@@ -303,7 +303,7 @@ def table(runs: dict[Plan, Record], base: Plan) -> Table:
 
 
 def _anakin_config(config: ConfigDict, plan: Plan) -> ConfigDict:
-  """Returns Anakin's configuration with the same agent, network and sizes."""
+  """Converts Sebulba's configuration to Anakin, with the sizes of a plan."""
   fields = config.to_dict()
   new = base_config(config.agent.name)
   for name in ('agent', 'network', 'optimizer'):
@@ -466,7 +466,7 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
     for name, text in limits.describe(workdir.read_json(summary)):
       print(f'{name}: {text}')
   else:
-    print(f'{path} has not ended; at the end, its summary says what limited it')
+    print(f'{path} has not ended; when it ends, its summary names its limit')
   if config.sebulba.autotune:
     tools.make_directory(out)
     picture = os.path.join(out, 'balance.png')
@@ -510,7 +510,7 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   run, ratio = build.make_run(config), rate / record['steps_per_second']
   frames = rate * run.spec.frame_skip
   print(
-    f'plan 1: {frames:,.0f} frames/s, {ratio:.2f} times the configured plan'
+    f'plan 1: {frames:,.0f} frames/s, {ratio:.2f} times as fast as configured'
   )
   others = max(map(limits.others, runs.values()))
   if others > limits.OTHERS_WORTH_NAMING:
@@ -541,7 +541,7 @@ def run(argv: Sequence[str]) -> int:
   flags.DEFINE_string('out', None, text, flag_values=values)
   text = 'The largest policy lag of the plans, in updates.'
   flags.DEFINE_integer('max_lag', None, text, 0, flag_values=values)
-  text = 'The largest factor by which T and the batch size may change.'
+  text = 'The largest factor that may change the unroll length or batch size.'
   flags.DEFINE_float('size_range', 2.0, text, flag_values=values)
   flags.DEFINE_bool('apply', False, 'Train with plan 1.', flag_values=values)
   return tools.run_command(argv, __doc__, values, _act, known_only=True)

@@ -1,20 +1,22 @@
-"""The `podrl compile` command: compiles a run for machines that are not here.
+"""The `podrl compile` command: compiles a run for other machines.
 
   podrl compile EXPERIMENT|NAME [FLAGS] --target=v5e-16[,v4-8 ...] [--scale]
       [--out=DIR]
 
 EXPERIMENT is a file such as experiments/anakin_breakout.py, and NAME is an
 environment as for podrl train. FLAGS are those of the run, such as --agent. The
-targets are named as one rents them: v2-8 to v3-2048, v4-8, v5e-256, v5p-8,
-v6e-8, tpu7x-8, 2xv5e-256 for two slices, h100:8. --scale multiplies
-config.env.num_envs by the devices of the target. A core is a device of JAX.
+names of the targets are those of Google Cloud, such as v2-8, v3-2048, v4-8,
+v5e-256, v5p-8, v6e-8 or tpu7x-8. 2xv5e-256 means two slices, and h100:8 means
+eight GPUs. --scale multiplies config.env.num_envs by the number of devices of
+the target. A core is a device of JAX.
 
-The command prints the memory that the run needs on each core, its collectives,
-and how long one update takes on TPUs, as the compiler estimates it: the cycles
-of each instruction. The time of the all-reduces is added; see --help of podrl
-scaling. Sebulba's environments run on the host and are not in the estimate. For
-GPUs, the compiler estimates no time, so the command uses a roofline: the bytes
-that each instruction reads and writes, its FLOPs, and 3 us to start it.
+The command prints the memory that the run needs on each core, the collectives
+of the run, and an estimate of the time of one update. For TPUs, the estimate
+is the sum of the cycles that the compiler estimates for each instruction. For
+GPUs, the compiler estimates nothing, so the command uses a roofline: the bytes
+that each instruction reads and writes, its FLOPs, and 3 us to start it. The
+estimate includes the all-reduces; podrl scaling --help has their formula. It
+excludes Sebulba's environments, which run on the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,7 +75,7 @@ class Instruction(NamedTuple):
   text: str  # Operands and attributes.
 
   def called(self, *attributes: str) -> list[str]:
-    """Returns the names of the computations in some attributes."""
+    """Returns the names of the computations that some attributes contain."""
     pattern = rf'\b(?:{"|".join(attributes)})=(\{{.*?\}}|[^,]*)'
     names = ' '.join(re.findall(pattern, self.text))
     return re.findall(r'[\w.-]+', names)
@@ -170,7 +172,7 @@ class Run(NamedTuple):
 
   @property
   def cycles(self) -> int:
-    """The compiler's estimate, for all times."""
+    """The compiler's estimate for all `times` together."""
     found = _find(r'"estimated_cycles":"(\d+)"', self.instruction.text)
     return self.times * int(found or 0)
 
@@ -178,10 +180,10 @@ class Run(NamedTuple):
 def walk(
   module: Module, computation: str = _ENTRY, times: int = 1, part: str = _REST
 ) -> Iterator[Run]:
-  """Yields the instructions that run; of a conditional, the longest branch.
+  """Yields the instructions that run.
 
-  A loop without a constant number of trips counts once: Anakin's loop over
-  updates.
+  Only the longest branch of a conditional counts. A loop counts once if its
+  number of iterations is not a constant, as in Anakin's loop over updates.
   """
   for instruction in module[computation]:
     own = part_of(instruction) or part
@@ -202,7 +204,7 @@ def walk(
 
 
 def _operands(instruction: Instruction, body: list[Instruction]) -> list[str]:
-  """Returns the shapes of the operands of an instruction in a computation."""
+  """Returns the shapes of an instruction's operands; `body` contains it."""
   shapes = {x.name: x.shape for x in body}
   names = re.findall(r'%([\w.-]+)', instruction.text.split('), ')[0])
   return [shapes.get(name, '') for name in names]
@@ -218,9 +220,10 @@ _START_SECONDS = 3e-6  # A GPU needs about this time to start a kernel.
 def roofline_seconds(run: Run, module: Module, chip: Chip) -> float:
   """Estimates an instruction's time on a GPU, from its bytes and its FLOPs.
 
-  A matrix product of sizes M, K, N has 2 M K N FLOPs, which is twice the root
-  of the product of the sizes of its three matrices. A convolution has the root
-  of its window's size more.
+  A product of matrices `[M, K]` and `[K, N]` has 2 M K N FLOPs. This is twice
+  the square root of (M K) (K N) (M N), where each factor is the number of
+  elements of one matrix. A convolution has another factor under the root, the
+  number of elements of its window.
   """
   instruction = run.instruction
   if instruction.kind in _FREE or instruction.kind.startswith(_COLLECTIVES):
@@ -256,7 +259,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Costly:
-  """One of the dearest instructions of an update."""
+  """An instruction that takes much of the time of an update."""
 
   share: float
   cycles: float  # 0 on GPUs.
@@ -268,7 +271,7 @@ class Costly:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-  """What one device needs for a program in one update of the run."""
+  """The memory and the time that one device needs for a program per update."""
 
   num_devices: int
   compile_seconds: float
@@ -294,7 +297,7 @@ class Report:
 
   @property
   def seconds(self) -> float:
-    """Seconds of an update; without Sebulba's environments."""
+    """Seconds of an update, without Sebulba's environments."""
     times = [sum(x.seconds.values()) for x in self.programs.values()]
     return max(times) if self.overlaps else sum(times)
 
@@ -307,7 +310,7 @@ class Report:
 def analyse(
   text: str, program: Program, target: Target, default: str = _REST
 ) -> tuple[list[Collective], int, dict[str, float], list[Costly]]:
-  """Returns the collectives, cycles, seconds by part and dearest instructions.
+  """Returns the collectives, cycles, seconds by part and slowest instructions.
 
   `default` is the part of instructions without a scope.
   """
@@ -349,13 +352,13 @@ def analyse(
 class TooLarge(ValueError):
   """A program does not fit into the memory of a target.
 
-  The arguments are the bytes that one device needs and has; the first is
-  infinite if it is unknown.
+  The arguments are the bytes that one device needs, and the bytes that it has.
+  The first number is infinite if it is unknown.
   """
 
 
 def compile_program(program: Program, chip: Chip) -> tuple[dict[str, int], str]:
-  """Returns the bytes on one device by kind, and the compiled program's text.
+  """Compiles a program; returns its bytes on one device, by kind, and its text.
 
   Raises `TooLarge` if the program does not fit.
   """
@@ -389,7 +392,7 @@ def compile_program(program: Program, chip: Chip) -> tuple[dict[str, int], str]:
 def compile_for(
   config: ConfigDict, target: Target, machine: Machine | None = None
 ) -> tuple[Report, dict[str, str]]:
-  """Compiles a run for a target; use it in `spmd.compiling_for`.
+  """Compiles a run for a target; call this inside `spmd.compiling_for`.
 
   It returns the report, and the text of each compiled program by name. For a
   user's mistake, or if the run needs too much memory, it raises a ValueError.
@@ -411,7 +414,7 @@ def compile_for(
 def compile_once(
   config: ConfigDict, target: Target, machine: Machine
 ) -> tuple[Report, dict[str, str]]:
-  """Does the same as `compile_for`, but raises `TooLarge`."""
+  """Is like `compile_for`, but raises `TooLarge` if the run does not fit."""
   lowered = targets.lower(config, machine)
   analyses, texts = {}, {}
   for name, program in lowered.programs.items():
@@ -430,15 +433,16 @@ def compile_once(
 def _largest(
   config: ConfigDict, target: Target, machine: Machine, share: float
 ) -> int:
-  """Finds about the largest number of environments that fits, or 0.
+  """Returns a large number of environments that fits, or 0 if none is found.
 
-  It halves the number until the run fits, and then adds up to seven eighths.
-  `share` is the needed share of the memory; it is infinite if it is unknown.
+  It halves the configured number until the run fits, and then tries 15/8 to 9/8
+  of the result. `share` is the memory that a device needs for the configured
+  number, divided by the memory that it has, or infinity if the need is unknown.
   """
   config = config.copy_and_resolve_references()
 
   def try_number(num_envs: int) -> float:
-    """Compiles the run, and returns the needed share of the memory."""
+    """Compiles the run with `num_envs`; returns the new value of `share`."""
     config.env.num_envs = num_envs
     try:
       report, _ = compile_once(config, target, machine)
@@ -468,7 +472,7 @@ def _largest(
 
 
 def format_size(value: float) -> str:
-  """Formats bytes: 1.5 GiB."""
+  """Formats a number of bytes, for example as 1.5 GiB."""
   for unit, power in (('TiB', 40), ('GiB', 30), ('MiB', 20), ('KiB', 10)):
     if value >= 1000 * 2 ** (power - 10):
       return f'{value / 2**power:.3g} {unit}'
@@ -476,7 +480,7 @@ def format_size(value: float) -> str:
 
 
 def format_seconds(value: float) -> str:
-  """Formats seconds: 1.5 ms."""
+  """Formats a number of seconds, for example as 1.5 ms."""
   for unit, size in (('s', 1.0), ('ms', 1e-3)):
     if value >= size:
       return f'{value / size:.3g} {unit}'
@@ -510,7 +514,7 @@ def lines(report: Report, target: Target) -> Iterator[str]:
 
 
 def dearest_table(report: Report) -> Table:
-  """Makes a table of the ten instructions that take most of the time."""
+  """Makes a table of the ten instructions that take the most time."""
   columns = ('part', 'instruction', 'line')
   table = tools.make_table('share', *columns, left=columns)
   for x in report.programs.values():
@@ -551,10 +555,10 @@ def draw(reports: Sequence[Report], title: str, path: str) -> None:
 def compile_command(
   arguments: Sequence[str], target: Target, scale: bool = True
 ) -> tuple[ConfigDict, Report, dict[str, str]]:
-  """Compiles the run of a training command's arguments for a target.
+  """Compiles a run for a target; `arguments` are those of a training command.
 
-  If `scale` is true, each device has config.env.num_envs environments. It
-  returns the configuration, and the results of `compile_for`.
+  If `scale` is true, each device has config.env.num_envs environments. The
+  function returns the configuration, and the results of `compile_for`.
   """
   argv = ['podrl compile', *arguments]
   command_line = configs.parse_command_line(argv, has_task=True)
@@ -617,8 +621,8 @@ def run(argv: Sequence[str]) -> int:
   values = flags.FlagValues()
   text = 'the machines, for example v5e-16,h100:8.'
   flags.DEFINE_list('target', 'v5e-16', text, flag_values=values)
-  text = 'multiplies config.env.num_envs by the devices of the target.'
+  text = "multiplies config.env.num_envs by the target's number of devices."
   flags.DEFINE_bool('scale', False, text, flag_values=values)
-  text = 'directory for the results; empty is runs/compile/TASK-AGENT.'
+  text = 'directory for the results; empty means runs/compile/TASK-AGENT.'
   flags.DEFINE_string('out', '', text, flag_values=values)
   return tools.run_command(argv, __doc__, values, _act, known_only=True)

@@ -3,8 +3,9 @@
   podrl envs [WORD]
 
 With WORD, it lists only names that contain WORD. podrl train accepts each line
-as NAME. If several suites have a name, podrl train uses the first of them.
-Modules can register more gymnasium environments; see podrl train --help.
+as NAME. If several suites have an environment of this name, podrl train uses
+the first of these suites. Modules can register more gymnasium environments; see
+podrl train --help.
 """
 
 from collections.abc import Sequence

@@ -65,5 +65,5 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 def run(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit code; see `tools.run_command`."""
   values = tools.policy_flags(128, 2**24)
-  flags.DEFINE_string('out', '', 'The file to write, .json.', values)
+  flags.DEFINE_string('out', '', 'The .json file to write.', values)
   return tools.run_command(argv, __doc__, values, _act)

@@ -306,6 +306,6 @@ def run(argv: Sequence[str]) -> int:
   values = flags.FlagValues()
   text = 'The horizontal axis.'
   flags.DEFINE_enum('x', 'env_steps', list(_AXES), text, flag_values=values)
-  text = 'The file to write, .png or .svg.'
+  text = 'The .png or .svg file to write.'
   flags.DEFINE_string('out', '', text, flag_values=values)
   return tools.run_command(argv, __doc__, values, _act)

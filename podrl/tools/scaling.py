@@ -4,13 +4,15 @@
 
 Each core (a device of JAX) has config.env.num_envs environments. The command
 compiles the experiment as podrl compile does, for the smallest, a middle and
-the largest number of cores, and interpolates the time of all other numbers.
+the largest number n of cores, and interpolates the time for all other numbers.
 
-  update(n) = time of the compiled program + all-reduces x time of one
+  update(n) = time of the compiled program
+      + number of all-reduces x time of one all-reduce
 
-The time of an all-reduce of n cores depends on the links of the chip: it is
-2 (n - 1) / n x bytes / bandwidth + hops x latency. More cores than a pod has
-are several pods. Sebulba's environments run on the host and are left out.
+The time of an all-reduce over n cores depends on the links of the chip: it is
+2 (n - 1) / n x bytes / bandwidth + hops x latency. If n is larger than a pod,
+the cores are in several pods. The estimate excludes Sebulba's environments,
+which run on the host.
 """
 
 from collections.abc import Sequence

@@ -72,8 +72,8 @@ def record(
   """Records the episode that an evaluation of one episode would run.
 
   There is one picture every `stride` steps, and always one of the last step. If
-  there are more than `max_pictures`, every second one is removed, and `stride`
-  doubles.
+  there are more than `max_pictures`, every second picture is removed, and
+  `stride` doubles.
   """
   config, agent = loaded.config, loaded.agent
   # gymnasium warns if an environment cannot draw.
@@ -247,8 +247,9 @@ def _to_images(obs: np.ndarray, channels_first: bool) -> np.ndarray:
 def _draw(left: float, right: float, bottom: float, *shapes) -> np.ndarray:
   """Draws shapes in a picture that spans x from `left` to `right`.
 
-  Its lower edge is y = `bottom`. A shape is (kind, points, colour, size): the
-  kind is 'line', 'dots' or 'area'; the size is a width or a radius in pixels.
+  The lower edge of the picture is at y = `bottom`. A shape is (kind, points,
+  colour, size): the kind is 'line', 'dots' or 'area'; the size is a width or a
+  radius in pixels.
   """
   image = Image.new('RGB', [_OVERSAMPLING * x for x in _SIZE], _PAPER)
   draw = ImageDraw.Draw(image)
@@ -366,7 +367,7 @@ def add_caption(picture: np.ndarray, left: str, right: str) -> np.ndarray:
 def to_frames(
   episodes: Sequence[Episode], steps_per_second: float, fps: float
 ) -> tuple[list[np.ndarray], list[float]]:
-  """Returns the frames of all episodes, and how many seconds each is shown."""
+  """Returns the frames of all episodes, and the seconds to show each one."""
   frames, seconds = [], []
   for i, episode in enumerate(episodes, 1):
     number = f'{i}/{len(episodes)}  ' if len(episodes) > 1 else ''
@@ -451,7 +452,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
 def run(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit code; see `tools.run_command`."""
   values = tools.policy_flags(1, 100)
-  flags.DEFINE_string('out', '', 'The file to write, .gif or .mp4.', values)
+  flags.DEFINE_string('out', '', 'The .gif or .mp4 file to write.', values)
   text = 'The largest number of steps per episode.'
   flags.DEFINE_integer('max_steps', 1000, text, 1, 10**9, values)
   text = 'Frames per second; 0 means real speed.'

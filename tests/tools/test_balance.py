@@ -259,7 +259,7 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys, brief):
   assert not config.sebulba.autotune  # A plan has a fixed number of actors.
   assert printed.count('running ') == 2 + 2 + 2
   for text in (
-    ' times the configured plan\n',
+    ' times as fast as configured\n',
     '\nas configured, limit: ',
     '  Sebulba on cpu: ',
     '  Anakin on cpu: not measured: env.name=Blackjack-v1',
