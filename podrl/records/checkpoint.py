@@ -37,7 +37,7 @@ _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 class IncompatibleError(ValueError):
-  """The run's checkpoints do not fit this run or this version of podrl."""
+  """A checkpoint does not fit this run or this version of podrl."""
 
 
 def learner_of(state: Tree) -> LearnerState:
@@ -46,7 +46,7 @@ def learner_of(state: Tree) -> LearnerState:
 
 
 def with_variables(state: Tree, variables: Tree) -> Tree:
-  """Returns a driver's state in which `variables` replaces the agent's."""
+  """Returns a driver's state with `variables` as the agent's variables."""
   learner = learner_of(state)._replace(variables=variables)
   is_whole = isinstance(state, LearnerState)
   return learner if is_whole else state._replace(learner=learner)
@@ -93,7 +93,7 @@ def _verify(directory: str) -> None:
 
 
 class Checkpoints:
-  """Writes a run's checkpoints; keeps the `keep` newest and the best."""
+  """Writes a run's checkpoints; keeps the best one and the `keep` newest."""
 
   def __init__(self, path: str, keep: int):
     logging.set_verbosity(logging.FATAL)  # Orbax would log every file.
@@ -249,7 +249,7 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
 
   Raises:
     IncompatibleError: if the checkpoint has other arrays.
-    ValueError: if it is damaged.
+    ValueError: if the checkpoint is damaged.
   """
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shapes = jax.tree.map(
@@ -281,11 +281,11 @@ def newest_intact(
 ) -> tuple[int, Record] | None:
   """Finds the newest intact checkpoint: its number of updates and `progress`.
 
-  Newer checkpoints, which are damaged, are reported and renamed to
-  `checkpoints/NUM_UPDATES.set_aside`. Without checkpoints, this returns None.
+  If newer checkpoints are damaged, the function reports them and renames them
+  to `checkpoints/NUM_UPDATES.set_aside`. Without checkpoints, it returns None.
 
   Raises:
-    IncompatibleError: if an update had another number of environment steps.
+    IncompatibleError: if the number of steps per update has changed.
     ValueError: if all checkpoints are damaged.
   """
   skipped = []

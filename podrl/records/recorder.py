@@ -52,10 +52,10 @@ _REDUCTIONS = defaultdict(_Reduction) | {
 
 
 def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
-  """Merges the records of several agents; keeps only numbers that all have.
+  """Merges the records of several agents; keeps only numbers in all of them.
 
-  `in_turn` says that the agents ran one after another. The rates of agents are
-  then averaged instead of added.
+  `in_turn` says that the agents ran one after another. In this case, the rates
+  of the agents are averaged instead of added.
   """
   merged = {}
   for name in records[0]:
@@ -71,9 +71,10 @@ def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
 
 
 def join_seeds(path: str, directories: Sequence[str]) -> Record:
-  """Writes the records of a run: the means of its seeds, which are finished.
+  """Averages the records of a run's finished seeds, and writes the means.
 
-  It returns the summary. Its times are sums; its texts come from the last seed.
+  It returns the summary. In the summary, times are sums over all seeds, and
+  texts come from the last seed.
   """
   runs = [
     {record['num_updates']: record for record in workdir.read_records(x)}
@@ -202,8 +203,8 @@ class JsonLines:
   """A file with one JSON object per line, flushed after each line.
 
   An existing file keeps its first `num_lines` lines; a resumed run writes the
-  later lines again. If one of the kept lines is damaged, the file is copied,
-  and then keeps only the lines before the damaged one.
+  later lines again. If one of the kept lines is damaged, a copy of the file is
+  made, and the file itself keeps only the lines before the damaged one.
 
   Its attribute `num_lines` is the number of lines in the file.
   """
@@ -265,8 +266,8 @@ class TensorBoard:
 class Wandb:
   """A run at Weights & Biases, whose step is `env_steps`.
 
-  Its name comes from the directory, so that a resumed run continues it. Each
-  seed has a separate run.
+  Its name comes from the directory, so a resumed run continues the same run at
+  Weights & Biases. Each seed has a separate run there.
   """
 
   def __init__(self, path: str, project: str, config: dict[str, Any]):
@@ -298,7 +299,7 @@ class Writer:
     self._error: WriteError | None = None
 
   def _write(self, sink: Sink, record: Record | None) -> None:
-    """Writes a record if no sink has failed; closes the sink if it is None."""
+    """Writes a record unless a sink has failed; None closes the sink."""
     try:
       if record is None:
         sink.close()
@@ -427,7 +428,7 @@ class Recorder:
       self.sinks[0].append(self.terminal)
 
   def add(self, reports: Sequence[Report]) -> None:
-    """Adds a driver's reports, one per agent, and writes their decisions."""
+    """Adds a driver's reports, one per agent; writes the decisions in them."""
     for window, report in zip(self._windows, reports):
       window.add(report)
     now = self.times() | {'num_updates': self.num_updates}
@@ -443,7 +444,7 @@ class Recorder:
     }
 
   def write(self, outcomes: Sequence[Record] = ()) -> None:
-    """Writes the windows' records, with one evaluation per agent if given."""
+    """Writes each window's record; `outcomes` has the agents' evaluations."""
     records = [window.record() for window in self._windows]
     for record, outcome in zip(records, outcomes):
       record |= outcome

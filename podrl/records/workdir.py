@@ -10,7 +10,7 @@ seed_0/ ...      with several seeds, a directory with these files for each seed
 
 Anakin trains several seeds together, and saves all of them in the run's
 checkpoints. With Sebulba, each seed is a separate run with its own checkpoints
-(`is_series`). After the last seed, the run's directory gets the means of all.
+(`is_series`). At the end, the run's directory gets the means of all seeds.
 """
 
 from collections.abc import Iterator, Set
@@ -157,7 +157,7 @@ def run_of_agent(path: str, *, or_series: bool = False) -> str | None:
 
 
 def agents(path: str, config: ConfigDict) -> dict[str, dict[str, Any]]:
-  """Maps the directory of each agent of a run to its own configuration."""
+  """Maps the directory of each agent of a run to that agent's configuration."""
   fields, num_seeds = config.to_dict(), config.get('num_seeds', 1)
   if num_seeds == 1:
     return {path: fields}
@@ -167,7 +167,7 @@ def agents(path: str, config: ConfigDict) -> dict[str, dict[str, Any]]:
 
 
 def programs(path: str, config: ConfigDict) -> list[tuple[str, ConfigDict]]:
-  """Returns directory and configuration of each program; see `is_series`."""
+  """Returns each program's directory and configuration; see `is_series`."""
   if not is_series(config):
     return [(path, config)]
   return [(x, as_config(fields)) for x, fields in agents(path, config).items()]
@@ -240,8 +240,8 @@ def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
 def check_new(path: str, config: ConfigDict) -> None:
   """Raises a ValueError if a new run cannot be written to a directory.
 
-  It must be writable, and neither the directory nor those of the run's seeds
-  may contain a run.
+  The directory must be writable. Neither this directory nor the directories of
+  the run's seeds may contain a run.
   """
   if is_run(path):
     raise ValueError(
@@ -300,7 +300,7 @@ def update_config(path: str, config: ConfigDict) -> None:
 
 @contextlib.contextmanager
 def lock(path: str) -> Iterator[None]:
-  """Locks a run's directory, which it may create, or raises a ValueError."""
+  """Locks a run's directory, created if needed, or raises a ValueError."""
   with contextlib.ExitStack() as stack:
     try:
       os.makedirs(path, exist_ok=True)
