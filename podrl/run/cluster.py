@@ -133,7 +133,7 @@ class Watchdog:
         hanging.append(str(process))
     if hanging:
       names, limit = ' and '.join(hanging), self._hang_seconds
-      self._end(f'process {names} hangs: no progress for {limit:g} s')
+      self._end(f'no progress for {limit:g} s in process {names}')
 
   def _watch_process_0(self) -> None:
     """Runs in a thread: ends this process if `_report` gets no answer."""

@@ -406,7 +406,7 @@ def compile_for(
     needs = format_size(needed) if needed < math.inf else 'more'
     raise ValueError(
       f'config.env.num_envs={config.env.num_envs} does not fit on {target.name}'
-      f': a core needs {needs}, and it has {format_size(limit)}; '
+      f': a core has {format_size(limit)} but needs {needs}; '
       + (f'{fits} fits' if fits else 'no smaller number fits')
     ) from error
 
@@ -508,8 +508,8 @@ def lines(report: Report, target: Target) -> Iterator[str]:
     yield f'    {", ".join(parts)}'
   rate = report.steps_per_second
   yield (
-    f'{compact(rate)} steps/s: {compact(rate / report.num_devices)} per '
-    f'{device} of {report.num_devices:,}'
+    f'{compact(rate)} steps/s: {report.num_devices:,} {device}s x '
+    f'{compact(rate / report.num_devices)}'
   )
 
 

@@ -255,8 +255,8 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
     compile.compile_for(config, targets.parse('v5e-4'), machine)
   message, _, fits = str(caught.value).rpartition('; ')
   assert message == (
-    'config.env.num_envs=262144 does not fit on v5e-4: a core needs more, and '
-    'it has 16 GiB'
+    'config.env.num_envs=262144 does not fit on v5e-4: a core has 16 GiB but '
+    'needs more'
   )
   # 15,360 environments of 1 MiB fit beside 1 GiB; this is 15 times 2^10.
   assert fits == '14336 fits'
