@@ -89,8 +89,10 @@ def make_learner(
 
   Args:
     agent: the agent whose loss is minimised.
-    optimizer: an optax transformation. If its `update` takes an argument
-      `hyperparams`, the learner passes `Variables.hyperparams`.
+    optimizer: an optax transformation. It gets all parameters as one vector, so
+      a rule for each array, such as a mask or a norm per layer, does not work.
+      If its `update` takes an argument `hyperparams`, the learner passes
+      `Variables.hyperparams`.
     num_epochs: passes over each unroll.
     num_minibatches: optimiser steps in each pass. It must divide the number of
       rows (axis 0) of the batch that `Agent.prepare` returns on each device.
