@@ -5,8 +5,8 @@ Runs N processes of one run on this machine, for example
   launch/local.sh 2 -- python experiments/anakin_cartpole.py --workdir=runs/two
 
 The script passes --coordinator, --num_processes and --process_id to each
-process, and gives it a share of the cores and of the GPUs. Each line that
-process I prints begins with [I].
+process, and gives it a share of the cores and of the GPUs. Each printed line
+begins with the number of its process, for example [0].
 
 The exit code of the script is that of the first process that fails. After a
 failure, the other processes have grace_seconds to end. Then the script sends

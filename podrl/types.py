@@ -84,11 +84,13 @@ class LearnerState(NamedTuple):
   Attributes:
     variables: the agent's variables. Their `hyperparams` also contain the
       optimiser's hyperparameters, for example 'learning_rate'.
-    target_params: a periodic copy of `variables.params`, or `()`.
+    target_params: a copy of `variables.params`, which the learner renews from
+      time to time; `()` if the agent needs none.
     opt_state: the state of the optax optimiser.
     num_updates: int32 `[]`, number of calls of `Learner.update`.
     num_sgd_steps: int32 `[]`, number of optimiser steps.
-    memory: stored unrolls, `[capacity, T, B, ...]`, split on axis 2; or `()`.
+    memory: stored unrolls, `[capacity, T, B, ...]`, split on axis 2; `()` if
+      the learner stores none.
   """
 
   variables: Variables

@@ -1,4 +1,4 @@
-"""Measures how Sebulba overlaps acting and learning; a benchmark, not a test.
+"""Measures how well Sebulba overlaps acting and learning; not a test.
 
   python experiments/benchmarks/overlap.py [--repeats=3]
 

@@ -201,7 +201,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
 
 
 def _random_act(env: DeviceEnv) -> Callable:
-  """Makes an `Agent.act` of uniformly random actions, without a network."""
+  """Makes an `Agent.act` that chooses uniformly random actions."""
 
   def act(variables, rng_key, timestep, carry, *, greedy=False):
     del variables, timestep, greedy
@@ -331,7 +331,7 @@ def sebulba_programs(
 
 
 def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
-  """Measures one row: median rates, and training's share of its bound."""
+  """Measures one row: median rates, and training divided by its bound."""
   make = sebulba_programs if _is_sebulba(config) else programs
   functions, num_params, close = make(config)
   try:

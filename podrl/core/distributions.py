@@ -28,8 +28,8 @@ class Distribution(NamedTuple):
 
   Attributes:
     num_params: width of the policy head.
-    num_constant_params: how many values at the end of the head do not need to
-      depend on the state. A network may store them as parameters.
+    num_constant_params: number of values at the end of the head that may be the
+      same in all states. A network may store them as parameters.
     sample: `(rng_key, head[num_params]) -> sample`, without a batch axis.
     mode: `(head[..., num_params]) -> sample[...]`, the greedy choice.
     to_action: `(sample[...]) -> action[...]`, within the action space.
@@ -128,7 +128,7 @@ def gaussian(
 ) -> Distribution:
   """A diagonal Gaussian whose samples are clipped to a box, or mapped by tanh.
 
-  The samples x have a scale on which the bounds are -1 and 1. A dimension
+  A sample x is on a scale where the bounds are -1 and 1. A dimension
   without bounds is not scaled. The action is the clipped x, or tanh(x),
   converted to the scale of the box. For a clipped action, `log_prob` is the
   log-density of the Gaussian before clipping. With tanh, `log_prob` is

@@ -50,8 +50,9 @@ def _with_params(state: LearnerState, params: Tree) -> LearnerState:
 def block_size(num_rows: int) -> int:
   """Returns how many neighbouring rows stay together in a minibatch.
 
-  A minibatch is collected much faster from blocks than from single rows. It has
-  at least 16 blocks, or one block for each row.
+  Collecting a minibatch from blocks is much faster than from single rows. A
+  minibatch has at least 16 blocks. If it has fewer than 16 rows, each row is a
+  block.
 
   Args:
     num_rows: number of rows of the minibatch.
@@ -65,7 +66,7 @@ def collect_blocks(blocks: Array, order: Array) -> Array:
 
   Args:
     blocks: `[num_blocks, block_size, ...]`.
-    order: int `[n]`, which blocks.
+    order: int `[n]`, indices of the blocks to join.
   """
   width = math.prod(blocks.shape[2:])
   if width < _WIDE or len(order) > _MAX_SLICES:

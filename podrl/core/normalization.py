@@ -2,10 +2,10 @@
 
 The statistics are part of the agent's variables, so they are saved, copied and
 replicated with the parameters. Every step that the agent learns from counts
-once. The first unroll is an exception: it sets only the initial mean. A
-variance that is measured around a mean of 0 would be inexact. An update changes
-the statistics only at its end. Without policy lag, acting and learning use the
-same statistics.
+once. The first unroll is an exception: it sets only the initial mean. Its
+variance, measured around a mean of 0, would be inexact. An update changes the
+statistics only at its end. Without policy lag, acting and learning use the same
+statistics.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Moments(NamedTuple):
 
 
 class Measured(NamedTuple):
-  """Means over the slots of an unroll; m is the running mean."""
+  """Means over the slots of an unroll, for a number x with running mean m."""
 
   share: Array  # Float32 `[]`, mean of the weights.
   first: Tree  # Float32 leaves, mean of weight * (x - m).

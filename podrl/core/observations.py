@@ -10,12 +10,12 @@ from podrl.types import Tree
 
 
 def flatten(obs: Tree, num_batch_axes: int) -> Tree:
-  """Joins the axes of each leaf after the batch axes; a scalar gets an axis."""
+  """Joins the axes after the batch axes into one; a scalar gets one axis."""
   return jax.tree.map(lambda x: x.reshape(*x.shape[:num_batch_axes], -1), obs)
 
 
 def unflatten(obs: Tree, shapes: Tree, num_batch_axes: int) -> Tree:
-  """Inverts `flatten`; the leaves of `shapes` have the shapes of one step."""
+  """Inverts `flatten`; `shapes` has the shapes without the batch axes."""
 
   def restore(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:num_batch_axes], *like.shape)

@@ -1,4 +1,4 @@
-"""Returns: one recursion computes V-trace and GAE, even across episode ends."""
+"""Value targets: V-trace and GAE by one recursion, even across episode ends."""
 
 from typing import NamedTuple
 

@@ -101,8 +101,8 @@ def make_unroll(
 ) -> Callable[[Tree, Actors, Array], tuple[Actors, Trajectory, Episodes]]:
   """Makes the function that acts for T steps.
 
-  It is `(variables, actors, num_updates) -> (actors, trajectory, episodes)`.
-  Each turn of its loop has `steps_per_turn` steps.
+  The function is `(variables, actors, num_updates) -> (actors, trajectory,
+  episodes)`. Each turn of its loop has `steps_per_turn` steps.
   """
 
   def unroll(variables, actors, num_updates):
@@ -138,8 +138,8 @@ def make_unroll(
         jnp.where(is_first, 0.0, actors.episode_return + timestep.reward),
         jnp.where(is_first, 0, length + 1),
       )
-      # The observation before the step, and the rest after it: a TPU copies
-      # what one turn of the loop both stores and hands on.
+      # The row has the observation before the step, but other fields after it.
+      # A TPU copies an array that a turn of the loop both stores and passes on.
       row = timestep._replace(obs=before.obs)
       return stepped, (row, action, extras, ended)
 
@@ -180,7 +180,7 @@ def make_programs(
   """Makes Anakin's programs.
 
   Args:
-    num_envs: environments on all devices, a multiple of their number.
+    num_envs: environments on all devices; a multiple of the number of devices.
     unroll_length: T, steps of an unroll.
     max_updates: the largest number of updates in one call.
     num_seeds: S, the number of independent agents in the program. S is the
@@ -354,10 +354,10 @@ class Anakin:
     is_sound: bool,
     seed: int,
   ) -> Culprit | None:
-    """Returns the culprit if the update after `num_updates` updates failed.
+    """Returns the culprit of a seed if its loss was not finite, or else None.
 
-    It also keeps the first culprit of each seed, for later calls. `largest` has
-    leaves `[max_updates, num_devices]`.
+    The method also keeps the first culprit of each seed, for later calls.
+    `largest` has leaves `[max_updates, num_devices]`.
     """
     values = np.stack([x.value for x in largest.values()])
     if is_sound and np.isfinite(values[:, :num_updates]).all():

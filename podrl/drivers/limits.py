@@ -1,4 +1,4 @@
-"""Finds what limits a Sebulba run, how balanced its machine is, and its cost.
+"""Finds the limit of a Sebulba run, the balance of its machine and its cost.
 
 The limit is the part that works for the largest share of the time: if that part
 were faster, the run would be faster. If no share is near 1, the parts wait for

@@ -101,7 +101,7 @@ def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
   """Copies a tree of arrays to a mesh.
 
   The partition specs, `specs`, are a tree prefix of `tree`. If several
-  processes have devices of the mesh, each passes the whole tree.
+  processes have devices of the mesh, each process passes the whole tree.
   """
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
   if mesh.is_multi_process:
@@ -212,8 +212,8 @@ def platform() -> str:
 def _ignore_libtpu() -> None:
   """Makes JAX skip TPUs if libtpu is installed and the machine has no TPU.
 
-  On such a machine, JAX would load libtpu, and libtpu would print errors. The
-  package may still be installed there, because `podrl compile` needs it.
+  Without this function, JAX would load libtpu, and libtpu would print errors.
+  libtpu may be installed on such a machine because `podrl compile` needs it.
   """
   platforms = dict.fromkeys([*_find_accelerators(), 'cpu'])
   has_libtpu = importlib.util.find_spec('libtpu') is not None

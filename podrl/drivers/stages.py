@@ -59,7 +59,7 @@ def cpu_seconds() -> float:
 
 
 def idle_core_seconds(cores: Set[int]) -> float | None:
-  """Returns the idle seconds of each core, summed over the cores.
+  """Returns the sum of the idle seconds of `cores`.
 
   It returns None if the system does not report idle time. Only Linux does.
   """

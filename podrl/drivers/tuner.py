@@ -3,7 +3,8 @@
 GA3C's scheduler (Babaeizadeh et al. 2017, arXiv:1611.06256) changes the number
 at random, and decides after one noisy window of training. This tuner compares
 two numbers, A and B, by the samples learned per second. Its windows alternate:
-A B B A. It waits after each change, and ignores differences that may be noise.
+A B B A. The tuner waits after each change, and ignores differences that may be
+noise.
 """
 
 from collections.abc import Generator
@@ -100,7 +101,7 @@ class Tuner:
     queue_depth: int,
     pause_seconds: float = 0.0,
   ) -> None:
-    """Adds the training since the last call; may change `num_actors`.
+    """Adds what training did since the last call; may change `num_actors`.
 
     Args:
       seconds: training time, without the pause.

@@ -1,4 +1,4 @@
-"""envpool environments as a `HostEnv`; C++ threads of envpool step a batch."""
+"""envpool environments as a `HostEnv`, which envpool's C++ threads step."""
 
 import ctypes
 import sys
@@ -106,7 +106,7 @@ def _check(
 
 
 def _cast(key: str, value: Any, default: Any) -> Any:
-  """Casts an option to the type of its default, which the C++ code requires."""
+  """Casts an option to the type of its default; C++ needs this type."""
   if type(default) is int and type(value) is float and value.is_integer():
     value = int(value)
   if type(default) is float and type(value) is int:

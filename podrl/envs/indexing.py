@@ -1,9 +1,10 @@
 """Environments without gathers and scatters, for a TPU.
 
 An environment reads and writes single elements of small arrays, such as the
-pixel of a ball. For a batch of environments, this is a gather or a scatter, and
-a TPU computes it one index after the other. A comparison of every position with
-the index has the same result, and computes all environments at the same time.
+pixel of a ball. For a batch of environments, a read is a gather and a write is
+a scatter, and a TPU handles their indices one after another. A comparison of
+every position with the index has the same result, and a TPU computes it for all
+environments at the same time.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,8 @@ def compare_indices(function: Callable) -> Callable:
   change. A custom derivative inside the function is lost.
 
   Args:
-    function: `(*arguments) -> tree`, from trees of arrays, without a batch.
+    function: `(*arguments) -> tree`. The arguments are trees of arrays without
+      a batch axis.
   """
 
   def compared(*arguments: Tree) -> Tree:
@@ -38,7 +40,7 @@ def compare_indices(function: Callable) -> Callable:
 
 
 def _evaluate(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-  """Evaluates a program, with comparisons where `_RULES` has them."""
+  """Evaluates a program; applies `_RULES` where a rule fits an operation."""
   program = jaxpr.jaxpr
   values = dict(zip(program.constvars, jaxpr.consts, strict=True))
   values.update(zip(program.invars, inputs, strict=True))
@@ -63,7 +65,7 @@ def _evaluate(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _is_at(shape: Sequence[int], axes: Sequence[int], index: Any) -> Array:
-  """Returns bool `[*shape]`: which elements have `index` on `axes`."""
+  """Returns bool `[*shape]`, true for the elements at `index` on `axes`."""
   sizes = [shape[a] for a in axes]
   order = np.argsort(axes)
   position = np.arange(np.prod(sizes)).reshape(sizes).transpose(order)
@@ -78,7 +80,7 @@ def _is_at(shape: Sequence[int], axes: Sequence[int], index: Any) -> Array:
 
 
 def _select(x: Array, axes: Sequence[int], index: Any) -> Array:
-  """Returns x at an index on some axes, which it removes."""
+  """Returns the elements of x at `index` on `axes`, without these axes."""
   mask = _is_at(x.shape, axes, index)
   if x.dtype == bool:
     return jnp.any(mask & x, axes)

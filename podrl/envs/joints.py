@@ -19,7 +19,7 @@ from podrl.types import Array, DeviceEnv, EnvSpec, HostEnv, TimeStep, Tree
 
 
 class EnvironmentFailed(RuntimeError):
-  """A host environment failed; podrl shows the message without the type."""
+  """A host environment failed; podrl prints only the message, not the type."""
 
 
 class JointState(NamedTuple):

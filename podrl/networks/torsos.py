@@ -30,7 +30,7 @@ def as_vector(obs: Tree, dtype: Any = jnp.float32) -> jax.Array:
 def as_image(
   obs: Tree, channels_first: bool, dtype: Any = jnp.float32
 ) -> jax.Array:
-  """Converts images to `[N, H, W, C]`, and uint8 values to 0 ... 1."""
+  """Converts images to `[N, H, W, C]`; scales uint8 values to [0, 1]."""
   (image,) = jax.tree.leaves(obs)
   scale = 255.0 if image.dtype == jnp.uint8 else 1.0
   image = jnp.moveaxis(image, 1, -1) if channels_first else image
@@ -74,8 +74,9 @@ class MLP(nn.Module):
 class TwinMLP(nn.Module):
   """Two separate MLPs; one matrix product computes both first layers.
 
-  It computes the same as two `MLP`s, with the same number of parameters, but it
-  reads and converts a wide observation only once. Its attributes are `MLP`'s.
+  The result and the number of parameters are those of two `MLP`s, but the
+  network reads and converts a wide observation only once. The attributes are
+  those of `MLP`.
   """
 
   hidden_sizes: Sequence[int] = (64, 64)
@@ -131,7 +132,7 @@ def _multiply_patches(
 def _convolve(
   x: jax.Array, kernel: jax.Array, bias: jax.Array, *, stride: int, padding: str
 ) -> jax.Array:
-  """Computes a convolution by XLA's own operation."""
+  """Computes a convolution with XLA's own operation."""
   axes, strides = ('NHWC', 'HWIO', 'NHWC'), (stride, stride)
   y = jax.lax.conv_general_dilated(
     x, kernel, strides, padding, dimension_numbers=axes
@@ -142,11 +143,12 @@ def _convolve(
 def _convolve_with_ones(
   x: jax.Array, kernel: jax.Array, bias: jax.Array, *, stride: int, padding: str
 ) -> jax.Array:
-  """Computes the same; the bias is the weight of another channel, of ones.
+  """Computes a convolution; the bias is the weight of an extra channel of ones.
 
-  On a TPU, the gradient of a bias that is added takes as long as several
-  convolutions. A TPU pads the channels to a multiple of 8, so that the other
-  channel often costs nothing; if it does not, the bias is added.
+  On a TPU, the gradient of an added bias takes as long as several convolutions.
+  A TPU pads the channels to a multiple of 8, so the extra channel often costs
+  nothing. If the extra channel would cost time, or the padding is 'SAME', the
+  function adds the bias instead.
   """
   if padding == 'SAME' or x.shape[-1] % 8 == 0:
     return _convolve(x, kernel, bias, stride=stride, padding=padding)
@@ -268,14 +270,15 @@ def make_torso(
 
   Args:
     name: one of `TORSOS`; 'auto' is 'nature_cnn' for images of at least
-      36 x 36, 'conv' for smaller images, and otherwise 'mlp'.
+      36 x 36, 'conv' for smaller images, and 'mlp' for other observations.
     spec: describes the environment.
-    hidden_sizes: widths of the MLP's layers. The last width is also that of the
-      layer after the convolutions.
+    hidden_sizes: widths of the MLP's layers. The layer after the convolutions
+      has the last of these widths.
     dtype: dtype of the torso's arithmetic.
 
   Raises:
-    ValueError: if the torso needs an image, or a larger image.
+    ValueError: if the torso needs an image, but the observation is not an
+      image or is too small.
   """
   size = image_size(spec)
   is_large = size >= _MIN_NATURE_SIZE
