@@ -20,8 +20,8 @@ def load(
 
   Args:
     path: the directory of the run, or of one of its agents (`RUN/seed_2`).
-    which: 'last', 'best' (the highest evaluated return), or the checkpoint's
-      number of updates.
+    which: 'last', 'best' (the highest evaluated return), or the number of
+      updates of a checkpoint.
     seed: index of the agent, from 0, if the run has several agents.
 
   Raises:

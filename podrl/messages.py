@@ -5,7 +5,7 @@ import difflib
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
-  """Returns up to three known names that are similar to `name`, in any case."""
+  """Returns up to three known names similar to `name`; case does not matter."""
   names = {x.lower(): x for x in known}
   near = difflib.get_close_matches(str(name).lower(), names, 3, 0.4)
   return [names[x] for x in near]
@@ -21,6 +21,6 @@ def suggest(name: str, known: Collection[str], prefix: str = '') -> str:
 
 
 def one_line(error: BaseException, *, with_kind: bool = False) -> str:
-  """Returns an exception's message in one line, or its type if it is empty."""
+  """Returns an exception's message in one line; without a message, its type."""
   kind, message = type(error).__name__, ' '.join(str(error).split())
   return f'{kind}: {message}' if with_kind and message else message or kind

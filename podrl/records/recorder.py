@@ -52,7 +52,7 @@ _REDUCTIONS = defaultdict(_Reduction) | {
 
 
 def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
-  """Merges the records of several agents; keeps only numbers in all of them.
+  """Merges records of several agents; keeps only numbers that all records have.
 
   `in_turn` says that the agents ran one after another. In this case, the rates
   of the agents are averaged instead of added.

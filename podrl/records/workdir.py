@@ -144,8 +144,8 @@ def is_series(config: ConfigDict) -> bool:
 def run_of_agent(path: str, *, or_series: bool = False) -> str | None:
   """Returns the run that contains an agent's directory `RUN/seed_N`, or None.
 
-  In a series, each seed is a separate run. The result is then None, or the
-  series if `or_series` is true.
+  In a series, each seed is a separate run, so the result is None, or the series
+  if `or_series` is true.
   """
   path = os.path.abspath(path)
   parent, name = os.path.split(path)
@@ -300,7 +300,7 @@ def update_config(path: str, config: ConfigDict) -> None:
 
 @contextlib.contextmanager
 def lock(path: str) -> Iterator[None]:
-  """Locks a run's directory, created if needed, or raises a ValueError."""
+  """Locks a run's directory, new or not; raises a ValueError if this fails."""
   with contextlib.ExitStack() as stack:
     try:
       os.makedirs(path, exist_ok=True)
@@ -353,7 +353,7 @@ def restore_config(
   if unknown := ', '.join(sorted(set(theirs) - set(ours))):
     raise ValueError(
       f'{path} has fields that this experiment does not have: {unknown}; '
-      'resume it with the experiment and the version of podrl that wrote it'
+      'use the experiment and the version of podrl that wrote this run'
     )
   messages = []
   for name in differing:

@@ -1,4 +1,4 @@
-"""Chooses which devices and threads of a host a run uses."""
+"""Chooses the devices and the threads that a run uses on each host."""
 
 from collections.abc import Callable, Sequence
 import importlib.metadata
@@ -135,7 +135,7 @@ def on_all_hosts(indices: Sequence[int], machine: Machine) -> list[jax.Device]:
 def anakin_devices(
   config: ConfigDict, machine: Machine | None = None
 ) -> list[jax.Device]:
-  """Returns the devices of an Anakin run; None means this machine."""
+  """Returns an Anakin run's devices on a machine, by default this one."""
   machine = machine or this_machine()
   local, num_processes = machine.local_devices, len(machine.hosts)
   num_devices = config.num_devices or len(local)
@@ -198,7 +198,7 @@ def _default_devices(
 def make_layout(
   config: ConfigDict, spec: EnvSpec, machine: Machine | None = None
 ) -> Layout:
-  """Decides how Sebulba uses each host; None means this machine."""
+  """Decides how Sebulba uses each host of a machine, by default this one."""
   machine = machine or this_machine()
   fields, local = config.sebulba, machine.local_devices
   platform = machine.platform

@@ -32,7 +32,7 @@ class Trained(NamedTuple):
   """A finished run.
 
   Attributes:
-    policy: the trained policy, or the policy of the first of several seeds.
+    policy: the trained policy; with several agents, the first agent's policy.
     records: the records of `metrics.jsonl`.
     workdir: the run's directory.
   """
@@ -58,7 +58,7 @@ def parse(
 
 
 def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
-  """Returns the environment, and the fields `env` of a run that is resumed."""
+  """Returns the environment, and the saved `env` fields of a resumed run."""
   text, values = command_line.task, command_line.flags
   saved = ConfigDict()
   if values.resume and files.is_run(values.workdir):

@@ -111,7 +111,7 @@ def with_fields(config: ConfigDict, fields: dict[str, Any]) -> ConfigDict:
 
 
 def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
-  """Returns the plans that differ from `plan` by one step of one setting.
+  """Returns the plans that differ from `plan` in one setting, by one step.
 
   The plans may be invalid. If the unroll length changes, the batch size stays
   the same. If the number of threads changes, `num_envs` stays the same.
@@ -163,8 +163,8 @@ def is_candidate(
 def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
   """Runs a driver for some seconds, or for two updates if they take longer.
 
-  Compilation and the first update do not count. It raises a ValueError if the
-  configuration does not fit, or the loss is not finite.
+  Compilation and the first update do not count. The function raises a
+  ValueError if the configuration does not fit, or the loss is not finite.
 
   Returns:
     A record as in metrics.jsonl. Its rates count only the steps that the
@@ -258,8 +258,8 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
   """Runs `search` from a configuration, and prints a line for each run.
 
   T and the batch size may differ from the configuration by at most the factor
-  `size_range`. A larger factor may need another learning rate. It raises a
-  ValueError if the configuration does not fit this machine, or if a run fails.
+  `size_range`. A larger factor may need another learning rate. The function
+  raises a ValueError if the configuration does not fit, or a run fails.
   """
   build.make_run(config)  # Raises if the configuration does not fit.
   base = from_config(config)
@@ -466,7 +466,7 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
     for name, text in limits.describe(workdir.read_json(summary)):
       print(f'{name}: {text}')
   else:
-    print(f'{path} has not ended; when it ends, its summary names its limit')
+    print(f'{path} has not ended; at the end, summary.json names the limit')
   if config.sebulba.autotune:
     tools.make_directory(out)
     picture = os.path.join(out, 'balance.png')
@@ -541,7 +541,7 @@ def run(argv: Sequence[str]) -> int:
   flags.DEFINE_string('out', None, text, flag_values=values)
   text = 'The largest policy lag of the plans, in updates.'
   flags.DEFINE_integer('max_lag', None, text, 0, flag_values=values)
-  text = 'The largest factor that may change the unroll length or batch size.'
+  text = 'The unroll length and the batch may change by at most this factor.'
   flags.DEFINE_float('size_range', 2.0, text, flag_values=values)
   flags.DEFINE_bool('apply', False, 'Train with plan 1.', flag_values=values)
   return tools.run_command(argv, __doc__, values, _act, known_only=True)
