@@ -22,8 +22,8 @@ class AgentEntry(NamedTuple):
       these fields to the base configuration or changes their values. An
       Anakin run ignores the fields of Sebulba, such as `sebulba.max_lag`.
     comments: one line for `--help` about each field that the agent adds.
-    kinds: values of configuration fields for each kind of environment. Only
-      `podrl train` uses them.
+    kinds: values of configuration fields for each kind of environment. Commands
+      that get an environment's name use them, such as `podrl train NAME`.
     changeable: the fields that a resumed run may change, because they are
       hyperparameters of the agent.
     check: `(fields) -> None`, raises a ValueError if the configuration does

@@ -73,9 +73,8 @@ class System(NamedTuple):
   num_cores: int  # Cores that the process may use.
   num_actors: int  # Actor threads on all actor devices.
   env_threads: int  # Threads that step the environments of one actor.
-  actor_devices: tuple[
-    int, ...
-  ]  # Indices of devices; the learner may use them.
+  # Indices of devices; the learner may use them, too.
+  actor_devices: tuple[int, ...]
   learner_devices: tuple[int, ...]
   unrolls_per_update: int  # Unrolls that one update learns from.
   max_lag: int  # The largest policy lag, in updates.

@@ -45,6 +45,8 @@ class _Deferred(types.ModuleType):
   def __getattr__(self, name: str) -> Any:
     if name.startswith('__'):  # The import statement looks for `__path__`.
       raise AttributeError(name)
+    if sys.modules.get(self.__name__) is self:
+      del sys.modules[self.__name__]
     return getattr(importlib.import_module(self.__name__), name)
 
 
@@ -57,7 +59,7 @@ def import_gymnax() -> Any:
       importlib.import_module('gymnax')
     finally:
       for name in names:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
   return sys.modules['gymnax']
 
 

@@ -1,4 +1,4 @@
-"""Environments without gathers and scatters, for a TPU.
+"""Environments whose single reads and writes are comparisons, for a TPU.
 
 An environment reads and writes single elements of small arrays, such as the
 pixel of a ball. For a batch of environments, a read is a gather and a write is
@@ -11,20 +11,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import source_info_util
 from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
 from podrl.types import Array, Tree
 
-_MAX_INDICES = 16  # An operation with more indices stays as it is.
+# An operation with more indices, or on a larger array, stays as it is.
+_MAX_INDICES, _MAX_SIZE = 16, 2**14
 
 
 def compare_indices(function: Callable) -> Callable:
-  """Returns the function with comparisons in place of its gathers and scatters.
+  """Returns the function with comparisons in place of some indexing.
 
-  The results are the same. Operations inside loops and conditionals do not
-  change. A custom derivative inside the function is lost.
+  It replaces reads and writes of single elements, rows or columns, such as
+  `x[i, j]` and `x.at[i].set(y)`. The results are the same. Operations inside
+  loops and conditionals do not change. A custom derivative inside the function
+  is lost.
 
   Args:
     function: `(*arguments) -> tree`. The arguments are trees of arrays without
@@ -53,15 +57,27 @@ def _evaluate(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
     arguments = [read(x) for x in equation.invars]
     called = params.get('jaxpr', params.get('call_jaxpr'))
     rule = _RULES.get(primitive.name, lambda *_, **__: None)
-    if primitive.name in _CALLS and isinstance(called, core.ClosedJaxpr):
-      outputs = _evaluate(called, arguments)
-    elif (output := rule(*arguments, **params)) is not None:
-      outputs = [output]
-    else:
-      outputs = primitive.bind(*arguments, **params)
-      outputs = outputs if primitive.multiple_results else [outputs]
+    source = equation.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    # The compiled program then names the lines of the environment.
+    with source_info_util.user_context(source.traceback, name_stack=stack):
+      if primitive.name in _CALLS and isinstance(called, core.ClosedJaxpr):
+        outputs = _evaluate(called, arguments)
+      elif (output := rule(*arguments, **params)) is not None:
+        outputs = [output]
+      else:
+        outputs = primitive.bind(*arguments, **params)
+        outputs = outputs if primitive.multiple_results else [outputs]
     values.update(zip(equation.outvars, outputs, strict=True))
   return [read(x) for x in program.outvars]
+
+
+def _is_suitable(x: Any, *indices: Any) -> bool:
+  """Whether a comparison can replace an operation on x, and is fast."""
+  is_number = not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+  # A smaller dtype of an index may not hold the size of the axis.
+  is_wide = all(jnp.result_type(i) == jnp.int32 for i in indices)
+  return is_number and is_wide and x.size <= _MAX_SIZE
 
 
 def _is_at(shape: Sequence[int], axes: Sequence[int], index: Any) -> Array:
@@ -91,6 +107,8 @@ def _dynamic_slice(x: Array, *starts: Array, slice_sizes: Any, **_: Any) -> Any:
   axes = [a for a, n in enumerate(slice_sizes) if n < x.shape[a]]
   if not axes or any(slice_sizes[a] != 1 for a in axes):
     return None
+  if not _is_suitable(x, *starts):
+    return None
   index = [jnp.clip(starts[a], 0, x.shape[a] - 1) for a in axes]
   return _select(x, axes, index).reshape(slice_sizes)
 
@@ -105,6 +123,8 @@ def _scatter(
   if numbers.operand_batching_dims or is_window or num_indices > _MAX_INDICES:
     return None
   if params['mode'] == jax.lax.GatherScatterMode.CLIP:
+    return None
+  if not axes or not _is_suitable(x, indices):
     return None
   x, updates = jnp.asarray(x), jnp.asarray(updates)
   others = [n for a, n in enumerate(x.shape) if a not in axes]

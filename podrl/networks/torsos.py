@@ -46,7 +46,7 @@ def standardize(image: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def relu(x: jax.Array) -> jax.Array:
-  """Computes max(x, 0); its gradient at 0 is 0."""
+  """Computes max(x, 0); its gradient is 0 at 0, and NaN for infinite values."""
   return jnp.maximum(x, 0)
 
 
@@ -148,7 +148,8 @@ def _convolve_with_ones(
   On a TPU, the gradient of an added bias takes as long as several convolutions.
   A TPU pads the channels to a multiple of 8, so the extra channel often costs
   nothing. If the extra channel would cost time, or the padding is 'SAME', the
-  function adds the bias instead.
+  function adds the bias instead. With its default precision, a TPU rounds the
+  extra weight to bfloat16, as it rounds all weights.
   """
   if padding == 'SAME' or x.shape[-1] % 8 == 0:
     return _convolve(x, kernel, bias, stride=stride, padding=padding)

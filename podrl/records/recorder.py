@@ -9,6 +9,7 @@ import operator
 import os
 import shutil
 import sys
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -286,6 +287,7 @@ class Wandb:
 
 
 Sink = JsonLines | TensorBoard | Wandb | Terminal
+_MAX_QUEUED = 1024  # Records that wait to be written.
 
 
 class Writer:
@@ -296,6 +298,8 @@ class Writer:
 
   def __init__(self):
     self._executor = ThreadPoolExecutor(1, 'podrl-writer')
+    # A sink that hangs must not fill the memory with queued records.
+    self._free = threading.BoundedSemaphore(_MAX_QUEUED)
     self._error: WriteError | None = None
 
   def _write(self, sink: Sink, record: Record | None) -> None:
@@ -309,6 +313,9 @@ class Writer:
       message = f'{type(sink).__name__} could not write: {error}'
       self._error = self._error or WriteError(message)
       self._error.__cause__ = error
+    finally:
+      if record is not None:
+        self._free.release()
 
   def _check(self) -> None:
     if self._error:
@@ -318,6 +325,7 @@ class Writer:
     """Queues a record for each sink."""
     self._check()
     for sink in sinks:
+      self._free.acquire()
       self._executor.submit(self._write, sink, record)
 
   def flush(self) -> None:

@@ -575,20 +575,25 @@ def compile_command(
       configs.apply_overrides(config, overrides)
     if scale:
       config.env.num_envs *= target.num_devices
-    machine = targets.make_machine(target)
-    # libtpu would print a stack.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return config, *compile_for(config, target, machine)
+    return config, *compile_for(config, target)
+
+
+def set_up_process(target: Target) -> None:
+  """Loads the compiler of a target into a process that uses no other device."""
+  jax.config.update('jax_platforms', 'cpu')
+  targets.make_machine(target)
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)  # libtpu would print a stack.
 
 
 def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Compiles for each target; prints, writes and draws the reports."""
-  jax.config.update('jax_platforms', 'cpu')  # It must not use a device.
+  all_targets = [targets.parse(x) for x in values.target or ['']]
+  set_up_process(all_targets[0])
   console = Console(highlight=False, markup=False)
   if values.out:
     tools.make_directory(values.out)
   reports, task, path = [], '', ''
-  for target in [targets.parse(x) for x in values.target]:
+  for target in all_targets:
     config, report, texts = compile_command(arguments, target, values.scale)
     reports.append(report)
     task = f'{config.env.name}, {config.agent.name}'

@@ -20,7 +20,6 @@ import os
 from typing import Any, NamedTuple
 
 from absl import flags
-import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +34,7 @@ from podrl.tools.compile import (
   Report,
   compile_command,
   format_seconds,
+  set_up_process,
 )
 
 CORES = tuple(2**i for i in range(12))
@@ -155,11 +155,11 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Compiles the experiment for three sizes; prints and draws the rows."""
   check_choice('--chip', values.chip, CHIPS)
   tools.make_directory(values.out)
-  jax.config.update('jax_platforms', 'cpu')  # Leave devices alone.
   console = Console(highlight=False, markup=False)
   found = {n: find_target(values.chip, n) for n in CORES}
   all_targets = {n: x for n, x in found.items() if x}
   sizes = list(all_targets)
+  set_up_process(all_targets[sizes[0]])
   reports = {}
   for n in (sizes[0], sizes[len(sizes) // 2], sizes[-1]):
     target = all_targets[n]

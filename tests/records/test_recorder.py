@@ -133,6 +133,21 @@ def test_a_writer_delays_nobody_and_loses_nothing():
   assert 'podrl-writer_0' not in {t.name for t in threading.enumerate()}
 
 
+def test_a_hanging_sink_delays_the_run_when_the_queue_is_full(monkeypatch):
+  monkeypatch.setattr(recorder, '_MAX_QUEUED', 3)
+  writer, sink = recorder.Writer(), _Sink()
+  thread = threading.Thread(
+    target=lambda: [writer.write([sink], i) for i in range(4)], daemon=True
+  )
+  thread.start()
+  thread.join(0.3)
+  assert thread.is_alive()  # The fourth record waits.
+  sink.gate.set()
+  thread.join(30)
+  writer.close([sink])
+  assert not thread.is_alive() and sink.records == list(range(4))
+
+
 def test_what_a_sink_raises_is_raised():
   writer, sink, other = recorder.Writer(), _Sink(fail_at=1), _Sink()
   sink.gate.set()
