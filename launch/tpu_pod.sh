@@ -137,17 +137,18 @@ tpu() { run gcloud compute tpus queued-resources "$@" "${where[@]}"; }
 # Compiles the run for the slice, on this machine: a run that the compiler refuses or
 # that needs too much memory must not create anything.
 check_run() {
-  local python words=() word
+  local python words=() word before=''
   python=$(command -v python || command -v python3)
   if ! "$python" -c 'import libtpu, podrl' 2>/dev/null; then
     say "libtpu or podrl is not installed here, so the run is not compiled first"
     return
   fi
   for word in "$@"; do
-    [[ ${words[0]-} || $word == *.py ]] && words+=("$word")
+    [[ ${words[0]-} || $word == *.py || $before == train ]] && words+=("$word")
+    before=$word
   done
   if [[ ! ${words[0]-} ]]; then
-    say 'the command names no experiment, so the run is not compiled first'
+    say 'the command names no experiment and no environment, so the run is not compiled first'
     return
   fi
   run "$python" -m podrl compile "${words[@]}" "--target=$accelerator" \

@@ -122,7 +122,8 @@ def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
   for n in range(2, min(num_cores(), _MAX_CPU_DEVICES) + 1):
     num_envs, rest = divmod(config.env.num_envs, n * num_processes)
     size, _ = _batch_size(config, num_envs)
-    if rest == 0 and size % config.num_minibatches == 0:
+    # `config.check` refuses num_minibatches=0 later.
+    if rest == 0 and size % max(1, config.num_minibatches) == 0:
       fitting.append(n)
   return fitting[-1]
 

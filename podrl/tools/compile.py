@@ -390,9 +390,14 @@ def compile_program(program: Program, chip: Chip) -> tuple[dict[str, int], str]:
 
 
 def compile_for(
-  config: ConfigDict, target: Target, machine: Machine | None = None
+  config: ConfigDict,
+  target: Target,
+  machine: Machine | None = None,
+  scale: int = 1,
 ) -> tuple[Report, dict[str, str]]:
   """Compiles a run for a target; call this inside `spmd.compiling_for`.
+
+  `config.env.num_envs` is `scale` times the number that the user gave.
 
   It returns the report, and the text of each compiled program by name. For a
   user's mistake, or if the run needs too much memory, it raises a ValueError.
@@ -405,9 +410,9 @@ def compile_for(
     fits = _largest(config, target, machine, needed / limit)
     needs = format_size(needed) if needed < math.inf else 'more'
     raise ValueError(
-      f'config.env.num_envs={config.env.num_envs} does not fit on {target.name}'
-      f': a core has {format_size(limit)} but needs {needs}; '
-      + (f'{fits} fits' if fits else 'no smaller number fits')
+      f'config.env.num_envs={config.env.num_envs // scale} does not fit on '
+      f'{target.name}: a core has {format_size(limit)} but needs {needs}; '
+      + (f'{fits // scale} fits' if fits else 'no smaller number fits')
     ) from error
 
 
@@ -573,22 +578,23 @@ def compile_command(
       configs.apply_overrides(config, overrides)  # `make_spec` needs options.
       config = defaults.make_config(task, agent, build.make_spec(config))
       configs.apply_overrides(config, overrides)
-    if scale:
-      config.env.num_envs *= target.num_devices
-    return config, *compile_for(config, target)
+    factor = target.num_devices if scale else 1
+    config.env.num_envs *= factor
+    return config, *compile_for(config, target, scale=factor)
 
 
-def set_up_process(target: Target) -> None:
-  """Loads the compiler of a target into a process that uses no other device."""
+def set_up_process(all_targets: Sequence[Target]) -> None:
+  """Loads the compilers of some targets, and keeps off the devices here."""
   jax.config.update('jax_platforms', 'cpu')
-  targets.make_machine(target)
+  for target in all_targets:
+    targets.make_machine(target)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)  # libtpu would print a stack.
 
 
 def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Compiles for each target; prints, writes and draws the reports."""
   all_targets = [targets.parse(x) for x in values.target or ['']]
-  set_up_process(all_targets[0])
+  set_up_process(all_targets)
   console = Console(highlight=False, markup=False)
   if values.out:
     tools.make_directory(values.out)

@@ -159,7 +159,7 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   found = {n: find_target(values.chip, n) for n in CORES}
   all_targets = {n: x for n, x in found.items() if x}
   sizes = list(all_targets)
-  set_up_process(all_targets[sizes[0]])
+  set_up_process([all_targets[sizes[0]]])
   reports = {}
   for n in (sizes[0], sizes[len(sizes) // 2], sizes[-1]):
     target = all_targets[n]

@@ -676,7 +676,12 @@ class _Cloud:
   def git(self, *words):
     subprocess.run(['git', '-C', self.path, *words], check=True)
 
-  def start(self, *words, accelerator='v4-16'):
+  def start(
+    self,
+    *words,
+    accelerator='v4-16',
+    command=('python', 'experiments/x.py', '--config.seed=1'),
+  ):
     return subprocess.Popen(
       [
         *_HEEDING,
@@ -690,9 +695,7 @@ class _Cloud:
         *(() if '--check' in words else ('--no-check',)),
         *(x for x in words if x != '--check'),
         '--',
-        'python',
-        'experiments/x.py',
-        '--config.seed=1',
+        *command,
       ],
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
@@ -793,6 +796,12 @@ def test_tpu_compiles_the_run_first(has_libtpu, code, message, tmp_path):
     compiled = (cloud.tools / 'compiled').read_text()
     expected = 'experiments/x.py --config.seed=1 --target=v4-16\n'
     assert compiled == f'-m podrl compile {expected}'
+    words = 'CartPole-v1', '--steps=10'
+    assert cloud.run('--check', command=('podrl', 'train', *words))[0] == code
+    compiled = (cloud.tools / 'compiled').read_text()
+    assert (
+      compiled == '-m podrl compile CartPole-v1 --steps=10 --target=v4-16\n'
+    )
 
 
 def test_tpu_commands_are_whole(tmp_path):

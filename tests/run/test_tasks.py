@@ -127,6 +127,7 @@ def test_a_run_that_is_resumed_knows_its_environment(
     (['Catch-bsuite', '--sede=1'], '--sede=1 is not understood; did you mean'),
     (['Catch-bsuite', '--steps=many'], 'config.total_env_steps=many is not of'),
     (['Catch-bsuite', '--variant=x'], 'variant=x is unknown'),
+    (['Catch-bsuite', '--config.num_minibatches=0'], 'num_minibatches=0 must'),
     (['nowhere:Walk-v0'], "No module named 'nowhere'"),
   ],
 )

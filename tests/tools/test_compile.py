@@ -252,14 +252,14 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
   config.unroll_length, config.num_devices, config.env.num_envs = 1, 4, 2**18
   machine = devices.Machine(jax.devices(), 0, 1)
   with spmd.compiling_for('tpu'), pytest.raises(ValueError) as caught:
-    compile.compile_for(config, targets.parse('v5e-4'), machine)
+    compile.compile_for(config, targets.parse('v5e-4'), machine, scale=4)
   message, _, fits = str(caught.value).rpartition('; ')
   assert message == (
-    'config.env.num_envs=262144 does not fit on v5e-4: a core has 16 GiB but '
+    'config.env.num_envs=65536 does not fit on v5e-4: a core has 16 GiB but '
     'needs more'
   )
   # 15,360 environments of 1 MiB fit beside 1 GiB; this is 15 times 2^10.
-  assert fits == '14336 fits'
+  assert fits == '3584 fits'  # For each of 4 devices.
   assert tried == [2**18, 2**17, 2**16, 2**13, 14_336]
 
 
