@@ -23,7 +23,8 @@ class AgentEntry(NamedTuple):
       Anakin run ignores the fields of Sebulba, such as `sebulba.max_lag`.
     comments: one line for `--help` about each field that the agent adds.
     kinds: values of configuration fields for each kind of environment. Commands
-      that get an environment's name use them, such as `podrl train NAME`.
+      that get an environment's name, such as `podrl train NAME`, use these
+      values.
     changeable: the fields that a resumed run may change, because they are
       hyperparameters of the agent.
     check: `(fields) -> None`, raises a ValueError if the configuration does

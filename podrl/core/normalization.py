@@ -1,10 +1,10 @@
 """Running normalisation of observations and rewards, as a wrapper of an agent.
 
 The statistics are part of the agent's variables, so they are saved, copied and
-replicated with the parameters. Every step that the agent learns from counts
-once. The first unroll is an exception: it sets only the initial mean. Its
-variance, measured around a mean of 0, would be inexact. An update changes the
-statistics only at its end. Without policy lag, acting and learning use the same
+replicated with the parameters. They count each step of the experience once. The
+first unroll is an exception: it sets only the initial mean. Its variance,
+measured around a mean of 0, would be inexact. An update changes the statistics
+only at its end. Without policy lag, acting and learning use the same
 statistics.
 """
 

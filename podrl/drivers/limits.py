@@ -238,8 +238,8 @@ def workload_ratio(record: Mapping[str, float], system: System) -> float | None:
   """Returns CPU seconds of the environments per busy second of a device.
 
   The environments need this many cores to keep one device always busy. Their
-  CPU seconds are the time in which each actor steps, summed over actors, times
-  the threads of one actor. They are at most the CPU time of the process. A
+  CPU seconds are the time that all actors together spend in steps, multiplied
+  by the threads of one actor. They are at most the CPU time of the process. A
   device that acts and learns counts once. The result is None if no device was
   busy.
 
@@ -302,8 +302,8 @@ def describe(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       )
     if 'cpu_balance' in summary:
       text += (
-        f'; the machine has {summary["cpu_balance"]:.2g} times the CPU cores '
-        'that would keep its devices busy'
+        f'; the machine has {summary["cpu_balance"]:.2g} times as many '
+        'CPU cores as it needs to keep its devices busy'
       )
     rows.append(('balance', text))
   if 'frames_per_joule' in summary:

@@ -87,9 +87,10 @@ class Tuner:
     self._start_window(self.best)
 
   def _start_window(self, before: int = 0, queue_depth: int = 0) -> None:
-    """Starts a window when the current unrolls of `before` actors have ended.
+    """Starts a window.
 
-    If `before` is 0, the window starts at once.
+    `before` is the number of actors that acted until now. The window starts
+    when they have ended their current unrolls, or at once if `before` is 0.
     """
     self._before, self._depth = before, queue_depth
     self._passed, self._num_updates = 0.0, 0

@@ -144,8 +144,8 @@ def is_series(config: ConfigDict) -> bool:
 def run_of_agent(path: str, *, or_series: bool = False) -> str | None:
   """Returns the run that contains an agent's directory `RUN/seed_N`, or None.
 
-  In a series, each seed is a separate run, so the result is None, or the series
-  if `or_series` is true.
+  In a series, each seed is a separate run. The result is then None, or the
+  directory of the series if `or_series` is true.
   """
   path = os.path.abspath(path)
   parent, name = os.path.split(path)

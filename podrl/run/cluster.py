@@ -114,8 +114,8 @@ class Watchdog:
   def _check_reports(self) -> None:
     """Ends all processes when one of them is silent or hangs.
 
-    This counts periods, not seconds. With seconds, every process would look
-    dead after a suspended machine resumes.
+    The check counts periods, not seconds. If it counted seconds, every process
+    would look dead after a suspended machine resumes.
     """
     reports = {}
     for name, text in self._client.key_value_dir_get(store_key('alive')):

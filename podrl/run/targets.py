@@ -91,9 +91,10 @@ def all_reduce_seconds(num_bytes: float, num_devices: int, chip: Chip) -> float:
   """Returns the time of one all-reduce of a vector over n devices.
 
   In one pod, the time is 2 (n - 1) / n x bytes / bandwidth + hops x latency.
-  For k pods of m devices, the time is the sum of this formula for m devices and
-  of the same formula for k devices, bytes / m and the hops of a tree, because
-  each device has bytes / m after the reduce-scatter in its pod.
+  For k pods of m devices, the time has two parts. The first is this formula for
+  the m devices of a pod. The second is this formula for k devices, with bytes /
+  m and with the hops of a tree: after the reduce-scatter in its pod, each
+  device has bytes / m.
 
   Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms; for
   tori, How to Scale Your Model, Sharded Matrices.

@@ -11,12 +11,13 @@ eight GPUs. --scale multiplies config.env.num_envs by the number of devices of
 the target. A core is a device of JAX.
 
 The command prints the memory that the run needs on each core, the collectives
-of the run, and an estimate of the time of one update. For TPUs, the estimate
-is the sum of the cycles that the compiler estimates for each instruction. For
-GPUs, the compiler estimates nothing, so the command uses a roofline: the bytes
-that each instruction reads and writes, its FLOPs, and 3 us to start it. The
-estimate includes the all-reduces; podrl scaling --help has their formula. It
-excludes Sebulba's environments, which run on the host.
+of the run, and an estimate of the time of one update. For TPUs, the estimate is
+the sum of the cycles that the compiler estimates for each instruction. For
+GPUs, the compiler estimates nothing, so the command uses a roofline: the time
+of an instruction is the longest of the time for the bytes that it reads and
+writes, the time for its FLOPs, and 3 us to start it. The estimate includes the
+all-reduces; podrl scaling --help has their formula. It excludes Sebulba's
+environments, which run on the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,7 +76,7 @@ class Instruction(NamedTuple):
   text: str  # Operands and attributes.
 
   def called(self, *attributes: str) -> list[str]:
-    """Returns the names of the computations that some attributes contain."""
+    """Returns the computations that these attributes name, such as `calls`."""
     pattern = rf'\b(?:{"|".join(attributes)})=(\{{.*?\}}|[^,]*)'
     names = ' '.join(re.findall(pattern, self.text))
     return re.findall(r'[\w.-]+', names)
@@ -222,8 +223,8 @@ def roofline_seconds(run: Run, module: Module, chip: Chip) -> float:
 
   A product of matrices `[M, K]` and `[K, N]` has 2 M K N FLOPs. This is twice
   the square root of (M K) (K N) (M N), where each factor is the number of
-  elements of one matrix. A convolution has another factor under the root, the
-  number of elements of its window.
+  elements of one matrix. For a convolution, the root has one more factor: the
+  number of elements of the convolution's window.
   """
   instruction = run.instruction
   if instruction.kind in _FREE or instruction.kind.startswith(_COLLECTIVES):
