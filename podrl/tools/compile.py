@@ -394,11 +394,11 @@ def compile_for(
   config: ConfigDict,
   target: Target,
   machine: Machine | None = None,
-  scale: int = 1,
+  factor: int = 1,
 ) -> tuple[Report, dict[str, str]]:
   """Compiles a run for a target; call this inside `spmd.compiling_for`.
 
-  `config.env.num_envs` is `scale` times the number that the user gave.
+  `config.env.num_envs` is `factor` times the number that the user gave.
 
   It returns the report, and the text of each compiled program by name. For a
   user's mistake, or if the run needs too much memory, it raises a ValueError.
@@ -411,9 +411,9 @@ def compile_for(
     fits = _largest(config, target, machine, needed / limit)
     needs = format_size(needed) if needed < math.inf else 'more'
     raise ValueError(
-      f'config.env.num_envs={config.env.num_envs // scale} does not fit on '
+      f'config.env.num_envs={config.env.num_envs // factor} does not fit on '
       f'{target.name}: a core has {format_size(limit)} but needs {needs}; '
-      + (f'{fits // scale} fits' if fits else 'no smaller number fits')
+      + (f'{fits // factor} fits' if fits else 'no smaller number fits')
     ) from error
 
 
@@ -581,11 +581,11 @@ def compile_command(
       configs.apply_overrides(config, overrides)
     factor = target.num_devices if scale else 1
     config.env.num_envs *= factor
-    return config, *compile_for(config, target, scale=factor)
+    return config, *compile_for(config, target, factor=factor)
 
 
 def set_up_process(all_targets: Sequence[Target]) -> None:
-  """Loads the compilers of some targets, and keeps off the devices here."""
+  """Loads the compilers of the targets; the process itself uses only a CPU."""
   jax.config.update('jax_platforms', 'cpu')
   for target in all_targets:
     targets.make_machine(target)
@@ -594,7 +594,9 @@ def set_up_process(all_targets: Sequence[Target]) -> None:
 
 def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Compiles for each target; prints, writes and draws the reports."""
-  all_targets = [targets.parse(x) for x in values.target or ['']]
+  if not values.target:
+    raise ValueError('--target is empty; try --target=v5e-16')
+  all_targets = [targets.parse(x) for x in values.target]
   set_up_process(all_targets)
   console = Console(highlight=False, markup=False)
   if values.out:

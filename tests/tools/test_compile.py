@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
   config.unroll_length, config.num_devices, config.env.num_envs = 1, 4, 2**18
   machine = devices.Machine(jax.devices(), 0, 1)
   with spmd.compiling_for('tpu'), pytest.raises(ValueError) as caught:
-    compile.compile_for(config, targets.parse('v5e-4'), machine, scale=4)
+    compile.compile_for(config, targets.parse('v5e-4'), machine, factor=4)
   message, _, fits = str(caught.value).rpartition('; ')
   assert message == (
     'config.env.num_envs=65536 does not fit on v5e-4: a core has 16 GiB but '
@@ -287,6 +287,7 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     (['experiments/nothing.py'], 'nothing.py is not an experiment; try'),
     ([], 'no file is not an experiment'),
     ([__file__], 'is not an experiment: it has no get_config'),
+    (['{}', '--target='], '--target is empty; try --target=v5e-16'),
     (['{}', '--target=v5f-16'], '--target=v5f-16 is unknown; did you mean v5'),
     (['{}', '--target=v5e-17'], '--target=v5e-17 is unknown; did you mean v5e'),
     (['{}', '--target=2xh100:8'], 'only TPUs have slices; use h100:8'),
