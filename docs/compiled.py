@@ -24,6 +24,8 @@ _DOCS = pathlib.Path(__file__).parent
 _CSV, _PAGE = _DOCS / 'compiled.csv', _DOCS / 'reference' / 'compiled.md'
 _BEGIN, _END = '<!-- rows: python docs/compiled.py -->\n', '<!-- end -->\n'
 _TARGETS = ('v5e-16', 'v4-8', 'v6e-64')
+# Environments per core, where the number of the experiment does not fit.
+_NUM_ENVS = {('v5e-16', 'ppo', 'recurrent'): 96}
 _FIELDS = (
   'target',
   'experiment',
@@ -54,6 +56,8 @@ def _compile(name: str, agent: str, variant: str, target_name: str) -> Row:
   target = targets.parse(target_name)
   path = str(_DOCS.parent / 'experiments' / f'{name}.py')
   flags = [f'--agent={agent}', f'--variant={variant}']
+  if num_envs := _NUM_ENVS.get((target_name, agent, variant)):
+    flags.append(f'--config.env.num_envs={num_envs}')
   _, report, _ = compile.compile_command([path, *flags], target)
   programs = report.programs
   main = programs.get('train') or programs['update']
