@@ -168,16 +168,25 @@ def make_network(
   if not isinstance(make_torso(), MLP):
     return network  # A convolution is faster on a joined axis.
 
+  def unroll_steps(params: Tree, obs: Tree, is_first: Array):
+    def one_step(obs: Tree, is_first: Array) -> tuple[Array, Array]:
+      obs, is_first = jax.tree.map(lambda x: x[None], (obs, is_first))
+      head, value, _ = network.unroll(params, obs, is_first, ())
+      return head[0], value[0]
+
+    return jax.vmap(one_step)(obs, is_first)
+
+  def unroll_joined(params: Tree, obs: Tree, is_first: Array):
+    return network.unroll(params, obs, is_first, ())[:2]
+
   def unroll(
     params: Tree, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Array, Tree]:
     # `module` joins time and batch. For that, a TPU would copy the observations
-    # to another layout, so `module` gets one step at a time.
-    def one_step(obs: Tree, is_first: Array) -> tuple[Array, Array]:
-      obs, is_first = jax.tree.map(lambda x: x[None], (obs, is_first))
-      head, value, _ = network.unroll(params, obs, is_first, carry)
-      return head[0], value[0]
-
-    return *jax.vmap(one_step)(obs, is_first), carry
+    # to another layout, so a TPU computes each step separately.
+    head, value = jax.lax.platform_dependent(
+      params, obs, is_first, tpu=unroll_steps, default=unroll_joined
+    )
+    return head, value, carry
 
   return network._replace(unroll=unroll)

@@ -55,6 +55,18 @@ def test_separate_torsos_share_nothing():
 
 
 @pytest.mark.parametrize(
+  'platform,obs', [('cpu', '12x5xf32'), ('tpu', '3x4x5xf32')]
+)
+def test_only_a_tpu_keeps_time_and_batch_apart_in_an_mlp(platform, obs):
+  network = _network('none')
+  params = jax.eval_shape(network.init, jax.random.key(0))
+  trace = network.unroll.trace(params, *_sequence(length=3), ())
+  lowered = trace.lower(lowering_platforms=(platform,)).as_text()
+  # Only the first layer of each torso takes observations.
+  assert lowered.count(f'(tensor<{obs}>, tensor<5x16xf32>)') == 2
+
+
+@pytest.mark.parametrize(
   'name,image,core',
   [
     ('mlp', (3, 3, 1), 'gru'),
