@@ -169,6 +169,23 @@ class DeviceEnv(NamedTuple):
   step: Callable[[Tree, Array], tuple[Tree, TimeStep]]
 
 
+class XlaEnv(NamedTuple):
+  """How a compiled program on a CPU device steps a batch of host environments.
+
+  Attributes:
+    init: `(begin, end) -> env_state`, called once, after `HostEnv.reset`. The
+      program calls `begin() -> bool` before each step and `end()` after it. If
+      `begin` returns false, the environments do not step, the result of the
+      step is undefined, and the program does not call `end`.
+    step: `(env_state, action) -> (env_state, TimeStep)`, for traced arrays. It
+      is the same function for all batches of one task and size, so that they
+      can share a compiled program: `env_state` tells which batch steps.
+  """
+
+  init: Callable[[Callable[[], bool], Callable[[], None]], Tree]
+  step: Callable[[Tree, Array], tuple[Tree, TimeStep]]
+
+
 class HostEnv(NamedTuple):
   """A batch of B environments on the host's CPUs, in numpy.
 
@@ -184,6 +201,8 @@ class HostEnv(NamedTuple):
     close: `() -> None`, frees the environments.
     render: `() -> uint8 [H, W, 3]`, draws the first environment, or raises the
       library's error. `render` is None if the environment cannot be drawn.
+    xla: steps the same environments as `step`, but without Python. It is None
+      if the library cannot do this, or if `step` was replaced.
   """
 
   spec: EnvSpec
@@ -191,6 +210,7 @@ class HostEnv(NamedTuple):
   step: Callable[[np.ndarray], TimeStep]
   close: Callable[[], None]
   render: Callable[[], np.ndarray] | None = None
+  xla: XlaEnv | None = None
 
 
 class Agent(NamedTuple):

@@ -14,7 +14,7 @@ environments. The last column is the rate of training divided by its bound,
 1 / (1 / acting + 1 / update).
 
 With Sebulba, each part uses the same pools and threads as a run, and acting is
-inference on an observation that does not change. The last column is the rate of
+inference without steps of the environments. The last column is the rate of
 training divided by its bound, the rate of the slowest part. Training cannot
 reach this bound if the parts share the same cores, for example on a machine
 without an accelerator.
@@ -241,10 +241,18 @@ def sebulba_programs(
 
   def make_still(pool):
     timestep = pool.reset()
-    return pool._replace(reset=lambda: timestep, step=lambda _: timestep)
+    xla = pool.xla and pool.xla._replace(
+      init=lambda begin, end: pool.xla.init(lambda: False, end)
+    )
+    return pool._replace(
+      reset=lambda: timestep, step=lambda _: timestep, xla=xla
+    )
 
   functions = actor_lib.make_actor_functions(
-    agent, pools[0].spec.observe, len(learner_devices)
+    agent,
+    pools[0].spec.observe,
+    len(learner_devices),
+    pools[0].xla and pools[0].xla.step,
   )
   actors = [
     actor_lib.Actor(

@@ -2,6 +2,10 @@
 
 It steps a pool of environments on the host, chooses actions on one device and
 collects the unroll on that device. It runs no program on another device.
+
+If the device is a CPU and the environments have an `XlaEnv`, one program makes
+a whole unroll. Otherwise, a loop calls a program for each step. The unrolls are
+the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,18 +64,25 @@ class ActorFunctions(NamedTuple):
   # shard for each learner device, and the result of `find_largest`. `timesteps`
   # has only the last observation; its other leaves are `[T+1, B]`.
   finish: Callable[..., tuple[list[types.Trajectory], dict[str, Largest]]]
+  # `(variables, keys, steps, env_state, timestep, carry) -> (shards, largest,
+  # reward, is_first, state)` makes a whole unroll; None without an `XlaEnv`.
+  # `steps` has the `num_steps` of each step. `reward` and `is_first` are those
+  # of the T arrivals. `state` is the next `(env_state, timestep, carry)`.
+  unroll: Callable[..., tuple[Any, ...]] | None
 
 
 def make_actor_functions(
   agent: types.Agent,
   observe: Callable[[types.Tree], types.Tree],
   num_shards: int,
+  xla_step: Callable[..., tuple[Any, types.TimeStep]] | None = None,
 ) -> ActorFunctions:
   """Makes the programs that choose actions and collect unrolls.
 
   Args:
     observe: `EnvSpec.observe`.
     num_shards: number of shards of the batch, one per learner device.
+    xla_step: `XlaEnv.step`, if there is one.
   """
   fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
@@ -80,7 +91,6 @@ def make_actor_functions(
   compiled = functools.partial(jax.jit, compiler_options=options)
 
   # Rows stay on the device, so each observation is copied to it only once.
-  @compiled
   def step(variables, keys, num_steps, timestep, carry):
     seen = timestep._replace(obs=observe(timestep.obs))
     keys = fold_in(keys, num_steps)
@@ -91,7 +101,6 @@ def make_actor_functions(
   def stack(rows):
     return jax.tree.map(lambda *x: jnp.stack(x), *rows)
 
-  @compiled
   def finish(stacks, timesteps, carry, num_steps):
     def concatenate(*trees):
       return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
@@ -108,7 +117,47 @@ def make_actor_functions(
     shards = zip(*(jnp.split(x, num_shards, axis=1) for x in leaves))
     return [jax.tree.unflatten(structure, shard) for shard in shards], largest
 
-  return ActorFunctions(agent.initial_carry, step, stack, finish)
+  @compiled
+  def unroll(variables, keys, steps, env_state, timestep, carry):
+    def advance(state, num_steps):
+      env_state, timestep, carry, chosen = state
+      obs = timestep.obs
+      row, carry = step(variables, keys, num_steps, timestep, carry)
+      env_state, timestep = xla_step(env_state, row.action)
+      state = env_state, timestep, carry, row._replace(obs=())
+      # The next step stores the actions and extras of this row. If this step
+      # stored them, the compiler would compute some of them twice, with another
+      # rounding than in the program `step`.
+      return state, (chosen._replace(obs=obs), timestep._replace(obs=()))
+
+    shapes, _ = jax.eval_shape(step, variables, keys, steps[0], timestep, carry)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    state = env_state, timestep, carry, zeros._replace(obs=())
+    (env_state, last, last_carry, chosen), (rows, arrivals) = jax.lax.scan(
+      advance, state, steps
+    )
+    rest = jax.tree.map(
+      lambda x, end: jnp.append(x[1:], end[None], axis=0),
+      rows._replace(obs=()),
+      chosen,
+    )
+    timesteps = jax.tree.map(
+      lambda start, x: jnp.append(start[None], x, axis=0),
+      timestep._replace(obs=()),
+      arrivals,
+    )._replace(obs=last.obs)
+    stacks = [rest._replace(obs=rows.obs)]
+    shards, largest = finish(stacks, timesteps, carry, steps[0])
+    state = env_state, last, last_carry
+    return shards, largest, arrivals.reward, arrivals.is_first, state
+
+  return ActorFunctions(
+    agent.initial_carry,
+    compiled(step),
+    stack,
+    compiled(finish),
+    unroll if xla_step else None,
+  )
 
 
 class _Episodes:
@@ -163,6 +212,14 @@ class Actor:
     self._keys, self._carry = jax.device_put(
       (keys, self.functions.initial_carry(num_envs)), self.device
     )
+    # The state of `XlaEnv`; None means that a loop steps the environments.
+    self._env_state: types.Tree = None
+    if self.device.platform == 'cpu' and self.functions.unroll and self.env.xla:
+      env_state = self.env.xla.init(self._begin_step, self._end_step)
+      if env_state is not None:
+        self._env_state, self._timestep = jax.device_put(
+          (env_state, self._timestep), self.device
+        )
     # Start of a stage that looked late, and the time of the first such check.
     self._seen_late = 0.0, 0.0
     seconds = dict.fromkeys((*STAGES, PARKED), 0.0)
@@ -208,6 +265,11 @@ class Actor:
 
   def compile(self, variables: types.Variables) -> list[types.Trajectory]:
     """Compiles the programs; returns the shards of an example unroll."""
+    if self._env_state is not None:
+      self.is_stopped = True  # So that the environments do not step.
+      shards, *_ = self._call_program(variables)
+      self.is_stopped = False
+      return shards
     timestep, carry = self._timestep, self._carry
     inputs = variables, self._keys, np.int32(0), timestep
     for _ in range(2):  # The second call gets the carry of the first call.
@@ -219,12 +281,57 @@ class Actor:
 
   def unroll(self, variables: types.Variables, version: int) -> Unroll:
     """Acts for T steps; raises `Closed` if the actor is stopped."""
+    self.enter('inference')
+    act = self._run_loop if self._env_state is None else self._run_program
+    shards, largest, reward, is_first = act(variables)
+    episodes = self._episodes.add(reward, is_first)
+    return Unroll(
+      shards, version, episodes, self.index, largest, self.first_env
+    )
+
+  def _begin_step(self) -> bool:
+    """The program calls this before the environments step; see `XlaEnv`."""
+    if self.is_stopped:
+      return False
+    self.enter('environment')
+    return True
+
+  def _end_step(self) -> None:
+    """The program calls this after the environments have stepped."""
+    self.enter('inference')
+
+  def _call_program(self, variables: types.Variables) -> tuple[Any, ...]:
+    """Returns the results of `ActorFunctions.unroll`; places the shards."""
+    assert self.functions.unroll
+    first, last = self._num_steps, self._num_steps + self.unroll_length
+    shards, largest, *rest = self.functions.unroll(
+      variables,
+      self._keys,
+      np.arange(first, last, dtype=np.int32),
+      self._env_state,
+      self._timestep,
+      self._carry,
+    )
+    return *self._place(shards, largest), *rest
+
+  def _run_program(self, variables: types.Variables) -> tuple[Any, ...]:
+    """Acts for T steps in one program; see `_run_loop`."""
+    shards, largest, reward, is_first, state = self._call_program(variables)
+    if self.is_stopped:
+      raise Closed
+    self._env_state, self._timestep, self._carry = state
+    self._num_steps += self.unroll_length
+    return shards, largest, np.asarray(reward), np.asarray(is_first)
+
+  def _run_loop(self, variables: types.Variables) -> tuple[Any, ...]:
+    """Acts for T steps; returns the shards, the result of `find_largest`, and
+    the rewards and `is_first` of the T arrivals.
+    """
     timestep, first_carry = self._timestep, self._carry
     # Make new arrays each time: a CPU device shares memory with aligned arrays.
     shape = self.unroll_length + 1, timestep.is_first.size
     reward, discount = (np.empty(shape, np.float32) for _ in range(2))
     is_first, rows = np.empty(shape, bool), []
-    self.enter('inference')
     for t in range(self.unroll_length + 1):
       reward[t] = timestep.reward
       discount[t] = timestep.discount
@@ -245,10 +352,7 @@ class Actor:
     self._timestep = timestep
     timesteps = types.TimeStep(timestep.obs, reward, discount, is_first)
     shards, largest = self._finish(rows, timesteps, first_carry)
-    episodes = self._episodes.add(reward[1:], is_first[1:])
-    return Unroll(
-      shards, version, episodes, self.index, largest, self.first_env
-    )
+    return shards, largest, reward[1:], is_first[1:]
 
   def _finish(
     self, rows: list[Row], timesteps: types.TimeStep, carry: types.Tree
@@ -263,7 +367,14 @@ class Actor:
       for i in range(0, len(rows), _STACKED)
     ]
     num_steps = np.int32(self._num_steps - len(rows))
-    shards, largest = self.functions.finish(stacks, timesteps, carry, num_steps)
+    return self._place(
+      *self.functions.finish(stacks, timesteps, carry, num_steps)
+    )
+
+  def _place(
+    self, shards: list[types.Trajectory], largest: dict[str, Largest]
+  ) -> tuple[list[types.Trajectory], dict[str, Largest]]:
+    """Copies the results of `finish` to the learner devices and to numpy."""
     placed = map(jax.device_put, shards, self.learner_devices)
     return jax.block_until_ready(list(placed)), jax.device_get(largest)
 

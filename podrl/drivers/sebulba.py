@@ -137,7 +137,7 @@ class Sebulba:
       env = self.make_env(index)
       device = self.actor_devices[index // settings.actors_per_device]
       functions = functions or make_actor_functions(
-        self.agent, env.spec.observe, len(devices)
+        self.agent, env.spec.observe, len(devices), env.xla and env.xla.step
       )
       first_env = settings.first_env + index * settings.num_envs
       clock = self._stages.clocks[device]

@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 
 from podrl.envs import joints, spaces
+from podrl.envs.xla import make_xla_env
 from podrl.messages import one_line, suggest
 from podrl.types import EnvSpec, HostEnv
 
@@ -178,5 +179,11 @@ def make(
     return pool.render()[0].copy()
 
   return joints.make_host_env(
-    name, spec, pool, None, close=pool.close, render=draw
+    name,
+    spec,
+    pool,
+    None,
+    close=pool.close,
+    render=draw,
+    xla=make_xla_env(pool),
   )

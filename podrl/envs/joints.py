@@ -15,7 +15,15 @@ import numpy as np
 
 from podrl.envs.indexing import compare_indices
 from podrl.messages import one_line
-from podrl.types import Array, DeviceEnv, EnvSpec, HostEnv, TimeStep, Tree
+from podrl.types import (
+  Array,
+  DeviceEnv,
+  EnvSpec,
+  HostEnv,
+  TimeStep,
+  Tree,
+  XlaEnv,
+)
 
 
 class EnvironmentFailed(RuntimeError):
@@ -122,6 +130,7 @@ def make_host_env(
   *,
   close: Callable[[], None],
   render: Callable[[], np.ndarray],
+  xla: XlaEnv | None = None,
 ) -> HostEnv:
   """Builds a `HostEnv` from a library's batch of environments.
 
@@ -137,6 +146,7 @@ def make_host_env(
     seed: the argument `seed` of `envs.reset`.
     close: see `HostEnv`.
     render: see `HostEnv`.
+    xla: see `HostEnv`, but its `step` takes and returns what `envs.step` does.
   """
   num_envs = envs.num_envs
   is_last: Array = np.zeros(num_envs, bool)
@@ -159,12 +169,52 @@ def make_host_env(
       obs, reward, terminated, truncated, _ = envs.step(library_action)
     except BaseException as error:
       _fail(name, 'step', error)
-    is_first, is_real = is_last, ~is_last
-    is_last = (terminated | truncated) & is_real
-    reward = np.where(is_first, np.float32(0), reward)
-    discount = 1 - (terminated & is_real).astype(np.float32)
-    return TimeStep(
-      obs, reward.astype(np.float32, copy=False), discount, is_first
-    )
+    is_last, timestep = _arrive(is_last, obs, reward, terminated, truncated)
+    return timestep
 
-  return HostEnv(spec, reset, step, close, render)
+  if xla:
+    xla = _with_joints(xla, spec, num_envs)
+  return HostEnv(spec, reset, step, close, render, xla)
+
+
+def _arrive(
+  is_last: Array,
+  obs: Tree,
+  reward: Array,
+  terminated: Array,
+  truncated: Array,
+  xp: Any = np,
+) -> tuple[Array, TimeStep]:
+  """Converts the results of one step of `envs`; see `make_host_env`.
+
+  Args:
+    is_last: bool `[B]`, whether the previous step ended an episode.
+    xp: numpy, or `jax.numpy` if the arrays are traced.
+
+  Returns:
+    Whether this step ended an episode, and the time step.
+  """
+  is_first, is_real = is_last, ~is_last
+  is_last = (terminated | truncated) & is_real
+  reward = xp.where(is_first, np.float32(0), reward)
+  discount = 1 - (terminated & is_real).astype(np.float32)
+  timestep = TimeStep(
+    obs, reward.astype(np.float32, copy=False), discount, is_first
+  )
+  return is_last, timestep
+
+
+def _with_joints(xla: XlaEnv, spec: EnvSpec, num_envs: int) -> XlaEnv:
+  """Builds `HostEnv.xla`; see `make_host_env`."""
+
+  def init(begin: Callable[[], bool], end: Callable[[], None]) -> Tree:
+    env_state = xla.init(begin, end)
+    return (env_state, np.zeros(num_envs, bool)) if env_state else None
+
+  def step(env_state: Tree, action: Array) -> tuple[Tree, TimeStep]:
+    env_state, is_last = env_state
+    env_state, result = xla.step(env_state, spec.to_library(action))
+    is_last, timestep = _arrive(is_last, *result[:4], xp=jnp)
+    return (env_state, is_last), timestep
+
+  return XlaEnv(init, step)

@@ -17,7 +17,8 @@ import pytest
 from podrl.core.learner import make_learner
 from podrl.drivers import actor as actor_lib
 from podrl.drivers import anakin, sebulba, spmd
-from podrl.envs import envpool, gymnax
+from podrl.drivers.exchange import Closed
+from podrl.envs import envpool, gymnax, xla
 from podrl.run import build, train
 from podrl.run import devices as layout
 from podrl.run.config import sebulba_config
@@ -65,7 +66,7 @@ def _make_env(index, sleep=lambda index: 0.0, fail_at=None, error=OSError):
       raise error('the environment broke')
     return env.step(action)
 
-  return env._replace(step=step)
+  return env._replace(step=step, xla=None)
 
 
 def _driver(
@@ -189,11 +190,10 @@ def test_every_environment_is_freed_though_one_raises(capsys):
   assert capsys.readouterr().err.count('OSError: not freed') == 2
 
 
-def _unrolls(agent, num_shards=1, num_unrolls=3, sleep=None):
-  """Makes consecutive unrolls of one actor; each is a list of shards."""
-  env = _make_env(0)
+def _actor(agent, env, num_shards=1):
+  """Makes an actor that is ready to act, and its parameters."""
   functions = actor_lib.make_actor_functions(
-    agent, env.spec.observe, num_shards
+    agent, env.spec.observe, num_shards, env.xla and env.xla.step
   )
   devices = jax.devices()
   actor = actor_lib.Actor(
@@ -208,9 +208,123 @@ def _unrolls(agent, num_shards=1, num_unrolls=3, sleep=None):
   )
   params = jax.device_put(agent.init(jax.random.key(2)), devices[-1])
   actor.compile(params)
+  return actor, params
+
+
+def _unrolls(agent, num_shards=1, num_unrolls=3, env=None):
+  """Makes consecutive unrolls of one actor; each is a list of shards."""
+  actor, params = _actor(agent, env or _make_env(0), num_shards)
   unrolls = [actor.unroll(params, 0) for _ in range(num_unrolls)]
   actor.close()
   return params, unrolls
+
+
+def _make_pool(name='CartPole-v1', index=0, **options):
+  """Makes a pool that a program can step."""
+  env = envpool.make(name, _NUM_ENVS, index * _NUM_ENVS, **options)
+  assert env.xla
+  return env
+
+
+@pytest.mark.parametrize(
+  'name,options,memory,num_shards',
+  [
+    ('CartPole-v1', {'max_episode_steps': _EPISODE}, True, 2),
+    ('HalfCheetah-v4', {'max_episode_steps': _EPISODE}, False, 1),
+    ('MiniGrid-Empty-5x5-v0', {'max_episode_steps': _EPISODE}, False, 1),
+    pytest.param(
+      'FrozenLake-v1',
+      {'max_episode_steps': _EPISODE},
+      True,
+      1,
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      'Pong-v5',
+      {'img_height': 42, 'img_width': 42, 'max_episode_steps': _EPISODE},
+      False,
+      2,
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_a_program_makes_the_unrolls_of_the_loop(
+  name, options, memory, num_shards
+):
+  config = _config(**options)
+  config.env.name = name
+  agent = _agent(_with_memory(config) if memory else config)
+  env = _make_pool(name, **options)
+  _, unrolls = _unrolls(agent, num_shards, env=env)
+  loop = _make_pool(name, **options)._replace(xla=None)
+  _, others = _unrolls(agent, num_shards, env=loop)
+  for x, y in zip(unrolls, others):
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      (x.shards, x.largest, x.episodes),
+      (y.shards, y.largest, y.episodes),
+    )
+  is_first = [shard.timestep.is_first for u in unrolls for shard in u.shards]
+  assert np.any(is_first) and not np.all(is_first)
+
+
+def test_programs_of_two_actors_learn_what_loops_learn():
+  def params(xla):
+    def make_env(index):
+      env = _make_pool(index=index, max_episode_steps=_EPISODE)
+      return env if xla else env._replace(xla=None)
+
+    driver = _driver(make_env)
+    driver.start()
+    report = _advance(driver, 5)[-1]
+    outcome = jax.device_get(driver.learner.variables.params)
+    assert driver.close() == []
+    stages = [report.stages[f'time_{x}'] for x in ('environment', 'inference')]
+    assert min(stages) > 0
+    return outcome
+
+  jax.tree.map(np.testing.assert_array_equal, params(True), params(False))
+
+
+def test_a_program_of_a_stopped_actor_steps_no_environment(monkeypatch):
+  actor, params = _actor(_agent(_config()), _make_pool())
+  enter, stages = actor.enter, []
+
+  def enter_and_stop(stage):
+    stages.append(stage)
+    actor.is_stopped = stages.count('environment') == 3
+    enter(stage)
+
+  monkeypatch.setattr(actor, 'enter', enter_and_stop)
+  with pytest.raises(Closed):
+    actor.unroll(params, 0)
+  assert stages == ['inference', *['environment', 'inference'] * 3]
+
+
+def test_a_program_that_hangs_is_found_in_the_environment(monkeypatch):
+  actor, params = _actor(_agent(_config()), _make_pool())
+  recv, is_free = xla._Pool.recv, threading.Event()
+
+  def wait(*arguments):
+    is_free.wait()
+    return recv(*arguments)
+
+  monkeypatch.setattr(xla._Pool, 'recv', wait)
+  thread = threading.Thread(target=actor.unroll, args=(params, 0))
+  thread.start()
+  time.sleep(0.2)
+  actor.hang(0.0)
+  time.sleep(1.1)
+  assert "in the stage 'environment' for 1 s" in actor.hang(0.0)
+  is_free.set()
+  thread.join()
+
+
+def test_a_loop_acts_if_the_layout_of_a_frame_is_unknown(monkeypatch):
+  monkeypatch.setattr(xla, '_FRAME_SIZE', 0)
+  actor, params = _actor(_agent(_config()), _make_pool())
+  assert actor._env_state is None
+  assert actor.unroll(params, 0).shards
 
 
 def test_unrolls_follow_one_another_over_their_joints():
