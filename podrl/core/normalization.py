@@ -259,7 +259,8 @@ def normalize(
         return after, after
 
       first = trajectory.carry.discounted_return[0]
-      _, discounted = jax.lax.scan(step, first, timestep._replace(obs=()))
+      timestep = timestep._replace(obs=())
+      _, discounted = jax.lax.scan(step, first, timestep, unroll=16)
       weight = 1.0 - timestep.is_first.astype(jnp.float32)
       of_return = measure(statistics.discounted_return, discounted, weight)
     return Statistics(of_agent, of_obs, of_return)
