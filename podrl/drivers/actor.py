@@ -375,8 +375,11 @@ class Actor:
     self, shards: list[types.Trajectory], largest: dict[str, Largest]
   ) -> tuple[list[types.Trajectory], dict[str, Largest]]:
     """Copies the results of `finish` to the learner devices and to numpy."""
-    placed = map(jax.device_put, shards, self.learner_devices)
-    return jax.block_until_ready(list(placed)), jax.device_get(largest)
+    placed = [
+      shard if device == self.device else jax.device_put(shard, device)
+      for shard, device in zip(shards, self.learner_devices)
+    ]
+    return jax.block_until_ready(placed), jax.device_get(largest)
 
   def close(self) -> None:
     """Frees the environments; prints an error instead of raising it."""

@@ -281,6 +281,8 @@ def join_shards(shards: list[Tree], mesh: Mesh, spec: PartitionSpec) -> Tree:
 
   `shards` has a tree for each mesh device of this process, in the mesh's order.
   """
+  if mesh.size == 1:
+    return shards[0]
   axis = spec.index(DEVICE_AXIS)
 
   def join(*parts: jax.Array) -> jax.Array:
