@@ -267,8 +267,12 @@ def sebulba_programs(
     )
     for i, pool in enumerate(pools)
   ]
+  # Zeros, because a program without steps returns undefined observations.
   shards = [
-    actor.compile(jax.device_put(variables, actor.device)) for actor in actors
+    jax.tree.map(
+      jnp.zeros_like, actor.compile(jax.device_put(variables, actor.device))
+    )
+    for actor in actors
   ]
   trajectories = tuple(
     spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards
@@ -302,8 +306,9 @@ def sebulba_programs(
   def acting(num_updates: int) -> None:
     def run(i):
       local = jax.device_put(variables, actors[i].device)
-      for _ in range(num_updates):
-        actors[i].unroll(local, 0)
+      with np.errstate(all='ignore'):
+        for _ in range(num_updates):
+          actors[i].unroll(local, 0)
 
     in_threads(run)
 

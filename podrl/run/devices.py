@@ -169,7 +169,7 @@ def _threads_per_device(
     fitting = [n for n in counts if config.env.num_envs % (unit * n) == 0]
     return max(fitting, default=2)
   # While one thread transfers data to an accelerator, a second one can work. On
-  # two CPU cores, one thread trains CartPole 1.6 times as fast as two threads
+  # two CPU cores, one thread trains CartPole 1.2 to 1.4 times as fast as two
   # (median, measured alternately).
   is_small = machine.platform == 'cpu' and machine.num_cores < 4
   return 1 if is_small else 2
