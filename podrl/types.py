@@ -176,7 +176,8 @@ class XlaEnv(NamedTuple):
     init: `(begin, end) -> env_state`, called once, after `HostEnv.reset`. The
       program calls `begin() -> bool` before each step and `end()` after it. If
       `begin` returns false, the environments do not step, the result of the
-      step is undefined, and the program does not call `end`.
+      step is undefined, and the program does not call `end`. If either raises
+      an exception, the program fails with a `JaxRuntimeError` that names it.
     step: `(env_state, action) -> (env_state, TimeStep)`, for traced arrays. It
       is the same function for all batches of one task and size, so that they
       can share a compiled program: `env_state` tells which batch steps.

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 
 from podrl.envs import joints, spaces
-from podrl.envs.xla import make_xla_env
+from podrl.envs.xla import make_xla_env, release
 from podrl.messages import one_line, suggest
 from podrl.types import EnvSpec, HostEnv
 
@@ -178,12 +178,16 @@ def make(
       )
     return pool.render()[0].copy()
 
+  def close() -> None:
+    release(pool)
+    pool.close()
+
   return joints.make_host_env(
     name,
     spec,
     pool,
     None,
-    close=pool.close,
+    close=close,
     render=draw,
     xla=make_xla_env(pool),
   )

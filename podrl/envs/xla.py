@@ -17,6 +17,7 @@ import weakref
 import jax
 import numpy as np
 
+from podrl.messages import one_line
 from podrl.types import Array, Tree, XlaEnv
 
 # XLA's C API, in words of 8 bytes. A handler takes the address of a frame, and
@@ -24,7 +25,9 @@ from podrl.types import Array, Tree, XlaEnv
 _Word = ctypes.c_uint64
 _Frame = _Word * 22  # XLA_FFI_CallFrame
 _FRAME_SIZE = 168  # Without the last field, which was added later.
-_SIZE, _ARGUMENTS, _ATTRIBUTES = 0, 9, 20  # Fields of a frame.
+_SIZE, _API, _ARGUMENTS, _ATTRIBUTES = 0, 2, 9, 20  # Fields of a frame.
+_CREATE_ERROR = 6 * 8  # Offset of XLA_FFI_Error_Create in an XLA_FFI_Api.
+_INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 _DATA = 3 * 8  # Offset of the address of the data in an XLA_FFI_Buffer.
 _INT64 = 5  # XLA_FFI_DataType_S64
 _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
@@ -38,6 +41,18 @@ _get_pointer.restype = ctypes.c_void_p
 
 def _word(address: int) -> int:
   return _Word.from_address(address).value
+
+
+def _make_error(api: int, error: BaseException) -> Any:
+  """Returns the address of an error that the handler returns to XLA.
+
+  If an exception left the handler, ctypes would print it, and XLA would go on.
+  """
+  message = ctypes.c_char_p(one_line(error, with_kind=True).encode())
+  address = _Word.from_buffer(message).value
+  fields = (_Word * 4)(32, 0, address, _INTERNAL)  # The first is their size.
+  create: Any = _Handler(_word(api + _CREATE_ERROR))
+  return create(ctypes.addressof(fields))
 
 
 class _Pool:
@@ -84,17 +99,29 @@ def _register(target: str, name: str, capsule: Any) -> None:
     if not frame[_ARGUMENTS]:  # XLA only asks for the version of the handler.
       _frame_sizes.add(frame[_SIZE])
       return native(address)
-    first_argument = _word(frame[_ARGUMENTS])
-    pool = _pools[_word(_word(first_argument + _DATA))]
-    # Copied: another actor's thread may use the same attributes.
-    own_frame = _Frame.from_buffer_copy(frame)
-    own_frame[_ATTRIBUTES] = pool.attributes
-    return getattr(pool, name)(native, ctypes.addressof(own_frame))
+    try:
+      first_argument = _word(frame[_ARGUMENTS])
+      pool = _pools[_word(_word(first_argument + _DATA))]
+      # Copied: another actor's thread may use the same attributes.
+      own_frame = _Frame.from_buffer_copy(frame)
+      own_frame[_ATTRIBUTES] = pool.attributes
+      return getattr(pool, name)(native, ctypes.addressof(own_frame))
+    except BaseException as error:
+      return _make_error(frame[_API], error)
 
   _handlers[target] = _Handler(handle)
   jax.ffi.register_ffi_target(
     target, jax.ffi.pycapsule(_handlers[target]), 'cpu'
   )
+
+
+def release(pool: Any) -> None:
+  """Drops what `XlaEnv.init` added: its hooks may refer to the pool's owner.
+
+  Otherwise, a pool that nothing uses keeps its threads and its memory until
+  Python's garbage collector runs.
+  """
+  pool.podrl_pool = None
 
 
 def make_xla_env(pool: Any) -> XlaEnv | None:
@@ -135,12 +162,13 @@ def make_xla_env(pool: Any) -> XlaEnv | None:
     return function(*arguments, handle=0)
 
   def step(env_state: Tree, action: Array) -> tuple[Tree, Any]:
+    _, (_, (_, *specs)), _ = functions['recv']
+    dtypes = [jax.dtypes.canonicalize_dtype(dtype) for dtype, _ in specs]
     with jax.enable_x64(True):  # envpool uses float64.
       action = action.astype(action_spec.dtype)
       (handle,) = call('send', env_state['pool'], *pool._from(action))
       handle, *results = call('recv', handle)
-      narrow = {'float64': 'float32', 'int64': 'int32', 'uint64': 'uint32'}
-      results = [x.astype(narrow.get(x.dtype.name, x.dtype)) for x in results]
+      results = [x.astype(dtype) for x, dtype in zip(results, dtypes)]
     return {'pool': handle}, pool._to(results, False, True)
 
   return XlaEnv(init, step)

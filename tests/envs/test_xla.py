@@ -1,5 +1,8 @@
 """Tests that compiled programs step envpool's environments as Python does."""
 
+import gc
+import weakref
+
 import jax
 import numpy as np
 import pytest
@@ -63,6 +66,51 @@ def test_a_pool_does_not_step_if_begin_is_false():
   program(state)
   may_step = True
   np.testing.assert_array_equal(program(state)[0], other.step(actions[0]).obs)
+
+
+def test_an_exception_in_a_hook_ends_the_program():
+  env = _make('CartPole-v1')
+  env.reset()
+
+  def begin():
+    raise OSError('the hook broke')
+
+  state = env.xla.init(begin, lambda: None)
+  action = np.zeros(_NUM_ENVS, np.int32)
+  with pytest.raises(jax.errors.JaxRuntimeError, match='OSError: the hook'):
+    jax.block_until_ready(jax.jit(env.xla.step)(state, action))
+
+
+def test_a_closed_pool_does_not_wait_for_the_garbage_collector():
+  class Owner:
+    def __init__(self):
+      self.env = _make('CartPole-v1')
+      self.state = self.env.xla.init(self.begin, lambda: None)
+
+    def begin(self):
+      return True
+
+  gc.collect()
+  gc.disable()
+  try:
+    owner = Owner()
+    owner.env.close()
+    reference = weakref.ref(owner)
+    del owner
+    assert reference() is None
+  finally:
+    gc.enable()
+
+
+def test_observations_keep_64_bits_if_jax_does():
+  env, other = _make('HalfCheetah-v4'), _make('HalfCheetah-v4')
+  env.reset(), other.reset()
+  action = np.zeros((_NUM_ENVS, 6), np.float32)
+  with jax.enable_x64(True):
+    state = env.xla.init(lambda: True, lambda: None)
+    obs = jax.jit(env.xla.step)(state, action)[1].obs
+  assert obs.dtype == np.float64
+  np.testing.assert_array_equal(obs, other.step(action).obs)
 
 
 def test_there_is_no_program_if_the_layout_of_a_frame_is_unknown(monkeypatch):
