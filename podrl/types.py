@@ -173,7 +173,8 @@ class XlaEnv(NamedTuple):
   """How a compiled program on a CPU device steps a batch of host environments.
 
   Attributes:
-    init: `(begin, end) -> env_state`, called once, after `HostEnv.reset`. The
+    init: `(begin, end) -> env_state`, called once, after `HostEnv.reset`. It
+      returns None if this version of JAX cannot step the environments. The
       program calls `begin() -> bool` before each step and `end()` after it. If
       `begin` returns false, the environments do not step, the result of the
       step is undefined, and the program does not call `end`. If either raises
@@ -183,7 +184,7 @@ class XlaEnv(NamedTuple):
       can share a compiled program: `env_state` tells which batch steps.
   """
 
-  init: Callable[[Callable[[], bool], Callable[[], None]], Tree]
+  init: Callable[[Callable[[], bool], Callable[[], None]], Tree | None]
   step: Callable[[Tree, Array], tuple[Tree, TimeStep]]
 
 

@@ -207,7 +207,7 @@ def _arrive(
 def _with_joints(xla: XlaEnv, spec: EnvSpec, num_envs: int) -> XlaEnv:
   """Builds `HostEnv.xla`; see `make_host_env`."""
 
-  def init(begin: Callable[[], bool], end: Callable[[], None]) -> Tree:
+  def init(begin: Callable[[], bool], end: Callable[[], None]) -> Tree | None:
     env_state = xla.init(begin, end)
     return (env_state, np.zeros(num_envs, bool)) if env_state else None
 

@@ -109,10 +109,9 @@ def _register(target: str, name: str, capsule: Any) -> None:
     except BaseException as error:
       return _make_error(frame[_API], error)
 
-  _handlers[target] = _Handler(handle)
-  jax.ffi.register_ffi_target(
-    target, jax.ffi.pycapsule(_handlers[target]), 'cpu'
-  )
+  # If two threads register one target, XLA wants the same handler from both.
+  handler = _handlers.setdefault(target, _Handler(handle))
+  jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), 'cpu')
 
 
 def release(pool: Any) -> None:
@@ -143,7 +142,7 @@ def make_xla_env(pool: Any) -> XlaEnv | None:
   handle = functions['send'][0]
   *_, action_spec = pool.spec.action_array_spec.values()
 
-  def init(begin: Callable[[], bool], end: Callable[[], None]) -> Tree:
+  def init(begin: Callable[[], bool], end: Callable[[], None]) -> Tree | None:
     jax.devices('cpu')  # XLA registers handlers when it makes its devices.
     if _frame_sizes != {_FRAME_SIZE}:
       return None  # This version of JAX has another API.

@@ -113,6 +113,17 @@ def test_observations_keep_64_bits_if_jax_does():
   np.testing.assert_array_equal(obs, other.step(action).obs)
 
 
+def test_two_threads_may_register_the_same_handlers(monkeypatch):
+  class Race(dict):
+    def __contains__(self, target):
+      return False  # The other thread is about to add it.
+
+  _make('CartPole-v1')
+  monkeypatch.setattr(xla, '_handlers', Race(xla._handlers))
+  jax.devices()
+  assert _make('CartPole-v1').xla
+
+
 def test_there_is_no_program_if_the_layout_of_a_frame_is_unknown(monkeypatch):
   env = _make('CartPole-v1')
   assert env.xla.init(lambda: True, lambda: None)
