@@ -269,9 +269,8 @@ def to_device(tree: Tree, device: jax.Device) -> Tree:
 
   def part(x: jax.Array) -> jax.Array:
     parts = {shard.device: shard.data for shard in x.addressable_shards}
-    if device in parts:
-      return parts[device]
-    return jax.device_put(x.addressable_data(0), device)
+    # The part is still an array over the mesh if the mesh has one device.
+    return jax.device_put(parts.get(device, x.addressable_data(0)), device)
 
   return jax.tree.map(part, tree)
 

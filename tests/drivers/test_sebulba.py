@@ -286,6 +286,21 @@ def test_programs_of_two_actors_learn_what_loops_learn():
   jax.tree.map(np.testing.assert_array_equal, params(True), params(False))
 
 
+def test_an_actor_whose_device_learns_compiles_its_program_once():
+  driver = _driver(
+    lambda index: _make_pool(index=index),
+    num_actors=4,
+    unrolls_per_update=4,
+    num_learners=1,
+    num_actor_devices=4,
+  )
+  driver.start()
+  program = driver._actors[0].functions.unroll
+  assert program._cache_size() == 4  # One program per device.
+  _advance(driver, 3)
+  assert driver.close() == [] and program._cache_size() == 4
+
+
 def test_a_program_of_a_stopped_actor_steps_no_environment(monkeypatch):
   actor, params = _actor(_agent(_config()), _make_pool())
   enter, stages = actor.enter, []
