@@ -14,6 +14,10 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config.env.name = 'Pendulum-v1'  # Observations: 3 numbers. Action: 1 torque.
   config.agent.normalize_observation = True
   config.agent.normalize_reward = True
+  if agent == 'ppo':  # With fewer optimiser steps, 1 of 20 seeds reached -302.
+    config.num_epochs = 8
+    config.num_minibatches = 8
+    config.optimizer.learning_rate = 3e-4
   return config
 
 
