@@ -1,0 +1,253 @@
+"""Compares PPO of podrl with PPO of rejax: speed, and learning curves.
+
+  python experiments/benchmarks/peers.py [--compare=speed|learning]
+      [--tasks=CartPole-v1,Breakout-MinAtar] [--num_envs=64] [--repeats=7]
+      [--num_seeds=20] [--directory=runs/peers]
+
+Both train the same network with the same settings, on one device. rejax needs
+an older gymnax, so the program installs rejax into an environment of its own,
+in `directory`. This needs access to a package index.
+
+`speed` measures the two in turn, and prints the medians of the steps per
+second, of the CPU time per step, and of the ratios. CPU time changes less than
+wall time if other programs use the same cores.
+
+`learning` trains `num_seeds` agents with each, and prints the mean area under
+the learning curves, which is the mean return during training.
+"""
+
+from collections.abc import Sequence
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+import venv
+
+from absl import app, flags
+import numpy as np
+import throughput
+
+from podrl.records.terminal import compact
+from podrl.run.evaluation import bootstrap
+from podrl.tools import plot
+
+_COMPARE = flags.DEFINE_enum(
+  'compare', 'speed', ['speed', 'learning'], 'what to compare'
+)
+_TASKS = flags.DEFINE_list(
+  'tasks',
+  ['CartPole-v1', 'Acrobot-v1', 'Breakout-MinAtar', 'Asterix-MinAtar'],
+  'environments of gymnax',
+)
+_DIRECTORY = flags.DEFINE_string(
+  'directory', 'runs/peers', 'directory for the environment and the runs'
+)
+_NUM_SEEDS = flags.DEFINE_integer('num_seeds', 20, 'seeds for learning', 1)
+_TOTAL = flags.DEFINE_integer(
+  'total_env_steps', 500_000, 'environment steps for learning', 1
+)
+
+_EXPERIMENTS = pathlib.Path(__file__).resolve().parent.parent
+_NUM_POINTS = 20  # Evaluations of a learning curve.
+_SECONDS = 1.5  # One measurement takes about this long.
+_SETTINGS = {
+  'unroll_length': 128,
+  'num_epochs': 4,
+  'learning_rate': 5e-4,
+  'gamma': 0.99,
+  'lambda_': 0.95,
+  'clip': 0.2,
+  'entropy_cost': 0.01,
+  'value_cost': 0.5,
+}
+
+
+class Rejax:
+  """A process that trains rejax's PPO."""
+
+  def __init__(self, settings: dict[str, Any]):
+    python = os.path.join(_DIRECTORY.value, 'rejax', 'bin', 'python')
+    if not os.path.exists(python):
+      venv.create(os.path.dirname(os.path.dirname(python)), with_pip=True)
+      packages = ['rejax==0.1.3', 'gymnax<1']
+      subprocess.run(
+        [python, '-m', 'pip', 'install', '-q', *packages], check=True
+      )
+    script = pathlib.Path(__file__).with_name('peers_rejax.py')
+    self._process = subprocess.Popen(
+      [python, str(script), json.dumps(settings)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+      env=os.environ | {'PYTHONPATH': '', 'JAX_PLATFORMS': 'cpu'},
+    )
+    self.num_params = self._read()['num_params']
+
+  def _read(self) -> dict[str, Any]:
+    line = self._process.stdout.readline()
+    if not line:
+      raise RuntimeError('rejax failed; its error is above')
+    return json.loads(line)
+
+  def ask(self, command: str, *numbers: int) -> dict[str, Any]:
+    """Sends a command of `peers_rejax.py` and returns the answer."""
+    print(command, *numbers, file=self._process.stdin, flush=True)
+    return self._read()
+
+  def close(self) -> None:
+    """Ends the process."""
+    self._process.communicate('end\n')
+
+
+def _speed(task: str, num_envs: int) -> tuple[str, ...]:
+  """Measures both in turn; returns a row of the table."""
+  config = throughput.get_config(task, num_envs)
+  config.num_devices = 1
+  parts, num_params, _ = throughput.programs(config)
+  settings = _SETTINGS | {
+    'env': task,
+    'num_envs': num_envs,
+    'num_minibatches': config.num_minibatches,
+  }
+  rejax = Rejax(settings)
+  if rejax.num_params != num_params:
+    raise ValueError(
+      f'podrl has {num_params} parameters, rejax {rejax.num_params}'
+    )
+
+  def train(num_updates: int) -> dict[str, float]:
+    seconds, cpu_seconds = time.perf_counter(), time.process_time()
+    parts['training'](num_updates)
+    return {
+      'seconds': time.perf_counter() - seconds,
+      'cpu_seconds': time.process_time() - cpu_seconds,
+    }
+
+  sides = [train, lambda num_updates: rejax.ask('train', num_updates)]
+  counts = []
+  for side in sides:
+    side(1)
+    counts.append(max(1, round(_SECONDS / side(1)['seconds'])))
+  steps = num_envs * config.unroll_length
+  found = []
+  for _ in range(throughput._REPEATS.value):
+    for side, num_updates in zip(sides, counts):
+      answer = side(num_updates)
+      num_steps = num_updates * steps
+      found.append(
+        (num_steps / answer['seconds'], answer['cpu_seconds'] / num_steps * 1e6)
+      )
+  rejax.close()
+  values = np.array(found).reshape(-1, 2, 2)  # [repeats, sides, metrics]
+  ratios = np.median(values[:, 0] / values[:, 1], axis=0)
+  (ours, our_cpu), (theirs, their_cpu) = np.median(values, axis=0)
+  return (
+    f'{task} x {num_envs:,}',
+    f'{num_params:,}',
+    compact(ours),
+    compact(theirs),
+    f'{ratios[0]:.2f}',
+    f'{our_cpu:.2f}',
+    f'{their_cpu:.2f}',
+    f'{ratios[1]:.2f}',
+  )
+
+
+def _learning(task: str, num_envs: int) -> tuple[str, ...]:
+  """Trains both with all seeds; returns a row of the table."""
+  num_seeds, steps = _NUM_SEEDS.value, num_envs * _SETTINGS['unroll_length']
+  num_updates = -(-_TOTAL.value // (steps * _NUM_POINTS)) * _NUM_POINTS
+  settings = _SETTINGS | {
+    'env': task,
+    'num_envs': num_envs,
+    'num_minibatches': 4,
+  }
+  path = f'{_DIRECTORY.value}/{task}-{num_envs}'
+  fields = {
+    'env.name': task,
+    'env.num_envs': num_envs,
+    'network.name': 'mlp',
+    'optimizer.learning_rate': settings['learning_rate'],
+    'optimizer.anneal': False,
+    'optimizer.max_grad_norm': 0.0,
+    'total_env_steps': num_updates * steps,
+    'eval.every_env_steps': num_updates * steps // _NUM_POINTS,
+    'eval.num_episodes': 128,
+    'eval.greedy': False,
+    'num_seeds': num_seeds,
+    'num_devices': 1,
+    'log.tensorboard': False,
+    'agent.normalize_reward': False,
+  }
+  fields |= {
+    x: settings[x] for x in ('unroll_length', 'num_epochs', 'num_minibatches')
+  }
+  for name in ('gamma', 'lambda_', 'clip', 'entropy_cost', 'value_cost'):
+    fields[f'agent.{name}'] = settings[name]
+  if not os.path.exists(f'{path}/summary.json'):
+    subprocess.run(
+      [
+        sys.executable,
+        str(_EXPERIMENTS / 'anakin_cartpole.py'),
+        f'--workdir={path}',
+        '--resume',
+        *(f'--config.{k}={v}' for k, v in fields.items()),
+      ],
+      check=True,
+    )
+  paths = [f'{path}/seed_{i}' for i in range(num_seeds)]
+  series = [plot.read_run(x).series('env_steps', 'eval_return') for x in paths]
+  grid = np.arange(1, _NUM_POINTS + 1) * (num_updates * steps // _NUM_POINTS)
+  ours = np.array([np.interp(grid, *x) for x in series])
+  rejax = Rejax({**settings, 'env': task})
+  answer = rejax.ask('curves', num_seeds, _NUM_POINTS, num_updates)
+  rejax.close()
+  theirs = np.array(answer['returns'])
+  cells = [task, str(num_seeds), compact(num_updates * steps)]
+  for curves in (ours, theirs):
+    areas = curves.mean(axis=1)
+    low, high = bootstrap(areas)
+    cells.append(f'{areas.mean():.4g} ({low:.4g} to {high:.4g})')
+    cells.append(f'{curves[:, -1].mean():.4g}, {curves[:, -1].min():.4g}')
+  return tuple(cells)
+
+
+_COLUMNS = {
+  'speed': (
+    'environments',
+    'parameters',
+    'podrl, steps/s',
+    'rejax, steps/s',
+    'ratio',
+    'podrl, CPU us/step',
+    'rejax, CPU us/step',
+    'ratio',
+  ),
+  'learning': (
+    'environment',
+    'seeds',
+    'steps',
+    'podrl, area (95 %)',
+    'at the end: mean, worst',
+    'rejax, area (95 %)',
+    'at the end: mean, worst',
+  ),
+}
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measures, and prints a table of Markdown."""
+  del argv
+  measure = {'speed': _speed, 'learning': _learning}[_COMPARE.value]
+  columns = _COLUMNS[_COMPARE.value]
+  print(f'| {" | ".join(columns)} |\n|{"---|" * len(columns)}', flush=True)
+  for task in _TASKS.value:
+    for num_envs in map(int, throughput._NUM_ENVS.value or ['64']):
+      print(f'| {" | ".join(measure(task, num_envs))} |', flush=True)
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,293 @@
+"""Trains agents with many seeds, and writes docs/reference/returns.md.
+
+  python experiments/benchmarks/returns.py [--tasks=CartPole,Catch]
+      [--agent=ppo] [--first_seed=100] [--num_seeds=0]
+      [--num_devices=2] [--workdir=runs/returns]
+
+The program trains each agent on each task. Under Anakin, all seeds train in one
+program. The result of each seed becomes a row of docs/returns.csv. A run whose
+rows exist is skipped, and a run that was interrupted is resumed. So the same
+command continues an interrupted benchmark. All tasks together take many hours.
+"""
+
+from collections.abc import Sequence
+import csv
+import itertools
+import pathlib
+import subprocess
+import sys
+from typing import NamedTuple
+
+from absl import app, flags
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+import numpy as np
+from scipy import stats
+
+from podrl.agents import AGENTS
+from podrl.records import workdir
+from podrl.records.terminal import compact
+from podrl.tools import plot
+
+_TASKS_FLAG = flags.DEFINE_list(
+  'tasks', [], 'train only tasks whose name contains one of these texts'
+)
+_AGENTS = flags.DEFINE_multi_enum(
+  'agent', list(AGENTS), list(AGENTS), 'agents; repeat the flag for several'
+)
+_FIRST_SEED = flags.DEFINE_integer('first_seed', 100, 'the first seed', 0)
+_NUM_SEEDS = flags.DEFINE_integer(
+  'num_seeds', 0, 'seeds of each run; 0 means the number of the task', 0
+)
+_NUM_DEVICES = flags.DEFINE_integer(
+  'num_devices', 2, 'devices of each run; for Sebulba, learner devices', 1
+)
+_WORKDIR = flags.DEFINE_string(
+  'workdir', 'runs/returns', 'directory for the files of the runs'
+)
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+_CSV = _ROOT / 'docs' / 'returns.csv'
+_PAGE = _ROOT / 'docs' / 'reference' / 'returns.md'
+_FIGURE = _ROOT / 'docs' / 'images' / 'returns.png'
+_BEGIN = '<!-- rows: python experiments/benchmarks/returns.py -->\n'
+_END = '<!-- end -->\n'
+_SHARES = np.arange(1, 21) / 20  # Where a learning curve has its points.
+_COLORS = {'ppo': '#1f5fa8', 'impala': '#c44e00', 'a2c': '#2f8f4e'}
+_FIELDS = (
+  'task',
+  'agent',
+  'num_devices',
+  'seed',
+  'eval_return',
+  'env_steps',
+  'seconds',  # Wall time of the run, divided by its number of seeds.
+  'curve',  # Mean episode returns after 1/20, 2/20 ... of the steps.
+)
+Row = dict[str, str]
+
+
+class Task(NamedTuple):
+  """An experiment, perhaps with another variant or environment."""
+
+  experiment: str
+  env: str  # Name of the environment.
+  threshold: float  # Each seed must reach this evaluated return.
+  num_seeds: int = 20
+  variant: str = ''
+  agents: tuple[str, ...] = tuple(AGENTS)
+
+  @property
+  def name(self) -> str:
+    """The name of the task in the tables."""
+    return ' '.join(filter(None, (self.experiment, self.variant, self.env)))
+
+
+_TASKS = (
+  Task('anakin_cartpole', 'CartPole-v1', 475),
+  Task('anakin_cartpole', 'Acrobot-v1', -100),
+  Task('anakin_catch', 'Catch-bsuite', 0.95),
+  Task('anakin_memory_chain', 'MemoryChain-bsuite', 0.9),
+  Task('anakin_pendulum', 'Pendulum-v1', -250),
+  Task('anakin_pendulum', 'MountainCarContinuous-v0', 85),
+  Task('anakin_breakout', 'Breakout-MinAtar', 15, variant='conv'),
+  Task('anakin_breakout', 'Breakout-MinAtar', 15, variant='mlp'),
+  Task('anakin_breakout', 'Asterix-MinAtar', 5, 10, 'conv'),
+  Task('anakin_breakout', 'Freeway-MinAtar', 40, 10, 'conv'),
+  Task('anakin_breakout', 'SpaceInvaders-MinAtar', 50, 10, 'conv'),
+  Task('anakin_pong', 'Pong-misc', 900),
+  Task('sebulba_cartpole', 'CartPole-v1', 475, 10),
+  Task('sebulba_cartpole', 'LunarLander-v2', 200, 10),
+  Task('sebulba_half_cheetah', 'HalfCheetah-v4', 1500, 3),
+  Task('sebulba_half_cheetah', 'Hopper-v4', 1000, 3),
+  Task('sebulba_pong', 'Pong-v5', 15, 3, 'cpu', ('ppo', 'impala')),
+  Task('sebulba_breakout', 'Breakout-v5', 15, 3, 'cpu', ('ppo', 'impala')),
+)
+
+
+def _train(task: Task, agent: str, num_seeds: int) -> list[Row]:
+  """Trains an agent on a task, if it is not trained, and reads the results."""
+  first_seed, num_devices = _FIRST_SEED.value, _NUM_DEVICES.value
+  name = '-'.join(
+    [*task.name.split(), agent, f'{first_seed}', f'{num_devices}']
+  )
+  path = f'{_WORKDIR.value}/{name}'
+  is_anakin = task.experiment.startswith('anakin')
+  settings = {
+    'seed': first_seed,
+    'num_seeds': num_seeds,
+    'log.tensorboard': False,
+    'eval.every_env_steps': 0,
+    'env.name': task.env,
+  }
+  if is_anakin:
+    settings['num_devices'] = num_devices
+  else:
+    learners = ','.join(map(str, range(num_devices)))
+    settings['sebulba.learner_devices'] = learners
+    settings['sebulba.actor_devices'] = 0
+  is_trained = workdir.is_run(path) and workdir.is_finished(
+    path, workdir.read_config(path).total_env_steps
+  )
+  if not is_trained:
+    subprocess.run(
+      [
+        sys.executable,
+        str(_ROOT / 'experiments' / f'{task.experiment}.py'),
+        f'--agent={agent}',
+        f'--variant={task.variant}',
+        f'--workdir={path}',
+        '--resume',
+        *(f'--config.{k}={v}' for k, v in settings.items()),
+      ],
+      check=True,
+    )
+  rows = []
+  for directory in workdir.agents(path, workdir.read_config(path)):
+    summary = workdir.read_json(f'{directory}/summary.json')
+    seconds = summary['wall_seconds'] / (num_seeds if is_anakin else 1)
+    run = plot.read_run(directory)
+    curve = _curve(*run.series('env_steps', 'episode_return'))
+    values = (
+      task.name,
+      agent,
+      num_devices,
+      run.config['seed'],
+      f'{summary["eval_return"]:.5g}',
+      summary['env_steps'],
+      f'{seconds:.1f}',
+      ' '.join(f'{x:.4g}' for x in curve),
+    )
+    rows.append(dict(zip(_FIELDS, map(str, values))))
+  return rows
+
+
+def _curve(steps: np.ndarray, returns: np.ndarray) -> np.ndarray:
+  """Interpolates the returns at `_SHARES` of the steps."""
+  return np.interp(_SHARES * steps[-1], steps, returns)
+
+
+def interquartile_mean(values: np.ndarray, axis: int = 0) -> np.ndarray:
+  """The mean without the highest and the lowest quarter of the values."""
+  return stats.trim_mean(values, 0.25, axis=axis)
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Bootstraps the 95 % interval of the interquartile mean over axis 0.
+
+  Source: Agarwal et al. 2021, arXiv:2108.13264, section 4.1.
+  """
+  rng = np.random.default_rng(0)
+  indices = rng.integers(len(values), size=(2000, len(values)))
+  means = interquartile_mean(values[indices], axis=1)
+  low, high = np.percentile(means, [2.5, 97.5], axis=0)
+  return low, high
+
+
+def _groups(rows: Sequence[Row]) -> dict[tuple[str, str, int], list[Row]]:
+  """Groups rows by task, agent and number of devices, in the tasks' order."""
+  groups: dict[tuple[str, str, int], list[Row]] = {}
+  for row in rows:
+    key = row['task'], row['agent'], int(row['num_devices'])
+    groups.setdefault(key, []).append(row)
+  tasks, agents = [task.name for task in _TASKS], list(AGENTS)
+
+  def rank(key: tuple[str, str, int]) -> tuple[int, int, int]:
+    return tasks.index(key[0]), agents.index(key[1]), -key[2]
+
+  return {key: groups[key] for key in sorted(groups, key=rank)}
+
+
+def _number(value: float) -> str:
+  return f'{value:,.3g}' if abs(value) < 1000 else f'{value:,.0f}'
+
+
+def table(rows: Sequence[Row]) -> str:
+  """Makes the table of the page."""
+  thresholds = {task.name: task.threshold for task in _TASKS}
+  lines = [
+    '| task | agent | devices | threshold | seeds that reach it '
+    '| interquartile mean | 95 % interval | worst seed | steps '
+    '| time per seed |',
+    '|---|---|---|---|---|---|---|---|---|---|',
+  ]
+  for (name, agent, num_devices), group in _groups(rows).items():
+    returns = np.array([float(row['eval_return']) for row in group])
+    seconds = np.mean([float(row['seconds']) for row in group])
+    low, high = interval(returns)
+    cells = (
+      name,
+      agent,
+      str(num_devices),
+      _number(thresholds[name]),
+      f'{np.sum(returns >= thresholds[name])} of {len(returns)}',
+      _number(interquartile_mean(returns)),
+      f'{_number(low)} to {_number(high)}',
+      _number(returns.min()),
+      compact(int(group[0]['env_steps'])),
+      f'{seconds:.0f} s',
+    )
+    lines.append(f'| {" | ".join(cells)} |')
+  return '\n'.join(lines) + '\n'
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+  """Draws the learning curves of two devices, with a panel for each task.
+
+  Each line is an interquartile mean, and the band is its 95 % interval.
+  """
+  groups = {k: x for k, x in _groups(rows).items() if k[2] == 2}
+  names = list(dict.fromkeys(name for name, *_ in groups))
+  num_rows = -(-len(names) // 3)
+  figure = Figure(figsize=(10, 2.6 * num_rows), layout='constrained')
+  panels = figure.subplots(num_rows, 3, squeeze=False).ravel()
+  for axes in panels[len(names) :]:
+    axes.remove()
+  for (name, agent, _), group in groups.items():
+    axes, color = panels[names.index(name)], _COLORS[agent]
+    curves = np.array([row['curve'].split() for row in group], float)
+    steps = np.mean([int(row['env_steps']) for row in group])
+    points = _SHARES * steps
+    axes.plot(points, interquartile_mean(curves), color=color, label=agent)
+    axes.fill_between(points, *interval(curves), color=color, alpha=0.2, lw=0)
+    axes.set_title(name, fontsize=10)
+    axes.xaxis.set_major_formatter(lambda x, _: compact(x) if x else '0')
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.spines[['top', 'right']].set_visible(False)
+  handles = [Line2D([], [], color=x, label=k) for k, x in _COLORS.items()]
+  figure.legend(handles=handles, loc='outside upper center', ncols=3)
+  figure.supxlabel('environment steps', fontsize=9)
+  figure.supylabel('episode return', fontsize=9)
+  return figure
+
+
+def main(argv: Sequence[str]) -> None:
+  """Trains what is missing, and writes the rows, the page and the picture."""
+  if argv[1:]:
+    raise app.UsageError(f'unexpected arguments: {argv[1:]}')
+  with _CSV.open(newline='') as file:
+    rows = list(csv.DictReader(file))
+  known = {(x['task'], x['agent'], x['num_devices'], x['seed']) for x in rows}
+  for task, agent in itertools.product(_TASKS, _AGENTS.value):
+    is_chosen = agent in task.agents and any(
+      text in task.name for text in _TASKS_FLAG.value or ['']
+    )
+    num_seeds = _NUM_SEEDS.value or task.num_seeds
+    last_seed = _FIRST_SEED.value + num_seeds - 1
+    key = task.name, agent, str(_NUM_DEVICES.value), str(last_seed)
+    if not is_chosen or key in known:
+      continue
+    new = _train(task, agent, num_seeds)
+    with _CSV.open('a', newline='') as file:
+      writer = csv.DictWriter(file, _FIELDS, lineterminator='\n')
+      writer.writerows(new)
+    rows += new
+  before, _, rest = _PAGE.read_text().partition(_BEGIN)
+  _, _, after = rest.partition(_END)
+  _PAGE.write_text(f'{before}{_BEGIN}{table(rows)}{_END}{after}')
+  draw(rows).savefig(_FIGURE, dpi=120)
+
+
+if __name__ == '__main__':
+  app.run(main)
