@@ -13,6 +13,8 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config = base_config(agent)
   config.env.name = 'Catch-bsuite'  # Images: 10 x 5. Episodes have 9 steps.
   config.total_env_steps = 500_000  # The run takes a few seconds.
+  if agent != 'ppo':  # These agents use each unroll once. So steps are larger.
+    config.optimizer.learning_rate = 3e-3
   return config
 
 

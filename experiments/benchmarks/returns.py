@@ -108,9 +108,8 @@ _TASKS = (
 def _train(task: Task, agent: str, num_seeds: int) -> list[Row]:
   """Trains an agent on a task, if it is not trained, and reads the results."""
   first_seed, num_devices = _FIRST_SEED.value, _NUM_DEVICES.value
-  name = '-'.join(
-    [*task.name.split(), agent, f'{first_seed}', f'{num_devices}']
-  )
+  numbers = f'{first_seed}', f'{num_seeds}', f'{num_devices}'
+  name = '-'.join([*task.name.split(), agent, *numbers])
   path = f'{_WORKDIR.value}/{name}'
   is_anakin = task.experiment.startswith('anakin')
   settings = {
