@@ -2,7 +2,7 @@
 
   python experiments/benchmarks/peers.py [--compare=speed|learning]
       [--tasks=CartPole-v1,Breakout-MinAtar] [--num_envs=64] [--repeats=7]
-      [--num_seeds=20] [--directory=runs/peers]
+      [--num_seeds=20] [--total_env_steps=500000] [--directory=runs/peers]
 
 Both train the same network with the same settings, on one device. rejax needs
 an older gymnax, so the program installs rejax into an environment of its own,
@@ -165,7 +165,7 @@ def _learning(task: str, num_envs: int) -> tuple[str, ...]:
     'num_envs': num_envs,
     'num_minibatches': 4,
   }
-  path = f'{_DIRECTORY.value}/{task}-{num_envs}'
+  path = f'{_DIRECTORY.value}/{task}-{num_envs}-{num_seeds}-{num_updates}'
   fields = {
     'env.name': task,
     'env.num_envs': num_envs,
@@ -202,7 +202,7 @@ def _learning(task: str, num_envs: int) -> tuple[str, ...]:
   series = [plot.read_run(x).series('env_steps', 'eval_return') for x in paths]
   grid = np.arange(1, _NUM_POINTS + 1) * (num_updates * steps // _NUM_POINTS)
   ours = np.array([np.interp(grid, *x) for x in series])
-  rejax = Rejax({**settings, 'env': task})
+  rejax = Rejax(settings)
   answer = rejax.ask('curves', num_seeds, _NUM_POINTS, num_updates)
   rejax.close()
   theirs = np.array(answer['returns'])

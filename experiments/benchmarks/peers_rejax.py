@@ -2,12 +2,14 @@
 
 python peers_rejax.py SETTINGS
 
-SETTINGS is a JSON object with the fields of `peers.Settings`. The program first
-prints the number of parameters. Then it waits for lines on its standard input,
-and answers each line with one line of JSON:
+SETTINGS is a JSON object with the environment and the settings of `peers.py`.
+The program first prints the number of parameters. Then it waits for lines on
+its standard input, and answers each line with one line of JSON:
 
-- `train N`: trains for N updates; prints the seconds and the CPU seconds.
-- `curves N M`: trains N seeds; prints the evaluated returns, `[N, M]`.
+- `train K`: trains for K updates; prints the seconds and the CPU seconds. The
+  first call also compiles.
+- `curves N M K`: trains N seeds for K updates, with M evaluations; prints the
+  evaluated returns, `[N, M]`.
 """
 
 import json
@@ -55,7 +57,6 @@ def main(settings: dict) -> None:
 
     return jax.lax.fori_loop(0, num_updates, body, state)
 
-  jax.block_until_ready(train(state, 1))  # Compiles the program.
   while True:
     print(json.dumps(answer), flush=True)
     command, *numbers = sys.stdin.readline().split() or ['end']

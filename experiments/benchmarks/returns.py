@@ -146,7 +146,8 @@ def _train(task: Task, agent: str, num_seeds: int) -> list[Row]:
     summary = workdir.read_json(f'{directory}/summary.json')
     seconds = summary['wall_seconds'] / (num_seeds if is_anakin else 1)
     run = plot.read_run(directory)
-    curve = _curve(*run.series('env_steps', 'episode_return'))
+    steps, returns = run.series('env_steps', 'episode_return')
+    curve = np.interp(_SHARES * steps[-1], steps, returns)
     values = (
       task.name,
       agent,
@@ -159,11 +160,6 @@ def _train(task: Task, agent: str, num_seeds: int) -> list[Row]:
     )
     rows.append(dict(zip(_FIELDS, map(str, values))))
   return rows
-
-
-def _curve(steps: np.ndarray, returns: np.ndarray) -> np.ndarray:
-  """Interpolates the returns at `_SHARES` of the steps."""
-  return np.interp(_SHARES * steps[-1], steps, returns)
 
 
 def interquartile_mean(values: np.ndarray, axis: int = 0) -> np.ndarray:
