@@ -151,6 +151,8 @@ def make_agent(
     carry = jax.tree.map(lambda x: x[0], trajectory.carry)
     _, last_values, _ = network.unroll(params, obs, is_first, carry)
     values = jnp.concatenate([trajectory.extras.value, last_values[-1:]])
+    # The targets are constants with respect to the parameters.
+    values = jax.lax.stop_gradient(values)
     weight = returns.weights(timestep)
     advantage = returns.vtrace(
       values,

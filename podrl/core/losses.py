@@ -3,10 +3,12 @@
 All arguments have the same shape; a weight is 0 at joints. A mean divides by
 the number of all slots, joints included. A mean without the joints would depend
 on how the batch is split over devices.
+
+Gradients flow through advantages and targets, for example to gamma. Callers
+stop gradients at the network outputs from which these are computed.
 """
 
 import chex
-import jax
 import jax.numpy as jnp
 
 from podrl.types import Array
@@ -17,13 +19,13 @@ def policy_gradient(log_prob: Array, advantage: Array, weight: Array) -> Array:
 
   Args:
     log_prob: `[...]` float32, log-probability of the action.
-    advantage: `[...]` float32; no gradient flows through it.
+    advantage: `[...]` float32.
     weight: `[...]` float32.
 
   Source: Williams 1992; Mnih et al. 2016, arXiv:1602.01783, section 4.
   """
   chex.assert_equal_shape([log_prob, advantage, weight])
-  return -jnp.mean(weight * log_prob * jax.lax.stop_gradient(advantage))
+  return -jnp.mean(weight * log_prob * advantage)
 
 
 def ppo_clip(
@@ -34,27 +36,22 @@ def ppo_clip(
   Args:
     log_ratio: `[...]` float32, log(p / q): p is the action's probability under
       the current policy, and q is its probability under the behaviour policy.
-    advantage: `[...]` float32; no gradient flows through it.
+    advantage: `[...]` float32.
     weight: `[...]` float32.
     clip: c; moving the ratio beyond 1 - c or 1 + c does not reduce the loss.
 
   Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
   """
   chex.assert_equal_shape([log_ratio, advantage, weight])
-  advantage = jax.lax.stop_gradient(advantage)
   ratio = jnp.exp(log_ratio)
   clipped = jnp.clip(ratio, 1.0 - clip, 1.0 + clip)
   return -jnp.mean(weight * jnp.minimum(ratio * advantage, clipped * advantage))
 
 
 def value(prediction: Array, target: Array, weight: Array) -> Array:
-  """Half the squared error of the value v, E[weight (v - target)^2 / 2].
-
-  No gradient flows through the target.
-  """
+  """Half the squared error of the value v, E[weight (v - target)^2 / 2]."""
   chex.assert_equal_shape([prediction, target, weight])
-  error = prediction - jax.lax.stop_gradient(target)
-  return 0.5 * jnp.mean(weight * jnp.square(error))
+  return 0.5 * jnp.mean(weight * jnp.square(prediction - target))
 
 
 def entropy(policy_entropy: Array, weight: Array) -> Array:

@@ -1,4 +1,8 @@
-"""Value targets: V-trace and GAE by one recursion, even across episode ends."""
+"""Value targets: V-trace and GAE by one recursion, even across episode ends.
+
+No function stops gradients, so that a target has a derivative with respect to
+gamma. Callers stop gradients at the network outputs that they pass.
+"""
 
 from typing import NamedTuple
 
@@ -63,7 +67,7 @@ def vtrace(
     clip_policy_gradient_ratio: bound of the ratio in the advantages.
 
   Returns:
-    A `VTrace`; no gradient flows through its arrays.
+    A `VTrace`.
 
   Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and remark 1 (V-trace),
   section 4.2 (advantages); Schulman et al. 2015, arXiv:1506.02438, eq. 16.
@@ -92,4 +96,4 @@ def vtrace(
   advantages = jnp.minimum(clip_policy_gradient_ratio, ratios) * (
     rewards + discounts * following - values[:-1]
   )
-  return VTrace(*jax.lax.stop_gradient((errors, advantages)))
+  return VTrace(errors, advantages)

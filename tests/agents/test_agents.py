@@ -1,12 +1,13 @@
 """Tests agents: acting, learning, joints, and the table of agents."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from podrl.agents import AGENTS, a2c, impala, ppo
-from podrl.core import distributions
+from podrl.core import distributions, losses
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
 from podrl.types import Box, Discrete, MultiDiscrete, TimeStep, Trajectory
@@ -224,6 +225,43 @@ def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
     np.testing.assert_allclose(w + z, x + y, atol=1e-5)
     sizes.append(float(np.abs(w - x).max()))
   assert max(sizes) > 1e-3
+
+
+@pytest.mark.parametrize(
+  'name,core,space',
+  [
+    ('ppo', 'gru', 'box'),
+    ('impala', 'none', 'multi'),
+    ('a2c', 'none', 'discrete'),
+    _slow('ppo', 'none', 'discrete'),
+    _slow('impala', 'lstm', 'box'),
+  ],
+)
+def test_targets_depend_on_gamma_but_not_on_parameters(
+  name, core, space, monkeypatch
+):
+  _, _, agent = _agent(name, core, space)
+  variables = _scaled(3.0, jax.jit(agent.init)(jax.random.key(0)))
+  trajectory, _ = _act_through(agent, _scaled(0.9, variables), _steps())
+
+  def gradient():
+    def loss(variables):
+      batch = agent.prepare(variables, trajectory, lambda x: x)
+      return agent.loss(variables, (), batch, jax.random.key(0))[0]
+
+    return jax.jit(jax.grad(loss))(variables)
+
+  flowing = gradient()
+  for function in (losses.policy_gradient, losses.ppo_clip, losses.value):
+
+    def stopped(x, target, weight, function=function, **kwargs):
+      return function(x, jax.lax.stop_gradient(target), weight, **kwargs)
+
+    monkeypatch.setattr(losses, function.__name__, stopped)
+  expected = gradient()
+  chex.assert_trees_all_close(flowing.params, expected.params, atol=1e-6)
+  assert abs(flowing.hyperparams['gamma']) > 1e-3
+  assert expected.hyperparams['gamma'] == 0.0
 
 
 def test_a_ratio_that_overflows_is_bounded():

@@ -61,6 +61,15 @@ def test_policy_gradient_value_and_entropy_divide_by_slots():
   np.testing.assert_allclose(
     losses.entropy(x, weight), sum(x * weight) / n, atol=1e-6
   )
-  # No gradient flows to targets and advantages.
-  assert not np.any(jax.grad(losses.value, 1)(x, y, weight))
-  assert not np.any(jax.grad(losses.policy_gradient, 1)(x, y, weight))
+
+
+def test_gradients_flow_to_targets_and_advantages():
+  x, y, weight = _data(5)
+  n = len(x)
+  gradient = jax.grad(losses.value, 1)(x, y, weight)
+  np.testing.assert_allclose(gradient, weight * (y - x) / n, atol=1e-6)
+  gradient = jax.grad(losses.policy_gradient, 1)(x, y, weight)
+  np.testing.assert_allclose(gradient, -weight * x / n, atol=1e-6)
+  # Where PPO does not clip, its gradient is the weighted ratio.
+  gradient = jax.grad(losses.ppo_clip, 1)(x, y, weight, clip=100.0)
+  np.testing.assert_allclose(gradient, -weight * np.exp(x) / n, atol=1e-6)
