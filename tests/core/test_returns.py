@@ -1,5 +1,6 @@
 """Tests returns against arithmetic, a plain loop and rlax."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,6 +41,44 @@ def _gae_loop(values, rewards, discounts, weights, lambda_):
     following = delta + discounts[t] * lambda_ * following
     advantages[t] = following
   return advantages
+
+
+def _n_step_loop(values, rewards, discounts, weights, n):
+  """Computes the n-step targets of one environment in a plain loop."""
+  targets = np.zeros(len(rewards))
+  for start in range(len(rewards)):
+    t, discount = start, 1.0
+    while t < min(start + n, len(rewards)) and weights[t] > 0.0:
+      targets[start] += discount * rewards[t]
+      discount *= discounts[t]
+      t += 1
+    targets[start] += discount * values[t]
+  return targets
+
+
+def _lambda_loop(values, rewards, discounts, weights, lambda_):
+  """Computes the lambda-returns of one environment in a plain loop."""
+  targets = np.zeros(len(rewards))
+  following = values[-1]
+  for t in reversed(range(len(rewards))):
+    mixed = lambda_ * following + (1.0 - lambda_) * values[t + 1]
+    following = values[t]  # What a joint's target is.
+    if weights[t] > 0.0:
+      following = rewards[t] + discounts[t] * mixed
+    targets[t] = following
+  return targets
+
+
+def _project_loop(atoms, probabilities, support):
+  """Projects one distribution as algorithm 1 of Bellemare et al. 2017 does."""
+  projected = np.zeros(len(support))
+  spacing = (support[-1] - support[0]) / (len(support) - 1)
+  for atom, probability in zip(atoms, probabilities):
+    b = (min(max(atom, support[0]), support[-1]) - support[0]) / spacing
+    lower = min(int(np.floor(b)), len(support) - 2)
+    projected[lower] += probability * (lower + 1 - b)
+    projected[lower + 1] += probability * (b - lower)
+  return projected
 
 
 def test_worked_example():
@@ -106,3 +145,191 @@ def test_nothing_passes_back_over_a_joint():
   after = returns.vtrace(values, rewards, discounts, weights, lambda_=0.95)
   np.testing.assert_array_equal(before.errors[:11], after.errors[:11])
   assert np.abs(before.errors[11:] - after.errors[11:]).max() > 0.1
+
+
+def test_gradient_with_respect_to_gamma_agrees_with_differences():
+  with jax.enable_x64(True):
+    values, rewards, discounts, weights = (
+      x.astype(np.float64) for x in _random_unroll(0)
+    )
+    ratios = weights * np.exp(np.random.default_rng(0).normal(size=(25, 4)))
+
+    def results(gamma):
+      discount = gamma * (discounts > 0)
+      vtrace = returns.vtrace(values, rewards, discount, ratios, lambda_=0.9)
+      n_step = returns.n_step(values, rewards, discount, weights, n=3)
+      return jnp.stack([vtrace.errors, vtrace.advantages, n_step])
+
+    gradient = jax.jacfwd(results)(0.97)
+    step = 1e-6
+    differences = (results(0.97 + step) - results(0.97 - step)) / (2 * step)
+    backward = jax.grad(lambda gamma: results(gamma).sum())(0.97)
+    np.testing.assert_allclose(gradient, differences, atol=1e-7)
+    np.testing.assert_allclose(backward, gradient.sum(), rtol=1e-12)
+  assert np.all(np.abs(gradient).max(axis=(1, 2)) > 0.1)
+
+
+@pytest.mark.parametrize('last_is_joint', [False, True])
+@pytest.mark.parametrize('n', [1, 2, 5, 25, 100])
+@pytest.mark.parametrize('seed', [0, 1])
+def test_n_step_agrees_with_a_loop_and_rlax(seed, n, last_is_joint):
+  unroll = _random_unroll(seed, last_is_joint=last_is_joint)
+  targets = returns.n_step(*unroll, n=n)
+  for b in range(4):
+    values, rewards, discounts, weights = (x[:, b] for x in unroll)
+    expected = _n_step_loop(values, rewards, discounts, weights, n)
+    np.testing.assert_allclose(targets[:, b], expected, atol=1e-5)
+    # With lambda 0 on arrival at an episode's last step, rlax ignores the joint
+    # that follows. It does not know targets of joints.
+    last = np.append(weights[1:], np.float32(1))
+    theirs = rlax.n_step_bootstrapped_returns(
+      rewards, discounts, values[1:], n, last
+    )
+    theirs = np.where(weights > 0, theirs, values[:-1])
+    np.testing.assert_allclose(targets[:, b], theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize('last_is_joint', [False, True])
+@pytest.mark.parametrize('lambda_', [0.0, 0.65, 1.0])
+@pytest.mark.parametrize('seed', [0, 1])
+def test_q_lambda_agrees_with_a_loop_and_rlax(seed, lambda_, last_is_joint):
+  unroll = _random_unroll(seed, last_is_joint=last_is_joint)
+  targets = returns.q_lambda(*unroll, lambda_=lambda_)
+  for b in range(4):
+    values, rewards, discounts, weights = (x[:, b] for x in unroll)
+    expected = _lambda_loop(values, rewards, discounts, weights, lambda_)
+    np.testing.assert_allclose(targets[:, b], expected, atol=1e-5)
+    # rlax subtracts the value of the action, which is not the best one here.
+    q_values = np.stack([values - 2, values], axis=-1)
+    theirs = (
+      values[:-1]
+      - 2
+      + rlax.q_lambda(
+        q_values[:-1],
+        np.zeros(len(rewards), int),
+        rewards,
+        discounts,
+        q_values[1:],
+        lambda_ * np.append(weights[1:], np.float32(1)),
+      )
+    )
+    theirs = np.where(weights > 0, theirs, values[:-1])
+    np.testing.assert_allclose(targets[:, b], theirs, atol=1e-5)
+
+
+def test_targets_of_an_unroll_of_one_step():
+  values, rewards = jnp.asarray([[3.0, 3.0], [5.0, 5.0]]), jnp.ones((1, 2))
+  arguments = values, rewards, 0.9 * rewards, jnp.asarray([[1.0, 0.0]])
+  expected = [[1 + 0.9 * 5, 3.0]]  # The second environment has a joint.
+  for n in (1, 4):
+    targets = returns.n_step(*arguments, n=n)
+    np.testing.assert_allclose(targets, expected, rtol=1e-6)
+  targets = returns.q_lambda(*arguments, lambda_=0.5)
+  np.testing.assert_allclose(targets, expected, rtol=1e-6)
+
+
+def test_targets_at_a_termination_and_at_a_truncation():
+  # As the worked example, with gamma .5: the first two steps of episode A, its
+  # end at the value .7, the joint, and episode B with the value 50.
+  values = jnp.asarray([[0.5, 0.5], [0.6, 0.6], [0.7, 0.7], [50.0, 50.0]])
+  rewards = jnp.asarray([[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])
+  discounts = 0.5 * jnp.asarray([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+  weights = jnp.asarray([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+  # The first is truncated, so .7 counts: 2 + .5*.7 = 2.35, 1 + .5*2.35 = 2.175.
+  # The second terminates, so the return is 2, and 1 + .5*2 = 2 before that.
+  expected = [[2.175, 2.0], [2.35, 2.0], [0.7, 0.7]]
+  for targets in (
+    returns.n_step(values, rewards, discounts, weights, n=3),
+    returns.q_lambda(values, rewards, discounts, weights, lambda_=1.0),
+  ):
+    np.testing.assert_allclose(targets, expected, rtol=1e-6)
+
+
+def test_n_must_be_positive():
+  with pytest.raises(AssertionError, match='positive'):
+    returns.n_step(*_random_unroll(0), n=0)
+
+
+def _exact(x, epsilon):
+  """h(x) of Pohlen et al. 2018, in float64."""
+  x = np.float64(x)
+  return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + epsilon * x
+
+
+_MAGNITUDES = np.geomspace(1e-6, 1e6, 400)
+_NUMBERS = np.concatenate([-_MAGNITUDES, [0.0], _MAGNITUDES]).astype(np.float32)
+
+
+@pytest.mark.parametrize('epsilon', [1e-3, 1e-2])
+def test_rescaling_is_exact_in_float32(epsilon):
+  rescaled = returns.rescale(_NUMBERS, epsilon=epsilon)
+  assert rescaled.dtype == jnp.float32
+  # The reference itself has an error of 1e-16 / 1e-6 at the smallest numbers.
+  np.testing.assert_allclose(rescaled, _exact(_NUMBERS, epsilon), rtol=4e-7)
+  # If h(x) has a relative error e, x has one of at most 2 e.
+  inverse = returns.inverse_rescale(rescaled, epsilon=epsilon)
+  np.testing.assert_allclose(inverse, _NUMBERS, rtol=1e-6)
+  # The same for arguments up to 1e6, by h(h^-1(x)) in float64.
+  inverse = returns.inverse_rescale(_NUMBERS, epsilon=epsilon)
+  np.testing.assert_allclose(_exact(inverse, epsilon), _NUMBERS, rtol=1e-6)
+
+
+def test_rescaling_agrees_with_rlax():
+  with jax.enable_x64(True):
+    x = _NUMBERS.astype(np.float64)
+    np.testing.assert_allclose(
+      returns.rescale(x), rlax.signed_hyperbolic(x), rtol=1e-9
+    )
+    # rlax subtracts similar numbers, so its small results have few digits.
+    np.testing.assert_allclose(
+      returns.inverse_rescale(x), rlax.signed_parabolic(x), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_rescaling_has_its_derivative_at_0():
+  # h'(0) = 1/2 + epsilon.
+  np.testing.assert_allclose(jax.grad(returns.rescale)(0.0), 0.501, rtol=1e-6)
+  np.testing.assert_allclose(
+    jax.grad(returns.inverse_rescale)(0.0), 1 / 0.501, rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize('num_atoms', [1, 2, 51, 80])
+def test_project_agrees_with_a_loop_and_rlax(num_atoms):
+  rng = np.random.default_rng(num_atoms)
+  support = np.linspace(-10.0, 10.0, 51, dtype=np.float32)
+  # Some atoms are beyond the support, and some are on its points.
+  atoms = rng.normal(scale=8.0, size=(6, 3, num_atoms)).astype(np.float32)
+  atoms[0] = rng.choice(support, size=atoms[0].shape)
+  probabilities = rng.dirichlet(np.ones(num_atoms), (6, 3)).astype(np.float32)
+  projected = returns.project(atoms, probabilities, support)
+  assert projected.shape == (6, 3, 51)
+  for i in np.ndindex(6, 3):
+    expected = _project_loop(atoms[i], probabilities[i], support)
+    np.testing.assert_allclose(projected[i], expected, atol=1e-5)
+    theirs = rlax.categorical_l2_project(atoms[i], probabilities[i], support)
+    np.testing.assert_allclose(projected[i], theirs, atol=1e-5)
+  np.testing.assert_allclose(projected.sum(-1), 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize('n', [1, 3, 100])
+def test_n_step_gives_the_atoms_and_probabilities_of_a_target(n):
+  support = np.linspace(-5.0, 5.0, 3, dtype=np.float32)
+  probabilities = np.random.default_rng(0).random((26, 4, 3), np.float32)
+  _, rewards, discounts, weights = (
+    np.repeat(x[..., None], 3, axis=-1) for x in _random_unroll(0)
+  )
+  supports = np.broadcast_to(support, probabilities.shape)
+  atoms = returns.n_step(supports, rewards, discounts, weights, n=n)
+  arriving = returns.n_step(
+    probabilities, 0 * rewards, np.ones_like(rewards), weights, n=n
+  )
+  for index in np.ndindex(4, 3):
+    slot = (slice(None), *index)
+    rest = rewards[slot], discounts[slot], weights[slot]
+    expected = _n_step_loop(supports[slot], *rest, n)
+    np.testing.assert_allclose(atoms[slot], expected, atol=1e-5)
+    # The value of step t is t, so the target is the step that it comes from.
+    rest = np.zeros(25), np.ones(25), weights[slot]
+    steps = _n_step_loop(np.arange(26.0), *rest, n).astype(int)
+    np.testing.assert_array_equal(arriving[slot], probabilities[slot][steps])
