@@ -49,12 +49,18 @@ class Trajectory(NamedTuple):
     extras: leaves `[T, B, ...]`, the extras that `Agent.act` returned.
     carry: leaves `[1, B, ...]`, the agent's carry before the first step; `()`
       for an agent without a carry.
+    env_index: int32 `[1, B]`, the global index of each environment.
+    num_steps: int32 `[1, B]`, steps of each environment before this unroll,
+      joints included. A memory joins the unrolls of an environment by it. In a
+      sample of a memory, `carry`, `env_index` and `num_steps` are `()`.
   """
 
   timestep: TimeStep
   action: Array
   extras: Tree
   carry: Tree
+  env_index: Tree
+  num_steps: Tree
 
 
 class Variables(NamedTuple):
@@ -89,8 +95,8 @@ class LearnerState(NamedTuple):
     opt_state: the state of the optax optimiser.
     num_updates: int32 `[]`, number of calls of `Learner.update`.
     num_sgd_steps: int32 `[]`, number of optimiser steps.
-    memory: stored unrolls, `[capacity, T, B, ...]`, split on axis 2; `()` if
-      the learner stores none.
+    memory: what `Memory.init` returned, on each device its own; `()` if the
+      learner has no memory.
   """
 
   variables: Variables
@@ -215,22 +221,85 @@ class HostEnv(NamedTuple):
   xla: XlaEnv | None = None
 
 
+class Sample(NamedTuple):
+  """Sequences to learn from: an unroll, or a sample of a memory.
+
+  Attributes:
+    trajectory: B sequences.
+    index: int32 `[B]`, identifies the sequences in the memory; `()` without a
+      memory.
+    weight: float32 `[B]`, importance weights; 1 without a memory. A sequence
+      with weight 0 is not valid, and the loss must not depend on it.
+  """
+
+  trajectory: Trajectory
+  index: Tree  # type: ignore[assignment]  # It hides `tuple.index`.
+  weight: Array
+
+
+class LossOutput(NamedTuple):
+  """What `Agent.loss` returns besides the loss.
+
+  Attributes:
+    metrics: float32 `[]` each.
+    priority: float32 `[rows]`, a new priority for each row of the batch, at
+      least 0; `()` if the agent does not prioritise.
+  """
+
+  metrics: Metrics
+  priority: Tree = ()
+
+
+class Memory(NamedTuple):
+  """What a learner remembers, on its own device; pure functions.
+
+  A memory is a tuple `(storage, priorities)`. The learner keeps the storage
+  outside of loops and conditions, because XLA copies what they pass on.
+
+  Attributes:
+    init: `(example_trajectory) -> memory`, empty, for unrolls of this shape.
+    add: `(memory, trajectory) -> memory`. A sequence goes on over two unrolls
+      only where `env_index` and `num_steps` follow. New sequences get the
+      largest priority.
+    is_ready: `(memory) -> bool []`, whether there is enough to learn from. It
+      is the same on all devices.
+    sample: `(memory, rng_key, hyperparams) -> Sample`, sequences of one length.
+    prioritise: `(priorities, index, priority) -> priorities`, for the `index`
+      of a sample and the priorities that the loss returned.
+    split_axes: a tree of ints like a memory, the axis of each leaf that is
+      split over devices; -1 for a leaf that is the same on all devices.
+  """
+
+  init: Callable[[Trajectory], tuple[Tree, Tree]]
+  add: Callable[[tuple[Tree, Tree], Trajectory], tuple[Tree, Tree]]
+  is_ready: Callable[[tuple[Tree, Tree]], Array]
+  sample: Callable[[tuple[Tree, Tree], chex.PRNGKey, Hyperparams], Sample]
+  prioritise: Callable[[Tree, Array, Array], Tree]
+  split_axes: tuple[Tree, Tree]
+
+
 class Agent(NamedTuple):
   """A learning algorithm, as pure functions.
 
   Attributes:
     init: `(rng_key) -> Variables`.
-    initial_carry: `(batch_size) -> carry`, leaves `[B, ...]`.
+    initial_carry: `(env_index) -> carry`, leaves `[B, ...]`. `env_index` is
+      int32 `[B]`, the environments' global indices. So the carry can contain
+      what differs between environments, such as an exploration rate.
     act: `(variables, rng_key, timestep, carry, *, greedy=False) -> (action,
       extras, carry)`, all `[B, ...]`. `rng_key` has one key for each
       environment, so that the actions of an environment do not depend on the
       rest of the batch.
-    prepare: `(variables, trajectory, mean) -> batch`, called once per unroll,
-      without gradients. `mean` averages a small tree over all devices. Axis 0
-      of every leaf of `batch` is split into minibatches.
-    loss: `(variables, target_params, batch, rng_key) -> (scalar, metrics)`. The
-      scalar is a mean over the slots of the batch. The learner computes the
-      gradient of the scalar with respect to `variables.params`.
+    prepare: `(variables, target_params, sample, rng_key, mean) -> batch`,
+      without gradients. Without a memory, it is called once per unroll, else
+      once per optimiser step. `sample` is a `Sample` of `[T+1, B]`, and
+      `rng_key` has one key for each of the B sequences. `mean` averages a small
+      tree over all devices. Axis 0 of every leaf of `batch` is split into
+      minibatches.
+    loss: `(variables, target_params, batch, rng_key) -> (scalar, LossOutput)`.
+      `rng_key` has one key for each row of the batch. The scalar is a mean over
+      the slots of the batch. The learner computes the gradient of the scalar
+      with respect to `variables.params`.
     measure: `(variables, trajectory) -> tree`, float32 means over this device's
       shard of the trajectory. The learner averages them over devices and passes
       them to `absorb`.
@@ -239,10 +308,14 @@ class Agent(NamedTuple):
   """
 
   init: Callable[[chex.PRNGKey], Variables]
-  initial_carry: Callable[[int], Tree]
+  initial_carry: Callable[[Array], Tree]
   act: Callable[..., tuple[Array, Tree, Tree]]
-  prepare: Callable[[Variables, Trajectory, Callable[[Tree], Tree]], Tree]
-  loss: Callable[[Variables, Tree, Tree, chex.PRNGKey], tuple[Array, Metrics]]
+  prepare: Callable[
+    [Variables, Tree, Sample, chex.PRNGKey, Callable[[Tree], Tree]], Tree
+  ]
+  loss: Callable[
+    [Variables, Tree, Tree, chex.PRNGKey], tuple[Array, LossOutput]
+  ]
   measure: Callable[[Variables, Trajectory], Tree] = (
     lambda variables, trajectory: ()
   )
@@ -251,20 +324,28 @@ class Agent(NamedTuple):
   )
 
 
+_SAME: Any = -1
+
+
 class Learner(NamedTuple):
   """Pure functions that change an agent's parameters.
 
   Attributes:
-    init: `(rng_key, example_trajectory) -> LearnerState`.
+    init: `(rng_key, example_trajectory) -> LearnerState`. The example has the
+      shape of one device's shard; only a memory's size depends on it.
     update: `(state, trajectory, rng_key) -> (state, metrics)`. It runs on each
       device, mapped over `DEVICE_AXIS`, with that device's shard of the
       trajectory.
+    split_axes: a `LearnerState` of ints, a tree prefix of the state: the axis
+      of each leaf that is split over devices, or -1 where all devices have the
+      same.
   """
 
   init: Callable[[chex.PRNGKey, Trajectory], LearnerState]
   update: Callable[
     [LearnerState, Trajectory, chex.PRNGKey], tuple[LearnerState, Metrics]
   ]
+  split_axes: Tree = LearnerState(*[_SAME] * 6)
 
 
 class Episodes(NamedTuple):

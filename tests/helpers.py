@@ -4,7 +4,11 @@ import importlib.util
 import json
 import pathlib
 
+import jax
+import numpy as np
+
 from podrl.run import train
+from podrl.types import Sample
 
 ROOT = pathlib.Path(__file__).parents[1]
 # On two CPU devices, this makes 512 / (8 x 8) = 8 updates.
@@ -34,6 +38,20 @@ TIMINGS = {
   'wall_seconds',
   'compile_seconds',
 }
+
+
+def prepare(agent, variables, trajectory, mean=lambda x: x, target_params=()):
+  """Calls an agent's `prepare` for an unroll, on one device."""
+  size = trajectory.env_index.shape[1]
+  keys = jax.random.split(jax.random.key(0), size)
+  sample = Sample(trajectory, (), np.ones(size, np.float32))
+  return agent.prepare(variables, target_params, sample, keys, mean)
+
+
+def counters(batch, num_steps=0):
+  """Returns a trajectory's `env_index` and `num_steps`."""
+  index = np.arange(batch, dtype=np.int32)[None]
+  return index, np.full_like(index, num_steps)
 
 
 def get_config(name):

@@ -16,7 +16,15 @@ import optax
 
 from podrl.core.learner import make_learner
 from podrl.drivers import sebulba, spmd
-from podrl.types import Agent, Discrete, EnvSpec, HostEnv, TimeStep, Variables
+from podrl.types import (
+  Agent,
+  Discrete,
+  EnvSpec,
+  HostEnv,
+  LossOutput,
+  TimeStep,
+  Variables,
+)
 
 
 @dataclasses.dataclass
@@ -133,13 +141,15 @@ class Host:
 
     def loss(variables, target_params, batch, rng_key):
       del target_params, batch, rng_key
-      return 0.0 * variables.params, {}
+      return 0.0 * variables.params, LossOutput({})
 
     return Agent(
       lambda rng_key: Variables(jnp.zeros(()), (), {}),
-      lambda num_envs: (),
+      lambda env_index: (),
       act,
-      lambda variables, trajectory, mean: trajectory.timestep.reward,
+      lambda variables, target_params, sample, rng_key, mean: (
+        sample.trajectory.timestep.reward
+      ),
       loss,
     )
 

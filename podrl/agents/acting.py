@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from podrl.core.distributions import Distribution
 from podrl.networks.actor_critic import Network
-from podrl.types import Array, Hyperparams, Metrics, TimeStep, Tree, Variables
+from podrl.types import (
+  Array,
+  Hyperparams,
+  LossOutput,
+  TimeStep,
+  Tree,
+  Variables,
+)
 
 # Continuous actions can have huge log-ratios. Their exp could be infinite, and
 # infinity times a weight of 0 is NaN. This bound is far above the usual clips.
@@ -35,6 +42,11 @@ def make_init(
     return Variables(init(rng_key), (), values)
 
   return init_variables
+
+
+def make_initial_carry(network: Network) -> Callable[[Array], Tree]:
+  """Builds `Agent.initial_carry` for a network's carry."""
+  return lambda env_index: network.initial_carry(len(env_index))
 
 
 def make_act(
@@ -71,7 +83,7 @@ def combine_losses(
   policy_loss: Array,
   value_loss: Array,
   entropy: Array,
-) -> tuple[Array, Metrics]:
+) -> tuple[Array, LossOutput]:
   """Returns the weighted sum of the losses, and the losses as metrics.
 
     policy_loss + value_cost * value_loss - entropy_cost * entropy
@@ -80,11 +92,12 @@ def combine_losses(
   """
   total = policy_loss + hyperparams['value_cost'] * value_loss
   total -= hyperparams['entropy_cost'] * entropy
-  return total, {
+  metrics = {
     'policy_loss': policy_loss,
     'value_loss': value_loss,
     'entropy': entropy,
   }
+  return total, LossOutput(metrics)
 
 
 def log_ratio(log_prob: Array, behaviour_log_prob: Array) -> Array:

@@ -10,7 +10,7 @@ from podrl.agents import acting
 from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
 from podrl.networks.actor_critic import Network
-from podrl.types import Agent, Array, Metrics, Trajectory, Tree, Variables
+from podrl.types import Agent, Array, LossOutput, Sample, Tree, Variables
 
 DEFAULTS = {
   'unroll_length': 32,
@@ -62,16 +62,18 @@ def make_agent(
   Source: Espeholt et al. 2018, arXiv:1802.01561, section 4.2.
   """
 
-  def prepare(variables: Variables, trajectory: Trajectory, mean) -> Tree:
-    del variables, mean
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trajectory)
+  def prepare(
+    variables: Variables, target_params: Tree, sample: Sample, rng_key, mean
+  ) -> Tree:
+    del variables, target_params, rng_key, mean
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), sample.trajectory)
 
   def loss(
     variables: Variables,
     target_params: Tree,
     batch: Tree,
     rng_key: chex.PRNGKey,
-  ) -> tuple[Array, Metrics]:
+  ) -> tuple[Array, LossOutput]:
     del target_params, rng_key
     params, _, hyperparams = variables
     trajectory = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
@@ -108,4 +110,5 @@ def make_agent(
     value_cost=value_cost,
   )
   act = acting.make_act(network, distribution, stores_value=False)
-  return Agent(init, network.initial_carry, act, prepare, loss)
+  initial_carry = acting.make_initial_carry(network)
+  return Agent(init, initial_carry, act, prepare, loss)

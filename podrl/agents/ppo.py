@@ -13,7 +13,7 @@ from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
 from podrl.core.observations import flatten, unflatten
 from podrl.networks.actor_critic import Network
-from podrl.types import Agent, Array, Metrics, Trajectory, Tree, Variables
+from podrl.types import Agent, Array, LossOutput, Sample, Tree, Variables
 
 DEFAULTS = {
   'unroll_length': 64,
@@ -139,9 +139,15 @@ def make_agent(
   """
 
   def prepare(
-    variables: Variables, trajectory: Trajectory, mean: Callable[[Tree], Tree]
+    variables: Variables,
+    target_params: Tree,
+    sample: Sample,
+    rng_key: chex.PRNGKey,
+    mean: Callable[[Tree], Tree],
   ) -> Batch:
+    del target_params, rng_key
     params, _, hyperparams = variables
+    trajectory = sample.trajectory
     timestep = trajectory.timestep
     # `act` stored the values of all steps except the last. To compute the last
     # value, only a recurrent network needs the other steps.
@@ -183,7 +189,7 @@ def make_agent(
     target_params: Tree,
     batch: Batch,
     rng_key: chex.PRNGKey,
-  ) -> tuple[Array, Metrics]:
+  ) -> tuple[Array, LossOutput]:
     del target_params, rng_key
     params, _, hyperparams = variables
     if network.is_recurrent:
@@ -204,12 +210,12 @@ def make_agent(
     )
     value_loss = losses.value(value, batch.target, weight)
     entropy = losses.entropy(distribution.entropy(head), weight)
-    total, metrics = acting.combine_losses(
+    total, output = acting.combine_losses(
       hyperparams, policy_loss, value_loss, entropy
     )
     # An estimate of KL(old, new) that is never negative (Schulman 2020).
     approx_kl = jnp.mean(weight * (jnp.expm1(log_ratios) - log_ratios))
-    return total, metrics | {'approx_kl': approx_kl}
+    return total, LossOutput(output.metrics | {'approx_kl': approx_kl})
 
   init = acting.make_init(
     network.init,
@@ -220,4 +226,5 @@ def make_agent(
     value_cost=value_cost,
   )
   act = acting.make_act(network, distribution, stores_value=True)
-  return Agent(init, network.initial_carry, act, prepare, loss)
+  initial_carry = acting.make_initial_carry(network)
+  return Agent(init, initial_carry, act, prepare, loss)

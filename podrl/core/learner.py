@@ -24,11 +24,16 @@ from podrl.types import (
   Array,
   Learner,
   LearnerState,
+  LossOutput,
+  Memory,
   Metrics,
+  Sample,
   Trajectory,
   Tree,
+  Variables,
 )
 
+TargetUpdate = Callable[[Array, Array, Array], Array]
 Unravel = Callable[[Any], Tree]  # Maps a vector to parameters.
 
 # A row of at least this many numbers is wide; see `collect_blocks`.
@@ -39,6 +44,8 @@ _MAX_SLICES = 32
 
 def all_mean(tree: Tree) -> Tree:
   """Averages a tree over devices, in one all-reduce of one vector."""
+  if not jax.tree.leaves(tree):
+    return tree
   vector, unravel = ravel_pytree(tree)
   return unravel(jax.lax.pmean(vector, DEVICE_AXIS))
 
@@ -78,13 +85,25 @@ def collect_blocks(blocks: Array, order: Array) -> Array:
   return jnp.stack(slices).reshape(-1, *blocks.shape[2:])
 
 
+def row_keys(rng_key: chex.PRNGKey, row: Array) -> chex.PRNGKey:
+  """Folds the global indices of rows, int32 `[N]`, into a key."""
+  return jax.vmap(jax.random.fold_in, (None, 0))(rng_key, row)
+
+
+def _global_rows(num_rows: int) -> Array:
+  """Returns the global indices of this device's rows, int32 `[num_rows]`."""
+  first = jax.lax.axis_index(DEVICE_AXIS) * num_rows
+  return first + jnp.arange(num_rows, dtype=jnp.int32)
+
+
 def make_learner(
   agent: Agent,
   optimizer: optax.GradientTransformation,
   *,
   num_epochs: int = 1,
   num_minibatches: int = 1,
-  target_period: int | None = None,
+  target_update: TargetUpdate | None = None,
+  memory: Memory | None = None,
 ) -> Learner:
   """Builds the learner of an agent.
 
@@ -94,25 +113,32 @@ def make_learner(
       a rule for each array, such as a mask or a norm per layer, does not work.
       If its `update` takes an argument `hyperparams`, the learner passes
       `Variables.hyperparams`.
-    num_epochs: passes over each unroll.
+    num_epochs: passes over each unroll. With a memory, the number of optimiser
+      steps per update; each learns from a sample of its own.
     num_minibatches: optimiser steps in each pass. It must divide the number of
       rows (axis 0) of the batch that `Agent.prepare` returns on each device.
-    target_period: number of updates between two copies of the parameters to
-      `target_params`; None means that there are no target parameters.
+      It must be 1 with a memory.
+    target_update: `(params, target_params, num_sgd_steps) -> target_params`, on
+      vectors, called after every optimiser step; None means that there are no
+      target parameters. See `optax.periodic_update` and
+      `optax.incremental_update`.
+    memory: what the learner learns from; None means the latest unroll.
 
   Returns:
     A `Learner`. Its metrics are `loss`, `grad_norm` and the metrics of the
-    agent's loss, averaged over devices and optimiser steps.
+    agent's loss, averaged over devices and optimiser steps. With a memory, the
+    metric `is_learning` is 0 for updates before the memory was ready, and then
+    the other metrics are 0 too.
   """
-
+  if memory is not None and num_minibatches != 1:
+    raise ValueError(f'num_minibatches={num_minibatches} with a memory')
   optimizer = optax.with_extra_args_support(optimizer)
 
   def init(
     rng_key: chex.PRNGKey, example_trajectory: Trajectory
   ) -> LearnerState:
-    del example_trajectory  # Only a learner with a memory needs it.
     variables, target_params = agent.init(rng_key), ()
-    if target_period is not None:
+    if target_update is not None:
       # Copy them, because donating one buffer as two arguments crashes.
       target_params = jax.tree.map(jnp.copy, variables.params)
     return LearnerState(
@@ -121,7 +147,7 @@ def make_learner(
       opt_state=optimizer.init(ravel_pytree(variables.params)[0]),
       num_updates=jnp.zeros((), jnp.int32),
       num_sgd_steps=jnp.zeros((), jnp.int32),
-      memory=(),
+      memory=memory.init(example_trajectory) if memory else (),
     )
 
   def sgd_step(
@@ -130,29 +156,37 @@ def make_learner(
     batch: Tree,
     measured: Tree,
     rng_key: chex.PRNGKey,
-  ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
+  ) -> tuple[LearnerState, tuple[Metrics, Tree], Tree]:
+    """Takes one step; also returns the averages, and the rows' priorities."""
     # `params` is one vector: then the optimiser needs only a few operations for
     # all parameters, instead of a few for each array.
-    variables = state.variables
+    variables, target_params = state.variables, state.target_params
+    if target_update is not None:
+      target_params = unravel(target_params)
 
-    def loss(vector: Array) -> tuple[Array, Metrics]:
+    def loss(vector: Array) -> tuple[Array, LossOutput]:
       changed = variables._replace(params=unravel(vector))
-      return agent.loss(changed, state.target_params, batch, rng_key)
+      return agent.loss(changed, target_params, batch, rng_key)
 
     params = variables.params
-    (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
-    metrics['loss'] = value
+    (value, output), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    metrics = output.metrics | {'loss': value}
     grads, metrics, measured = all_mean((grads, metrics, measured))
     updates, opt_state = optimizer.update(
       grads, state.opt_state, params, hyperparams=variables.hyperparams
     )
     metrics['grad_norm'] = optax.tree.norm(grads)
     params = optax.apply_updates(params, updates)
-    return state._replace(
+    num_sgd_steps = state.num_sgd_steps + 1
+    if target_update is not None:
+      new = target_update(params, state.target_params, num_sgd_steps)
+      state = state._replace(target_params=new)
+    state = state._replace(
       variables=variables._replace(params=params),
       opt_state=opt_state,
-      num_sgd_steps=state.num_sgd_steps + 1,
-    ), (metrics, measured)
+      num_sgd_steps=num_sgd_steps,
+    )
+    return state, (metrics, measured), output.priority
 
   def sgd_steps(
     state: LearnerState,
@@ -161,18 +195,22 @@ def make_learner(
     measured: Tree,
     rng_key: chex.PRNGKey,
   ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
-    """Takes all optimiser steps of an update."""
+    """Takes all optimiser steps of an update without a memory."""
     num_steps = num_epochs * num_minibatches
-    if num_steps == 1:
-      return sgd_step(state, unravel, batch, measured, rng_key)
     size = jax.tree.leaves(batch)[0].shape[0]
+    rows = _global_rows(size)
+    if num_steps == 1:
+      keys = row_keys(rng_key, rows)
+      return sgd_step(state, unravel, batch, measured, keys)[:2]
     if size % num_minibatches:
       raise ValueError(
         f'num_minibatches={num_minibatches} does not divide the {size} rows of '
         'the batch on each device'
       )
     block = block_size(size // num_minibatches)
-    blocks = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), batch)
+    blocks = jax.tree.map(
+      lambda x: x.reshape(-1, block, *x.shape[1:]), (batch, rows)
+    )
     shuffle_key, loss_key = jax.random.split(rng_key)
     shuffle_keys = jax.random.split(shuffle_key, num_epochs)
     shuffle = functools.partial(jax.random.permutation, x=size // block)
@@ -180,38 +218,122 @@ def make_learner(
 
     def minibatch_step(state, order_and_key):
       order, loss_key = order_and_key
-      minibatch = batch
+      minibatch = batch, rows
       if num_minibatches > 1:
         collect = functools.partial(collect_blocks, order=order)
         minibatch = jax.tree.map(collect, blocks)
-      return sgd_step(state, unravel, minibatch, measured, loss_key)
+      keys = row_keys(loss_key, minibatch[1])
+      return sgd_step(state, unravel, minibatch[0], measured, keys)[:2]
 
     loss_keys = jax.random.split(loss_key, num_steps)
-    state, rows = jax.lax.scan(minibatch_step, state, (orders, loss_keys))
-    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), rows)
+    state, means = jax.lax.scan(minibatch_step, state, (orders, loss_keys))
+    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), means)
+
+  def prepare(
+    variables: Variables,
+    target_params: Tree,
+    sample: Sample,
+    rng_key: chex.PRNGKey,
+  ) -> Tree:
+    keys = row_keys(rng_key, _global_rows(len(sample.weight)))
+    with jax.named_scope('prepare'):
+      return agent.prepare(variables, target_params, sample, keys, all_mean)
+
+  def learn(
+    state: LearnerState,
+    unravel: Unravel,
+    storage: Tree,
+    measured: Tree,
+    rng_key: chex.PRNGKey,
+  ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
+    """Takes all optimiser steps of an update with a memory.
+
+    `state.memory` contains only the priorities.
+    """
+    assert memory is not None
+    device = jax.lax.axis_index(DEVICE_AXIS)
+
+    def sample_step(state, rng_key):
+      sample_key, prepare_key, loss_key = jax.random.split(rng_key, 3)
+      sample_key = jax.random.fold_in(sample_key, device)
+      hyperparams = state.variables.hyperparams
+      sample = memory.sample((storage, state.memory), sample_key, hyperparams)
+      variables = _with_params(state, unravel(state.variables.params)).variables
+      target_params = state.target_params
+      if target_update is not None:
+        target_params = unravel(target_params)
+      batch = prepare(variables, target_params, sample, prepare_key)
+      size = jax.tree.leaves(batch)[0].shape[0]
+      keys = row_keys(loss_key, _global_rows(size))
+      state, means, priority = sgd_step(state, unravel, batch, measured, keys)
+      if jax.tree.leaves(priority):
+        new = memory.prioritise(state.memory, sample.index, priority)
+        state = state._replace(memory=new)
+      return state, means
+
+    keys = jax.random.split(rng_key, num_epochs)
+    state, means = jax.lax.scan(sample_step, state, keys)
+    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), means)
+
+  def learn_if_ready(
+    state: LearnerState, unravel: Unravel, measured: Tree, rng_key: chex.PRNGKey
+  ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
+    assert memory is not None
+    is_ready = memory.is_ready(state.memory)
+    storage, priorities = state.memory
+    state = state._replace(memory=priorities)
+    # Average here, because an update may take no optimiser step.
+    measured = all_mean(measured)
+
+    def take_steps(state):
+      return learn(state, unravel, storage, (), rng_key)
+
+    shapes = jax.eval_shape(take_steps, state)[1]
+
+    def skip(state):
+      return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    state, (metrics, _) = jax.lax.cond(is_ready, take_steps, skip, state)
+    metrics['is_learning'] = is_ready.astype(jnp.float32)
+    state = state._replace(memory=(storage, state.memory))
+    return state, (metrics, measured)
 
   @jax.named_scope('update')
   def update(
     state: LearnerState, trajectory: Trajectory, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, Metrics]:
-    with jax.named_scope('prepare'):
-      batch = agent.prepare(state.variables, trajectory, all_mean)
-      measured = agent.measure(state.variables, trajectory)
-      batch, measured = jax.lax.stop_gradient((batch, measured))
-    vector, unravel = ravel_pytree(state.variables.params)
+    measured = agent.measure(state.variables, trajectory)
+    params, target_params = state.variables.params, state.target_params
+    vector, unravel = ravel_pytree(params)
+    batch = ()
+    if memory is None:
+      prepare_key = jax.random.fold_in(rng_key, 0)
+      weight = jnp.ones(trajectory.env_index.shape[1])
+      sample = Sample(trajectory, (), weight)
+      batch = prepare(state.variables, target_params, sample, prepare_key)
     state = _with_params(state, vector)
-    state, (metrics, measured) = sgd_steps(
-      state, unravel, batch, measured, rng_key
-    )
+    if target_update is not None:
+      state = state._replace(target_params=ravel_pytree(target_params)[0])
+    if memory is None:
+      state, (metrics, measured) = sgd_steps(
+        state, unravel, batch, measured, rng_key
+      )
+    else:
+      with jax.named_scope('memory'):
+        state = state._replace(memory=memory.add(state.memory, trajectory))
+      state, (metrics, measured) = learn_if_ready(
+        state, unravel, measured, rng_key
+      )
     state = _with_params(state, unravel(state.variables.params))
+    if target_update is not None:
+      state = state._replace(target_params=unravel(state.target_params))
     # Absorb last, so that all optimiser steps see the same statistics.
     variables = agent.absorb(state.variables, measured)
-    state = state._replace(variables=variables)
-    num_updates = state.num_updates + 1
-    if target_period is not None:
-      copy = functools.partial(jnp.where, num_updates % target_period == 0)
-      target_params = jax.tree.map(copy, variables.params, state.target_params)
-      state = state._replace(target_params=target_params)
-    return state._replace(num_updates=num_updates), metrics
+    number = state.num_updates + 1
+    return state._replace(variables=variables, num_updates=number), metrics
 
-  return Learner(init, update)
+  learner = Learner(init, update)
+  if memory is None:
+    return learner
+  axes = learner.split_axes._replace(memory=memory.split_axes)
+  return learner._replace(split_axes=axes)

@@ -8,7 +8,6 @@ only at its end. Without policy lag, acting and learning use the same
 statistics.
 """
 
-from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -16,7 +15,16 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from podrl.types import Agent, Array, TimeStep, Trajectory, Tree, Variables
+from podrl.types import (
+  Agent,
+  Array,
+  LossOutput,
+  Sample,
+  TimeStep,
+  Trajectory,
+  Tree,
+  Variables,
+)
 
 _LARGEST = 10.0  # Values are clipped to this many standard deviations.
 _EPSILON = 1e-8
@@ -198,9 +206,9 @@ def normalize(
     statistics = Statistics(variables.statistics, of_obs, of_return)
     return variables._replace(statistics=statistics)
 
-  def initial_carry(batch_size: int) -> Carry:
-    discounted_return = jnp.zeros(batch_size) if rewards else ()
-    return Carry(agent.initial_carry(batch_size), discounted_return)
+  def initial_carry(env_index: Array) -> Carry:
+    discounted_return = jnp.zeros(len(env_index)) if rewards else ()
+    return Carry(agent.initial_carry(env_index), discounted_return)
 
   def act(
     variables: Variables,
@@ -227,16 +235,17 @@ def normalize(
       moments = variables.statistics.discounted_return
       scale = _scale(moments.mean, moments.variance)
       timestep = timestep._replace(reward=_clip(timestep.reward * scale))
-    carry = trajectory.carry.agent
+    carry = trajectory.carry.agent if trajectory.carry else ()
     return trajectory._replace(timestep=timestep, carry=carry)
 
   def prepare(
-    variables: Variables, trajectory: Trajectory, mean: Callable[[Tree], Tree]
+    variables: Variables, target_params: Tree, sample: Sample, *arguments
   ) -> Tree:
-    seen = normalize_all(variables, trajectory)
-    return agent.prepare(inner(variables), seen, mean)
+    seen = normalize_all(variables, sample.trajectory)
+    sample = sample._replace(trajectory=seen)
+    return agent.prepare(inner(variables), target_params, sample, *arguments)
 
-  def loss(variables: Variables, *arguments: Tree) -> tuple[Array, Tree]:
+  def loss(variables: Variables, *arguments: Tree) -> tuple[Array, LossOutput]:
     return agent.loss(inner(variables), *arguments)
 
   def measure_all(variables: Variables, trajectory: Trajectory) -> Statistics:

@@ -55,17 +55,19 @@ class Unroll(NamedTuple):
 class ActorFunctions(NamedTuple):
   """The compiled programs of an actor, on one device."""
 
-  initial_carry: Callable[[int], types.Tree]  # `Agent.initial_carry`.
+  initial_carry: Callable[[types.Array], types.Tree]  # `Agent.initial_carry`.
   # `(variables, keys, num_steps, timestep, carry) -> (Row, carry)`, called once
   # per step. `num_steps` is the number of earlier steps of each environment.
   step: Callable[..., tuple[Row, types.Tree]]
   stack: Callable[[list[Row]], Row]  # `(rows) -> Row`, leaves `[N, B, ...]`.
-  # `(stacks, timesteps, carry, num_steps) -> ([Trajectory], largest)` returns a
-  # shard for each learner device, and the result of `find_largest`. `timesteps`
-  # has only the last observation; its other leaves are `[T+1, B]`.
+  # `(stacks, timesteps, carry, num_steps, env_index) -> ([Trajectory],
+  # largest)` returns a shard for each learner device, and the result of
+  # `find_largest`. `timesteps` has only the last observation; its other leaves
+  # are `[T+1, B]`.
   finish: Callable[..., tuple[list[types.Trajectory], dict[str, Largest]]]
-  # `(variables, keys, steps, env_state, timestep, carry) -> (shards, largest,
-  # reward, is_first, state)` makes a whole unroll; None without an `XlaEnv`.
+  # `(variables, keys, steps, env_index, env_state, timestep, carry) -> (shards,
+  # largest, reward, is_first, state)` makes a whole unroll; None without an
+  # `XlaEnv`.
   # `steps` has the `num_steps` of each step. `reward` and `is_first` are those
   # of the T arrivals. `state` is the next `(env_state, timestep, carry)`.
   unroll: Callable[..., tuple[Any, ...]] | None
@@ -101,7 +103,7 @@ def make_actor_functions(
   def stack(rows):
     return jax.tree.map(lambda *x: jnp.stack(x), *rows)
 
-  def finish(stacks, timesteps, carry, num_steps):
+  def finish(stacks, timesteps, carry, num_steps, env_index):
     def concatenate(*trees):
       return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
@@ -109,7 +111,14 @@ def make_actor_functions(
     obs = concatenate(*(s.obs for s in stacks), last)
     action, extras = concatenate(*((s.action, s.extras) for s in stacks))
     timesteps = timesteps._replace(obs=jax.vmap(observe)(obs))
-    trajectory = types.Trajectory(timesteps, action, extras, carry)
+    trajectory = types.Trajectory(
+      timesteps,
+      action,
+      extras,
+      carry,
+      env_index[None],
+      jnp.full_like(env_index, num_steps)[None],
+    )
     largest = culprits.find_largest(trajectory, num_steps)
     if num_shards == 1:
       return [trajectory], largest
@@ -118,7 +127,7 @@ def make_actor_functions(
     return [jax.tree.unflatten(structure, shard) for shard in shards], largest
 
   @compiled
-  def unroll(variables, keys, steps, env_state, timestep, carry):
+  def unroll(variables, keys, steps, env_index, env_state, timestep, carry):
     def advance(state, num_steps):
       env_state, timestep, carry, chosen = state
       obs = timestep.obs
@@ -147,7 +156,7 @@ def make_actor_functions(
       arrivals,
     )._replace(obs=last.obs)
     stacks = [rest._replace(obs=rows.obs)]
-    shards, largest = finish(stacks, timesteps, carry, steps[0])
+    shards, largest = finish(stacks, timesteps, carry, steps[0], env_index)
     state = env_state, last, last_carry
     return shards, largest, arrivals.reward, arrivals.is_first, state
 
@@ -207,10 +216,10 @@ class Actor:
     self._timestep = self.env.reset()
     num_envs = self._timestep.is_first.size
     self._episodes = _Episodes(num_envs)
-    indices = self.first_env + jnp.arange(num_envs)
-    keys = jax.vmap(lambda i: jax.random.fold_in(self.rng_key, i))(indices)
-    self._keys, self._carry = jax.device_put(
-      (keys, self.functions.initial_carry(num_envs)), self.device
+    index = self.first_env + jnp.arange(num_envs, dtype=jnp.int32)
+    keys = jax.vmap(lambda i: jax.random.fold_in(self.rng_key, i))(index)
+    self._env_index, self._keys, self._carry = jax.device_put(
+      (index, keys, self.functions.initial_carry(index)), self.device
     )
     # The state of `XlaEnv`; None means that a loop steps the environments.
     self._env_state: types.Tree = None
@@ -308,6 +317,7 @@ class Actor:
       variables,
       self._keys,
       np.arange(first, last, dtype=np.int32),
+      self._env_index,
       self._env_state,
       self._timestep,
       self._carry,
@@ -368,7 +378,9 @@ class Actor:
     ]
     num_steps = np.int32(self._num_steps - len(rows))
     return self._place(
-      *self.functions.finish(stacks, timesteps, carry, num_steps)
+      *self.functions.finish(
+        stacks, timesteps, carry, num_steps, self._env_index
+      )
     )
 
   def _place(

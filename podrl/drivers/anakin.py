@@ -53,6 +53,7 @@ _fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 class Actors(NamedTuple):
   """The environments and carries; leaves `[B, ...]`, split over devices."""
 
+  env_index: Array  # Int32, the global index of each environment.
   env_state: Tree
   timestep: TimeStep  # Latest time step of each environment.
   carry: Tree
@@ -131,6 +132,7 @@ def make_unroll(
       ended_return = jnp.where(is_first, actors.episode_return, 0.0)
       ended = ended_return, jnp.where(is_first, length, 0)
       stepped = Actors(
+        actors.env_index,
         env_state,
         timestep,
         carry,
@@ -161,7 +163,12 @@ def make_unroll(
     timesteps = TimeStep(obs, *map(prepend, first[1:], steps[1:]))
     number = jnp.sum(steps.is_first, dtype=jnp.int32)
     episodes = Episodes(number, jnp.sum(returns), jnp.sum(lengths))
-    return actors, Trajectory(timesteps, actions, extras, carry), episodes
+    env_index = actors.env_index[None]
+    num_steps = jnp.full_like(env_index, num_updates * unroll_length)
+    trajectory = Trajectory(
+      timesteps, actions, extras, carry, env_index, num_steps
+    )
+    return actors, trajectory, episodes
 
   return unroll
 
@@ -194,9 +201,9 @@ def make_programs(
     first = env.reset(_fold_in(keys, _RESET_STREAM))
     env_state, timestep = _strongly_typed(first)
     act_keys = _fold_in(keys, _ACT_STREAM)
-    carry = agent.initial_carry(index.size)
+    carry = agent.initial_carry(index)
     returns, lengths = jnp.zeros(index.shape), jnp.zeros(index.shape, jnp.int32)
-    return Actors(env_state, timestep, carry, act_keys, returns, lengths)
+    return Actors(index, env_state, timestep, carry, act_keys, returns, lengths)
 
   # On a TPU, the steps of a turn share operations, and each operation has a
   # fixed cost. Elsewhere, several steps a turn only take longer to compile.
@@ -246,7 +253,9 @@ def make_programs(
     return state, Records(metrics, *own, is_finite)
 
   batch = spmd.BATCH if num_seeds is None else spmd.TRAJECTORY  # Axis 0 or 1.
-  sharding = AnakinState(spmd.LEARNER_STATE, batch, spmd.REPLICATED)
+  num_axes_before = 0 if num_seeds is None else 1
+  learner_specs = spmd.specs(learner.split_axes, num_axes_before)
+  sharding = AnakinState(learner_specs, batch, spmd.REPLICATED)
   own, same = spmd.TRAJECTORY, spmd.REPLICATED
   records = Records(same, own, own, same)
   reset_agents = spmd.device_map(
@@ -254,7 +263,9 @@ def make_programs(
   )
 
   def init_learner(rng_key: chex.PRNGKey, hyperparams: Tree) -> LearnerState:
-    actors = jax.eval_shape(reset, rng_key, np.arange(num_envs))
+    # One device's shard: the size of a memory depends on it.
+    index = np.arange(num_envs // mesh.size, dtype=np.int32)
+    actors = jax.eval_shape(reset, rng_key, index)
     variables = jax.eval_shape(agent.init, rng_key)
     _, trajectory, _ = jax.eval_shape(unroll, variables, actors, 0)
     state = learner.init(rng_key, trajectory)
@@ -267,15 +278,16 @@ def make_programs(
 
   def init(rng_key: chex.PRNGKey, hyperparams: Hyperparams = {}) -> AnakinState:
     learner_key, *keys = over_seeds(stream_keys)(rng_key)
-    # The orthogonal initialisation uses batched QR factorisations. With jaxlib
-    # 0.10.2, two of them at the same time can deadlock in XLA's CPU threads.
-    learner_state = jax.jit(
+    learner_state = spmd.init_learner(
       over_seeds(init_learner, (0, None)),
-      compiler_options=spmd.in_order_options(),
-    )(learner_key, hyperparams)
-    learner_state = spmd.place(learner_state, mesh, spmd.LEARNER_STATE)
+      learner,
+      mesh,
+      learner_key,
+      hyperparams,
+      num_axes_before=num_axes_before,
+    )
     update_key, env_key = spmd.place(keys, mesh, spmd.REPLICATED)
-    index = spmd.place(np.arange(num_envs), mesh, spmd.BATCH)
+    index = spmd.place(np.arange(num_envs, dtype=np.int32), mesh, spmd.BATCH)
     return AnakinState(learner_state, reset_agents(env_key, index), update_key)
 
   in_specs, out_specs = (sharding, spmd.REPLICATED), (sharding, records)

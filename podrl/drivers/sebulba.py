@@ -157,14 +157,14 @@ class Sebulba:
     for actor in self._actors:
       shards = actor.compile(spmd.to_device(variables, actor.device))
     example = spmd.join_shards(shards, mesh, spmd.TRAJECTORY)
-    shape = jax.eval_shape(lambda: example)
+    unrolls = settings.unrolls_per_update
+    shape = jax.eval_shape(lambda: spmd.join_unrolls([shards[0]] * unrolls))
 
-    @jax.jit
     def init_rest(key):
       return learner.init(key, shape)._replace(variables=())
 
-    state = init_rest(self._init_key)._replace(variables=variables)
-    self.state, saved = restore(spmd.place(state, mesh, spmd.LEARNER_STATE))
+    state = spmd.init_learner(init_rest, learner, mesh, self._init_key)
+    self.state, saved = restore(state._replace(variables=variables))
     if saved:
       self._resume(saved)
     self._update_key = spmd.place(self._update_key, mesh, spmd.REPLICATED)
@@ -281,6 +281,8 @@ class Sebulba:
     queue_depth = self._exchange.depth()
     taken, dropped = self._take()
     spend('learner_waiting')
+    # A memory joins the unrolls of an environment only in the same column.
+    taken.sort(key=lambda unroll: unroll.actor)
     lags = [self._num_updates - unroll.version for unroll in taken]
     trajectories = tuple(
       spmd.join_shards(unroll.shards, self.mesh, spmd.TRAJECTORY)

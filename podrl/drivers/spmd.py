@@ -20,16 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from podrl.messages import one_line
-from podrl.types import DEVICE_AXIS, Learner, LearnerState, Tree
+from podrl.types import DEVICE_AXIS, Learner, LearnerState, Trajectory, Tree
 
 # These specs are typed as Any, so that a `LearnerState` can contain them.
 REPLICATED: Any = PartitionSpec()
 BATCH: Any = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
 TRAJECTORY: Any = PartitionSpec(None, DEVICE_AXIS)  # Axis 1 is the batch.
-_MEMORY: Any = PartitionSpec(None, None, DEVICE_AXIS)
-LEARNER_STATE = LearnerState(
-  REPLICATED, REPLICATED, REPLICATED, REPLICATED, REPLICATED, _MEMORY
-)
 
 _config: Any = jax.config  # mypy does not know its fields.
 # The platform in `compiling_for`, or empty.
@@ -39,6 +35,57 @@ _target = contextvars.ContextVar('target', default='')
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
   """Makes a mesh with one axis over devices."""
   return Mesh(np.asarray(devices), (DEVICE_AXIS,))
+
+
+def specs(split_axes: Tree, num_axes_before: int = 0) -> Tree:
+  """Returns partition specs for `Learner.split_axes`.
+
+  `num_axes_before` is the number of axes that the arrays have in front, for
+  example one for several seeds.
+  """
+
+  def spec(axis: int) -> PartitionSpec:
+    if axis < 0:
+      return PartitionSpec()
+    return PartitionSpec(*[None] * (num_axes_before + axis), DEVICE_AXIS)
+
+  return jax.tree.map(spec, split_axes)
+
+
+def init_learner(
+  init: Callable[..., LearnerState],
+  learner: Learner,
+  mesh: Mesh,
+  *arguments: Tree,
+  num_axes_before: int = 0,
+) -> LearnerState:
+  """Makes a learner's state on the devices of a mesh.
+
+  Args:
+    init: `(*arguments) -> LearnerState`. It does not communicate.
+    learner: the learner, for its `split_axes`.
+    num_axes_before: see `specs`.
+  """
+
+  def without_memory(*arguments: Tree) -> LearnerState:
+    return init(*arguments)._replace(memory=())
+
+  def memory(*arguments: Tree) -> Tree:
+    return init(*arguments).memory
+
+  # The orthogonal initialisation uses batched QR factorisations. With jaxlib
+  # 0.10.2, two of them at the same time can deadlock in XLA's CPU threads.
+  state = jax.jit(without_memory, compiler_options=in_order_options())(
+    *arguments
+  )
+  state = place(state, mesh, REPLICATED)
+  if not jax.tree.leaves(jax.eval_shape(memory, *arguments)):
+    return state
+  memory_specs = specs(learner.split_axes.memory, num_axes_before)
+  # Each device makes its own part: the whole memory may not fit on one device.
+  placed = place(arguments, mesh, REPLICATED)
+  make = device_map(memory, mesh, (REPLICATED,) * len(placed), memory_specs)
+  return state._replace(memory=make(*placed))
 
 
 def device_map(
@@ -74,6 +121,11 @@ def in_order_options() -> dict[str, str]:
   return {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
 
 
+def join_unrolls(trajectories: Sequence[Trajectory]) -> Trajectory:
+  """Joins unrolls on the batch axis."""
+  return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *trajectories)
+
+
 def map_update(learner: Learner, mesh: Mesh) -> jax.stages.Wrapped:
   """Maps `Learner.update` over the learner devices of Sebulba.
 
@@ -85,15 +137,14 @@ def map_update(learner: Learner, mesh: Mesh) -> jax.stages.Wrapped:
   """
 
   def update(variables, rest, trajectories, rng_key):
-    trajectory = jax.tree.map(
-      lambda *x: jnp.concatenate(x, axis=1), *trajectories
-    )
+    trajectory = join_unrolls(trajectories)
     rng_key = jax.random.fold_in(rng_key, rest.num_updates)
     state = rest._replace(variables=variables)
     return learner.update(state, trajectory, rng_key)
 
-  in_specs = REPLICATED, LEARNER_STATE, TRAJECTORY, REPLICATED
-  out_specs = LEARNER_STATE, REPLICATED
+  state = specs(learner.split_axes)
+  in_specs = REPLICATED, state._replace(variables=()), TRAJECTORY, REPLICATED
+  out_specs = state, REPLICATED
   return device_map(update, mesh, in_specs, out_specs, donate=(1,))
 
 

@@ -67,11 +67,12 @@ def make_evaluate(
   @jax.jit
   def start(rng_key):
     keys = jax.random.split(rng_key, (2, settings.num_episodes))
-    reset_keys, act_keys = keys[:, settings.episodes()]
+    episodes = settings.episodes()
+    reset_keys, act_keys = keys[:, episodes]
     size = reset_keys.size
     state = _State(
       *env.reset(reset_keys),
-      agent.initial_carry(size),
+      agent.initial_carry(jnp.arange(settings.num_episodes)[episodes]),
       is_over=jnp.zeros(size, bool),
       returns=jnp.zeros(size),
       lengths=jnp.zeros(size, jnp.int32),
@@ -144,7 +145,7 @@ def make_host_evaluate(
     seed = jax.random.randint(seed_key, (), 0, 2**31 - 1 - num_episodes)
     env = make_env(keys.size, episodes.start + int(seed))
     observe = observe or env.spec.observe
-    carry = agent.initial_carry(keys.size)
+    carry = agent.initial_carry(jnp.arange(num_episodes)[episodes])
     is_over = np.zeros(keys.size, bool)
     with contextlib.closing(env):
       timestep = env.reset()

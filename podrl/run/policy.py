@@ -79,7 +79,7 @@ class Policy:
 
   def initial_carry(self, batch_size: int) -> Tree:
     """Returns the carry for the first step of `batch_size` episodes."""
-    return self.agent.initial_carry(batch_size)
+    return self.agent.initial_carry(jnp.arange(batch_size))
 
   def __call__(
     self,

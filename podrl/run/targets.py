@@ -349,7 +349,8 @@ def _lower_sebulba(
 
   def step_arguments(num_envs: int) -> tuple[Tree, ...]:
     """Returns the shapes that `step` takes after the variables."""
-    carry = jax.eval_shape(lambda: agent.initial_carry(num_envs))
+    env_index = jax.ShapeDtypeStruct((num_envs,), np.int32)
+    carry = jax.eval_shape(agent.initial_carry, env_index)
     keys, timesteps = _batched((key, timestep), num_envs)
     return keys, num_steps, timesteps, carry
 
@@ -363,8 +364,10 @@ def _lower_sebulba(
   )
   timesteps = _batched(timestep, length + 1, per_actor)
   timesteps = timesteps._replace(obs=_batched(spec.obs, per_actor))
+  env_index = jax.ShapeDtypeStruct((per_actor,), np.int32)
+  rows = [_batched(row, length)]
   (trajectory,), _ = jax.eval_shape(
-    functions.finish, [_batched(row, length)], timesteps, carry, num_steps
+    functions.finish, rows, timesteps, carry, num_steps, env_index
   )
   state = jax.eval_shape(learner.init, key, trajectory)
   devices = on_all_hosts(layout.learner_devices, machine)

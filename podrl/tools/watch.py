@@ -92,7 +92,7 @@ def record(
   returns, is_over = [0.0], False
   moments = []  # Tuples (step, picture or None, observation, action).
   try:
-    timestep, carry = env.reset(), agent.initial_carry(1)
+    timestep, carry = env.reset(), agent.initial_carry(np.zeros(1, np.int32))
     render, note = _find_renderer(env)
     for t in range(max_steps + 1):
       action, carry, obs = act(loaded.variables, np.int32(t), timestep, carry)

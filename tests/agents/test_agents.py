@@ -11,6 +11,7 @@ from podrl.core import distributions, losses
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
 from podrl.types import Box, Discrete, MultiDiscrete, TimeStep, Trajectory
+from tests import helpers
 
 
 def _slow(*values):
@@ -69,15 +70,15 @@ def _scaled(factor, variables):
 def _prepare(agent):
   """Compiles the agent's `prepare` for one device."""
   return jax.jit(
-    lambda variables, trajectory: agent.prepare(
-      variables, trajectory, lambda x: x
-    )
+    lambda variables, trajectory: helpers.prepare(agent, variables, trajectory)
   )
 
 
 def _act_through(agent, variables, steps):
   """Acts one step at a time, from a carry that is not zero."""
-  first = carry = jax.tree.map(lambda x: x + 0.5, agent.initial_carry(_B))
+  first = carry = jax.tree.map(
+    lambda x: x + 0.5, agent.initial_carry(np.arange(_B))
+  )
   rows, act = [], jax.jit(agent.act)
   for t in range(_T):
     action, extras, carry = act(
@@ -88,9 +89,9 @@ def _act_through(agent, variables, steps):
     )
     rows.append((action, extras))
   actions, extras = jax.tree.map(lambda *x: np.stack(x), *rows)
-  return Trajectory(
-    steps, actions, extras, jax.tree.map(lambda x: x[None], first)
-  ), carry
+  first = jax.tree.map(lambda x: x[None], first)
+  counters = helpers.counters(_B)
+  return Trajectory(steps, actions, extras, first, *counters), carry
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_greedy_acting_takes_the_mode():
   steps = _steps()
   first = jax.tree.map(lambda x: x[0], steps)
   keys = jax.random.split(jax.random.key(0), _B)
-  carry = agent.initial_carry(_B)
+  carry = agent.initial_carry(np.arange(_B))
   act = jax.jit(agent.act, static_argnames='greedy')
   action, extras, _ = act(variables, keys, first, carry, greedy=True)
   head, _, _ = jax.jit(network.unroll)(
@@ -208,7 +209,7 @@ def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
 
   @jax.jit
   def gradient(trajectory):
-    batch = agent.prepare(variables, trajectory, lambda x: x)
+    batch = helpers.prepare(agent, variables, trajectory)
 
     def loss(params):
       changed = variables._replace(params=params)

@@ -15,7 +15,15 @@ from podrl.core import learner as learner_lib
 from podrl.drivers import spmd
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
-from podrl.types import Agent, Box, TimeStep, Trajectory, Variables
+from podrl.types import (
+  Agent,
+  Box,
+  LossOutput,
+  TimeStep,
+  Trajectory,
+  Variables,
+)
+from tests import helpers
 
 _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
 _T, _B = 12, 8
@@ -66,14 +74,14 @@ def _trajectory(agent, seed=0, length=_T, batch=_B):
   )
   carry = jax.tree.map(
     lambda x: rng.normal(size=(1, *x.shape)).astype(np.float32),
-    agent.initial_carry(batch),
+    agent.initial_carry(np.arange(batch)),
   )
   action, extras, _ = jax.eval_shape(
     agent.act,
     jax.eval_shape(agent.init, jax.random.key(0)),
     jax.random.split(jax.random.key(0), batch),
     jax.tree.map(lambda x: x[0], timestep),
-    agent.initial_carry(batch),
+    agent.initial_carry(np.arange(batch)),
   )
   if action.ndim == 2:
     action = rng.normal(size=(length, *action.shape)).astype(np.float32)
@@ -87,7 +95,11 @@ def _trajectory(agent, seed=0, length=_T, batch=_B):
     else rng.normal(size=(length, batch)).astype(np.float32)
   )
   return Trajectory(
-    timestep, action, acting.Extras(action, log_prob, value), carry
+    timestep,
+    action,
+    acting.Extras(action, log_prob, value),
+    carry,
+    *helpers.counters(batch),
   )
 
 
@@ -172,7 +184,7 @@ def test_an_update_is_the_gradient_of_the_loss():
   variables = state.variables
 
   def loss(params):
-    batch = agent.prepare(variables, trajectory, lambda x: x)
+    batch = helpers.prepare(agent, variables, trajectory)
     changed = variables._replace(params=params)
     return agent.loss(changed, (), batch, jax.random.key(0))[0]
 
@@ -253,11 +265,13 @@ def test_collectives_of_the_compiled_update(
 def test_the_hlo_reader_sees_a_collective_too_many():
   agent = _agent('a2c')
   wasteful = agent._replace(
-    prepare=lambda variables, trajectory, mean: agent.prepare(
+    prepare=lambda variables, target, sample, key, mean: agent.prepare(
       variables,
+      target,
       jax.tree.map(
-        lambda x: x + mean(x) if x.dtype == jnp.float32 else x, trajectory
+        lambda x: x + mean(x) if x.dtype == jnp.float32 else x, sample
       ),
+      key,
       mean,
     )
   )
@@ -290,12 +304,19 @@ def _counting_agent():
     init=lambda key: Variables(jnp.zeros(16), (), {}),
     initial_carry=lambda n: (),
     act=None,
-    prepare=lambda variables, trajectory, mean: trajectory,
+    prepare=lambda variables, target, sample, key, mean: (
+      sample.trajectory.action
+    ),
     loss=lambda variables, target, batch, key: (
       -jnp.sum(variables.params * jnp.sum(batch, 0)),
-      {'target': jnp.sum(target) if not isinstance(target, tuple) else 0.0},
+      LossOutput({}),
     ),
   )
+
+
+def _unroll_of(rows):
+  """Makes a trajectory whose actions are the rows of a batch."""
+  return Trajectory((), rows, (), (), *helpers.counters(1))
 
 
 @pytest.mark.parametrize(
@@ -310,11 +331,7 @@ def test_an_epoch_learns_from_every_row_once(num_epochs, num_minibatches):
     num_minibatches=num_minibatches,
   )
   state = learner.init(jax.random.key(0), ())
-  state, _ = update(
-    state,
-    jnp.eye(16)[:, None].swapaxes(0, 1).reshape(16, 16),
-    jax.random.key(1),
-  )
+  state, _ = update(state, _unroll_of(jnp.eye(16)), jax.random.key(1))
   np.testing.assert_array_equal(
     state.variables.params, num_epochs * np.ones(16)
   )
@@ -328,7 +345,7 @@ def test_each_epoch_has_other_minibatches():
 
   def loss(variables, target, batch, key):
     jax.debug.callback(lambda x: order.append(x[:, 0]), batch, ordered=True)
-    return jnp.sum(variables.params), {}
+    return jnp.sum(variables.params), LossOutput({})
 
   _, update = make_update(
     agent._replace(loss=loss),
@@ -340,7 +357,7 @@ def test_each_epoch_has_other_minibatches():
   learner = learner_lib.make_learner(agent, optax.sgd(1.0))
   state = learner.init(jax.random.key(0), ())
   rows = jnp.arange(64.0)[:, None]
-  jax.block_until_ready(update(state, rows, jax.random.key(1)))
+  jax.block_until_ready(update(state, _unroll_of(rows), jax.random.key(1)))
   jax.effects_barrier()
   epochs = np.reshape(order, (3, 64))
   np.testing.assert_array_equal(np.sort(epochs), [np.arange(64)] * 3)
@@ -352,20 +369,44 @@ def test_minibatches_that_do_not_divide_are_refused():
     _counting_agent(), optax.sgd(1.0), 1, num_minibatches=5
   )
   with pytest.raises(ValueError, match='num_minibatches=5 .* 16'):
-    update(learner.init(jax.random.key(0), ()), jnp.eye(16), jax.random.key(1))
+    state = learner.init(jax.random.key(0), ())
+    update(state, _unroll_of(jnp.eye(16)), jax.random.key(1))
 
 
-def test_target_params_follow_every_period():
+@pytest.mark.parametrize(
+  'target_update,expected',
+  [
+    (
+      lambda new, old, n: optax.periodic_update(new, old, n, 3),
+      [0.0, 0.0, 3.0, 3.0, 3.0, 6.0, 6.0],
+    ),
+    (
+      lambda new, old, n: optax.incremental_update(new, old, 0.5),
+      [0.5, 1.25, 2.125],
+    ),
+  ],
+)
+def test_target_params_follow_after_each_optimiser_step(
+  target_update, expected
+):
+  agent, seen = _counting_agent(), []
+
+  def loss(variables, target, batch, key):
+    jax.debug.callback(lambda x: seen.append(float(x[0])), target, ordered=True)
+    return agent.loss(variables, target, batch, key)
+
   learner, update = make_update(
-    _counting_agent(), optax.sgd(1.0), 1, target_period=3
+    agent._replace(loss=loss), optax.sgd(1.0), 1, target_update=target_update
   )
   state = learner.init(jax.random.key(0), ())
   targets = []
-  for i in range(7):
-    state, _ = update(state, jnp.eye(16), jax.random.key(i))
+  for i in range(len(expected)):
+    state, _ = update(state, _unroll_of(jnp.eye(16)), jax.random.key(i))
     targets.append(float(state.target_params[0]))
+  jax.effects_barrier()
   # Each update adds 1 to each parameter.
-  assert targets == [0.0, 0.0, 3.0, 3.0, 3.0, 6.0, 6.0]
+  assert targets == expected
+  assert seen == [0.0, *expected[:-1]]
 
 
 def test_advantages_are_normalized_over_the_global_batch():

@@ -1,5 +1,7 @@
 """Tests running normalisation, against numpy and around an agent."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from podrl.core import distributions, normalization
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
 from podrl.types import TimeStep, Trajectory
+from tests import helpers
 
 _OBS = {
   'a': jax.ShapeDtypeStruct((3,), jnp.float32),
@@ -36,7 +39,7 @@ def _agent(*, observations=True, rewards=True, make=ppo.make_agent, **kwargs):
 
 def _prepare(agent, variables, trajectory):
   """Prepares a batch on one device."""
-  prepare = jax.jit(lambda *args: agent.prepare(*args, lambda x: x))
+  prepare = jax.jit(functools.partial(helpers.prepare, agent))
   return prepare(variables, trajectory)
 
 
@@ -58,7 +61,7 @@ def _unrolls(agent, variables, steps, length=8):
   """Acts through the steps; the last step of an unroll starts the next."""
   act = jax.jit(agent.act)
   batch = steps.is_first.shape[1]
-  carry, unrolls = agent.initial_carry(batch), []
+  carry, unrolls = agent.initial_carry(np.arange(batch)), []
   for start in range(0, len(steps.is_first) - length, length):
     first, rows = carry, []
     for t in range(start, start + length):
@@ -76,6 +79,7 @@ def _unrolls(agent, variables, steps, length=8):
         actions,
         extras,
         jax.tree.map(lambda x: x[None], first),
+        *helpers.counters(batch, start),
       )
     )
   return unrolls
@@ -205,7 +209,7 @@ def test_far_observations_are_clipped():
     for x in (10.0, 1e4)
   )
   keys = jax.random.split(jax.random.key(0), 1)
-  carry = agent.initial_carry(1)
+  carry = agent.initial_carry(np.zeros(1, np.int32))
   act = jax.jit(agent.act)
   _, a, _ = act(variables, keys, near, carry)
   _, b, _ = act(variables, keys, far, carry)
@@ -310,4 +314,6 @@ def test_rewards_are_clipped_and_unscaled_until_there_are_some():
 
 def test_nothing_to_normalise_is_the_agent_itself():
   agent = _agent(observations=False, rewards=False)
-  assert agent.measure(None, None) == () and agent.initial_carry(3) == ()
+  assert (
+    agent.measure(None, None) == () and agent.initial_carry(np.arange(3)) == ()
+  )

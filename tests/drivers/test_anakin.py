@@ -13,6 +13,7 @@ from podrl.types import (
   DeviceEnv,
   Discrete,
   EnvSpec,
+  LossOutput,
   TimeStep,
   Variables,
 )
@@ -54,8 +55,8 @@ def _agent(loss=lambda p: 0.0 * p):
     init=lambda key: Variables(jnp.zeros(()), (), {}),
     initial_carry=lambda n: (),
     act=act,
-    prepare=lambda variables, trajectory, mean: trajectory,
-    loss=lambda variables, *rest: (loss(variables.params), {}),
+    prepare=lambda variables, target, sample, key, mean: sample.trajectory,
+    loss=lambda variables, *rest: (loss(variables.params), LossOutput({})),
   )
 
 
@@ -74,7 +75,8 @@ def _spying_learner(agent):
       memory=jax.tree.map(lambda x: x[None], trajectory)
     ), metrics
 
-  return learner._replace(init=init, update=update)
+  axes = learner.split_axes._replace(memory=2)
+  return learner._replace(init=init, update=update, split_axes=axes)
 
 
 def _make(
@@ -125,9 +127,7 @@ def test_each_unroll_keeps_what_was_carried_into_it():
     action, extras, _ = agent.act(variables, rng_key, timestep, carry)
     return action, extras, jnp.where(timestep.is_first, 0, carry) + 1
 
-  counting = agent._replace(
-    initial_carry=lambda n: jnp.zeros(n, jnp.int32), act=act
-  )
+  counting = agent._replace(initial_carry=jnp.zeros_like, act=act)
   driver = anakin.make_programs(
     _counting_env(3),
     counting,

@@ -32,7 +32,7 @@ def _trajectory(**bad):
   arrays = {k: x.astype(np.float32) for k, x in arrays.items()}
   obs = {'image': np.zeros((5, 3, 9), np.uint8), 'x': arrays['x']}
   steps = TimeStep(obs, arrays['reward'], np.ones((5, 3)), np.zeros((5, 3)))
-  return Trajectory(steps, arrays['action'], (), ())
+  return Trajectory(steps, arrays['action'], (), (), (), ())
 
 
 def _culprit(is_failing=True, **bad):

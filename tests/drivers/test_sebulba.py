@@ -23,6 +23,7 @@ from podrl.run import build, train
 from podrl.run import devices as layout
 from podrl.run.config import sebulba_config
 from podrl.types import DEVICE_AXIS, Trajectory
+from tests import helpers
 
 _T, _NUM_ENVS, _EPISODE = 8, 8, 5
 
@@ -379,7 +380,7 @@ def test_each_unroll_keeps_what_was_carried_into_it():
   params, unrolls = _unrolls(agent)
   trajectories = [jax.device_get(u.shards[0]) for u in unrolls]
   keys = jax.random.split(jax.random.key(0), _NUM_ENVS)
-  carry = jax.device_get(agent.initial_carry(_NUM_ENVS))
+  carry = jax.device_get(agent.initial_carry(np.arange(_NUM_ENVS)))
   act = jax.jit(agent.act)
   for trajectory in trajectories:
     for x, y in zip(jax.tree.leaves(trajectory.carry), jax.tree.leaves(carry)):
@@ -398,7 +399,7 @@ def test_nothing_is_learnt_over_a_joint():
   gamma, lambda_ = config.agent.gamma, config.agent.lambda_
   for unroll in unrolls:
     trajectory = unroll.shards[0]
-    batch = agent.prepare(params, unroll.shards[0], lambda x: x)
+    batch = helpers.prepare(agent, params, unroll.shards[0])
     advantage = np.asarray(batch.advantage).reshape(_T, _NUM_ENVS)
     _, extras, _ = agent.act(
       params,
@@ -475,7 +476,7 @@ def test_one_trajectory_through_both_drivers(
   trajectory = jax.tree.map(
     lambda x: np.array(x[0]), records.metrics['trajectory']
   )
-  placed = spmd.place(before, mesh, spmd.LEARNER_STATE)
+  placed = spmd.place(before, mesh, spmd.REPLICATED)
   ours, _ = spmd.map_update(learner, mesh)(
     placed.variables,
     placed._replace(variables=()),
@@ -513,7 +514,7 @@ def test_unrolls_are_joined_into_one_trajectory(agent_name, num_devices):
     spmd.join_shards(u.shards, mesh, spmd.TRAJECTORY) for u in (one, two)
   ]
   state = spmd.place(
-    learner.init(jax.random.key(2), parts[0]), mesh, spmd.LEARNER_STATE
+    learner.init(jax.random.key(2), parts[0]), mesh, spmd.REPLICATED
   )
 
   # Here, each device joins the two unrolls.
@@ -534,8 +535,8 @@ def test_unrolls_are_joined_into_one_trajectory(agent_name, num_devices):
   theirs, _ = spmd.device_map(
     learner.update,
     mesh,
-    (spmd.LEARNER_STATE, spmd.TRAJECTORY, spmd.REPLICATED),
-    (spmd.LEARNER_STATE, spmd.REPLICATED),
+    (spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED),
+    (spmd.REPLICATED, spmd.REPLICATED),
   )(state, whole, jax.random.fold_in(key, 0))
   assert isinstance(whole, Trajectory) and whole.action.shape == (_T, 16)
   changed = False

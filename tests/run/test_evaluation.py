@@ -76,7 +76,7 @@ def test_what_is_carried_goes_from_step_to_step():
   def act(params, rng_key, timestep, carry, *, greedy=False):
     return carry + 1, (), carry + 1
 
-  agent = Agent(None, lambda n: jnp.zeros(n, jnp.int32), act, None, None)
+  agent = Agent(None, jnp.zeros_like, act, None, None)
   outcome = evaluate.make_evaluate(
     _env(), agent, evaluate.Settings(64, 9, True)
   )((), jax.random.key(0), lambda: False)

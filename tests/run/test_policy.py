@@ -218,11 +218,11 @@ def test_a_nan_names_its_seed(tmp_path, capsys, monkeypatch):
     agent = make(config, spec)
 
     def loss(variables, target_params, batch, rng_key):
-      value, metrics = agent.loss(variables, target_params, batch, rng_key)
+      value, output = agent.loss(variables, target_params, batch, rng_key)
       leaf = jax.tree.leaves(variables)[1]  # This kernel differs per seed.
       return value + jnp.where(
         leaf.ravel()[0] == marked[0], jnp.nan, 0.0
-      ), metrics
+      ), output
 
     return agent._replace(loss=loss)
 

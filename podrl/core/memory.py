@@ -1,0 +1,220 @@
+"""A memory for replay: a ring of time steps for each column of the batch.
+
+Each device has its own memory. The latest unroll overwrites the oldest rows. A
+sequence of the memory has L transitions of one environment, so it consists of L
++ 1 neighbouring rows of a column. Two unrolls of a column are neighbours only
+if the second one goes on where the first one ended.
+
+Add first, and then sample from the new memory: XLA's CPU backend copies the
+whole memory if a program still reads the old one.
+"""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from podrl.core.observations import flatten, unflatten
+from podrl.types import (
+  Array,
+  Hyperparams,
+  Memory,
+  Sample,
+  TimeStep,
+  Trajectory,
+  Tree,
+)
+
+
+class Rows(NamedTuple):
+  """What a memory stores of each time step; leaves `[R, B, ...]`."""
+
+  timestep: TimeStep  # The observations are vectors.
+  action: Array
+  extras: Tree
+
+
+class Storage(NamedTuple):
+  """A ring of R rows for each of B columns."""
+
+  rows: Rows
+  head: Array  # Int32 `[]`, the row that the next unroll begins with.
+  num_rows: Array  # Int32 `[]`, rows that are in use, up to R.
+  env_index: Array  # Int32 `[1, B]`, of each column's latest unroll.
+  num_steps: Array  # Int32 `[1, B]`, steps of the environment until `head`.
+  age: Array  # Int32 `[1, B]`, latest rows that are neighbours, up to R.
+
+
+def _as_rows(trajectory: Trajectory) -> Rows:
+  timestep = trajectory.timestep
+  timestep = timestep._replace(obs=flatten(timestep.obs, 2))
+  return Rows(timestep, trajectory.action, trajectory.extras)
+
+
+def _choose(sums: Array, uniform: Array) -> Array:
+  """Chooses item i with the probability of its part of the sums, `[N]` int32.
+
+  Args:
+    sums: float32 `[K]`, cumulative sums of the items.
+    uniform: float32 `[N]`, uniform random numbers in [0, 1).
+  """
+  below = jnp.nextafter(sums[-1], 0.0)  # An item after the last has no part.
+  place = jnp.minimum(uniform * sums[-1], below)
+  index = jnp.searchsorted(sums, place, side='right', method='scan_unrolled')
+  return jnp.minimum(index, len(sums) - 1).astype(jnp.int32)
+
+
+def make_ring(
+  obs: Tree,
+  *,
+  capacity: int,
+  min_steps: int,
+  batch_size: int,
+  sequence_length: int = 1,
+  priority_exponent: float = 0.0,
+) -> Memory:
+  """Makes a memory that samples sequences by their priorities.
+
+  Each sequence has the priority `p ** priority_exponent`, where p is the last
+  priority that the loss returned for it. A new sequence gets the largest
+  priority in the memory. If there are N sequences, a sample of probability P
+  has the importance weight `(1 / (N P)) ** importance_exponent`, divided by the
+  largest weight of its batch. `importance_exponent` is a hyperparameter.
+
+  Args:
+    obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
+    capacity: steps that a device stores. It is rounded up, so that the ring has
+      a whole number of unrolls.
+    min_steps: steps on a device from which on the memory is ready.
+    batch_size: sequences of a sample on each device.
+    sequence_length: L, transitions of a sequence.
+    priority_exponent: 0 samples all sequences with the same probability, and
+      then all weights are 1.
+
+  Raises:
+    ValueError: in `init`, if the capacity is too small for one unroll and one
+      sequence.
+
+  Source: Schaul et al. 2016, arXiv:1511.05952, section 3.
+  """
+  length = sequence_length
+
+  def init(example: Trajectory) -> tuple[Storage, Array]:
+    unroll_length, num_columns = example.timestep.reward.shape
+    unroll_length -= 1
+    num_rows = -(-capacity // (num_columns * unroll_length)) * unroll_length
+    if num_rows < unroll_length + length + 1:
+      least = (unroll_length + length + 1) * num_columns
+      raise ValueError(
+        f'a memory of {capacity} steps per device is too small for unrolls of '
+        f'{unroll_length} steps of {num_columns} environments and sequences of '
+        f'{length} steps; it needs {least}'
+      )
+    stored = _as_rows(example)
+    rows = jax.tree.map(
+      lambda x: jnp.zeros((num_rows, num_columns, *x.shape[2:]), x.dtype),
+      stored,
+    )
+    number = jnp.zeros((), jnp.int32)
+    zeros = jnp.zeros((1, num_columns), jnp.int32)
+    storage = Storage(rows, number, number, zeros - 1, zeros, zeros)
+    return storage, jnp.zeros((num_rows, num_columns))
+
+  def add(
+    memory: tuple[Storage, jax.Array], trajectory: Trajectory
+  ) -> tuple[Storage, Array]:
+    storage, priorities = memory
+    size, num_columns = priorities.shape
+    unroll_length = len(trajectory.action)
+    head = storage.head
+    follows = (trajectory.env_index == storage.env_index) & (
+      trajectory.num_steps == storage.num_steps
+    )
+    age = jnp.where(follows, storage.age, 0)
+    largest = jnp.max(priorities)
+    largest = jnp.where(largest > 0.0, largest, 1.0)
+
+    # The unroll's last time step has no action yet. The next unroll begins with
+    # the same time step and completes the row.
+    unroll = _as_rows(trajectory)
+    last = (head + unroll_length) % size
+
+    def write(ring: Array, x: Array) -> Array:
+      ring = jax.lax.dynamic_update_slice_in_dim(
+        ring, x[:unroll_length], head, axis=0
+      )
+      if len(x) == unroll_length:
+        return ring
+      return jax.lax.dynamic_update_slice_in_dim(ring, x[-1:], last, axis=0)
+
+    rows = jax.tree.map(write, storage.rows, unroll)
+
+    # A sequence is at its first row. `offset` is relative to the new rows.
+    def at(offset: Array | int) -> Array:
+      return (head + offset) % size
+
+    # If the column does not go on, this sequence has lost its last row.
+    broken = jnp.where(follows[0], priorities[at(-length)], 0.0)
+    priorities = priorities.at[at(-length)].set(broken)
+    overwritten = jnp.arange(unroll_length + 1)
+    priorities = priorities.at[at(overwritten)].set(0.0)
+    completed = jnp.arange(unroll_length) - length + 1
+    is_whole = completed[:, None] >= -age
+    priorities = priorities.at[at(completed)].set(largest * is_whole)
+    storage = Storage(
+      rows,
+      last,
+      jnp.minimum(storage.num_rows + unroll_length, size),
+      trajectory.env_index,
+      trajectory.num_steps + unroll_length,
+      jnp.minimum(age + unroll_length, size),
+    )
+    return storage, priorities
+
+  def is_ready(memory: tuple[Storage, Array]) -> Array:
+    storage, priorities = memory
+    num_columns = priorities.shape[1]
+    return storage.num_rows * num_columns >= min_steps
+
+  def sample(
+    memory: tuple[Storage, Array],
+    rng_key: chex.PRNGKey,
+    hyperparams: Hyperparams,
+  ) -> Sample:
+    storage, priorities = memory
+    size, num_columns = priorities.shape
+    uniform = jax.random.uniform(rng_key, (2, batch_size))
+    # First choose the row, and then the column: two short sums are more exact
+    # and faster than one over all sequences.
+    row_sums = jnp.cumsum(jnp.sum(priorities, axis=1))
+    row = _choose(row_sums, uniform[0])
+    sums = jnp.cumsum(priorities[row], axis=1)
+    column = jax.vmap(_choose)(sums, uniform[1])  # A scalar for each row.
+    priority = priorities[row, column]
+    weight = (priority > 0.0).astype(jnp.float32)
+    if priority_exponent:
+      number = jnp.sum(priorities > 0.0)
+      probability = jnp.where(priority > 0.0, priority / row_sums[-1], 1.0)
+      exponent = -hyperparams['importance_exponent']
+      weight *= (number * probability) ** exponent
+      weight /= jnp.maximum(jnp.max(weight), 1e-8)
+    places = (row[None] + jnp.arange(length + 1)[:, None]) % size
+    found = jax.tree.map(lambda x: x[places, column[None]], storage.rows)
+    timestep = found.timestep
+    timestep = timestep._replace(obs=unflatten(timestep.obs, obs, 2))
+    action, extras = jax.tree.map(lambda x: x[:-1], found[1:])
+    trajectory = Trajectory(timestep, action, extras, (), (), ())
+    return Sample(trajectory, row * num_columns + column, weight)
+
+  def prioritise(priorities: jax.Array, index: Array, priority: Array) -> Array:
+    row, column = jnp.divmod(index, priorities.shape[1])
+    # A sequence that is not valid keeps the priority 0, and others never get 0.
+    new = jnp.maximum(priority, 1e-6) ** priority_exponent
+    new = jnp.where(priorities[row, column] > 0.0, new, 0.0)
+    return priorities.at[row, column].set(new)
+
+  columns: Any = 1
+  same: Any = -1
+  split_axes = Storage(columns, same, same, columns, columns, columns)
+  return Memory(init, add, is_ready, sample, prioritise, (split_axes, 1))

@@ -1,0 +1,176 @@
+"""Tests the memory against a plain list of transitions, in Python."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from podrl.core.memory import make_ring
+from podrl.types import TimeStep, Trajectory
+
+_OBS = jax.ShapeDtypeStruct((2,), jnp.uint8)
+
+
+def _unroll(env_index, num_steps, length):
+  """Makes an unroll whose numbers tell the environment and the step."""
+  env_index, num_steps = np.int32([env_index]), np.int32([num_steps])
+  step = num_steps + np.arange(length + 1)[:, None]
+  number = (100 * env_index + step).astype(np.float32)
+  obs = np.stack([step % 256, env_index + 0 * step], -1).astype(np.uint8)
+  timestep = TimeStep(obs, number, np.ones_like(number), step % 5 == 0)
+  action, extras = step[:-1].astype(np.int32), {'x': -number[:-1]}
+  return Trajectory(timestep, action, extras, (), env_index, num_steps)
+
+
+def _make(**options):
+  defaults = {'capacity': 24, 'min_steps': 1, 'batch_size': 64}
+  memory = make_ring(_OBS, **(defaults | options))
+  return memory._replace(
+    add=jax.jit(memory.add),
+    sample=jax.jit(memory.sample),
+    prioritise=jax.jit(memory.prioritise),
+  )
+
+
+class _Model:
+  """The same memory as lists: the latest rows of each column, and breaks."""
+
+  def __init__(self, num_columns, num_rows, length):
+    self.columns = [[] for _ in range(num_columns)]  # (env, step, piece).
+    self.num_rows, self.length = num_rows, length
+    self.next, self.piece = [None] * num_columns, [0] * num_columns
+
+  def add(self, unroll):
+    size = len(unroll.action)
+    for b, column in enumerate(self.columns):
+      env, step = int(unroll.env_index[0, b]), int(unroll.num_steps[0, b])
+      self.piece[b] += self.next[b] != (env, step)
+      # The row of the last time step is overwritten. If the unroll goes on, it
+      # begins with the same time step.
+      del column[-1:]
+      column += [(env, step + t, self.piece[b]) for t in range(size + 1)]
+      del column[: -self.num_rows]
+      self.next[b] = env, step + size
+
+  def sequences(self):
+    """Returns the set of (environment, first step) that may be sampled."""
+    return {
+      (column[i][0], column[i][1])
+      for column in self.columns
+      for i in range(len(column) - self.length)
+      if column[i][2] == column[i + self.length][2]
+    }
+
+
+@pytest.mark.parametrize('length', [1, 3, 5])
+@pytest.mark.parametrize('capacity', [24, 60])
+def test_samples_are_all_whole_sequences_and_no_others(length, capacity):
+  rng = np.random.default_rng(0)
+  memory = _make(capacity=capacity, sequence_length=length, batch_size=2048)
+  unroll_length, num_columns = 3, 2
+  num_rows = -(-capacity // 6) * 3
+  model = _Model(num_columns, num_rows, length)
+  state = memory.init(_unroll([0, 1], [0, 0], unroll_length))
+  next_steps = np.zeros(3, int)
+  columns = [0, 1]
+  for update in range(40):
+    if rng.random() < 0.2:  # Another environment takes over a column.
+      columns[rng.integers(2)] = 2 if 2 not in columns else rng.integers(2)
+      columns = columns if columns[0] != columns[1] else [0, 1]
+    if rng.random() < 0.1:  # An unroll is lost.
+      next_steps[columns[0]] += unroll_length
+    unroll = _unroll(columns, next_steps[columns], unroll_length)
+    next_steps[columns] += unroll_length
+    model.add(unroll)
+    state = memory.add(state, unroll)
+    found = memory.sample(state, jax.random.key(update), {})
+    trajectory, expected = found.trajectory, model.sequences()
+    assert trajectory.timestep.obs.dtype == np.uint8
+    if not expected:
+      assert not found.weight.any()
+      continue
+    np.testing.assert_array_equal(found.weight, 1.0)
+    first = np.asarray(trajectory.timestep.reward[0])
+    seen = {(int(x // 100), int(x % 100)) for x in first}
+    if next_steps.max() < 100:  # The numbers tell both.
+      assert seen == expected
+    # Everything in a sequence belongs to the same steps.
+    steps = first + np.arange(length + 1)[:, None]
+    np.testing.assert_array_equal(trajectory.timestep.reward, steps)
+    np.testing.assert_array_equal(trajectory.extras['x'], -steps[:-1])
+    np.testing.assert_array_equal(trajectory.action, steps[:-1] % 100)
+    obs = np.stack([steps % 100, steps // 100], -1)
+    np.testing.assert_array_equal(trajectory.timestep.obs, obs)
+    np.testing.assert_array_equal(
+      trajectory.timestep.is_first, steps % 100 % 5 == 0
+    )
+    if next_steps.max() + unroll_length >= 100:
+      break
+  assert update > 15
+
+
+def _filled(**options):
+  memory = _make(capacity=64, batch_size=20_000, **options)
+  state = memory.init(_unroll([0, 1, 2, 3], [0] * 4, 4))
+  for i in range(3):
+    state = memory.add(state, _unroll([0, 1, 2, 3], [4 * i] * 4, 4))
+  return memory, state
+
+
+def test_sampling_frequencies_and_weights_follow_the_priorities():
+  alpha, beta = 0.6, 0.4
+  memory, (storage, priorities) = _filled(priority_exponent=alpha)
+  index = np.flatnonzero(np.asarray(priorities))
+  assert index.size == 48  # 12 steps of 4 environments.
+  np.testing.assert_array_equal(np.asarray(priorities).ravel()[index], 1.0)
+  raw = np.random.default_rng(0).exponential(size=48).astype(np.float32)
+  priorities = memory.prioritise(priorities, jnp.asarray(index), raw)
+  expected = raw.astype(float) ** alpha
+  expected /= expected.sum()
+  hyperparams = {'importance_exponent': jnp.float32(beta)}
+  sample = memory.sample((storage, priorities), jax.random.key(1), hyperparams)
+  counts = np.bincount(sample.index, minlength=priorities.size)
+  assert counts.sum() == counts[index].sum() == 20_000
+  assert stats.chisquare(counts[index], 20_000 * expected).pvalue > 0.01
+  weight = (1 / (48 * expected)) ** beta
+  place = np.searchsorted(index, sample.index)
+  expected_weight = weight[place] / weight[place].max()
+  np.testing.assert_allclose(sample.weight, expected_weight, rtol=1e-5)
+
+
+def test_uniform_samples_are_uniform():
+  memory, state = _filled()
+  sample = memory.sample(state, jax.random.key(2), {})
+  counts = np.bincount(sample.index, minlength=state[1].size)
+  counts = counts[np.asarray(state[1]).ravel() > 0]
+  assert counts.size == 48 and counts.sum() == 20_000
+  assert stats.chisquare(counts).pvalue > 0.01
+
+
+def test_new_sequences_get_the_largest_priority():
+  memory, (storage, priorities) = _filled(priority_exponent=0.5)
+  index = jnp.flatnonzero(priorities.ravel() > 0.0)
+  changed = memory.prioritise(priorities, index, jnp.linspace(1.0, 9.0, 48))
+  # A place without a sequence keeps the priority 0.
+  empty = jnp.flatnonzero(priorities.ravel() == 0.0)
+  changed = memory.prioritise(changed, empty, jnp.ones(empty.size))
+  assert np.count_nonzero(changed) == 48
+  _, after = memory.add((storage, changed), _unroll([0, 1, 2, 3], [12] * 4, 4))
+  np.testing.assert_allclose(after[12:16], 3.0)  # The square root of 9.
+
+
+def test_the_memory_is_ready_after_enough_steps():
+  memory = _make(capacity=24, min_steps=12)
+  state = memory.init(_unroll([0, 1], [0, 0], 3))
+  ready = []
+  for i in range(9):
+    state = memory.add(state, _unroll([0, 1], [3 * i] * 2, 3))
+    ready.append(bool(memory.is_ready(state)))
+  assert ready == [False] + [True] * 8  # 6 steps, then 12.
+
+
+def test_a_capacity_for_less_than_a_sequence_is_refused():
+  memory = _make(capacity=8, sequence_length=4)
+  with pytest.raises(ValueError, match='8 steps .* it needs 16'):
+    memory.init(_unroll([0, 1], [0, 0], 3))
