@@ -290,9 +290,9 @@ class Agent(NamedTuple):
       extras, carry)`, all `[B, ...]`. `rng_key` has one key for each
       environment, so that the actions of an environment do not depend on the
       rest of the batch.
-    prepare: `(variables, target_params, sample, rng_key, mean) -> batch`,
-      without gradients. Without a memory, it is called once per unroll, else
-      once per optimiser step. `sample` is a `Sample` of `[T+1, B]`, and
+    prepare: `(variables, target_params, sample, rng_key, mean) -> batch`.
+      Without a memory, it is called once per unroll, else once per optimiser
+      step. `sample` is a `Sample` of `[T+1, B]`, and
       `rng_key` has one key for each of the B sequences. `mean` averages a small
       tree over all devices. Axis 0 of every leaf of `batch` is split into
       minibatches.

@@ -247,7 +247,7 @@ def test_targets_depend_on_gamma_but_not_on_parameters(
 
   def gradient():
     def loss(variables):
-      batch = agent.prepare(variables, trajectory, lambda x: x)
+      batch = helpers.prepare(agent, variables, trajectory)
       return agent.loss(variables, (), batch, jax.random.key(0))[0]
 
     return jax.jit(jax.grad(loss))(variables)
