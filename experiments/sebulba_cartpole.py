@@ -15,6 +15,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   # With raw rewards, returns are near 100. The value head learns such numbers
   # so slowly that a few of 20 seeds stay below 300.
   config.agent.normalize_reward = True
+  config.agent.normalize_observation = True  # LunarLander-v2 needs it.
   if agent == 'ppo':
     # Short unrolls and many optimiser steps make learning fast.
     config.unroll_length = 32
