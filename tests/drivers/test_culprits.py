@@ -220,7 +220,9 @@ def test_sebulba_names_the_environment(
     '--config.env.suite=gymnasium',
     '--config.env.name=Broken-v0',
     '--config.network.hidden_sizes=8',
-    '--config.agent.normalize_reward=False',  # It would clip large rewards.
+    # Normalisation would clip large numbers.
+    '--config.agent.normalize_observation=False',
+    '--config.agent.normalize_reward=False',
     '--config.sebulba.actor_devices=0',
     '--config.sebulba.learner_devices=0,1',
     '--config.sebulba.threads_per_actor_device=2',
