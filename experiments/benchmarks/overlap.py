@@ -132,7 +132,7 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
     spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards
   )
   state = spmd.place(
-    learner.init(jax.random.key(3), trajectories[0]), mesh, spmd.LEARNER_STATE
+    learner.init(jax.random.key(3), trajectories[0]), mesh, spmd.REPLICATED
   )
   key = spmd.place(jax.random.key(4), mesh, spmd.REPLICATED)
 

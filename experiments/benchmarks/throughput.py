@@ -172,8 +172,8 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   updates = spmd.device_map(
     repeat(update),
     mesh,
-    (spmd.REPLICATED, spmd.LEARNER_STATE, spmd.TRAJECTORY, spmd.REPLICATED),
-    spmd.LEARNER_STATE,
+    (spmd.REPLICATED, spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED),
+    spmd.REPLICATED,
   )
   key = jax.random.key(1)
   state = whole
@@ -279,7 +279,7 @@ def sebulba_programs(
   )
   update = spmd.map_update(learner, mesh)
   state = spmd.place(
-    learner.init(jax.random.key(0), trajectories[0]), mesh, spmd.LEARNER_STATE
+    learner.init(jax.random.key(0), trajectories[0]), mesh, spmd.REPLICATED
   )
   key = spmd.place(jax.random.key(2), mesh, spmd.REPLICATED)
 
