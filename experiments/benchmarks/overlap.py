@@ -84,6 +84,7 @@ def slow(learner: Learner, seconds: float) -> Learner:
 def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
   """Returns a function `(num_updates) -> None` for each rate, and `close`."""
   config = sebulba_config('impala')
+  config.optimizer.anneal = False  # The number of updates is not known.
   device = jax.local_devices()[0]
   mesh = spmd.make_mesh([device])
   agent = build.make_agent(config, make_env(0).spec)
