@@ -227,18 +227,21 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-  """Draws the learning curves of two devices, with a panel for each task.
+  """Draws learning curves, with a panel for each task.
 
-  Each line is an interquartile mean, and the band is its 95 % interval.
+  Each line is an interquartile mean, and the band is its 95 % interval. If a
+  task was run with several numbers of devices, the largest is drawn.
   """
-  groups = {k: x for k, x in _groups(rows).items() if k[2] == 2}
-  names = list(dict.fromkeys(name for name, *_ in groups))
+  groups: dict[tuple[str, str], list[Row]] = {}
+  for (name, agent, _), group in _groups(rows).items():
+    groups.setdefault((name, agent), group)  # The first has most devices.
+  names = list(dict.fromkeys(name for name, _ in groups))
   num_rows = -(-len(names) // 3)
   figure = Figure(figsize=(10, 2.6 * num_rows), layout='constrained')
   panels = figure.subplots(num_rows, 3, squeeze=False).ravel()
   for axes in panels[len(names) :]:
     axes.remove()
-  for (name, agent, _), group in groups.items():
+  for (name, agent), group in groups.items():
     axes, color = panels[names.index(name)], _COLORS[agent]
     curves = np.array([row['curve'].split() for row in group], float)
     steps = np.mean([int(row['env_steps']) for row in group])
