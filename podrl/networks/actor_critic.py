@@ -13,6 +13,8 @@ from podrl.types import Array, Tree
 
 # For wider observations, `TwinMLP` is faster on a CPU than two `MLP`s.
 _JOIN_WIDTH = 256
+# The widest head for `_narrow_product`.
+_NARROW = 8
 
 
 class Network(NamedTuple):
@@ -80,6 +82,46 @@ def recurrent(
   return Network(init, initial_carry, apply, obs, is_recurrent=True)
 
 
+@jax.custom_vjp
+def _narrow_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Multiplies `[..., F]` by `[F, N]`, for a small N above 1.
+
+  On a CPU, XLA's product for the gradient of such a kernel takes as long as for
+  a kernel with 64 columns, so N sums compute it.
+  """
+  return x @ kernel
+
+
+def _narrow_product_forward(x: jax.Array, kernel: jax.Array) -> Any:
+  return x @ kernel, (x, kernel)
+
+
+def _narrow_product_backward(inputs: Any, grad: jax.Array) -> Any:
+  x, kernel = inputs
+
+  def sums(x: jax.Array, grad: jax.Array) -> jax.Array:
+    columns = jnp.split(grad, grad.shape[1], axis=1)
+    return jnp.stack([jnp.sum(x * column, 0) for column in columns], axis=1)
+
+  kernel_grad = jax.lax.platform_dependent(
+    x.reshape(-1, x.shape[-1]),
+    grad.reshape(-1, grad.shape[-1]),
+    cpu=sums,
+    default=lambda x, grad: x.T @ grad,
+  )
+  return grad @ kernel.T, kernel_grad
+
+
+_narrow_product.defvjp(_narrow_product_forward, _narrow_product_backward)
+
+
+def _dot_general(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+  """`lax.dot_general` for `nn.Dense`, with `_narrow_product` where it pays."""
+  if 1 < kernel.shape[1] <= _NARROW:
+    return _narrow_product(x, kernel)
+  return jax.lax.dot_general(x, kernel, *args, **kwargs)
+
+
 class ActorCritic(nn.Module):
   """A policy head and a value head, with one torso for both or one for each."""
 
@@ -135,7 +177,8 @@ class ActorCritic(nn.Module):
     orthogonal = nn.initializers.orthogonal
     num_outputs = self.num_policy_params - self.num_constant_params
     # With small initial weights, the first policy hardly depends on the state.
-    dense = nn.Dense(num_outputs, kernel_init=orthogonal(0.01))
+    init = orthogonal(0.01)
+    dense = nn.Dense(num_outputs, kernel_init=init, dot_general=_dot_general)
     policy = dense(policy_features)
     if size := self.num_constant_params:
       zeros = nn.initializers.zeros_init()
