@@ -258,6 +258,7 @@ class Memory(NamedTuple):
 
   Attributes:
     init: `(example_trajectory) -> memory`, empty, for unrolls of this shape.
+      The example may consist of `jax.ShapeDtypeStruct`s.
     add: `(memory, trajectory) -> memory`. A sequence goes on over two unrolls
       only where `env_index` and `num_steps` follow. New sequences get the
       largest priority.
@@ -292,10 +293,9 @@ class Agent(NamedTuple):
       rest of the batch.
     prepare: `(variables, target_params, sample, rng_key, mean) -> batch`.
       Without a memory, it is called once per unroll, else once per optimiser
-      step. `sample` is a `Sample` of `[T+1, B]`, and
-      `rng_key` has one key for each of the B sequences. `mean` averages a small
-      tree over all devices. Axis 0 of every leaf of `batch` is split into
-      minibatches.
+      step. `sample` is a `Sample` of `[T+1, B]`, and `rng_key` has one key for
+      each of the B sequences. `mean` averages a small tree over all devices.
+      Axis 0 of every leaf of `batch` is split into minibatches.
     loss: `(variables, target_params, batch, rng_key) -> (scalar, LossOutput)`.
       `rng_key` has one key for each row of the batch. The scalar is a mean over
       the slots of the batch. The learner computes the gradient of the scalar

@@ -36,6 +36,9 @@ from podrl.types import (
 TargetUpdate = Callable[[Array, Array, Array], Array]
 Unravel = Callable[[Any], Tree]  # Maps a vector to parameters.
 
+# `fold_in` with a small number would give a key that `split` gives too.
+_PREPARE_STREAM = 2**32 - 1
+
 # A row of at least this many numbers is wide; see `collect_blocks`.
 _WIDE = 32
 # The most slices in a program. More would take long to compile.
@@ -131,7 +134,9 @@ def make_learner(
     the other metrics are 0 too.
   """
   if memory is not None and num_minibatches != 1:
-    raise ValueError(f'num_minibatches={num_minibatches} with a memory')
+    raise ValueError(
+      f'num_minibatches={num_minibatches} must be 1 if there is a memory'
+    )
   optimizer = optax.with_extra_args_support(optimizer)
 
   def init(
@@ -307,7 +312,7 @@ def make_learner(
     vector, unravel = ravel_pytree(params)
     batch = ()
     if memory is None:
-      prepare_key = jax.random.fold_in(rng_key, 0)
+      prepare_key = jax.random.fold_in(rng_key, _PREPARE_STREAM)
       weight = jnp.ones(trajectory.env_index.shape[1])
       sample = Sample(trajectory, (), weight)
       batch = prepare(state.variables, target_params, sample, prepare_key)

@@ -111,7 +111,8 @@ def make_ring(
         f'{unroll_length} steps of {num_columns} environments and sequences of '
         f'{length} steps; it needs {least}'
       )
-    stored = _as_rows(example)
+    # The example may consist of `jax.ShapeDtypeStruct`s.
+    stored = jax.eval_shape(_as_rows, example)
     rows = jax.tree.map(
       lambda x: jnp.zeros((num_rows, num_columns, *x.shape[2:]), x.dtype),
       stored,
@@ -194,7 +195,8 @@ def make_ring(
     priority = priorities[row, column]
     weight = (priority > 0.0).astype(jnp.float32)
     if priority_exponent:
-      number = jnp.sum(priorities > 0.0)
+      # At least 1: without any sequence, 0 to a negative power is infinite.
+      number = jnp.maximum(jnp.sum(priorities > 0.0), 1)
       probability = jnp.where(priority > 0.0, priority / row_sums[-1], 1.0)
       exponent = -hyperparams['importance_exponent']
       weight *= (number * probability) ** exponent

@@ -409,6 +409,29 @@ def test_target_params_follow_after_each_optimiser_step(
   assert seen == [0.0, *expected[:-1]]
 
 
+def test_the_keys_of_prepare_do_not_come_from_a_key_of_the_loss():
+  agent, prepare_keys, loss_keys = _counting_agent(), [], []
+
+  def prepare(variables, target, sample, key, mean):
+    jax.debug.callback(prepare_keys.append, jax.random.key_data(key))
+    return sample.trajectory.action
+
+  def loss(variables, target, batch, key):
+    jax.debug.callback(loss_keys.append, jax.random.key_data(key))
+    return agent.loss(variables, target, batch, key)
+
+  agent_with_spies = agent._replace(prepare=prepare, loss=loss)
+  learner, update = make_update(agent_with_spies, optax.sgd(1.0), 1)
+  state = learner.init(jax.random.key(0), ())
+  update(state, _unroll_of(jnp.eye(16)), jax.random.key(1))
+  jax.effects_barrier()
+  (prepare_key,), (loss_keys,) = prepare_keys, loss_keys
+  assert prepare_key.shape == (1, 2) and loss_keys.shape == (16, 2)
+  derived = jax.vmap(jax.random.split)(jax.random.wrap_key_data(loss_keys))
+  derived = np.asarray(jax.random.key_data(derived)).reshape(-1, 2)
+  assert prepare_key[0].tolist() not in derived.tolist()
+
+
 def test_advantages_are_normalized_over_the_global_batch():
   # The halves differ by 100; each device's own moments would hide that.
   advantage = jnp.concatenate([jnp.arange(8.0), 100.0 + jnp.arange(8.0)])

@@ -174,3 +174,16 @@ def test_a_capacity_for_less_than_a_sequence_is_refused():
   memory = _make(capacity=8, sequence_length=4)
   with pytest.raises(ValueError, match='8 steps .* it needs 16'):
     memory.init(_unroll([0, 1], [0, 0], 3))
+
+
+def test_a_memory_without_a_whole_sequence_gives_weights_of_0():
+  memory = _make(sequence_length=5, priority_exponent=0.6)
+  # The drivers know only the shapes of an example.
+  example = _unroll([0, 1], [0, 0], 3)
+  state = memory.init(
+    jax.eval_shape(lambda: jax.tree.map(jnp.asarray, example))
+  )
+  state = memory.add(state, example)  # 3 steps, but a sequence has 5.
+  hyperparams = {'importance_exponent': jnp.float32(0.4)}
+  sample = memory.sample(state, jax.random.key(0), hyperparams)
+  np.testing.assert_array_equal(sample.weight, 0.0)
