@@ -324,7 +324,7 @@ class Agent(NamedTuple):
   )
 
 
-_SAME: Any = -1
+_SAME: Any = -1  # See `Learner.split_axes`.
 
 
 class Learner(NamedTuple):

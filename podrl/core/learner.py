@@ -53,8 +53,15 @@ def all_mean(tree: Tree) -> Tree:
   return unravel(jax.lax.pmean(vector, DEVICE_AXIS))
 
 
-def _with_params(state: LearnerState, params: Tree) -> LearnerState:
-  return state._replace(variables=state.variables._replace(params=params))
+def _convert_params(
+  state: LearnerState, convert: Callable[[Any], Tree]
+) -> LearnerState:
+  """Converts the parameters and, if there are any, the target parameters."""
+  variables, target_params = state.variables, state.target_params
+  if jax.tree.leaves(target_params):
+    target_params = convert(target_params)
+  variables = variables._replace(params=convert(variables.params))
+  return state._replace(variables=variables, target_params=target_params)
 
 
 def block_size(num_rows: int) -> int:
@@ -165,9 +172,8 @@ def make_learner(
     """Takes one step; also returns the averages, and the rows' priorities."""
     # `params` is one vector: then the optimiser needs only a few operations for
     # all parameters, instead of a few for each array.
-    variables, target_params = state.variables, state.target_params
-    if target_update is not None:
-      target_params = unravel(target_params)
+    variables = state.variables
+    target_params = _convert_params(state, unravel).target_params
 
     def loss(vector: Array) -> tuple[Array, LossOutput]:
       changed = variables._replace(params=unravel(vector))
@@ -248,9 +254,8 @@ def make_learner(
     state: LearnerState,
     unravel: Unravel,
     storage: Tree,
-    measured: Tree,
     rng_key: chex.PRNGKey,
-  ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
+  ) -> tuple[LearnerState, Metrics]:
     """Takes all optimiser steps of an update with a memory.
 
     `state.memory` contains only the priorities.
@@ -263,22 +268,19 @@ def make_learner(
       sample_key = jax.random.fold_in(sample_key, device)
       hyperparams = state.variables.hyperparams
       sample = memory.sample((storage, state.memory), sample_key, hyperparams)
-      variables = _with_params(state, unravel(state.variables.params)).variables
-      target_params = state.target_params
-      if target_update is not None:
-        target_params = unravel(target_params)
+      variables, target_params, *_ = _convert_params(state, unravel)
       batch = prepare(variables, target_params, sample, prepare_key)
       size = jax.tree.leaves(batch)[0].shape[0]
       keys = row_keys(loss_key, _global_rows(size))
-      state, means, priority = sgd_step(state, unravel, batch, measured, keys)
+      state, (metrics, _), priority = sgd_step(state, unravel, batch, (), keys)
       if jax.tree.leaves(priority):
         new = memory.prioritise(state.memory, sample.index, priority)
         state = state._replace(memory=new)
-      return state, means
+      return state, metrics
 
     keys = jax.random.split(rng_key, num_epochs)
-    state, means = jax.lax.scan(sample_step, state, keys)
-    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), means)
+    state, metrics = jax.lax.scan(sample_step, state, keys)
+    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
 
   def learn_if_ready(
     state: LearnerState, unravel: Unravel, measured: Tree, rng_key: chex.PRNGKey
@@ -291,14 +293,14 @@ def make_learner(
     measured = all_mean(measured)
 
     def take_steps(state):
-      return learn(state, unravel, storage, (), rng_key)
+      return learn(state, unravel, storage, rng_key)
 
     shapes = jax.eval_shape(take_steps, state)[1]
 
     def skip(state):
       return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    state, (metrics, _) = jax.lax.cond(is_ready, take_steps, skip, state)
+    state, metrics = jax.lax.cond(is_ready, take_steps, skip, state)
     metrics['is_learning'] = is_ready.astype(jnp.float32)
     state = state._replace(memory=(storage, state.memory))
     return state, (metrics, measured)
@@ -308,17 +310,14 @@ def make_learner(
     state: LearnerState, trajectory: Trajectory, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, Metrics]:
     measured = agent.measure(state.variables, trajectory)
-    params, target_params = state.variables.params, state.target_params
-    vector, unravel = ravel_pytree(params)
+    _, unravel = ravel_pytree(state.variables.params)
     batch = ()
     if memory is None:
       prepare_key = jax.random.fold_in(rng_key, _PREPARE_STREAM)
       weight = jnp.ones(trajectory.env_index.shape[1])
       sample = Sample(trajectory, (), weight)
-      batch = prepare(state.variables, target_params, sample, prepare_key)
-    state = _with_params(state, vector)
-    if target_update is not None:
-      state = state._replace(target_params=ravel_pytree(target_params)[0])
+      batch = prepare(state.variables, state.target_params, sample, prepare_key)
+    state = _convert_params(state, lambda params: ravel_pytree(params)[0])
     if memory is None:
       state, (metrics, measured) = sgd_steps(
         state, unravel, batch, measured, rng_key
@@ -329,9 +328,7 @@ def make_learner(
       state, (metrics, measured) = learn_if_ready(
         state, unravel, measured, rng_key
       )
-    state = _with_params(state, unravel(state.variables.params))
-    if target_update is not None:
-      state = state._replace(target_params=unravel(state.target_params))
+    state = _convert_params(state, unravel)
     # Absorb last, so that all optimiser steps see the same statistics.
     variables = agent.absorb(state.variables, measured)
     number = state.num_updates + 1

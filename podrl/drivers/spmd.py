@@ -22,7 +22,7 @@ import numpy as np
 from podrl.messages import one_line
 from podrl.types import DEVICE_AXIS, Learner, LearnerState, Trajectory, Tree
 
-# These specs are typed as Any, so that a `LearnerState` can contain them.
+# These specs are typed as Any, so that the state of a run can contain them.
 REPLICATED: Any = PartitionSpec()
 BATCH: Any = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
 TRAJECTORY: Any = PartitionSpec(None, DEVICE_AXIS)  # Axis 1 is the batch.
