@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -52,6 +53,27 @@ def counters(batch, num_steps=0):
   """Returns a trajectory's `env_index` and `num_steps`."""
   index = np.arange(batch, dtype=np.int32)[None]
   return index, np.full_like(index, num_steps)
+
+
+def copies_of_memory(text, memory, num_devices=1):
+  """Counts the copies of a device's storage in the HLO text of a program.
+
+  Rewards and discounts are left out: loops and conditions may copy priorities,
+  which have the same shape. They are a small part of a memory.
+  """
+  storage, priorities = memory
+  names = {'float32': 'f32', 'int32': 's32', 'bool': 'pred', 'uint8': 'u8'}
+
+  def kind(x):
+    rows, columns, *rest = x.shape
+    shape = ','.join(map(str, (rows, columns // num_devices, *rest)))
+    return f'{names[str(x.dtype)]}[{shape}]'
+
+  kinds = {kind(x) for x in jax.tree.leaves(storage.rows)} - {kind(priorities)}
+  assert len(kinds) >= 3  # Observations, actions and `is_first`.
+  assert all(kind in text for kind in kinds)
+  copied = re.findall(r'= (\w+\[[\d,]+\])\S* copy\(', text)
+  return sum(x in kinds for x in copied)
 
 
 def get_config(name):

@@ -27,6 +27,10 @@ from podrl.types import (
 )
 
 
+class SizeError(ValueError):
+  """A memory is too small for its sequences, or too large for its device."""
+
+
 class Rows(NamedTuple):
   """What a memory stores of each time step; leaves `[R, B, ...]`."""
 
@@ -86,14 +90,15 @@ def make_ring(
     obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
     capacity: steps that a device stores. It is rounded up, so that the ring has
       a whole number of unrolls.
-    min_steps: steps on a device from which on the memory is ready.
+    min_steps: steps on a device from which on the memory is ready, if it has a
+      whole sequence.
     batch_size: sequences of a sample on each device.
     sequence_length: L, transitions of a sequence.
     priority_exponent: 0 samples all sequences with the same probability, and
       then all weights are 1.
 
   Raises:
-    ValueError: in `init`, if the capacity is too small for one unroll and one
+    SizeError: in `init`, if the capacity is too small for one unroll and one
       sequence.
 
   Source: Schaul et al. 2016, arXiv:1511.05952, section 3.
@@ -106,7 +111,7 @@ def make_ring(
     num_rows = -(-capacity // (num_columns * unroll_length)) * unroll_length
     if num_rows < unroll_length + length + 1:
       least = (unroll_length + length + 1) * num_columns
-      raise ValueError(
+      raise SizeError(
         f'a memory of {capacity} steps per device is too small for unrolls of '
         f'{unroll_length} steps of {num_columns} environments and sequences of '
         f'{length} steps; it needs {least}'
@@ -176,7 +181,8 @@ def make_ring(
   def is_ready(memory: tuple[Storage, Array]) -> Array:
     storage, priorities = memory
     num_columns = priorities.shape[1]
-    return storage.num_rows * num_columns >= min_steps
+    is_full_enough = storage.num_rows * num_columns >= min_steps
+    return is_full_enough & jnp.any(priorities > 0.0)
 
   def sample(
     memory: tuple[Storage, Array],

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import glob
 import importlib.util
+import math
 import os
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from podrl.core.memory import SizeError
 from podrl.messages import one_line
 from podrl.types import DEVICE_AXIS, Learner, LearnerState, Trajectory, Tree
 
@@ -65,6 +67,9 @@ def init_learner(
     init: `(*arguments) -> LearnerState`. It does not communicate.
     learner: the learner, for its `split_axes`.
     num_axes_before: see `specs`.
+
+  Raises:
+    SizeError: if the devices do not have enough memory for the learner's.
   """
 
   def without_memory(*arguments: Tree) -> LearnerState:
@@ -79,13 +84,30 @@ def init_learner(
     *arguments
   )
   state = place(state, mesh, REPLICATED)
-  if not jax.tree.leaves(jax.eval_shape(memory, *arguments)):
+  shapes = jax.tree.leaves(jax.eval_shape(memory, *arguments))
+  if not shapes:
     return state
+  needed = sum(x.size * x.dtype.itemsize for x in shapes)
+  if (free := _bytes_per_device()) < needed:
+    raise SizeError(
+      f'the memory needs {needed / 2**30:.3g} GiB on each device, which has '
+      f'{free / 2**30:.3g} GiB; divide the capacity by '
+      f'{math.ceil(needed / max(free, 1.0))}'
+    )
   memory_specs = specs(learner.split_axes.memory, num_axes_before)
   # Each device makes its own part: the whole memory may not fit on one device.
   placed = place(arguments, mesh, REPLICATED)
   make = device_map(memory, mesh, (REPLICATED,) * len(placed), memory_specs)
   return state._replace(memory=make(*placed))
+
+
+def _bytes_per_device() -> float:
+  """Returns the bytes that a device of this process can have, or infinity."""
+  local = jax.local_devices()
+  if local[0].platform == 'cpu':
+    pages, size = os.sysconf('SC_PHYS_PAGES'), os.sysconf('SC_PAGE_SIZE')
+    return pages * size / len(local)  # The devices share the machine's.
+  return (local[0].memory_stats() or {}).get('bytes_limit', math.inf)
 
 
 def device_map(

@@ -1,8 +1,9 @@
 """Checkpoints: orbax writes the state of a run while training continues.
 
-A checkpoint is a directory `checkpoints/NUM_UPDATES` with three items:
-`variables`, all that a policy needs; `state`, the rest of the driver's state;
-and `progress`, all other data as JSON. A checkpoint gets its name only when it
+A checkpoint is a directory `checkpoints/NUM_UPDATES` with these items:
+`variables`, all that a policy needs; `memory`, what a learner remembers, if the
+checkpoint contains it; `state`, the rest of the driver's state; and `progress`,
+all other data as JSON. A checkpoint gets its name only when it
 is complete. It has SHA-256 digests of its files, because orbax does not detect
 damaged data. It has no hyperparameters, because the configuration contains
 them.
@@ -28,7 +29,7 @@ from podrl.records import workdir
 from podrl.records.workdir import Record, WriteError
 from podrl.types import LearnerState, Tree, Variables
 
-_FORMAT = 5  # Version of the checkpoint format; podrl reads only this one.
+_FORMAT = 6  # Version of the checkpoint format; podrl reads only this one.
 _EXTRA_BYTES = 2**20  # Size of a checkpoint without its arrays.
 _MAX_REASON = 200  # A message contains at most this much of an orbax error.
 
@@ -45,9 +46,9 @@ def learner_of(state: Tree) -> LearnerState:
   return state if isinstance(state, LearnerState) else state.learner
 
 
-def with_variables(state: Tree, variables: Tree) -> Tree:
-  """Returns a driver's state with `variables` as the agent's variables."""
-  learner = learner_of(state)._replace(variables=variables)
+def change_learner(state: Tree, **changes: Tree) -> Tree:
+  """Returns a driver's state with other fields of the `LearnerState`."""
+  learner = learner_of(state)._replace(**changes)
   is_whole = isinstance(state, LearnerState)
   return learner if is_whole else state._replace(learner=learner)
 
@@ -93,11 +94,15 @@ def _verify(directory: str) -> None:
 
 
 class Checkpoints:
-  """Writes a run's checkpoints; keeps the best one and the `keep` newest."""
+  """Writes a run's checkpoints; keeps the best one and the `keep` newest.
 
-  def __init__(self, path: str, keep: int):
+  If `with_memory` is true, the checkpoints contain the learner's memory.
+  """
+
+  def __init__(self, path: str, keep: int, with_memory: bool = True):
     logging.set_verbosity(logging.FATAL)  # Orbax would log every file.
     self._path = path
+    self._with_memory = with_memory
     self._num_updates = 0  # Number of the checkpoint being written.
     self._policies: list = [checkpoint_managers.LatestN(keep)]
     policy = checkpoint_managers.AnyPreservationPolicy(self._policies)
@@ -124,17 +129,21 @@ class Checkpoints:
   ) -> None:
     """Writes a checkpoint in the background, unless it exists already.
 
-    The driver can continue at once. `progress` is JSON that a resumed run needs
-    in addition to the state. `best` is the number of updates at the best
+    The driver can continue at once, except that `save` waits until a memory is
+    written. `progress` is JSON that a resumed run needs in addition to the
+    state. `best` is the number of updates at the best
     evaluation; orbax keeps that checkpoint.
     """
     if best is not None:
       self._policies[1:] = [checkpoint_managers.CustomSteps([best])]
     if num_updates == self._manager.latest_step():
       return
+    memory = learner_of(state).memory if self._with_memory else ()
+    state = change_learner(state, memory=())
     # Check the space first: on a full disk, orbax's threads print many errors.
     directory = _directory(self._path)
-    needed = sum(x.nbytes for x in jax.tree.leaves(state)) + _EXTRA_BYTES
+    needed = sum(x.nbytes for x in jax.tree.leaves((state, memory)))
+    needed += _EXTRA_BYTES
     free = shutil.disk_usage(directory).free
     if free < needed:
       raise WriteError(
@@ -146,14 +155,22 @@ class Checkpoints:
       self._num_updates = num_updates
       state = _copy(state)  # The next update deletes or overwrites the state.
       variables = learner_of(state).variables._replace(hyperparams={})
-      progress = progress | {'arrays': _describe(variables)}
-      items = ocp.args.Composite(
-        variables=ocp.args.StandardSave(variables),
-        state=ocp.args.StandardSave(with_variables(state, ())),
-        progress=ocp.args.JsonSave(progress),
-      )
-      if not self._manager.save(num_updates, args=items):
+      progress = progress | {
+        'arrays': _describe(variables),
+        'memory': _describe(memory),
+      }
+      items = {
+        'variables': ocp.args.StandardSave(variables),
+        'state': ocp.args.StandardSave(change_learner(state, variables=())),
+        'progress': ocp.args.JsonSave(progress),
+      }
+      if jax.tree.leaves(memory):
+        items['memory'] = ocp.args.StandardSave(memory)
+      if not self._manager.save(num_updates, args=ocp.args.Composite(**items)):
         raise ValueError('there is a newer checkpoint')
+      # A device may have no room for a copy of the memory.
+      if jax.tree.leaves(memory):
+        self._manager.wait_until_finished()
 
   def wait(self) -> None:
     """Waits until all checkpoints are written, or raises a `WriteError`."""
@@ -313,13 +330,45 @@ def newest_intact(
   return None
 
 
+def _read_memory(path: str, step: int, like: Tree) -> Tree:
+  """Reads a memory and deletes `like`; without a saved memory, returns `like`.
+
+  Raises:
+    IncompatibleError: if the saved memory has other arrays.
+  """
+  saved, ours = _read_progress(path, step)['memory'], _describe(like)
+  if not saved:
+    return like
+  for name in ours:
+    if saved.get(name) != ours[name]:
+      raise IncompatibleError(
+        f'the memory of {path} does not fit: {name} is {saved.get(name)} in '
+        f'the checkpoint, {ours[name]} in this run; use the same devices, or '
+        'start a new run'
+      )
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
+  )
+  for x in jax.tree.leaves(like):  # A device may have no room for both.
+    x.delete()
+  return _read(path, step, 'memory', shapes)
+
+
 def read_state(path: str, step: int, like: Tree) -> Tree:
   """Reads a driver's state; all processes must call this together.
 
-  The state has the shardings and the hyperparameters of `like`.
+  The state has the shardings and the hyperparameters of `like`, and also its
+  memory if the checkpoint contains none. This function may delete the memory of
+  `like`.
+
+  Raises:
+    IncompatibleError: if the checkpoint has another memory.
   """
-  state = _read(path, step, 'state', with_variables(like, ()))
+  state = _read(
+    path, step, 'state', change_learner(like, variables=(), memory=())
+  )
   ours = learner_of(like).variables
   variables = _read(path, step, 'variables', ours._replace(hyperparams={}))
   variables = variables._replace(hyperparams=ours.hyperparams)
-  return with_variables(state, variables)
+  memory = _read_memory(path, step, learner_of(like).memory)
+  return change_learner(state, variables=variables, memory=memory)

@@ -17,6 +17,7 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.agents import sgd_steps_per_update
 from podrl.records import workdir
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
@@ -130,10 +131,11 @@ class Window:
 
   frame_skip: int
   sgd_steps_per_update: int
-  # These three counts are of the whole run so far.
+  # These four counts are of the whole run so far.
   env_steps: int = 0
   num_joints: int = 0
   num_updates: int = 0
+  num_sgd_steps: int = 0
   # All other numbers are sums since the last record, as types of JSON.
   rows: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
   episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 3)
@@ -147,8 +149,14 @@ class Window:
     episodes = [np.array(x, np.float64).sum() for x in report.episodes]
     self.episodes = [x + y for x, y in zip(self.episodes, episodes)]
     if report.num_updates:
-      rows = report.metrics | report.own
+      metrics = dict(report.metrics)
+      # Before its memory is ready, a learner takes no steps and has no loss.
+      always = np.ones(report.num_updates)
+      is_learning = metrics.pop('is_learning', always) > 0.0
+      rows = {k: x[is_learning] for k, x in metrics.items()} | report.own
       self.rows.append({name: x.tolist() for name, x in rows.items()})
+      num_learning = int(np.sum(is_learning))
+      self.num_sgd_steps += num_learning * self.sgd_steps_per_update
     for name, seconds in report.stages.items():
       self.stages[name] = self.stages.get(name, 0.0) + seconds
     self.num_predictions += report.num_predictions
@@ -179,7 +187,7 @@ class Window:
       'num_joints': self.num_joints,
       'frames': self.env_steps * self.frame_skip,
       'num_updates': self.num_updates,
-      'num_sgd_steps': self.num_updates * self.sgd_steps_per_update,
+      'num_sgd_steps': self.num_sgd_steps,
       'steps_per_second': steps * rate,
       'frames_per_second': steps * self.frame_skip * rate,
       'updates_per_second': self.num_updates_since_record * rate,
@@ -190,13 +198,13 @@ class Window:
       record['episode_length'] = length_sum / num_episodes
     for name in self.rows[0] if self.rows else ():
       values = np.concatenate([row[name] for row in self.rows])
-      record[name] = float(_REDUCTIONS[name].updates(values))
+      if values.size:
+        record[name] = float(_REDUCTIONS[name].updates(values))
     record |= {k: seconds * rate for k, seconds in self.stages.items()}
     if joules := record.get('joules_per_second'):
       record['frames_per_joule'] = record['frames_per_second'] / joules
-    self.resume(
-      Window(0, 0, self.env_steps, self.num_joints, self.num_updates).progress()
-    )
+    counts = self.env_steps, self.num_joints, self.num_updates
+    self.resume(Window(0, 0, *counts, self.num_sgd_steps).progress())
     return record
 
 
@@ -365,7 +373,7 @@ class Recorder:
   def __post_init__(self):
     config, path = self.config, self.path
     directories = [*workdir.agents(path, config)]
-    sgd_steps = config.num_epochs * config.num_minibatches
+    sgd_steps = sgd_steps_per_update(workdir.flatten(config.to_dict()))
     self._windows = [Window(self.frame_skip, sgd_steps) for _ in directories]
     paths = list(dict.fromkeys([path, *directories]))
     self._paths = paths if self.is_writer else []

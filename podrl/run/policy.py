@@ -192,6 +192,8 @@ def load(
   agent = build.make_agent(config, spec)
   like = jax.eval_shape(agent.init, jax.random.key(0))
   variables = read_agent(path, config, seed, step, like)
-  hyperparams = build.hyperparams(config, agent, num_updates=step)
+  # Schedules depend on the number of updates of the whole run.
+  num_updates = -(-config.total_env_steps // checkpoint.last_progress(path)[2])
+  hyperparams = build.hyperparams(config, agent, num_updates)
   variables = variables._replace(hyperparams=hyperparams)
   return Policy(config, spec, agent, variables, step)

@@ -19,6 +19,7 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.core.memory import SizeError
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.energy import Meter
 from podrl.envs.joints import EnvironmentFailed
@@ -326,12 +327,14 @@ class _Trainer:
       recorder.open({})
     if signals.is_set() and not self.cluster.is_distributed:
       return signals.exit_code or FAILED
-    self.run.driver.start(self._restore)
+    self._start()
     # Wait until every process has compiled. The checkpoints then connect the
     # processes, and that fails if one of them is more than 30 seconds late.
     self.cluster.attempt(lambda: None)
-    keep = self.config.checkpoint.keep
-    self.checkpoints = checkpoint.Checkpoints(self.files.workdir, keep)
+    fields = self.config.checkpoint
+    self.checkpoints = checkpoint.Checkpoints(
+      self.files.workdir, fields.keep, fields.get('memory', False)
+    )
     if self.variables is not None:  # A resumed run cannot get them elsewhere.
       self._save()
     is_finished = self._loop()
@@ -408,6 +411,22 @@ class _Trainer:
       ending['num_params'] = sum(x.size for x in leaves) // len(run.eval_keys)
     return ending
 
+  def _start(self) -> None:
+    """Starts the driver, and prints the size of the learner's memory."""
+    driver, config = self.run.driver, self.config
+    try:
+      driver.start(self._restore)
+    except SizeError as error:
+      capacity = config.replay.capacity_steps
+      message = f'config.replay.capacity_steps={capacity}: {error}'
+      raise _Mistake(message) from error
+    assert driver.learner is not None
+    arrays = jax.tree.leaves(driver.learner.memory)
+    if arrays:
+      size = sum(x.addressable_data(0).nbytes for x in arrays) / 2**20
+      text = f'the memory of {config.replay.capacity_steps:,} steps needs'
+      self.recorder.terminal.say(f'{text} {size:,.1f} MiB per device')
+
   def _restore(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
     """Restores a driver's initial state; see `types.Restore`."""
     files, found, progress = self.files, None, {}
@@ -417,7 +436,11 @@ class _Trainer:
       if self.variables is not None:
         ours = checkpoint.learner_of(state).variables
         initial = self.variables._replace(hyperparams=ours.hyperparams)
-        state = checkpoint.with_variables(state, spmd.like(initial, ours))
+        changes = {'variables': spmd.like(initial, ours)}
+        targets = checkpoint.learner_of(state).target_params
+        if jax.tree.leaves(targets):
+          changes['target_params'] = spmd.like(initial.params, targets)
+        state = checkpoint.change_learner(state, **changes)
       if found:
         step, progress = found
         state = self.cluster.attempt(

@@ -33,6 +33,10 @@ _HOST = (
   '--config.sebulba.actor_devices=0 --config.sebulba.learner_devices=0 '
   '--config.sebulba.threads_per_actor_device=2'
 ).split()
+_REPLAY = (
+  '--config.replay.min_steps=200 --config.replay.batch_size=8 '
+  '--config.replay.capacity_steps=600 --config.replay.sgd_steps_per_update=2'
+).split()
 # The run has 20 updates, evaluates at 7, 14 and 20, and saves at 5, 10 ...
 _TWENTY = (
   '--config.total_env_steps=1280 --config.eval.every_env_steps=448 '
@@ -65,8 +69,9 @@ def _plain(records):
 def _state(workdir):
   """Reads all arrays of the last checkpoint with orbax."""
   path = workdir / 'checkpoints' / str(checkpoint.find(str(workdir)))
+  items = [x for x in ('variables', 'state', 'memory') if (path / x).is_dir()]
   with ocp.StandardCheckpointer() as reader:
-    return [reader.restore(path / item) for item in ('variables', 'state')]
+    return [reader.restore(path / item) for item in items]
 
 
 def _assert_close(a, b, atol):
@@ -92,6 +97,11 @@ _STOPS = (
   'arguments,num_devices,stops',
   [
     (helpers.MEMORY, 2, _STOPS[1:3]),
+    (['--agent=rainbow', *_REPLAY], 4, _STOPS[1:4]),
+    _slow(['--agent=rainbow', *_REPLAY], 1, _STOPS),
+    _slow(['--agent=r2d2', *_REPLAY], 4, _STOPS),
+    _slow(['--agent=sac', *_REPLAY], 1, _STOPS),
+    _slow(['--agent=pqn', *helpers.MEMORY[1:]], 4, _STOPS),
     _slow(['--agent=ppo'], 1, _STOPS),
     _slow(['--agent=ppo'], 4, _STOPS),
     _slow(helpers.MEMORY, 1, _STOPS),
@@ -120,6 +130,30 @@ def test_anakin_resumes_bitwise(
   assert _plain(records) == _plain(expected)
   assert summary['exit'] == 'done'
   _assert_close(_state(parts), _state(whole), 0)
+
+
+def test_a_memory_that_is_left_out_is_filled_again(tmp_path, monkeypatch):
+  arguments = ['--agent=dqn', *_REPLAY, *_TWENTY, '--config.num_devices=2']
+  parts, less = tmp_path / 'parts', '--config.checkpoint.memory=False'
+  with monkeypatch.context() as patch:
+    _signal_at(patch, Anakin, 'advance', 3)
+    assert helpers.run(parts, *arguments, less) == train.PREEMPTED
+  saved = checkpoint.find(str(parts))
+  assert not (parts / 'checkpoints' / str(saved) / 'memory').exists()
+  before = helpers.read(parts)[0][-1]
+  assert helpers.run(parts, *arguments, '--resume') == 0
+  # An unroll has 64 steps, and learning waits for 200.
+  records, summary = helpers.read(parts)
+  learned = summary['num_sgd_steps'] - before['num_sgd_steps']
+  assert learned == 2 * (20 - saved - 3)
+  last = parts / 'checkpoints' / '20' / 'memory'
+  assert last.is_dir() and records[-1]['num_updates'] == 20
+  # The memories of two devices, joined, fit one device.
+  longer = ['--config.total_env_steps=1600', '--config.num_devices=1']
+  assert helpers.run(parts, *arguments, *longer, '--resume') == 0
+  assert (
+    helpers.read(parts)[1]['num_sgd_steps'] == summary['num_sgd_steps'] + 10
+  )
 
 
 @pytest.mark.parametrize('num_seeds', [_slow(1), _slow(2)])
