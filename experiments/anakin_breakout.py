@@ -1,11 +1,17 @@
 """Anakin on MinAtar's Breakout: 10 x 10 images, 1 point per brick.
 
-python experiments/anakin_breakout.py [--agent=ppo|impala|a2c]
+python experiments/anakin_breakout.py [--agent=AGENT]
     [--variant=conv|mlp]
 """
 
 import podrl
-from podrl.run.config import ConfigDict, base_config, check_choice
+from podrl.run.config import (
+  ConfigDict,
+  apply_kinds,
+  base_config,
+  check_choice,
+  is_actor_critic,
+)
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -14,6 +20,8 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config = base_config(agent)
   config.env.name = 'Breakout-MinAtar'  # Images: 10 x 10 x 4. Actions: 3.
   config.network.name = variant or 'conv'  # MinAtar's authors use conv.
+  if not is_actor_critic(agent):
+    return apply_kinds(config, 'small image')
   config.total_env_steps = 5_000_000  # The return still rises at the end.
   if agent == 'ppo':
     config.unroll_length = 128  # Rewards are rare, so unrolls are long.

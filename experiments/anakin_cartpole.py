@@ -1,10 +1,16 @@
 """Anakin on CartPole-v1: balance a pole for 500 steps.
 
-python experiments/anakin_cartpole.py [--agent=ppo|impala|a2c]
+python experiments/anakin_cartpole.py [--agent=AGENT]
 """
 
 import podrl
-from podrl.run.config import ConfigDict, base_config, check_choice
+from podrl.run.config import (
+  ConfigDict,
+  apply_kinds,
+  base_config,
+  check_choice,
+  is_actor_critic,
+)
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -12,6 +18,8 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   check_choice('variant', variant, ('',))
   config = base_config(agent)
   config.env.name = 'CartPole-v1'  # Observations: 4 numbers. Actions: 2.
+  if not is_actor_critic(agent):
+    return apply_kinds(config, 'numbers')
   # With raw rewards, returns are near 100. The value head learns such numbers
   # so slowly that a few of 20 seeds stay below 300.
   config.agent.normalize_reward = True

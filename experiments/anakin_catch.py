@@ -1,10 +1,16 @@
 """Anakin on bsuite's Catch: a caught ball gives +1, a missed one gives -1.
 
-python experiments/anakin_catch.py [--agent=ppo|impala|a2c]
+python experiments/anakin_catch.py [--agent=AGENT]
 """
 
 import podrl
-from podrl.run.config import ConfigDict, base_config, check_choice
+from podrl.run.config import (
+  ConfigDict,
+  apply_kinds,
+  base_config,
+  check_choice,
+  is_actor_critic,
+)
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -12,8 +18,10 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   check_choice('variant', variant, ('',))
   config = base_config(agent)
   config.env.name = 'Catch-bsuite'  # Images: 10 x 5. Episodes have 9 steps.
+  if not is_actor_critic(agent):
+    apply_kinds(config, 'small image')
   config.total_env_steps = 500_000  # The run takes a few seconds.
-  if agent != 'ppo':  # These agents use each unroll once. So steps are larger.
+  if agent in ('impala', 'a2c'):  # They use each unroll once.
     config.optimizer.learning_rate = 3e-3
   return config
 

@@ -1,10 +1,16 @@
 """Anakin on gymnax's Pendulum-v1: swing a pendulum up and hold it there.
 
-python experiments/anakin_pendulum.py [--agent=ppo|impala|a2c]
+python experiments/anakin_pendulum.py [--agent=AGENT]
 """
 
 import podrl
-from podrl.run.config import ConfigDict, base_config, check_choice
+from podrl.run.config import (
+  ConfigDict,
+  apply_kinds,
+  base_config,
+  check_choice,
+  is_actor_critic,
+)
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -12,6 +18,10 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   check_choice('variant', variant, ('',))
   config = base_config(agent)
   config.env.name = 'Pendulum-v1'  # Observations: 3 numbers. Action: 1 torque.
+  if not is_actor_critic(agent):
+    config = apply_kinds(config, 'numbers', 'continuous')
+    config.total_env_steps = 30_000
+    return config
   config.agent.normalize_observation = True
   config.agent.normalize_reward = True
   if agent == 'ppo':  # With fewer optimiser steps, 1 of 20 seeds reached -302.

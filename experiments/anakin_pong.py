@@ -1,10 +1,16 @@
 """Anakin on gymnax's Pong-misc: keep a ball in play, 1 point per step.
 
-python experiments/anakin_pong.py [--agent=ppo|impala|a2c]
+python experiments/anakin_pong.py [--agent=AGENT]
 """
 
 import podrl
-from podrl.run.config import ConfigDict, base_config, check_choice
+from podrl.run.config import (
+  ConfigDict,
+  apply_kinds,
+  base_config,
+  check_choice,
+  is_actor_critic,
+)
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -13,6 +19,8 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config = base_config(agent)
   config.env.name = 'Pong-misc'  # Images: 30 x 40 x 3. At most 1,000 steps.
   config.network.name = 'mlp'  # These sparse images need no convolution.
+  if not is_actor_critic(agent):
+    apply_kinds(config, 'sparse image')
   config.total_env_steps = 800_000  # The run takes a minute on two CPU cores.
   return config
 

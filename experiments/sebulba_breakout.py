@@ -1,6 +1,6 @@
 """Sebulba on Atari's Breakout-v5, from images of the screen.
 
-python experiments/sebulba_breakout.py [--agent=ppo|impala|a2c]
+python experiments/sebulba_breakout.py [--agent=AGENT]
     [--variant=cpu|cleanba|recurrent]
 """
 

@@ -1,10 +1,16 @@
 """Sebulba on envpool's CartPole-v1. The run takes 20 s on two CPU cores.
 
-python experiments/sebulba_cartpole.py [--agent=ppo|impala|a2c]
+python experiments/sebulba_cartpole.py [--agent=AGENT]
 """
 
 import podrl
-from podrl.run.config import ConfigDict, check_choice, sebulba_config
+from podrl.run.config import (
+  ConfigDict,
+  apply_kinds,
+  check_choice,
+  is_actor_critic,
+  sebulba_config,
+)
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -12,6 +18,8 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   check_choice('variant', variant, ('',))
   config = sebulba_config(agent)
   config.env.name = 'CartPole-v1'  # Observations: 4 numbers. Actions: 2.
+  if not is_actor_critic(agent):
+    return apply_kinds(config, 'numbers')
   # With raw rewards, returns are near 100. The value head learns such numbers
   # so slowly that a few of 20 seeds stay below 300.
   config.agent.normalize_reward = True

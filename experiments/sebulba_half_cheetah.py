@@ -1,10 +1,16 @@
 """Sebulba on MuJoCo's HalfCheetah-v4: run forward.
 
-python experiments/sebulba_half_cheetah.py [--agent=ppo|impala|a2c]
+python experiments/sebulba_half_cheetah.py [--agent=AGENT]
 """
 
 import podrl
-from podrl.run.config import ConfigDict, check_choice, sebulba_config
+from podrl.run.config import (
+  ConfigDict,
+  apply_kinds,
+  check_choice,
+  is_actor_critic,
+  sebulba_config,
+)
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
@@ -12,6 +18,10 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   check_choice('variant', variant, ('',))
   config = sebulba_config(agent)
   config.env.name = 'HalfCheetah-v4'  # Observation: 17 numbers; action: 6.
+  if not is_actor_critic(agent):
+    config.eval.num_episodes = 16
+    config.eval.every_env_steps = 30_000
+    return apply_kinds(config, 'numbers', 'continuous')
   config.env.num_envs = 16
   config.agent.entropy_cost = 0.0
   config.agent.normalize_observation = True

@@ -9,6 +9,7 @@ import anakin_cartpole
 import numpy as np
 import pytest
 
+from podrl.agents import AGENTS
 from podrl.records import workdir
 from podrl.run import train
 from podrl.run.config import FIELDS
@@ -64,9 +65,25 @@ def test_the_tutorials_code_runs_and_learns(home):
   assert recorded <= _metrics_page()
   derived = scope['host_driver'].describe({name: 1.0 for name in measured})
   assert derived.keys() <= _metrics_page()
-  # The page names nothing else except energy, which few machines measure.
-  energy = {'joules_per_second', 'frames_per_joule'}
-  assert _metrics_page() <= measured | recorded | derived.keys() | energy
+  # The page names nothing else except metrics of SAC and other agents with
+  # values, and energy, which few machines measure.
+  others = {'value', 'temperature', 'joules_per_second', 'frames_per_joule'}
+  assert _metrics_page() <= measured | recorded | derived.keys() | others
+
+
+def test_the_tutorials_agent_learns_from_replay(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  # The page replaces this row, and `monkeypatch` removes it at the end.
+  monkeypatch.setitem(AGENTS, 'q_learning', AGENTS['dqn'])
+  scope = {}
+  _execute(scope, 'tutorials/q-learning.md')
+  assert scope['mean_return'] > 0.5  # A random policy gets -0.6.
+  learner = scope['state'].learner
+  # An update adds 4 x 32 steps, so the eighth one reaches 1,000 steps.
+  assert int(learner.num_sgd_steps) == 8 * (200 - 7)
+  last = scope['rows'][-1]
+  assert last['eval_return'] > 0.5
+  assert 'value' in last and last.keys() <= _metrics_page()
 
 
 def test_the_tables_of_fields_are_those_of_the_configuration():
@@ -112,7 +129,7 @@ def test_podrl_train_in_a_program_learns(tmp_path, monkeypatch):
 
 def test_every_example_is_tested():
   tested = {'README.md', 'first-run.md', 'environment.md', 'agent.md'}
-  tested |= {'policy.md', 'getting-started.md'}
+  tested |= {'policy.md', 'getting-started.md', 'q-learning.md'}
   assert {page.name for page in _PAGES if _code(page)} == tested
 
 

@@ -87,9 +87,10 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
   config.optimizer.anneal = False  # The number of updates is not known.
   device = jax.local_devices()[0]
   mesh = spmd.make_mesh([device])
-  agent = build.make_agent(config, make_env(0).spec)
+  spec = make_env(0).spec
+  agent = build.make_agent(config, spec)
   learner = slow(
-    build.make_learner(config, agent),
+    build.make_learner(config, agent, spec, 1),
     cost * _LENGTH * _STEP_SECONDS,
   )
   settings = sebulba.Settings(

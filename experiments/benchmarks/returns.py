@@ -24,7 +24,7 @@ from matplotlib.lines import Line2D
 import numpy as np
 from scipy import stats
 
-from podrl.agents import AGENTS
+from podrl.agents import ACTOR_CRITICS, AGENTS
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.tools import plot
@@ -53,7 +53,16 @@ _FIGURE = _ROOT / 'docs' / 'images' / 'returns.png'
 _BEGIN = '<!-- rows: python experiments/benchmarks/returns.py -->\n'
 _END = '<!-- end -->\n'
 _SHARES = np.arange(1, 21) / 20  # Where a learning curve has its points.
-_COLORS = {'ppo': '#1f5fa8', 'impala': '#c44e00', 'a2c': '#2f8f4e'}
+_COLORS = {
+  'ppo': '#1f5fa8',
+  'impala': '#c44e00',
+  'a2c': '#2f8f4e',
+  'pqn': '#8c3fa8',
+  'dqn': '#b8860b',
+  'rainbow': '#d6336c',
+  'r2d2': '#5c6f7b',
+  'sac': '#1a9ba1',
+}
 _FIELDS = (
   'task',
   'agent',
@@ -75,7 +84,7 @@ class Task(NamedTuple):
   threshold: float  # Each seed must reach this evaluated return.
   num_seeds: int = 20
   variant: str = ''
-  agents: tuple[str, ...] = tuple(AGENTS)
+  agents: tuple[str, ...] = ACTOR_CRITICS
 
   @property
   def name(self) -> str:
@@ -83,31 +92,41 @@ class Task(NamedTuple):
     return ' '.join(filter(None, (self.experiment, self.variant, self.env)))
 
 
+_WITH_Q = *ACTOR_CRITICS, 'pqn', 'dqn', 'rainbow'
+_WITH_PQN = *ACTOR_CRITICS, 'pqn'
+_WITH_SAC = *ACTOR_CRITICS, 'sac'
 _TASKS = (
-  Task('anakin_cartpole', 'CartPole-v1', 475),
-  Task('anakin_cartpole', 'Acrobot-v1', -100),
-  Task('anakin_catch', 'Catch-bsuite', 0.95),
-  Task('anakin_memory_chain', 'MemoryChain-bsuite', 0.9),
-  Task('anakin_pendulum', 'Pendulum-v1', -250),
-  Task('anakin_pendulum', 'MountainCarContinuous-v0', 85),
-  Task('anakin_breakout', 'Breakout-MinAtar', 15, variant='conv'),
-  Task('anakin_breakout', 'Breakout-MinAtar', 15, variant='mlp'),
-  Task('anakin_breakout', 'Asterix-MinAtar', 5, 10, 'conv'),
-  Task('anakin_breakout', 'Freeway-MinAtar', 40, 10, 'conv'),
-  Task('anakin_breakout', 'SpaceInvaders-MinAtar', 50, 10, 'conv'),
-  Task('anakin_pong', 'Pong-misc', 900),
-  Task('sebulba_cartpole', 'CartPole-v1', 475, 10),
+  Task('anakin_cartpole', 'CartPole-v1', 475, agents=_WITH_Q),
+  Task('anakin_cartpole', 'Acrobot-v1', -100, agents=_WITH_Q),
+  Task('anakin_catch', 'Catch-bsuite', 0.95, agents=_WITH_Q),
+  Task(
+    'anakin_memory_chain',
+    'MemoryChain-bsuite',
+    0.9,
+    agents=(*_WITH_PQN, 'r2d2'),
+  ),
+  Task('anakin_pendulum', 'Pendulum-v1', -250, agents=_WITH_SAC),
+  Task('anakin_pendulum', 'MountainCarContinuous-v0', 85, agents=_WITH_SAC),
+  Task('anakin_breakout', 'Breakout-MinAtar', 15, 20, 'conv', _WITH_Q),
+  Task('anakin_breakout', 'Breakout-MinAtar', 15, 20, 'mlp'),
+  Task('anakin_breakout', 'Asterix-MinAtar', 5, 10, 'conv', _WITH_PQN),
+  Task('anakin_breakout', 'Freeway-MinAtar', 40, 10, 'conv', _WITH_PQN),
+  Task('anakin_breakout', 'SpaceInvaders-MinAtar', 50, 10, 'conv', _WITH_PQN),
+  Task('anakin_pong', 'Pong-misc', 900, agents=_WITH_PQN),
+  Task('sebulba_cartpole', 'CartPole-v1', 475, 10, agents=_WITH_Q),
   Task('sebulba_cartpole', 'LunarLander-v2', 200, 10),
-  Task('sebulba_half_cheetah', 'HalfCheetah-v4', 1500, 3),
-  Task('sebulba_half_cheetah', 'Hopper-v4', 1000, 3),
-  Task('sebulba_pong', 'Pong-v5', 15, 3, 'cpu', ('ppo', 'impala')),
+  Task('sebulba_half_cheetah', 'HalfCheetah-v4', 1500, 3, agents=_WITH_SAC),
+  Task('sebulba_half_cheetah', 'Hopper-v4', 1000, 3, agents=_WITH_SAC),
+  Task('sebulba_pong', 'Pong-v5', 15, 3, 'cpu', ('ppo', 'impala', 'pqn')),
   Task('sebulba_breakout', 'Breakout-v5', 15, 3, 'cpu', ('ppo', 'impala')),
 )
 
 
-def _train(task: Task, agent: str, num_seeds: int) -> list[Row]:
+def _train(
+  task: Task, agent: str, first_seed: int, num_seeds: int
+) -> list[Row]:
   """Trains an agent on a task, if it is not trained, and reads the results."""
-  first_seed, num_devices = _FIRST_SEED.value, _NUM_DEVICES.value
+  num_devices = _NUM_DEVICES.value
   numbers = f'{first_seed}', f'{num_seeds}', f'{num_devices}'
   name = '-'.join([*task.name.split(), agent, *numbers])
   path = f'{_WORKDIR.value}/{name}'
@@ -254,7 +273,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes.grid(alpha=0.3)
     axes.spines[['top', 'right']].set_visible(False)
   handles = [Line2D([], [], color=x, label=k) for k, x in _COLORS.items()]
-  figure.legend(handles=handles, loc='outside upper center', ncols=3)
+  figure.legend(handles=handles, loc='outside upper center', ncols=8)
   figure.supxlabel('environment steps', fontsize=9)
   figure.supylabel('episode return', fontsize=9)
   return figure
@@ -271,16 +290,21 @@ def main(argv: Sequence[str]) -> None:
     is_chosen = agent in task.agents and any(
       text in task.name for text in _TASKS_FLAG.value or ['']
     )
-    num_seeds = _NUM_SEEDS.value or task.num_seeds
-    last_seed = _FIRST_SEED.value + num_seeds - 1
-    key = task.name, agent, str(_NUM_DEVICES.value), str(last_seed)
-    if not is_chosen or key in known:
+    if not is_chosen:
       continue
-    new = _train(task, agent, num_seeds)
-    with _CSV.open('a', newline='') as file:
-      writer = csv.DictWriter(file, _FIELDS, lineterminator='\n')
-      writer.writerows(new)
-    rows += new
+    num_seeds = _NUM_SEEDS.value or task.num_seeds
+    # Several agents with memories in one program are slow.
+    per_run = 1 if AGENTS[agent].sequence_length else num_seeds
+    last_seed = _FIRST_SEED.value + num_seeds
+    for first_seed in range(_FIRST_SEED.value, last_seed, per_run):
+      last = str(first_seed + per_run - 1)
+      if (task.name, agent, str(_NUM_DEVICES.value), last) in known:
+        continue
+      new = _train(task, agent, first_seed, per_run)
+      with _CSV.open('a', newline='') as file:
+        writer = csv.DictWriter(file, _FIELDS, lineterminator='\n')
+        writer.writerows(new)
+      rows += new
   before, _, rest = _PAGE.read_text().partition(_BEGIN)
   _, _, after = rest.partition(_END)
   _PAGE.write_text(f'{before}{_BEGIN}{table(rows)}{_END}{after}')

@@ -121,7 +121,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   env = build.make_env(config)
   agent = build.make_agent(config, env.spec)
   mesh = spmd.make_mesh(layout.anakin_devices(config))
-  learner = build.make_learner(config, agent)
+  learner = build.make_learner(config, agent, env.spec, mesh.size)
   driver = make_programs(
     env,
     agent,
@@ -232,7 +232,7 @@ def sebulba_programs(
   learner_devices = [devices[i] for i in plan.learner_devices]
   mesh = spmd.make_mesh(learner_devices)
   agent = build.make_agent(config, spec)
-  learner = build.make_learner(config, agent)
+  learner = build.make_learner(config, agent, spec, mesh.size)
   pools = [
     build.make_host_env(config, num_envs, i * num_envs, plan.env_threads)
     for i in range(plan.num_actors)

@@ -3,21 +3,31 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from podrl.agents import a2c, impala, ppo
-from podrl.core import distributions, normalization
-from podrl.networks import actor_critic, torsos
+from podrl.agents import (
+  a2c,
+  acting,
+  dqn,
+  exploring,
+  impala,
+  ppo,
+  pqn,
+  r2d2,
+  sac,
+)
+from podrl.core import normalization
 from podrl.types import Agent, EnvSpec
 
-_HYPERPARAMS = tuple(
-  f'agent.{x}' for x in ('gamma', 'lambda_', 'entropy_cost', 'value_cost')
-)
+_Fields = Mapping[str, Any]  # Values of fields, by name.
 
 
 class AgentEntry(NamedTuple):
   """What the rest of podrl knows about an agent.
 
   Attributes:
-    make_agent: `(network, distribution, **fields) -> Agent`.
+    make_agent: `(spec, fields, network_fields) -> Agent`. `fields` has the
+      fields `agent.*` and `replay.*` by short name, and `network_fields` has
+      the fields `network.*`. It raises a ValueError if the agent or its network
+      does not fit the environment.
     defaults: values of configuration fields, by dotted name. The agent adds
       these fields to the base configuration or changes their values. An
       Anakin run ignores the fields of Sebulba, such as `sebulba.max_lag`.
@@ -25,79 +35,139 @@ class AgentEntry(NamedTuple):
     kinds: values of configuration fields for each kind of environment. Commands
       that get an environment's name, such as `podrl train NAME`, use these
       values.
+    unused: fields of the base configuration that the agent does not have.
     changeable: the fields that a resumed run may change, because they are
       hyperparameters of the agent.
     check: `(fields) -> None`, raises a ValueError if the configuration does
       not fit the agent. `fields` is the flat configuration by dotted name.
     minibatch_unit: `(fields) -> 'steps' | 'environments'`, what is split into
       minibatches. `fields` is the flat configuration by dotted name.
+    target_update: `(fields) -> target_update`; see `make_learner`. None means
+      that the agent has no target parameters. `fields` as above.
+    sequence_length: `(fields) -> int`, transitions of each sequence that the
+      agent's memory gives. None means that the agent has no memory. `fields` as
+      above.
   """
 
-  make_agent: Callable[..., Agent]
-  defaults: Mapping[str, Any]
+  make_agent: Callable[[EnvSpec, _Fields, _Fields], Agent]
+  defaults: _Fields
   comments: Mapping[str, str] = {}
-  kinds: Mapping[str, Mapping[str, Any]] = {}
-  changeable: tuple[str, ...] = _HYPERPARAMS
-  check: Callable[[Mapping[str, Any]], None] = lambda fields: None
-  minibatch_unit: Callable[[Mapping[str, Any]], str] = lambda fields: (
-    'environments'
-  )
+  kinds: Mapping[str, _Fields] = {}
+  unused: tuple[str, ...] = ()
+  changeable: tuple[str, ...] = ()
+  check: Callable[[_Fields], None] = lambda fields: None
+  minibatch_unit: Callable[[_Fields], str] = lambda fields: 'environments'
+  target_update: Callable[[_Fields], Callable[..., Any]] | None = None
+  sequence_length: Callable[[_Fields], int] | None = None
 
   def make(
-    self,
-    spec: EnvSpec,
-    fields: Mapping[str, Any],
-    network_fields: Mapping[str, Any],
+    self, spec: EnvSpec, fields: _Fields, network_fields: _Fields
   ) -> Agent:
-    """Builds the agent with its distribution, network and normalisation.
+    """Builds the agent with its network and normalisation.
 
     Args:
       spec: describes the environment.
-      fields: the fields `agent.*` by short name, without `agent.name`.
+      fields: the fields `agent.*` and `replay.*` by short name, without
+        `agent.name`.
       network_fields: the fields `network.*` by short name.
 
     Raises:
-      ValueError: if the distribution or the torso does not fit the environment.
+      ValueError: if the agent or its network does not fit the environment.
     """
     fields = dict(fields)
     observations = fields.pop('normalize_observation')
     rewards = fields.pop('normalize_reward')
-    distribution = distributions.for_action_space(
-      spec.action,
-      network_fields['distribution'],
-      state_dependent_scale=network_fields['state_dependent_scale'],
-      initial_scale=network_fields['initial_scale'],
-    )
-    name, hidden_sizes = network_fields['name'], network_fields['hidden_sizes']
-    network = actor_critic.make_network(
-      torsos.make_torso(name, spec, hidden_sizes, network_fields['dtype']),
-      normalization.as_float(spec.obs) if observations else spec.obs,
-      distribution.num_params,
-      shared_torso=network_fields['shared_torso'],
-      num_constant_params=distribution.num_constant_params,
-      core=network_fields['recurrent'],
-      core_size=hidden_sizes[-1],
-    )
+    seen = spec
+    if observations:
+      seen = spec._replace(obs=normalization.as_float(spec.obs))
     return normalization.normalize(
-      self.make_agent(network, distribution, **fields),
+      self.make_agent(seen, fields, network_fields),
       spec.obs,
       observations=observations,
       rewards=rewards,
     )
 
 
+# The agents with a policy and a value; the settings of experiments are theirs.
+ACTOR_CRITICS = ('ppo', 'impala', 'a2c')
+
+
+def sgd_steps_per_update(fields: _Fields) -> int:
+  """Returns the optimiser steps of an update that learns.
+
+  `fields` is the flat configuration by dotted name.
+  """
+  if 'replay.sgd_steps_per_update' in fields:
+    return fields['replay.sgd_steps_per_update']
+  return fields['num_epochs'] * fields['num_minibatches']
+
+
+_DQN = AgentEntry(
+  dqn.make_agent,
+  dqn.DEFAULTS,
+  dqn.COMMENTS,
+  dqn.KINDS,
+  unused=dqn.UNUSED,
+  changeable=dqn.CHANGEABLE,
+  check=dqn.check,
+  target_update=dqn.target_update,
+  sequence_length=lambda fields: fields['agent.n_steps'],
+)
 AGENTS = {
   'ppo': AgentEntry(
-    ppo.make_agent,
+    acting.with_network(ppo.make_agent),
     ppo.DEFAULTS,
     ppo.COMMENTS,
     ppo.KINDS,
-    (*_HYPERPARAMS, 'agent.clip'),
-    ppo.check,
-    ppo.minibatch_unit,
+    changeable=(*acting.CHANGEABLE, 'agent.clip'),
+    check=ppo.check,
+    minibatch_unit=ppo.minibatch_unit,
   ),
-  'impala': AgentEntry(impala.make_agent, impala.DEFAULTS, kinds=impala.KINDS),
+  'impala': AgentEntry(
+    acting.with_network(impala.make_agent),
+    impala.DEFAULTS,
+    kinds=impala.KINDS,
+    changeable=acting.CHANGEABLE,
+  ),
   'a2c': AgentEntry(
-    a2c.make_agent, a2c.DEFAULTS, kinds=a2c.KINDS, check=a2c.check
+    acting.with_network(a2c.make_agent),
+    a2c.DEFAULTS,
+    kinds=a2c.KINDS,
+    changeable=acting.CHANGEABLE,
+    check=a2c.check,
+  ),
+  'pqn': AgentEntry(
+    pqn.make_agent,
+    pqn.DEFAULTS,
+    exploring.COMMENTS,
+    pqn.KINDS,
+    unused=exploring.UNUSED,
+    changeable=('agent.gamma', 'agent.lambda_', *exploring.CHANGEABLE),
+    check=pqn.check,
+    minibatch_unit=ppo.minibatch_unit,
+  ),
+  'dqn': _DQN,
+  'rainbow': _DQN._replace(defaults=dqn.RAINBOW),
+  'r2d2': AgentEntry(
+    r2d2.make_agent,
+    r2d2.DEFAULTS,
+    r2d2.COMMENTS,
+    r2d2.KINDS,
+    unused=r2d2.UNUSED,
+    changeable=r2d2.CHANGEABLE,
+    check=r2d2.check,
+    target_update=dqn.target_update,
+    sequence_length=r2d2.sequence_length,
+  ),
+  'sac': AgentEntry(
+    sac.make_agent,
+    sac.DEFAULTS,
+    sac.COMMENTS,
+    sac.KINDS,
+    unused=sac.UNUSED,
+    changeable=sac.CHANGEABLE,
+    check=sac.check,
+    target_update=sac.target_update,
+    sequence_length=lambda fields: 1,
   ),
 }

@@ -1,19 +1,25 @@
 """Functions that all actor-critic agents use: acting, losses and ratios."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+import math
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from podrl.core import distributions
 from podrl.core.distributions import Distribution
+from podrl.networks import actor_critic, torsos
 from podrl.networks.actor_critic import Network
 from podrl.types import (
+  Agent,
   Array,
+  EnvSpec,
   Hyperparams,
   LossOutput,
   TimeStep,
+  Trajectory,
   Tree,
   Variables,
 )
@@ -21,6 +27,8 @@ from podrl.types import (
 # Continuous actions can have huge log-ratios. Their exp could be infinite, and
 # infinity times a weight of 0 is NaN. This bound is far above the usual clips.
 _MAX_LOG_RATIO = 20.0
+
+_Batch = TypeVar('_Batch', bound=tuple)
 
 
 class Extras(NamedTuple):
@@ -30,6 +38,47 @@ class Extras(NamedTuple):
   # Float32, the action's log-probability under the behaviour policy.
   log_prob: Array
   value: Array | tuple[()]  # Float32, the value of the time step, or `()`.
+
+
+CHANGEABLE = tuple(
+  f'agent.{x}' for x in ('gamma', 'lambda_', 'entropy_cost', 'value_cost')
+)
+
+
+def with_network(
+  make_agent: Callable[..., Agent],
+) -> Callable[[EnvSpec, Mapping[str, Any], Mapping[str, Any]], Agent]:
+  """Builds `AgentEntry.make_agent` of an actor-critic agent.
+
+  Args:
+    make_agent: `(network, distribution, **fields) -> Agent`.
+  """
+
+  def make(
+    spec: EnvSpec, fields: Mapping[str, Any], network_fields: Mapping[str, Any]
+  ) -> Agent:
+    options = dict(network_fields)
+    shared_torso, core = options.pop('shared_torso'), options.pop('recurrent')
+    memory_steps = options.pop('memory_steps')
+    distribution = distributions.for_action_space(
+      spec.action,
+      options.pop('distribution'),
+      state_dependent_scale=options.pop('state_dependent_scale'),
+      initial_scale=options.pop('initial_scale'),
+    )
+    network = actor_critic.make_network(
+      torsos.make_torso(spec=spec, **options),
+      spec.obs,
+      distribution.num_params,
+      shared_torso=shared_torso,
+      num_constant_params=distribution.num_constant_params,
+      core=core,
+      core_size=options['hidden_sizes'][-1],
+      memory_steps=memory_steps,
+    )
+    return make_agent(network, distribution, **fields)
+
+  return make
 
 
 def make_init(
@@ -98,6 +147,44 @@ def combine_losses(
     'entropy': entropy,
   }
   return total, LossOutput(metrics)
+
+
+def bootstrap_inputs(
+  trajectory: Trajectory, is_recurrent: bool
+) -> tuple[Tree, Array, Tree]:
+  """Returns a network's inputs that give the outputs of the last time step.
+
+  They are `(obs, is_first, carry)`, time first. Only a recurrent network needs
+  the steps before the last one.
+  """
+  obs, is_first = trajectory.timestep.obs, trajectory.timestep.is_first
+  if not is_recurrent:
+    obs, is_first = jax.tree.map(lambda x: x[-1:], (obs, is_first))
+  return obs, is_first, jax.tree.map(lambda x: x[0], trajectory.carry)
+
+
+def to_rows(batch: _Batch, is_recurrent: bool) -> _Batch:
+  """Changes leaves from `[T, B, ...]` to `[N, S, ...]`, a sequence per row.
+
+  For a recurrent network, there is a sequence for each environment: N = B and
+  S = T. Otherwise, every slot is a sequence of one step: N = T x B and S = 1.
+  """
+  if is_recurrent:
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
+  return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), batch)
+
+
+def from_rows(batch: _Batch, is_recurrent: bool) -> _Batch:
+  """Changes rows of a minibatch, `[N, S, ...]`, to time first.
+
+  The loss of a network that is not recurrent can arrange the steps freely.
+  """
+  if is_recurrent:
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
+  # Usually, axis 1 contains one block of the minibatch (see `block_size` in
+  # core/learner.py): a TPU then reads the blocks without joining them.
+  size = math.gcd(len(jax.tree.leaves(batch)[0]), 1024)
+  return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), batch)
 
 
 def log_ratio(log_prob: Array, behaviour_log_prob: Array) -> Array:

@@ -76,11 +76,7 @@ def minibatch_unit(fields: Mapping[str, Any]) -> str:
 
 
 class Batch(NamedTuple):
-  """Sequences `[N, S, ...]`; axis 0 is split into minibatches.
-
-  For a recurrent network, there is a sequence for each environment: N = B and
-  S = T. Otherwise, every slot is a sequence of one step: N = T x B and S = 1.
-  """
+  """Sequences `[N, S, ...]`, see `acting.to_rows`; minibatches split axis 0."""
 
   obs: Tree  # `[N, S, D]`, observations as vectors.
   is_first: Array  # `[N, S]` bool.
@@ -149,13 +145,9 @@ def make_agent(
     params, _, hyperparams = variables
     trajectory = sample.trajectory
     timestep = trajectory.timestep
-    # `act` stored the values of all steps except the last. To compute the last
-    # value, only a recurrent network needs the other steps.
-    obs, is_first = timestep.obs, timestep.is_first
-    if not network.is_recurrent:
-      obs, is_first = jax.tree.map(lambda x: x[-1:], (obs, is_first))
-    carry = jax.tree.map(lambda x: x[0], trajectory.carry)
-    _, last_values, _ = network.unroll(params, obs, is_first, carry)
+    # `act` stored the values of all steps except the last.
+    inputs = acting.bootstrap_inputs(trajectory, network.is_recurrent)
+    _, last_values, _ = network.unroll(params, *inputs)
     values = jnp.concatenate([trajectory.extras.value, last_values[-1:]])
     # The targets are constants with respect to the parameters.
     values = jax.lax.stop_gradient(values)
@@ -180,9 +172,7 @@ def make_agent(
       target=target,
       weight=weight,
     )
-    if network.is_recurrent:
-      return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
-    return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), batch)
+    return acting.to_rows(batch, network.is_recurrent)
 
   def loss(
     variables: Variables,
@@ -192,13 +182,7 @@ def make_agent(
   ) -> tuple[Array, LossOutput]:
     del target_params, rng_key
     params, _, hyperparams = variables
-    if network.is_recurrent:
-      batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
-    else:
-      # Usually, axis 1 contains one block of the minibatch (see `block_size` in
-      # core/learner.py): a TPU then reads the blocks without joining them.
-      size = math.gcd(len(batch.is_first), 1024)
-      batch = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), batch)
+    batch = acting.from_rows(batch, network.is_recurrent)
     carry = jax.tree.map(lambda x: x[0], batch.carry)
     obs = unflatten(batch.obs, network.obs, 2)
     head, value, _ = network.unroll(params, obs, batch.is_first, carry)

@@ -10,6 +10,7 @@ from podrl.types import Array, Hyperparams, Tree
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
   'adam': lambda: optax.scale_by_adam(eps=1e-5),
+  'radam': optax.scale_by_radam,
   'rmsprop': lambda: optax.scale_by_rms(decay=0.99, eps=1e-5),
   'sgd': optax.identity,
 }

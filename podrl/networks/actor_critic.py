@@ -164,7 +164,8 @@ class ActorCritic(nn.Module):
     torso: Any = self.make_torso()
     if self.shared_torso:
       return [torso(obs)]
-    if isinstance(torso, MLP) and as_vector(obs).shape[1] > _JOIN_WIDTH:
+    is_wide = as_vector(obs).shape[1] > _JOIN_WIDTH
+    if isinstance(torso, MLP) and not torso.layer_norm and is_wide:
       twins = TwinMLP(torso.hidden_sizes, torso.activation, torso.dtype)
       return list(twins(obs))
     value_torso: Any = self.make_torso()
@@ -193,6 +194,8 @@ def make_network(
   make_torso: Callable[[], nn.Module],
   obs: Tree,
   num_policy_params: int,
+  *,
+  memory_steps: int = 0,
   **options: Any,
 ) -> Network:
   """Makes an actor-critic network.
@@ -201,12 +204,15 @@ def make_network(
     make_torso: builds a torso, an `nn.Module`.
     obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
     num_policy_params: width of the policy head.
+    memory_steps: see `cores.lengthen`.
     **options: the other attributes of `ActorCritic`.
   """
   module = ActorCritic(make_torso, num_policy_params, **options)
   network = recurrent(module, obs, module.initial_carry)
   if module.core != 'none':
-    return network
+    return network._replace(
+      init=lambda rng_key: cores.lengthen(network.init(rng_key), memory_steps)
+    )
   network = network._replace(is_recurrent=False)
   if not isinstance(make_torso(), MLP):
     return network  # A convolution is faster on a joined axis.

@@ -62,12 +62,15 @@ class MLP(nn.Module):
   # Applied after each layer.
   activation: Callable[[jax.Array], jax.Array] = nn.tanh
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
+  layer_norm: bool = False  # Whether each layer is normalised.
 
   @nn.compact
   def __call__(self, obs: Tree) -> jax.Array:
     x = as_vector(obs, self.dtype)
     for size in self.hidden_sizes:
-      x = self.activation(_Dense(size, dtype=self.dtype)(x))
+      x = _Dense(size, dtype=self.dtype)(x)
+      x = nn.LayerNorm(dtype=self.dtype)(x) if self.layer_norm else x
+      x = self.activation(x)
     return x
 
 
@@ -202,15 +205,20 @@ class ConvNet(nn.Module):
   hidden_size: int  # Width of the layer after the convolutions.
   standardize: bool = False  # Whether each image is standardised.
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
+  layer_norm: bool = False  # Whether each layer is normalised.
 
   @nn.compact
   def __call__(self, obs: Tree) -> jax.Array:
+    def activate(x: jax.Array) -> jax.Array:
+      # As in PQN, a convolution is normalised over its channels.
+      return relu(nn.LayerNorm(dtype=self.dtype)(x) if self.layer_norm else x)
+
     x = as_image(obs, self.channels_first)
     x = (standardize(x) if self.standardize else x).astype(self.dtype)
     for features, kernel, stride in self.layers:
-      x = relu(Conv(features, kernel, stride, dtype=self.dtype)(x))
+      x = activate(Conv(features, kernel, stride, dtype=self.dtype)(x))
     dense = _Dense(self.hidden_size, dtype=self.dtype)
-    return relu(dense(x.reshape(x.shape[0], -1)))
+    return activate(dense(x.reshape(x.shape[0], -1)))
 
 
 class ImpalaResNet(nn.Module):
@@ -250,6 +258,7 @@ _MIN_NATURE_SIZE = 36  # A smaller image is too small for the last convolution.
 _MIN_SIZE = 3
 
 TORSOS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
+ACTIVATIONS: dict[str, Callable[..., Any]] = {'tanh': nn.tanh, 'relu': relu}
 
 
 def image_size(spec: EnvSpec) -> int:
@@ -266,6 +275,9 @@ def make_torso(
   spec: EnvSpec,
   hidden_sizes: Sequence[int],
   dtype: Any = jnp.float32,
+  *,
+  activation: str = 'tanh',
+  layer_norm: bool = False,
 ) -> Callable[[], nn.Module]:
   """Makes a function that builds a torso for the observations of `spec`.
 
@@ -276,10 +288,13 @@ def make_torso(
     hidden_sizes: widths of the MLP's layers. The layer after the convolutions
       has the last of these widths.
     dtype: dtype of the torso's arithmetic.
+    activation: one of `ACTIVATIONS`, for the layers of an MLP.
+    layer_norm: whether each layer is normalised before its activation; the
+      torso 'impala_resnet' cannot do this.
 
   Raises:
     ValueError: if the torso needs an image, but the observation is not an
-      image or is too small.
+      image or is too small; or if the torso cannot normalise.
   """
   size = image_size(spec)
   is_large = size >= _MIN_NATURE_SIZE
@@ -287,7 +302,7 @@ def make_torso(
     image_name = 'nature_cnn' if is_large else 'conv'
     name = image_name if size else 'mlp'
   if name == 'mlp':
-    return lambda: MLP(hidden_sizes, dtype=dtype)
+    return lambda: MLP(hidden_sizes, ACTIVATIONS[activation], dtype, layer_norm)
   smallest = _MIN_NATURE_SIZE if name == 'nature_cnn' else _MIN_SIZE
   if size < smallest:
     shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
@@ -298,9 +313,15 @@ def make_torso(
     )
   fields = {'hidden_size': hidden_sizes[-1], 'dtype': dtype}
   if name == 'impala_resnet':
+    if layer_norm:
+      raise ValueError(
+        'network.layer_norm=True does not fit network.name=impala_resnet; use '
+        'False, or another torso'
+      )
     return lambda: ImpalaResNet(spec.channels_first, **fields)
   layers: Sequence[tuple[int, int, int]] = _NATURE_LAYERS
   if name == 'conv':
     layers = _STRIDED_LAYERS if is_large else _SMALL_LAYERS
   fields['standardize'] = layers is _STRIDED_LAYERS
+  fields['layer_norm'] = layer_norm
   return lambda: ConvNet(spec.channels_first, layers, **fields)

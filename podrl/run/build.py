@@ -11,12 +11,13 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl import types
-from podrl.agents import AGENTS
-from podrl.core import learner
+from podrl.agents import AGENTS, sgd_steps_per_update
+from podrl.core import learner, memory
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES, Suite, add_current_directory, add_to_path
+from podrl.records.workdir import flatten
 from podrl.run import devices, evaluation
 from podrl.run.config import check, check_choice
 from podrl.run.devices import Machine
@@ -127,7 +128,7 @@ def make_host_env(
 
 def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
   """Makes the agent; raises a ValueError if it does not fit `spec`."""
-  fields = config.agent.to_dict()
+  fields = {**config.agent, **config.get('replay', {})}
   make = AGENTS[fields.pop('name')].make
   try:
     return make(spec, fields, config.network.to_dict())
@@ -135,13 +136,52 @@ def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
     raise ValueError(f'config.env.name={config.env.name}: {error}') from error
 
 
-def make_learner(config: ConfigDict, agent: types.Agent) -> types.Learner:
-  """Makes an agent's learner; the caller puts `hyperparams` into the state."""
+def make_learner(
+  config: ConfigDict,
+  agent: types.Agent,
+  spec: types.EnvSpec,
+  num_devices: int,
+) -> types.Learner:
+  """Makes an agent's learner; the caller puts `hyperparams` into the state.
+
+  Args:
+    num_devices: number of devices that learn, of all processes.
+
+  Raises:
+    ValueError: if a size of the memory does not fit the devices.
+  """
+  fields = flatten(config.to_dict())
+  entry = AGENTS[config.agent.name]
+  optimizer = make_optimizer(**config.optimizer.to_dict())
+  target_update = entry.target_update and entry.target_update(fields)
+  if entry.sequence_length is None:
+    return learner.make_learner(
+      agent,
+      optimizer,
+      num_epochs=config.num_epochs,
+      num_minibatches=config.num_minibatches,
+      target_update=target_update,
+    )
+  batch_size = config.replay.batch_size
+  if batch_size % num_devices:
+    raise ValueError(
+      f'config.replay.batch_size={batch_size} must be a multiple of '
+      f'{num_devices}, the number of devices that learn'
+    )
+  ring = memory.make_ring(
+    spec.obs,
+    capacity=-(-config.replay.capacity_steps // num_devices),
+    min_steps=-(-config.replay.min_steps // num_devices),
+    batch_size=batch_size // num_devices,
+    sequence_length=entry.sequence_length(fields),
+    priority_exponent=config.replay.get('priority_exponent', 0.0),
+  )
   return learner.make_learner(
     agent,
-    make_optimizer(**config.optimizer.to_dict()),
-    num_epochs=config.num_epochs,
-    num_minibatches=config.num_minibatches,
+    optimizer,
+    num_epochs=config.replay.sgd_steps_per_update,
+    target_update=target_update,
+    memory=ring,
   )
 
 
@@ -150,8 +190,14 @@ def hyperparams(
 ) -> types.Hyperparams:
   """Returns a run's hyperparameters, which are inputs of compiled programs."""
   variables = jax.eval_shape(agent.init, jax.random.key(0))
-  values = {name: config.agent[name] for name in variables.hyperparams}
-  num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
+  known = {
+    **config.agent,
+    **config.get('replay', {}),
+    'num_updates': num_updates,
+    'num_envs': config.env.num_envs,
+  }
+  values = {name: known[name] for name in variables.hyperparams}
+  num_sgd_steps = num_updates * sgd_steps_per_update(flatten(config.to_dict()))
   values['learning_rate'] = config.optimizer.learning_rate
   values['anneal_steps'] = max(1, num_sgd_steps)
   return {name: np.asarray(value, np.float32) for name, value in values.items()}
@@ -160,7 +206,7 @@ def hyperparams(
 def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
   """Counts a run's updates; raises a ValueError if there are too many."""
   num_updates = -(-config.total_env_steps // steps_per_update)
-  num_sgd_steps = num_updates * config.num_epochs * config.num_minibatches
+  num_sgd_steps = num_updates * sgd_steps_per_update(flatten(config.to_dict()))
   if num_sgd_steps >= 2**31:  # An int32 counts them.
     raise ValueError(
       f'config.total_env_steps={config.total_env_steps} needs {num_sgd_steps} '
@@ -268,7 +314,7 @@ def _make_anakin(
   programs = anakin.make_programs(
     env,
     agent,
-    make_learner(config, agent),
+    make_learner(config, agent, env.spec, len(run_devices)),
     spmd.make_mesh(run_devices),
     num_envs=num_envs,
     unroll_length=unroll_length,
@@ -296,6 +342,16 @@ def _make_sebulba(
 ) -> _System:
   """Builds a Sebulba run; a resumed run starts new episodes."""
   layout = devices.make_layout(config, spec, machine)
+  length = AGENTS[config.agent.name].sequence_length
+  num_steps = length(flatten(config.to_dict())) if length else 0
+  is_broken = layout.num_actors != layout.unrolls_per_update
+  if num_steps > config.unroll_length and is_broken:
+    raise ValueError(
+      f'config.unroll_length={config.unroll_length} must be at least '
+      f'{num_steps}, the steps of a sequence, because {layout.num_actors} '
+      f'actors give {layout.unrolls_per_update} unrolls to an update; or set '
+      f'config.sebulba.unrolls_per_update={layout.num_actors}'
+    )
   envs_per_host = config.env.num_envs // len(machine.hosts)
   envs_per_actor = envs_per_host // layout.num_actors
   unrolls = layout.unrolls_per_update * len(machine.hosts)
@@ -324,11 +380,12 @@ def _make_sebulba(
     seed = first_seed + settings.first_env + actor * envs_per_actor
     return make_host_env(config, envs_per_actor, seed, layout.env_threads)
 
+  learners = devices.on_all_hosts(layout.learner_devices, machine)
   driver = sebulba.Sebulba(
     make_pool,
     agent,
-    make_learner(config, agent),
-    spmd.make_mesh(devices.on_all_hosts(layout.learner_devices, machine)),
+    make_learner(config, agent, spec, len(learners)),
+    spmd.make_mesh(learners),
     [local[i] for i in layout.actor_devices],
     settings,
     init_key,

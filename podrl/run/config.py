@@ -6,7 +6,7 @@ table. The table `AGENTS` has the fields that an agent adds or changes.
 """
 
 import ast
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import contextlib
 import importlib.util
 import itertools
@@ -20,13 +20,13 @@ from absl import flags
 import jax
 from ml_collections import ConfigDict
 
-from podrl.agents import AGENTS
+from podrl.agents import ACTOR_CRITICS, AGENTS
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
 from podrl.envs import add_current_directory, module_directory
 from podrl.messages import similar, suggest
 from podrl.networks.cores import CORES
-from podrl.networks.torsos import TORSOS
+from podrl.networks.torsos import ACTIVATIONS, TORSOS
 from podrl.records import checkpoint, workdir
 from podrl.records.workdir import flatten
 from podrl.run.cluster import Cluster, version_of_code
@@ -67,6 +67,7 @@ _FROM_0 = Range(0)
 _ABOVE_0 = Range(0, excludes_low=True)
 _FRACTION = Range(0, 1)
 _COUNT = Range(1, 2**24)
+_MEMORY = Range(0, 10**6)
 _SECONDS = Range(0, 10**6, excludes_low=True)
 _FEW = Range(0, 1024)
 _SEEDS = Range(1, 2**16)
@@ -128,6 +129,11 @@ FIELDS = {
   ),
   'network.shared_torso': Field(False, 'Policy and value share one torso.'),
   'network.recurrent': Field('none', 'Recurrent core after a torso.', CORES),
+  'network.memory_steps': Field(
+    0,
+    'Steps for which an untrained core remembers; 0 means about 2.',
+    _MEMORY,
+  ),
   'network.distribution': Field(
     'auto',
     'Action distribution; auto chooses it by the action space.',
@@ -138,6 +144,12 @@ FIELDS = {
   ),
   'network.initial_scale': Field(
     1.0, 'Initial scale of a Gaussian for actions in [-1, 1].', Range(0.01, 10)
+  ),
+  'network.activation': Field(
+    'tanh', 'Activation of the layers of an MLP.', tuple(ACTIVATIONS)
+  ),
+  'network.layer_norm': Field(
+    False, 'Normalises each layer before its activation.'
   ),
   'network.dtype': Field('float32', 'Data type inside the torso.', _DTYPES),
   'optimizer.name': Field('adam', 'The optimiser.', tuple(OPTIMIZERS)),
@@ -152,7 +164,7 @@ FIELDS = {
   'eval.every_env_steps': Field(
     0, 'Steps between evaluations; 0 means only at the end.', _FROM_0
   ),
-  'eval.greedy': Field(True, 'Uses the most probable action, not a sample.'),
+  'eval.greedy': Field(True, 'Uses the best action, not a sample.'),
   'eval.max_episode_steps': Field(
     0,
     "Steps of the longest episode; 0 means the environment's limit, or 10,000 "
@@ -210,6 +222,79 @@ FIELDS = {
     _SECONDS,
   ),
 }
+# The fields that only agents with a memory have; `AgentEntry.defaults` has the
+# values. All sizes are those of all devices together.
+_REPLAY = {
+  'replay.capacity_steps': Field(
+    0, 'Environment steps that the memory stores.', _COUNT
+  ),
+  'replay.min_steps': Field(
+    0, 'Environment steps in the memory before learning begins.', _COUNT
+  ),
+  'replay.batch_size': Field(
+    0, 'Sequences that each optimiser step learns from.', _COUNT
+  ),
+  'replay.sequence_length': Field(
+    0, 'Steps of a sequence that the agent learns from.', _COUNT
+  ),
+  'replay.burn_in': Field(
+    0, 'Earlier steps of a sequence, which only renew the carry.', _FROM_0
+  ),
+  'replay.sgd_steps_per_update': Field(
+    0, 'Optimiser steps per update.', _COUNT
+  ),
+  'replay.priority_exponent': Field(
+    0.0, 'Exponent of the priorities; 0 samples all equally often.', _FROM_0
+  ),
+  'replay.importance_exponent': Field(
+    0.0, 'Exponent of the weights that correct for priorities.', _FROM_0
+  ),
+}
+_REPLAY['checkpoint.memory'] = Field(
+  True,
+  'Checkpoints contain the memory; otherwise, a resumed run fills it again.',
+)
+FIELDS |= _REPLAY
+# The settings of all agents by kind; `AgentEntry.kinds` has those of one agent.
+KINDS: Mapping[str, Mapping[str, Any]] = {
+  'numbers': {
+    'total_env_steps': 2_000_000,
+    'agent.normalize_observation': True,
+    'agent.normalize_reward': True,
+  },
+  # Added to the settings of another kind.
+  'continuous': {'agent.entropy_cost': 0.0},
+  # Added to the settings of another kind. With normalisation and PPO's four
+  # epochs, one of three seeds never learned MemoryChain. With these settings,
+  # all six seeds learned it.
+  'memory': {
+    'total_env_steps': 1_000_000,
+    'agent.normalize_observation': False,
+    'agent.normalize_reward': False,
+    'network.recurrent': 'gru',
+    'unroll_length': 32,
+  },
+  'sparse image': {'network.name': 'mlp'},
+  'small image': {
+    'total_env_steps': 2_000_000,
+    'network.hidden_sizes': (128,),
+    'network.shared_torso': True,
+  },
+  'large image': {
+    'total_env_steps': 50_000_000,
+    'env.num_envs': 128,
+    'agent.reward_clip': 1.0,
+    'network.name': 'impala_resnet',
+    'network.hidden_sizes': (256,),
+    'network.shared_torso': True,
+    'eval.num_episodes': 16,
+  },
+  'large image on a CPU': {  # Added to the settings of a large image.
+    'total_env_steps': 1_500_000,
+    'env.num_envs': 16,
+    'network.name': 'conv',
+  },
+}
 # The fields that only one architecture has.
 _OWNERS = {'num_devices': 'Anakin'} | {
   name: 'Sebulba' for name in FIELDS if name.startswith('sebulba.')
@@ -225,8 +310,10 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 def _make_config(agent: str, architecture: str) -> ConfigDict:
   """Makes an architecture's defaults; only `env.options` accepts new fields."""
   check_choice('agent', agent, AGENTS)
-  values = {name: field.default for name, field in FIELDS.items()}
-  values |= {'agent.name': agent, **AGENTS[agent].defaults}
+  entry = AGENTS[agent]
+  absent = {*entry.unused, *_REPLAY} - entry.defaults.keys()
+  values = {k: x.default for k, x in FIELDS.items() if k not in absent}
+  values |= {'agent.name': agent, **entry.defaults}
   nested: dict[str, Any] = {}
   for name, value in values.items():
     if _OWNERS.get(name, architecture) == architecture:
@@ -251,6 +338,28 @@ def sebulba_config(agent: str) -> ConfigDict:
   return config
 
 
+def is_actor_critic(agent: str) -> bool:
+  """Returns whether an agent is PPO, IMPALA or A2C."""
+  return agent in ACTOR_CRITICS
+
+
+def apply_kinds(config: ConfigDict, *kinds: str) -> ConfigDict:
+  """Applies the settings for kinds of environments to a configuration.
+
+  Later kinds override earlier ones. The fields of `KINDS` that the agent does
+  not have are left out.
+
+  Returns:
+    `config`, which changes in place.
+  """
+  for kind in kinds:
+    known = flatten(config.to_dict())
+    general = {k: x for k, x in KINDS[kind].items() if k in known}
+    own = AGENTS[config.agent.name].kinds.get(kind, {})
+    config.update_from_flattened_dict({**general, **own})
+  return config
+
+
 def check(config: ConfigDict) -> None:
   """Raises a ValueError for a wrong value; needs no device or environment."""
   fields = flatten(config.to_dict())
@@ -262,6 +371,14 @@ def check(config: ConfigDict) -> None:
         raise ValueError(f'config.{name}={value}{each} must be {allowed}')
     elif allowed is not None:
       check_choice(f'config.{name}', value, allowed)
+  capacity = fields.get('replay.capacity_steps', 0)
+  if fields.get('replay.min_steps', 0) > capacity:
+    raise ValueError(
+      f'config.replay.min_steps={fields["replay.min_steps"]} must be at most '
+      f'config.replay.capacity_steps={capacity}'
+    )
+  if fields.get('network.memory_steps') == 1:
+    raise ValueError('config.network.memory_steps=1 must be 0, or at least 2')
   if not fields['network.hidden_sizes']:
     raise ValueError('config.network.hidden_sizes=() needs one or more widths')
   check_choice('config.agent.name', fields['agent.name'], AGENTS)
@@ -373,8 +490,13 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
       continue
     known = sorted(set(flatten(config.to_dict())) - {'env.options'})
     if name not in known:
-      agents = (k for k, x in AGENTS.items() if name in x.defaults)
-      if owner := _OWNERS.get(name) or ' and '.join(agents):
+      base = FIELDS.keys() - _REPLAY.keys()
+      agents = (
+        k
+        for k, x in AGENTS.items()
+        if name in x.defaults or (name in base and name not in x.unused)
+      )
+      if owner := _OWNERS.get(name) or ', '.join(agents):
         raise ValueError(
           f'config.{name} is a field of {owner}, which this run does not use'
         )

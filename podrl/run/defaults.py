@@ -4,62 +4,17 @@ The specification and the suite of an environment determine its kinds. No
 environment has special settings.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 from ml_collections import ConfigDict
 
-from podrl.agents import AGENTS
 from podrl.drivers import spmd
 from podrl.envs import SUITES, Task
 from podrl.networks.torsos import image_size
-from podrl.run.config import base_config, sebulba_config
+from podrl.run.config import apply_kinds, base_config, sebulba_config
 from podrl.types import Box, EnvSpec
 
 _LARGE_SIDE = 36  # Images of this size or more are large, like Atari's.
 _SPARSE_SIDE = 16  # From this size on, an MLP reads images of zeros and ones.
-
-# The settings of all agents by kind; `AgentEntry.kinds` has those of one agent.
-_KINDS: Mapping[str, Mapping[str, Any]] = {
-  'numbers': {
-    'total_env_steps': 2_000_000,
-    'agent.normalize_observation': True,
-    'agent.normalize_reward': True,
-  },
-  # Added to the settings of another kind.
-  'continuous': {'agent.entropy_cost': 0.0},
-  # Added to the settings of another kind. With normalisation and PPO's four
-  # epochs, one of three seeds never learned MemoryChain. With these settings,
-  # all six seeds learned it.
-  'memory': {
-    'total_env_steps': 1_000_000,
-    'agent.normalize_observation': False,
-    'agent.normalize_reward': False,
-    'network.recurrent': 'gru',
-    'unroll_length': 32,
-  },
-  'sparse image': {'network.name': 'mlp'},
-  'small image': {
-    'total_env_steps': 2_000_000,
-    'network.hidden_sizes': (128,),
-    'network.shared_torso': True,
-  },
-  'large image': {
-    'total_env_steps': 50_000_000,
-    'env.num_envs': 128,
-    'agent.reward_clip': 1.0,
-    'network.name': 'impala_resnet',
-    'network.hidden_sizes': (256,),
-    'network.shared_torso': True,
-    'eval.num_episodes': 16,
-  },
-  'large image on a CPU': {  # Added to the settings of a large image.
-    'total_env_steps': 1_500_000,
-    'env.num_envs': 16,
-    'network.name': 'conv',
-  },
-}
 
 
 def base(task: Task, agent: str) -> ConfigDict:
@@ -93,8 +48,7 @@ def make_config(task: Task, agent: str, spec: EnvSpec) -> ConfigDict:
   """Makes an agent's configuration from the kinds of an environment."""
   config = base(task, agent)
   for kind in kinds(task, spec, spmd.platform()):
-    own = AGENTS[agent].kinds.get(kind, {})
-    config.update_from_flattened_dict({**_KINDS[kind], **own})
+    apply_kinds(config, kind)
     if kind == 'large image on a CPU':
       options = SUITES[task.suite].small_options(task.name)
       config.env.options.update(options)

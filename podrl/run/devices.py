@@ -78,7 +78,7 @@ def _check_minibatches(
   config: ConfigDict, num_envs: int, num_devices: int
 ) -> None:
   """Raises a ValueError if a device's minibatches would differ in size."""
-  num_minibatches = config.num_minibatches
+  num_minibatches = config.get('num_minibatches', 1)
   size, unit = _batch_size(config, num_envs)
   if size % num_minibatches:
     largest = min(size, 2 * num_minibatches)
@@ -123,7 +123,7 @@ def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
     num_envs, rest = divmod(config.env.num_envs, n * num_processes)
     size, _ = _batch_size(config, num_envs)
     # `config.check` refuses num_minibatches=0 later.
-    if rest == 0 and size % max(1, config.num_minibatches) == 0:
+    if rest == 0 and size % max(1, config.get('num_minibatches', 1)) == 0:
       fitting.append(n)
   return fitting[-1]
 

@@ -337,7 +337,8 @@ def _lower_sebulba(
   """Lowers Sebulba's programs; says whether they run at the same time."""
   layout = make_layout(config, spec, machine)
   agent = build.make_agent(config, spec)
-  learner = build.make_learner(config, agent)
+  devices = on_all_hosts(layout.learner_devices, machine)
+  learner = build.make_learner(config, agent, spec, len(devices))
   length, unrolls = config.unroll_length, layout.unrolls_per_update
   # `spec` has the converted observations, so the actor need not convert them.
   functions = make_actor_functions(agent, lambda obs: obs, 1)
@@ -369,8 +370,10 @@ def _lower_sebulba(
   (trajectory,), _ = jax.eval_shape(
     functions.finish, rows, timesteps, carry, num_steps, env_index
   )
-  state = jax.eval_shape(learner.init, key, trajectory)
-  devices = on_all_hosts(layout.learner_devices, machine)
+  # One device would have the whole memory. Its shapes are those of all devices.
+  joined = jax.eval_shape(spmd.join_unrolls, [trajectory] * unrolls)
+  alone = build.make_learner(config, agent, spec, 1)
+  state = jax.eval_shape(alone.init, key, joined)
   update = spmd.map_update(learner, spmd.make_mesh(devices)).lower(
     variables, state._replace(variables=()), (trajectory,) * unrolls, key
   )

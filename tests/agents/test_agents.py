@@ -300,14 +300,10 @@ def test_a_field_that_does_not_fit_the_agent(name, field, value):
     AGENTS[name].check(_fields(name, **{field: value}))
 
 
-def test_only_ppo_without_a_recurrent_core_divides_steps():
+def test_only_networks_without_a_core_divide_steps():
   recurrent = {'network.recurrent': 'gru'}
-  units = {k: v.minibatch_unit(_fields(k)) for k, v in AGENTS.items()}
-  assert units == {
-    'ppo': 'steps',
-    'impala': 'environments',
-    'a2c': 'environments',
-  }
-  assert AGENTS['ppo'].minibatch_unit(_fields('ppo', **recurrent)) == (
-    'environments'
-  )
+  for name, entry in AGENTS.items():
+    expected = 'steps' if name in ('ppo', 'pqn') else 'environments'
+    assert entry.minibatch_unit(_fields(name)) == expected
+    unit = entry.minibatch_unit(_fields(name, **recurrent))
+    assert unit == 'environments'

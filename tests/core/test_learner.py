@@ -4,21 +4,27 @@ import functools
 import re
 
 import jax
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from podrl.agents import a2c, acting, impala, ppo
+from podrl.agents import AGENTS, a2c, acting, exploring, impala, ppo
 from podrl.core import distributions, normalization
 from podrl.core import learner as learner_lib
+from podrl.core.memory import make_ring
 from podrl.drivers import spmd
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
 from podrl.types import (
   Agent,
   Box,
+  Discrete,
+  EnvSpec,
   LossOutput,
+  Memory,
+  Sample,
   TimeStep,
   Trajectory,
   Variables,
@@ -447,3 +453,187 @@ def test_advantages_are_normalized_over_the_global_batch():
   valid = np.delete(np.asarray(advantage), 3)
   expected = (np.asarray(advantage) - valid.mean()) / valid.std()
   np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+_CAPACITY = 4096  # Steps on each device; far more than in any other array.
+
+
+def _replay_agent():
+  """Makes a DQN agent."""
+  entry = AGENTS['dqn']
+  own = {'gamma': 0.9, 'reward_clip': 0.0}
+  for name, value in entry.defaults.items():
+    section, _, field = name.rpartition('.')
+    if section in ('agent', 'replay'):
+      own[field] = value
+  network = {
+    'name': 'mlp',
+    'hidden_sizes': (16,),
+    'activation': 'relu',
+    'recurrent': 'none',
+    'memory_steps': 0,
+  }
+  spec = EnvSpec(_OBS, False, Discrete(3), 1, 0)
+  return entry.make_agent(spec, own | {'n_steps': 1}, network)
+
+
+def _replay_unroll(number=0):
+  """Makes the unroll of all environments with this number."""
+  trajectory = _trajectory(_agent('impala'))
+  return trajectory._replace(
+    extras=exploring.Extras(()),
+    carry=(),
+    num_steps=np.full_like(trajectory.num_steps, number * _T),
+  )
+
+
+def _make_replay_update(agent, num_devices, memory, num_steps=3, **options):
+  """Returns the initial state and the mapped update of a learner."""
+  learner = learner_lib.make_learner(
+    agent,
+    optax.sgd(0.1),
+    num_epochs=num_steps,
+    memory=memory,
+    target_update=lambda new, old, n: optax.periodic_update(new, old, n, 4),
+  )
+  mesh = spmd.make_mesh(jax.devices()[:num_devices])
+  shard = jax.tree.map(lambda x: x[:, : _B // num_devices], _replay_unroll())
+  state = spmd.init_learner(
+    lambda key: learner.init(key, shard), learner, mesh, jax.random.key(0)
+  )
+  specs = spmd.specs(learner.split_axes)
+  update = spmd.device_map(
+    learner.update,
+    mesh,
+    (specs, spmd.TRAJECTORY, spmd.REPLICATED),
+    (specs, spmd.REPLICATED),
+    **options,
+  )
+  return state, update
+
+
+def _ring(num_devices, **options):
+  defaults = {'capacity': _CAPACITY, 'min_steps': 1, 'batch_size': 8}
+  options = defaults | {'priority_exponent': 0.5} | options
+  options['batch_size'] //= num_devices
+  return make_ring(_OBS, **options)
+
+
+def _latest_unroll():
+  """Makes a memory that has one unroll, and always gives all of it."""
+
+  def sample(memory, rng_key, hyperparams):
+    trajectory = memory[0]
+    size = trajectory.action.shape[1]
+    trajectory = jax.tree.map(
+      lambda x: x[:2] if len(x) == _T + 1 else x[:1], trajectory
+    )
+    return Sample(trajectory, jnp.arange(size), jnp.ones(size))
+
+  return Memory(
+    init=lambda example: (jax.tree.map(jnp.zeros_like, example), ()),
+    add=lambda memory, trajectory: (trajectory, ()),
+    is_ready=lambda memory: jnp.array(True),
+    sample=sample,
+    prioritise=lambda priorities, index, priority: priorities,
+    split_axes=(1, ()),
+  )
+
+
+def test_devices_agree_on_a_fixed_sample():
+  agent, outcomes = _replay_agent(), []
+  trajectory = _replay_unroll()
+  for num_devices in (1, 2, 4):
+    state, update = _make_replay_update(agent, num_devices, _latest_unroll())
+    new, metrics = update(state, trajectory, jax.random.key(1))
+    assert np.any(
+      ravel_pytree(new.variables.params)[0]
+      != ravel_pytree(state.variables.params)[0]
+    )
+    outcomes.append(
+      jax.device_get((new.variables.params, new.target_params, metrics))
+    )
+  for other in outcomes[1:]:
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6),
+      outcomes[0],
+      other,
+    )
+
+
+def test_learning_waits_until_the_memory_is_ready():
+  agent = _replay_agent()
+  # Each device adds _T * _B / 2 = 48 steps per unroll; 100 need three unrolls.
+  state, update = _make_replay_update(agent, 2, _ring(2, min_steps=100))
+  before = ravel_pytree(state.variables.params)[0]
+  for number, num_sgd_steps in enumerate((0, 0, 3, 6)):
+    trajectory = _replay_unroll(number)
+    state, metrics = update(state, trajectory, jax.random.key(number))
+    assert int(state.num_sgd_steps) == num_sgd_steps
+    assert int(state.num_updates) == number + 1
+    assert float(metrics['is_learning']) == (num_sgd_steps > 0)
+    assert (float(metrics['loss']) > 0) == (num_sgd_steps > 0)
+    # Statistics are absorbed from the first unroll on.
+    assert float(state.variables.statistics.num_updates) == number + 1
+    after = ravel_pytree(state.variables.params)[0]
+    assert bool(jnp.any(after != before)) == (num_sgd_steps > 0)
+  # The target follows every 4 steps: it is from step 4, and the rest is not.
+  target = ravel_pytree(state.target_params)[0]
+  assert jnp.any(target != after) and jnp.any(target != before)
+
+
+def test_devices_draw_different_samples():
+  agent, seen = _replay_agent(), []
+  memory = _ring(2)
+
+  def sample(*arguments):
+    found = memory.sample(*arguments)
+    jax.debug.callback(lambda x: seen.append(x.tolist()), found.index)
+    return found
+
+  state, update = _make_replay_update(
+    agent, 2, memory._replace(sample=sample), num_steps=1
+  )
+  update(state, _replay_unroll(), jax.random.key(0))
+  jax.effects_barrier()
+  first, second = seen
+  assert first != second
+
+
+@pytest.fixture(scope='module')
+def replay_program():
+  """The compiled update of a learner with a memory, and its state."""
+  agent = _replay_agent()
+  state, update = _make_replay_update(agent, 4, _ring(4), donate=(0,))
+  arguments = state, _replay_unroll(), jax.random.key(0)
+  return update.lower(*arguments).compile().as_text(), state
+
+
+def test_collectives_of_an_update_with_a_memory(replay_program):
+  text, state = replay_program
+  ((kind, size),) = _all_reduces(text)
+  num_bytes = 4 * sum(x.size for x in jax.tree.leaves(state.variables.params))
+  assert kind == 'all-reduce' and num_bytes <= size <= num_bytes + 1024
+
+
+def test_an_update_does_not_copy_the_memory(replay_program):
+  text, state = replay_program
+  assert not helpers.copies_of_memory(text, state.memory, num_devices=4)
+
+
+def test_the_hlo_reader_sees_a_copy_of_the_memory():
+  agent, memory = _replay_agent(), _ring(4)
+  old = []
+
+  def add(ring, trajectory):  # A sample of the memory before the unroll.
+    old[:] = [ring]
+    return memory.add(ring, trajectory)
+
+  def sample(ring, *arguments):
+    return memory.sample((old[0][0], ring[1]), *arguments)
+
+  wasteful = memory._replace(add=add, sample=sample)
+  state, update = _make_replay_update(agent, 4, wasteful, donate=(0,))
+  arguments = state, _replay_unroll(), jax.random.key(0)
+  text = update.lower(*arguments).compile().as_text()
+  assert helpers.copies_of_memory(text, state.memory, num_devices=4)

@@ -8,6 +8,7 @@ import pytest
 
 from podrl.core import learner as learner_lib
 from podrl.drivers import anakin, spmd
+from podrl.run import build
 from podrl.types import (
   Agent,
   DeviceEnv,
@@ -17,6 +18,7 @@ from podrl.types import (
   TimeStep,
   Variables,
 )
+from tests import helpers
 
 # An episode has n steps with rewards 1, 2 ... n, then a joint; `obs` is t.
 _SPEC = EnvSpec(
@@ -208,3 +210,14 @@ def test_a_call_ends_at_the_update_whose_loss_is_not_finite():
   np.testing.assert_array_equal(
     records.metrics['loss'][:4], [0.0, -1.0, -2.0, np.inf]
   )
+
+
+@pytest.mark.parametrize('agent', ['dqn', 'r2d2'])
+def test_the_compiled_program_does_not_copy_the_memory(agent):
+  config = helpers.get_config('anakin_catch')(agent)
+  config.num_devices = 1
+  driver = build.make_run(config).driver
+  programs = driver.programs
+  state = programs.init(driver.rng_key, driver.hyperparams)
+  text = programs.train.lower(state, np.int32(1)).compile().as_text()
+  assert helpers.copies_of_memory(text, state.learner.memory) == 0

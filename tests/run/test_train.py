@@ -518,6 +518,7 @@ def test_every_field_is_read(name, tmp_path, monkeypatch):
   for section, node in [('', config), *config.items()]:
     if isinstance(node, ConfigDict):
       unread |= {f'{section}.{k}' for k in {*node} - reads[id(node)]}
-  # Agents and optimisers get their fields as arguments, so none is unread.
-  sections = 'agent.', 'optimizer.'
+  # Agents, networks and optimisers get their fields as arguments, so none is
+  # unread.
+  sections = 'agent.', 'network.', 'optimizer.'
   assert {x for x in unread if not x.startswith(sections)} == set()

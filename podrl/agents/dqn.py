@@ -1,0 +1,266 @@
+"""DQN and Rainbow: action values learned from a memory of transitions."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from podrl.agents import exploring
+from podrl.agents.acting import clip_reward
+from podrl.core import returns
+from podrl.types import (
+  Agent,
+  Array,
+  EnvSpec,
+  LossOutput,
+  Metrics,
+  Sample,
+  Tree,
+  Variables,
+)
+
+DEFAULTS = {
+  **exploring.DEFAULTS,
+  'unroll_length': 4,
+  'log.every_updates': 50,
+  'agent.n_steps': 3,
+  'agent.double': True,
+  'agent.duelling': False,
+  'agent.num_atoms': 1,
+  'agent.min_value': -10.0,
+  'agent.max_value': 10.0,
+  'agent.target_period': 1,
+  'agent.target_rate': 0.01,
+  'checkpoint.memory': True,
+  'replay.capacity_steps': 100_000,
+  'replay.min_steps': 1_000,
+  'replay.batch_size': 128,
+  'replay.sgd_steps_per_update': 16,
+  'replay.priority_exponent': 0.0,
+  'replay.importance_exponent': 0.4,
+  'optimizer.max_grad_norm': 10.0,
+}
+
+COMMENTS = {
+  **exploring.COMMENTS,
+  'agent.n_steps': 'Rewards that a target adds up.',
+  'agent.double': 'The online network chooses the actions of the targets.',
+  'agent.duelling': 'The head separates states from actions.',
+  'agent.num_atoms': 'Atoms of the distribution of returns; 1 means its mean.',
+  'agent.min_value': 'The smallest atom.',
+  'agent.max_value': 'The largest atom.',
+  'agent.target_period': 'Optimiser steps between updates of the targets.',
+  'agent.target_rate': 'Part of the way that the targets then move.',
+}
+
+RAINBOW = {
+  **DEFAULTS,
+  'agent.duelling': True,
+  'agent.num_atoms': 51,
+  'replay.priority_exponent': 0.5,
+}
+
+CHANGEABLE = (
+  'agent.gamma',
+  *exploring.CHANGEABLE,
+  'replay.importance_exponent',
+)
+UNUSED = (*exploring.UNUSED, 'agent.lambda_', 'num_epochs', 'num_minibatches')
+
+
+def check_targets(fields: Mapping[str, Any]) -> None:
+  """Raises a ValueError if a field of the targets is out of range."""
+  for name in ('n_steps', 'target_period'):
+    value = fields[f'agent.{name}']
+    if value < 1:
+      raise ValueError(f'config.agent.{name}={value} must be at least 1')
+  rate = fields['agent.target_rate']
+  if not 0 < rate <= 1:
+    raise ValueError(
+      f'config.agent.target_rate={rate} must be more than 0 and at most 1'
+    )
+
+
+def check(fields: Mapping[str, Any]) -> None:
+  """Raises a ValueError if a field is out of range."""
+  exploring.check(fields)
+  check_targets(fields)
+  if (num_atoms := fields['agent.num_atoms']) < 1:
+    raise ValueError(f'config.agent.num_atoms={num_atoms} must be at least 1')
+  low, high = fields['agent.min_value'], fields['agent.max_value']
+  if not low < high:
+    raise ValueError(
+      f'config.agent.min_value={low} must be less than '
+      f'config.agent.max_value={high}'
+    )
+  if fields['network.recurrent'] != 'none':
+    raise ValueError(
+      f'config.network.recurrent={fields["network.recurrent"]} does not fit '
+      'this agent, which has no memory of an episode; use none, or --agent=r2d2'
+    )
+
+
+def target_update(fields: Mapping[str, Any]) -> Callable[..., Any]:
+  """Returns what changes the target parameters after an optimiser step."""
+
+  def update(params: Array, target_params: Array, num_sgd_steps: Array) -> Any:
+    period, rate = fields['agent.target_period'], fields['agent.target_rate']
+    params = optax.incremental_update(params, target_params, rate)
+    return optax.periodic_update(params, target_params, num_sgd_steps, period)
+
+  return update
+
+
+# The settings for large images of all agents with a memory. With Atari's usual
+# 84 x 84 x 4 bytes, the memory has 2.6 GiB.
+LARGE_IMAGE = {
+  'total_env_steps': 10_000_000,
+  'env.num_envs': 32,
+  'network.name': 'nature_cnn',
+  'network.hidden_sizes': (512,),
+  'optimizer.learning_rate': 1e-4,
+  'replay.capacity_steps': 100_000,
+  'replay.min_steps': 10_000,
+}
+
+# See `AgentEntry.kinds`.
+KINDS: dict[str, dict[str, Any]] = {
+  'numbers': {
+    'total_env_steps': 200_000,
+    'env.num_envs': 16,
+    'agent.normalize_observation': False,
+    'network.hidden_sizes': (128, 128),
+  },
+  'memory': {'network.recurrent': 'none', 'unroll_length': 4},
+  'large image': LARGE_IMAGE,
+  'large image on a CPU': {'network.hidden_sizes': (256,)},
+}
+
+
+class Batch(NamedTuple):
+  """Transitions over n steps; the axis of rows is N."""
+
+  obs: Tree  # `[N, ...]`.
+  action: Array  # `[N]` int32.
+  # `[N]` float32, or probabilities `[N, num_atoms]`.
+  target: Array
+  weight: Array  # `[N]` float32.
+
+
+def make_agent(
+  spec: EnvSpec,
+  fields: Mapping[str, Any],
+  network_fields: Mapping[str, Any],
+) -> Agent:
+  """Builds a DQN agent.
+
+  Args:
+    fields: the fields `agent.*` by short name; see `COMMENTS`.
+    network_fields: the fields `network.*` by short name.
+
+  Sources: Mnih et al. 2015, Human-level control through deep reinforcement
+  learning; van Hasselt et al. 2016, arXiv:1509.06461 (double); Bellemare et al.
+  2017, arXiv:1707.06887, algorithm 1 (atoms); Hessel et al. 2018,
+  arXiv:1710.02298 (Rainbow).
+  """
+  num_atoms, num_steps = fields['num_atoms'], fields['n_steps']
+  support = jnp.linspace(fields['min_value'], fields['max_value'], num_atoms)
+  network = exploring.build_network(
+    spec,
+    network_fields,
+    num_atoms=num_atoms,
+    is_duelling=fields['duelling'],
+  )
+
+  def to_values(outputs: Array) -> Array:
+    """Maps outputs `[..., A, N]` to values `[..., A]`."""
+    if num_atoms == 1:
+      return outputs[..., 0]
+    return jax.nn.softmax(outputs) @ support
+
+  def evaluate(params: Tree, obs: Tree) -> Array:
+    """Maps observations `[N, ...]` to outputs `[N, A, num_atoms]`."""
+    is_first = jnp.zeros((1, len(jax.tree.leaves(obs)[0])), bool)
+    obs = jax.tree.map(lambda x: x[None], obs)
+    return network.unroll(params, obs, is_first, ())[0][0]
+
+  def prepare(
+    variables: Variables,
+    target_params: Tree,
+    sample: Sample,
+    rng_key: chex.PRNGKey,
+    mean: Callable[[Tree], Tree],
+  ) -> Batch:
+    del rng_key, mean
+    timestep = sample.trajectory.timestep
+    weight = returns.weights(timestep)
+    reward = clip_reward(timestep.reward[1:], fields['reward_clip'])
+    discount = variables.hyperparams['gamma'] * timestep.discount[1:]
+    zeros = jnp.zeros_like(timestep.reward)
+
+    # The target is `reward + discount * value`, for the value of one step.
+    def n_step(values: Array, rewards: Array, discounts: Array) -> Array:
+      return returns.n_step(values, rewards, discounts, weight, n=num_steps)[0]
+
+    steps = jnp.arange(num_steps + 1.0)[:, None] + zeros
+    place = n_step(steps, zeros[1:], zeros[1:] + 1.0).astype(jnp.int32)
+    reward = n_step(zeros, reward, discount)
+    discount = n_step(zeros + 1.0, zeros[1:], discount)
+    column = jnp.arange(len(place))
+    obs = jax.tree.map(lambda x: x[place, column], timestep.obs)
+    outputs = evaluate(target_params, obs)
+    chooser = outputs
+    if fields['double']:
+      chooser = evaluate(jax.lax.stop_gradient(variables.params), obs)
+    best = jnp.argmax(to_values(chooser), axis=-1)
+    outputs = outputs[column, best]
+    if num_atoms == 1:
+      target = reward + discount * outputs[:, 0]
+    else:
+      atoms = reward[:, None] + discount[:, None] * support[None]
+      target = returns.project(atoms, jax.nn.softmax(outputs), support)
+    return Batch(
+      obs=jax.tree.map(lambda x: x[0], timestep.obs),
+      action=sample.trajectory.action[0],
+      target=target,
+      weight=sample.weight * weight[0],
+    )
+
+  def loss(
+    variables: Variables,
+    target_params: Tree,
+    batch: Batch,
+    rng_key: chex.PRNGKey,
+  ) -> tuple[Array, LossOutput]:
+    del target_params, rng_key
+    all_outputs = evaluate(variables.params, batch.obs)
+    outputs = all_outputs[jnp.arange(len(batch.action)), batch.action]
+    if num_atoms == 1:
+      error = outputs[:, 0] - batch.target
+      each, priority = optax.losses.huber_loss(error), jnp.abs(error)
+    else:
+      each = optax.losses.softmax_cross_entropy(outputs, batch.target)
+      entropy = -jnp.sum(
+        jax.scipy.special.xlogy(batch.target, batch.target), axis=-1
+      )
+      priority = jnp.maximum(each - entropy, 0.0)  # The divergence KL.
+    value = jnp.mean(batch.weight * jnp.max(to_values(all_outputs), axis=-1))
+    metrics: Metrics = {'value': value}
+    return jnp.mean(batch.weight * each), LossOutput(metrics, priority)
+
+  init = exploring.make_init(
+    network.init,
+    **{name: fields[name] for name in ('gamma', *exploring.HYPERPARAMS)},
+    importance_exponent=1.0,
+  )
+  return Agent(
+    init=init,
+    initial_carry=lambda env_index: (),
+    act=exploring.make_act(network, to_values),
+    prepare=prepare,
+    loss=loss,
+    absorb=exploring.absorb,
+  )

@@ -1,0 +1,182 @@
+"""Functions that all agents with action values use: exploring and acting."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from podrl.networks import torsos
+from podrl.networks.q import QNetwork, make_network
+from podrl.types import (
+  Array,
+  Discrete,
+  EnvSpec,
+  TimeStep,
+  Tree,
+  Variables,
+)
+
+# The fields of the base configuration that these agents do not have.
+UNUSED = (
+  'agent.entropy_cost',
+  'agent.value_cost',
+  'network.shared_torso',
+  'network.distribution',
+  'network.state_dependent_scale',
+  'network.initial_scale',
+)
+
+DEFAULTS = {
+  'agent.initial_epsilon': 1.0,
+  'agent.final_epsilon': 0.05,
+  'agent.exploration_fraction': 0.25,
+  'network.activation': 'relu',
+}
+
+COMMENTS = {
+  'agent.initial_epsilon': 'Probability of a random action at the start.',
+  'agent.final_epsilon': 'Probability of a random action at the end.',
+  'agent.exploration_fraction': (
+    'Part of the updates in which this probability falls.'
+  ),
+}
+
+
+HYPERPARAMS = 'initial_epsilon', 'final_epsilon', 'exploration_fraction'
+CHANGEABLE = tuple(f'agent.{x}' for x in HYPERPARAMS)
+
+
+class Extras(NamedTuple):
+  """What `act` returns with each action; leaves `[B, ...]`."""
+
+  value: Array | tuple[()]  # Float32, the largest action value, or `()`.
+
+
+class Statistics(NamedTuple):
+  """The agent's statistics: a counter that the exploration rate depends on."""
+
+  num_updates: Array  # Float32 `[]`.
+
+
+def check(fields: Mapping[str, Any]) -> None:
+  """Raises a ValueError if a field of the exploration is out of range."""
+  for name in COMMENTS:
+    if not 0 <= fields[name] <= 1:
+      raise ValueError(
+        f'config.{name}={fields[name]} must be at least 0 and at most 1'
+      )
+
+
+def build_network(
+  spec: EnvSpec, network_fields: Mapping[str, Any], **options: Any
+) -> QNetwork:
+  """Builds the network from the fields `network.*` by short name.
+
+  It raises a ValueError if the actions are not discrete.
+  """
+  if not isinstance(spec.action, Discrete):
+    raise ValueError(
+      f'the agent needs one discrete action, not {spec.action}; use --agent=ppo'
+    )
+  fields = dict(network_fields)
+  options['core'] = fields.pop('recurrent')
+  options['core_size'] = fields['hidden_sizes'][-1]
+  options['memory_steps'] = fields.pop('memory_steps')
+  return make_network(
+    torsos.make_torso(spec=spec, **fields),
+    spec.obs,
+    spec.action.num_actions,
+    **options,
+  )
+
+
+def make_init(
+  init: Callable[[chex.PRNGKey], Tree], **hyperparams: float
+) -> Callable[[chex.PRNGKey], Variables]:
+  """Builds `Agent.init` from a network's `init` and hyperparameters.
+
+  A run adds the hyperparameter 'num_updates', its number of updates.
+  """
+
+  def init_variables(rng_key: chex.PRNGKey) -> Variables:
+    values = {k: jnp.float32(x) for k, x in hyperparams.items()}
+    values['num_updates'] = jnp.float32(1.0)
+    return Variables(init(rng_key), Statistics(jnp.zeros(())), values)
+
+  return init_variables
+
+
+def epsilon(variables: Variables) -> Array:
+  """Returns the probability of a random action, which falls linearly."""
+  hyperparams = variables.hyperparams
+  start, end = (hyperparams[f'{name}_epsilon'] for name in ('initial', 'final'))
+  duration = hyperparams['exploration_fraction'] * hyperparams['num_updates']
+  done = variables.statistics.num_updates / jnp.maximum(duration, 1.0)
+  return start + (end - start) * jnp.minimum(done, 1.0)
+
+
+def absorb(variables: Variables, measured: Tree) -> Variables:
+  """Counts an update; see `Agent.absorb`."""
+  del measured
+  count = variables.statistics.num_updates + 1.0
+  return variables._replace(statistics=Statistics(count))
+
+
+def explore(rng_key: chex.PRNGKey, values: Array, probability: Array) -> Array:
+  """Chooses the best actions, or random ones with some probability.
+
+  Args:
+    rng_key: `[B]`, one key for each environment.
+    values: `[B, A]` float32.
+    probability: float32 `[]` or `[B]`.
+
+  Returns:
+    The actions, int32 `[B]`.
+  """
+  num_actions = values.shape[-1]
+
+  def choose(rng_key: chex.PRNGKey, best: Array, probability: Array) -> Array:
+    keys = jax.random.split(rng_key)
+    other = jax.random.randint(keys[0], (), 0, num_actions, jnp.int32)
+    is_random = jax.random.uniform(keys[1]) < probability
+    return jnp.where(is_random, other, best)
+
+  best = jnp.argmax(values, axis=-1).astype(jnp.int32)
+  probability = jnp.broadcast_to(probability, best.shape)
+  return jax.vmap(choose)(rng_key, best, probability)
+
+
+def make_act(
+  network: QNetwork,
+  to_values: Callable[[Array], Array],
+  *,
+  stores_value: bool = False,
+) -> Callable[..., tuple[Array, Extras, Tree]]:
+  """Builds `Agent.act`.
+
+  Args:
+    to_values: maps outputs `[..., A, N]` to values `[..., A]`.
+    stores_value: whether the `Extras` have the value.
+  """
+
+  def act(
+    variables: Variables,
+    rng_key: chex.PRNGKey,
+    timestep: TimeStep,
+    carry: Tree,
+    *,
+    greedy: bool = False,
+  ) -> tuple[Array, Extras, Tree]:
+    obs, is_first = jax.tree.map(
+      lambda x: x[None], (timestep.obs, timestep.is_first)
+    )
+    outputs, carry = network.unroll(variables.params, obs, is_first, carry)
+    values = to_values(outputs[0])
+    extras = Extras(jnp.max(values, axis=-1) if stores_value else ())
+    if greedy:
+      return jnp.argmax(values, axis=-1).astype(jnp.int32), extras, carry
+    return explore(rng_key, values, epsilon(variables)), extras, carry
+
+  return act

@@ -1,0 +1,331 @@
+"""SAC: soft actor-critic for continuous and for discrete actions."""
+
+from collections.abc import Callable, Mapping
+import math
+from typing import Any, NamedTuple
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from podrl.agents import dqn
+from podrl.agents.acting import clip_reward, make_init
+from podrl.core import distributions, returns
+from podrl.networks import torsos
+from podrl.networks.q import TwinValues
+from podrl.types import (
+  Agent,
+  Array,
+  Box,
+  Discrete,
+  EnvSpec,
+  LossOutput,
+  Metrics,
+  Sample,
+  TimeStep,
+  Tree,
+  Variables,
+)
+
+DEFAULTS = {
+  'unroll_length': 1,
+  'log.every_updates': 100,
+  'env.num_envs': 8,
+  'agent.target_entropy': 0.3,
+  'agent.target_rate': 0.005,
+  'agent.initial_temperature': 1.0,
+  'network.activation': 'relu',
+  'network.hidden_sizes': (256, 256),
+  'optimizer.learning_rate': 3e-4,
+  'optimizer.anneal': False,
+  'optimizer.max_grad_norm': 0.0,
+  'checkpoint.memory': True,
+  'replay.capacity_steps': 1_000_000,
+  'replay.min_steps': 1_000,
+  'replay.batch_size': 256,
+  'replay.sgd_steps_per_update': 8,
+}
+
+COMMENTS = {
+  'agent.target_entropy': (
+    'Entropy of the policy in nats per component of the action, on the scale '
+    'where a bounded component is in [-1, 1].'
+  ),
+  'agent.target_rate': 'Part of the way that target parameters move per step.',
+  'agent.initial_temperature': 'Weight of the entropy at the start; above 0.',
+}
+
+UNUSED = (
+  'agent.entropy_cost',
+  'agent.value_cost',
+  'agent.lambda_',
+  'network.shared_torso',
+  'network.recurrent',
+  'network.memory_steps',
+  'network.distribution',
+  'network.state_dependent_scale',
+  'network.initial_scale',
+  'num_epochs',
+  'num_minibatches',
+)
+CHANGEABLE = ('agent.gamma', 'agent.target_entropy')
+
+# See `AgentEntry.kinds`.
+KINDS: dict[str, dict[str, Any]] = {
+  'numbers': {
+    'total_env_steps': 300_000,
+    'agent.normalize_observation': False,
+    'agent.normalize_reward': False,
+  },
+  'memory': {'unroll_length': 1},
+  'continuous': {'agent.target_entropy': -1.0},
+  'large image': dqn.LARGE_IMAGE,
+  'large image on a CPU': {'network.hidden_sizes': (256,)},
+}
+
+
+def check(fields: Mapping[str, Any]) -> None:
+  """Raises a ValueError if a field is out of range."""
+  rate = fields['agent.target_rate']
+  if not 0 < rate <= 1:
+    raise ValueError(
+      f'config.agent.target_rate={rate} must be more than 0 and at most 1'
+    )
+  temperature = fields['agent.initial_temperature']
+  if not 0 < temperature < math.inf:
+    raise ValueError(
+      f'config.agent.initial_temperature={temperature} must be more than 0'
+    )
+  if not math.isfinite(fields['agent.target_entropy']):
+    raise ValueError(
+      f'config.agent.target_entropy={fields["agent.target_entropy"]} must be '
+      'finite'
+    )
+
+
+def target_update(fields: Mapping[str, Any]) -> Callable[..., Any]:
+  """Returns what changes the target parameters after an optimiser step."""
+
+  def update(params: Array, target_params: Array, num_sgd_steps: Array) -> Any:
+    del num_sgd_steps
+    rate = fields['agent.target_rate']
+    return optax.incremental_update(params, target_params, rate)
+
+  return update
+
+
+class Extras(NamedTuple):
+  """What `act` returns with each action."""
+
+  sample: Array  # `[B, ...]`, see `distributions.Distribution`.
+
+
+class Policy(nn.Module):
+  """A torso and the head of the policy."""
+
+  make_torso: Callable[[], nn.Module]  # Builds a torso, an `nn.Module`.
+  num_params: int  # Width of the head.
+
+  @nn.compact
+  def __call__(self, obs: Tree) -> Array:
+    """Maps observations `[N, ...]` to heads `[N, num_params]` float32."""
+    torso: Any = self.make_torso()
+    # At first, all actions are likely.
+    small = nn.initializers.orthogonal(0.01)
+    head = nn.Dense(self.num_params, kernel_init=small)
+    return head(torso(obs).astype(jnp.float32))
+
+
+class Params(NamedTuple):
+  """The parameters that the optimiser changes."""
+
+  policy: Tree
+  critic: Tree
+  log_temperature: Array  # Float32 `[]`.
+
+
+class Batch(NamedTuple):
+  """Transitions; the axis of rows is N."""
+
+  obs: Tree  # `[N, ...]`.
+  sample: Array  # `[N, ...]`, see `Extras`.
+  target: Array  # `[N]` float32.
+  weight: Array  # `[N]` float32.
+
+
+def make_agent(
+  spec: EnvSpec,
+  fields: Mapping[str, Any],
+  network_fields: Mapping[str, Any],
+) -> Agent:
+  """Builds a SAC agent.
+
+  One optimiser step minimises the sum of three losses: of the action values, of
+  the policy and of the temperature. Each changes only its own parameters.
+
+  Args:
+    fields: the fields `agent.*` by short name; see `COMMENTS`.
+    network_fields: the fields `network.*` by short name.
+
+  Raises:
+    ValueError: if the environment has several discrete actions, or a continuous
+      action without bounds.
+
+  Sources: Haarnoja et al. 2018, arXiv:1812.05905, algorithm 1 and section 5;
+  Christodoulou 2019, arXiv:1910.07207 (discrete actions).
+  """
+  is_discrete = isinstance(spec.action, Discrete)
+  if isinstance(spec.action, Box):
+    name, num_components = 'tanh_gaussian', math.prod(spec.action.shape)
+    num_actions = 0
+    # The agent's own actions are in [-1, 1].
+    ones = np.ones(spec.action.shape, np.float32)
+    inner_space: Box | Discrete = Box(spec.action.shape, -ones, ones)
+  elif isinstance(spec.action, Discrete):
+    name, num_components = 'categorical', 1
+    num_actions, inner_space = spec.action.num_actions, spec.action
+  else:
+    raise ValueError(
+      f'the agent needs one discrete action or a box, not {spec.action}; use '
+      '--agent=ppo'
+    )
+  options = {'state_dependent_scale': True}
+  try:
+    outer = distributions.for_action_space(spec.action, name, **options)
+  except ValueError as error:  # It names a field that this agent lacks.
+    box: Any = spec.action
+    raise ValueError(
+      'the agent needs actions with bounds, but they are from '
+      f'{np.min(box.low)} to {np.max(box.high)}; use --agent=ppo'
+    ) from error
+  inner = distributions.for_action_space(inner_space, name, **options)
+  target_entropy = fields['target_entropy'] * num_components
+
+  make_torso = torsos.make_torso(spec=spec, **network_fields)
+  policy: Any = Policy(make_torso, inner.num_params)
+  critic: Any = TwinValues(
+    make_torso, num_actions, network_fields['hidden_sizes'][-1]
+  )
+
+  def init_params(rng_key: chex.PRNGKey) -> Params:
+    policy_key, critic_key = jax.random.split(rng_key)
+    obs = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), spec.obs)
+    action = None if is_discrete else jnp.zeros((1, num_components))
+    return Params(
+      policy.init(policy_key, obs),
+      critic.init(critic_key, obs, action),
+      jnp.log(jnp.float32(fields['initial_temperature'])),
+    )
+
+  def soft_value(
+    params: Tree, head: Array, obs: Tree, temperature: Array, rng_key: Array
+  ) -> tuple[Array, Array]:
+    """Returns the policy's value with its entropy bonus, and its entropy.
+
+    Both are float32 `[N]`. For continuous actions, they are estimates with one
+    action, and gradients flow through this action to the head.
+    """
+    if is_discrete:
+      values = jnp.min(critic.apply(params, obs), axis=0)
+      probabilities = jax.nn.softmax(head)
+      entropy = inner.entropy(head)
+      value = jnp.sum(probabilities * values, axis=-1)
+    else:
+      sample = jax.vmap(inner.sample)(rng_key, head)
+      action = inner.to_action(sample).reshape(len(sample), -1)
+      value = jnp.min(critic.apply(params, obs, action), axis=0)
+      entropy = -inner.log_prob(head, sample)
+    return value + temperature * entropy, entropy
+
+  def act(
+    variables: Variables,
+    rng_key: chex.PRNGKey,
+    timestep: TimeStep,
+    carry: Tree,
+    *,
+    greedy: bool = False,
+  ) -> tuple[Array, Extras, Tree]:
+    head = policy.apply(variables.params.policy, timestep.obs)
+    sample = (
+      inner.mode(head) if greedy else jax.vmap(inner.sample)(rng_key, head)
+    )
+    return outer.to_action(sample), Extras(sample), carry
+
+  def prepare(
+    variables: Variables,
+    target_params: Params,
+    sample: Sample,
+    rng_key: chex.PRNGKey,
+    mean: Callable[[Tree], Tree],
+  ) -> Batch:
+    del mean
+    params = jax.lax.stop_gradient(variables.params)
+    timestep = sample.trajectory.timestep
+    obs, next_obs = (
+      jax.tree.map(lambda x: x[t], timestep.obs) for t in range(2)
+    )
+    value, _ = soft_value(
+      target_params.critic,
+      policy.apply(params.policy, next_obs),
+      next_obs,
+      jnp.exp(params.log_temperature),
+      rng_key,
+    )
+    discount = variables.hyperparams['gamma'] * timestep.discount[1]
+    reward = clip_reward(timestep.reward[1], fields['reward_clip'])
+    return Batch(
+      obs=obs,
+      sample=sample.trajectory.extras.sample[0],
+      target=reward + discount * value,
+      weight=sample.weight * returns.weights(timestep)[0],
+    )
+
+  def loss(
+    variables: Variables,
+    target_params: Tree,
+    batch: Batch,
+    rng_key: chex.PRNGKey,
+  ) -> tuple[Array, LossOutput]:
+    del target_params
+    params, weight = variables.params, batch.weight
+    if is_discrete:
+      values = critic.apply(params.critic, batch.obs)
+      index = jnp.broadcast_to(batch.sample, values.shape[:2])[..., None]
+      values = jnp.take_along_axis(values, index, axis=-1)[..., 0]
+    else:
+      action = inner.to_action(batch.sample).reshape(len(weight), -1)
+      values = critic.apply(params.critic, batch.obs, action)
+    errors = values - batch.target[None]
+    value_loss = 0.5 * jnp.mean(weight[None] * jnp.square(errors))
+
+    fixed = jax.lax.stop_gradient(params)
+    temperature = jnp.exp(fixed.log_temperature)
+    head = policy.apply(params.policy, batch.obs)
+    value, entropy = soft_value(
+      fixed.critic, head, batch.obs, temperature, rng_key
+    )
+    policy_loss = -jnp.mean(weight * value)
+    excess = jnp.mean(
+      weight * (jax.lax.stop_gradient(entropy) - target_entropy)
+    )
+    temperature_loss = params.log_temperature * excess
+    metrics: Metrics = {
+      'value_loss': value_loss,
+      'policy_loss': policy_loss,
+      'entropy': jnp.mean(weight * entropy),
+      'temperature': temperature,
+      'value': jnp.mean(weight[None] * values),
+    }
+    total = 2.0 * value_loss + policy_loss + temperature_loss
+    return total, LossOutput(metrics)
+
+  return Agent(
+    init=make_init(init_params, gamma=fields['gamma']),
+    initial_carry=lambda env_index: (),
+    act=act,
+    prepare=prepare,
+    loss=loss,
+  )

@@ -1,0 +1,160 @@
+"""Tests DQN's targets and losses against plain Python, and its learning."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.agents import AGENTS, exploring
+from podrl.types import Discrete, EnvSpec, Sample, TimeStep, Trajectory
+
+_OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
+_SPEC = EnvSpec(_OBS, False, Discrete(4), 1, 0)
+_GAMMA = 0.9
+
+
+def _agent(**fields):
+  entry = AGENTS['dqn']
+  own = {
+    k.removeprefix('agent.'): x
+    for k, x in entry.defaults.items()
+    if k.startswith('agent.')
+  }
+  own |= {'gamma': _GAMMA, 'reward_clip': 0.0} | fields
+  network = {
+    'name': 'mlp',
+    'hidden_sizes': (16,),
+    'dtype': jnp.float32,
+    'activation': 'relu',
+    'layer_norm': False,
+    'recurrent': 'none',
+    'memory_steps': 0,
+  }
+  return entry.make_agent(_SPEC, own, network)
+
+
+def _sample(num_steps, batch=6, seed=0):
+  """Makes sequences: 0 and 1 end inside, 2 begins with a joint, 3 ends last."""
+  rng = np.random.default_rng(seed)
+  is_first = np.zeros((num_steps + 1, batch), bool)
+  discount = np.ones((num_steps + 1, batch), np.float32)
+  if num_steps > 1:
+    is_first[2, :2] = True
+    discount[1, 0] = 0.0  # 0 terminates, 1 is truncated.
+  is_first[1, 2] = True
+  discount[-1, 3] = 0.0
+  obs = rng.normal(size=(num_steps + 1, batch, 3)).astype(np.float32)
+  reward = rng.normal(size=is_first.shape).astype(np.float32)
+  reward = np.where(is_first, 0, reward).astype(np.float32)
+  timestep = TimeStep(obs, reward, discount, is_first)
+  action = rng.integers(0, 4, (num_steps, batch)).astype(np.int32)
+  trajectory = Trajectory(timestep, action, (), (), (), ())
+  weight = rng.uniform(0.5, 1, batch).astype(np.float32)
+  return Sample(trajectory, np.arange(batch), weight)
+
+
+def _by_hand(sample, num_steps):
+  """Returns the reward, the discount and the step of each target's value."""
+  timestep, found = sample.trajectory.timestep, []
+  for b in range(timestep.reward.shape[1]):
+    reward, discount, t = 0.0, 1.0, 0
+    while t < num_steps and not timestep.is_first[t + 1, b]:
+      reward += discount * timestep.reward[t + 1, b]
+      discount *= _GAMMA * timestep.discount[t + 1, b]
+      t += 1
+    found.append((reward, discount, t))
+  return found
+
+
+@pytest.mark.parametrize('is_double', [True, False])
+@pytest.mark.parametrize('num_steps', [1, 3])
+def test_targets_and_loss_by_hand(num_steps, is_double):
+  agent = _agent(n_steps=num_steps, double=is_double)
+  variables = agent.init(jax.random.key(0))
+  target = agent.init(jax.random.key(1)).params
+  sample = _sample(num_steps)
+  obs = sample.trajectory.timestep.obs
+  batch = jax.jit(lambda v, t, s: agent.prepare(v, t, s, None, lambda x: x))(
+    variables, target, sample
+  )
+
+  def q(params, x):
+    tree = jax.device_get(params['params'])
+    layer = tree['MLP_0']['Dense_0']
+    hidden = np.maximum(x @ layer['kernel'] + layer['bias'], 0)
+    head = tree['DenseGeneral_0']
+    return hidden @ head['kernel'][:, :, 0] + head['bias'][:, 0]
+
+  expected = []
+  for b, (reward, discount, t) in enumerate(_by_hand(sample, num_steps)):
+    chooser = variables.params if is_double else target
+    best = np.argmax(q(chooser, obs[t, b]))
+    expected.append(reward + discount * q(target, obs[t, b])[best])
+  np.testing.assert_allclose(batch.target, expected, rtol=1e-5)
+  # A sequence that begins with a joint is not learned from.
+  weight = sample.weight * (np.arange(6) != 2)
+  np.testing.assert_allclose(batch.weight, weight)
+  loss, output = agent.loss(variables, target, batch, None)
+  action = sample.trajectory.action[0]
+  error = q(variables.params, obs[0])[np.arange(6), action] - expected
+  huber = np.where(abs(error) < 1, error**2 / 2, abs(error) - 0.5)
+  np.testing.assert_allclose(loss, np.mean(weight * huber), rtol=1e-5)
+  np.testing.assert_allclose(output.priority, abs(error), rtol=1e-4)
+
+
+def test_atoms_have_the_mean_of_the_target():
+  agent = _agent(
+    n_steps=3, num_atoms=41, min_value=-4.0, max_value=4.0, duelling=True
+  )
+  variables = agent.init(jax.random.key(0))
+  target = agent.init(jax.random.key(1)).params
+  sample = _sample(3)
+  batch = agent.prepare(variables, target, sample, None, lambda x: x)
+  np.testing.assert_allclose(jnp.sum(batch.target, -1), 1.0, rtol=1e-5)
+  # The untrained values are near 0, so the mean is near the rewards' sum.
+  mean = batch.target @ np.linspace(-4, 4, 41)
+  rewards = [x[0] for x in _by_hand(sample, 3)]
+  # Clipping at the ends changes the mean of a wide distribution.
+  np.testing.assert_allclose(mean, rewards, atol=1.2)
+  # The priority is the divergence: 0 for the target's own distribution.
+  loss, output = agent.loss(variables, target, batch, None)
+  assert np.isfinite(loss) and (output.priority >= 0).all()
+  grads = jax.grad(lambda v: agent.loss(v, target, batch, None)[0])(
+    variables._replace(hyperparams={}, statistics=variables.statistics)
+  )
+  assert max(np.abs(x).max() for x in jax.tree.leaves(grads.params)) > 1e-3
+
+
+def test_a_duelling_head_adds_a_state_to_actions_of_mean_zero():
+  agent = _agent(duelling=True)
+  params = agent.init(jax.random.key(0)).params['params']
+  shapes = {jax.tree.leaves(x)[1].shape for k, x in params.items() if 'D' in k}
+  assert shapes == {(16, 4, 1), (16, 1, 1)}
+
+
+def test_actions_are_random_as_often_as_epsilon_says():
+  values = jnp.tile(jnp.array([0.0, 1.0, 0.0, 0.0]), (40_000, 1))
+  keys = jax.random.split(jax.random.key(0), 40_000)
+  actions = np.asarray(exploring.explore(keys, values, jnp.float32(0.4)))
+  shares = np.bincount(actions, minlength=4) / 40_000
+  np.testing.assert_allclose(shares, [0.1, 0.7, 0.1, 0.1], atol=0.01)
+
+
+def test_epsilon_falls_in_a_part_of_the_updates():
+  agent = _agent(
+    initial_epsilon=0.9, final_epsilon=0.1, exploration_fraction=0.5
+  )
+  variables = agent.init(jax.random.key(0))
+  variables = variables.with_hyperparams({'num_updates': jnp.float32(16)})
+  seen = []
+  for _ in range(17):
+    seen.append(float(exploring.epsilon(variables)))
+    variables = agent.absorb(variables, ())
+  np.testing.assert_allclose(seen[:9], np.linspace(0.9, 0.1, 9), rtol=1e-5)
+  np.testing.assert_allclose(seen[9:], 0.1, rtol=1e-5)
+
+
+def test_continuous_actions_are_refused():
+  spec = _SPEC._replace(action=None)
+  with pytest.raises(ValueError, match='one discrete action'):
+    exploring.build_network(spec, {})

@@ -1,0 +1,269 @@
+"""Tests SAC's targets and its three losses against formulas, and its spaces."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.agents import AGENTS, sac
+from podrl.types import (
+  Box,
+  Discrete,
+  EnvSpec,
+  MultiDiscrete,
+  Sample,
+  TimeStep,
+  Trajectory,
+)
+
+_OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
+_SPACES = {
+  'box': Box((2,), np.float32([-2, 0]), np.float32([2, 10])),
+  'discrete': Discrete(4),
+}
+_GAMMA, _TARGET_ENTROPY = 0.9, -0.4
+_B = 6
+
+
+def _make(action, **fields):
+  entry = AGENTS['sac']
+  own = {
+    k.removeprefix('agent.'): x
+    for k, x in entry.defaults.items()
+    if k.startswith('agent.')
+  }
+  own |= {'gamma': _GAMMA, 'reward_clip': 0.5} | fields
+  network_fields = {
+    'name': 'mlp',
+    'hidden_sizes': (8,),
+    'activation': 'relu',
+    'layer_norm': False,
+  }
+  spec = EnvSpec(_OBS, False, action, 1, 0)
+  return entry.make_agent(spec, own, network_fields)
+
+
+@functools.cache
+def _agent(space):
+  """Makes an agent, its variables and target parameters, all of them random."""
+  agent = _make(_SPACES[space], target_entropy=_TARGET_ENTROPY)
+  variables = jax.jit(agent.init)(jax.random.key(0))
+  rng = np.random.default_rng(0)
+  params, target = (
+    jax.tree.map(
+      lambda x: rng.normal(size=x.shape, scale=0.5).astype(np.float32),
+      variables.params,
+    )
+    for _ in range(2)
+  )
+  return agent, variables._replace(params=params), target
+
+
+def _sample(space):
+  """Makes transitions: 0 terminates, 1 is truncated, 2 is a joint."""
+  rng = np.random.default_rng(0)
+  obs = rng.normal(size=(2, _B, 3)).astype(np.float32)
+  is_first = np.zeros((2, _B), bool)
+  is_first[1, 2] = True
+  discount = np.ones((2, _B), np.float32)
+  discount[1, 0] = 0.0
+  reward = np.where(is_first, 0, rng.normal(size=is_first.shape))
+  timestep = TimeStep(obs, reward.astype(np.float32), discount, is_first)
+  stored = rng.integers(0, 4, (1, _B)).astype(np.int32)
+  if space == 'box':
+    stored = rng.normal(size=(1, _B, 2)).astype(np.float32)
+  extras = sac.Extras(stored)
+  # The action of the environment is not used; the stored sample is.
+  trajectory = Trajectory(timestep, np.full((1, _B), -1), extras, (), (), ())
+  weight = rng.uniform(0.5, 1, _B).astype(np.float32)
+  return Sample(trajectory, np.arange(_B), weight)
+
+
+def _keys(seed):
+  return jax.random.split(jax.random.key(seed), _B)
+
+
+def _mlp(params, x):
+  hidden, last = (params['params'][k] for k in ('MLP_0', 'Dense_0'))
+  hidden = hidden['Dense_0']
+  x = jax.nn.relu(x @ hidden['kernel'] + hidden['bias'][None])
+  return x @ last['kernel'] + last['bias'][None]
+
+
+def _values(params, obs, action=None):
+  """Computes the values of both critics, `[2, N, ...]`."""
+  inputs = obs if action is None else jnp.concatenate([obs, action], axis=1)
+  return jax.vmap(_mlp, (0, None))(params, inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _soft_value(space, policy, critic, temperature, obs, keys):
+  """Computes the policy's soft value, and the entropy or its estimate."""
+  head = _mlp(policy, obs)
+  if space == 'discrete':
+    probabilities = jnp.exp(head) / jnp.sum(jnp.exp(head), 1, keepdims=True)
+    entropy = -jnp.sum(probabilities * jnp.log(probabilities), axis=1)
+    values = jnp.min(_values(critic, obs), axis=0)
+    return jnp.sum(probabilities * values, 1) + temperature * entropy, entropy
+  # The scale of the Gaussian is 1 if the head's number is 0.
+  offset = np.log(np.exp(1 - 1e-3) - 1)
+  mean, scale = head[:, :2], jnp.log1p(jnp.exp(head[:, 2:] + offset)) + 1e-3
+  noise = jnp.stack([jax.random.normal(key, (2,)) for key in keys])
+  action = jnp.tanh(mean + scale * noise)
+  log_prob = -0.5 * noise**2 - jnp.log(scale) - 0.5 * np.log(2 * np.pi)
+  log_prob = jnp.sum(log_prob - jnp.log(1 - action**2), axis=1)
+  value = jnp.min(_values(critic, obs, action)[..., 0], axis=0)
+  return value - temperature * log_prob, -log_prob
+
+
+def _prepare(agent, variables, target, sample):
+  return jax.jit(
+    lambda v, t: agent.prepare(v, t, sample, _keys(1), lambda x: x)
+  )(variables, target)
+
+
+@pytest.mark.parametrize('space', _SPACES)
+def test_targets_by_hand(space):
+  agent, variables, target = _agent(space)
+  sample = _sample(space)
+  timestep = sample.trajectory.timestep
+  batch = _prepare(agent, variables, target, sample)
+  policy, _, log_temperature = variables.params
+  temperature, obs = np.exp(log_temperature), timestep.obs[1]
+  value, _ = _soft_value(
+    space, policy, target.critic, temperature, obs, _keys(1)
+  )
+  bootstrap = _GAMMA * np.asarray(value)
+  assert np.all(abs(bootstrap[:2]) > 0.1)
+  bootstrap[0] = 0.0  # A termination; the truncation of 1 bootstraps.
+  expected = np.clip(timestep.reward[1], -0.5, 0.5) + bootstrap
+  np.testing.assert_allclose(batch.target, expected, rtol=1e-4, atol=1e-4)
+  weight = sample.weight * (np.arange(_B) != 2)  # Row 2 is a joint.
+  np.testing.assert_array_equal(batch.weight, weight)
+
+
+@pytest.mark.parametrize('space', _SPACES)
+def test_each_loss_changes_only_its_own_parameters(space):
+  agent, variables, target = _agent(space)
+  sample = _sample(space)
+  batch = _prepare(agent, variables, target, sample)
+  obs, weight = sample.trajectory.timestep.obs[0], batch.weight
+  stored = sample.trajectory.extras.sample[0]
+  policy, critic, log_temperature = variables.params
+  temperature = np.exp(log_temperature)
+
+  def critic_loss(critic):
+    if space == 'discrete':
+      values = _values(critic, obs)[:, np.arange(_B), stored]
+    else:
+      values = _values(critic, obs, np.tanh(stored))[..., 0]
+    first, second = (0.5 * weight * (x - batch.target) ** 2 for x in values)
+    return jnp.mean(first + second)
+
+  def policy_loss(policy):
+    value, entropy = _soft_value(
+      space, policy, critic, temperature, obs, _keys(2)
+    )
+    num_components = 2 if space == 'box' else 1
+    excess = weight * (entropy - num_components * _TARGET_ENTROPY)
+    return -jnp.mean(weight * value), jnp.mean(excess)
+
+  @jax.jit
+  def by_hand(policy, critic):
+    of_policy, excess = jax.grad(policy_loss, has_aux=True)(policy)
+    return sac.Params(of_policy, jax.grad(critic_loss)(critic), excess)
+
+  def loss(params):
+    changed = variables._replace(params=params)
+    return agent.loss(changed, (), batch, _keys(2))[0]
+
+  found = jax.jit(jax.grad(loss))(variables.params)
+  chex.assert_trees_all_close(
+    found, by_hand(policy, critic), rtol=1e-3, atol=1e-5
+  )
+  for part in found:
+    assert max(np.abs(x).max() for x in jax.tree.leaves(part)) > 0.01
+
+
+@pytest.mark.parametrize('space', _SPACES)
+def test_nothing_is_learned_from_a_joint_and_targets_are_constants(space):
+  agent, variables, target = _agent(space)
+  sample = _sample(space)
+  batch = _prepare(agent, variables, target, sample)
+
+  @jax.jit
+  @jax.grad
+  def gradient(obs):
+    changed = batch._replace(obs=obs)
+    return agent.loss(variables, (), changed, _keys(2))[0]
+
+  changes = np.any(gradient(batch.obs), axis=1)
+  np.testing.assert_array_equal(changes, np.arange(_B) != 2)
+  grads = jax.grad(
+    lambda v: jnp.sum(_prepare(agent, v, target, sample).target)
+  )(variables)
+  assert not any(np.any(x) for x in jax.tree.leaves(grads.params))
+  assert abs(grads.hyperparams['gamma']) > 0.1
+
+
+def test_the_temperature_rises_if_the_entropy_is_below_its_target():
+  _, variables, target = _agent('box')
+  for target_entropy in (-9.0, 9.0):
+    agent = _make(_SPACES['box'], target_entropy=target_entropy)
+    batch = _prepare(agent, variables, target, _sample('box'))
+
+    def loss(log_temperature, agent=agent, batch=batch):
+      params = variables.params._replace(log_temperature=log_temperature)
+      changed = variables._replace(params=params)
+      return agent.loss(changed, (), batch, _keys(2))[0]
+
+    before = variables.params.log_temperature
+    after = before - 0.1 * jax.jit(jax.grad(loss))(before)
+    assert after > before if target_entropy > 0 else after < before
+
+
+def test_the_two_critics_begin_differently():
+  params = jax.jit(_make(Discrete(4)).init)(jax.random.key(0)).params
+  first, second = _values(params.critic, np.ones((1, 3), np.float32))
+  assert np.all(first != second)
+
+
+@pytest.mark.parametrize('space', _SPACES)
+def test_actions_have_bounds_and_the_greedy_action_is_the_mode(space):
+  agent, variables, _ = _agent(space)
+  obs = np.random.default_rng(1).normal(size=(200, 3)).astype(np.float32)
+  steps = TimeStep(obs, *(np.zeros(200, np.float32),) * 2, np.zeros(200, bool))
+  keys = jax.random.split(jax.random.key(0), 200)
+  act = jax.jit(agent.act, static_argnames='greedy')
+  action, extras, _ = act(variables, keys, steps, ())
+  greedy, *_ = act(variables, keys, steps, (), greedy=True)
+  assert np.any(action != greedy)
+  head = _mlp(variables.params.policy, obs)
+  if space == 'discrete':
+    np.testing.assert_array_equal(np.unique(action), np.arange(4))
+    np.testing.assert_array_equal(action, extras.sample)
+    np.testing.assert_array_equal(greedy, np.argmax(head, axis=1))
+  else:
+    low, high = _SPACES['box'][1:]
+    assert np.all(action >= low[None]) and np.all(action <= high[None])
+    # The interval from -1 to 1 becomes the intervals of the box.
+    middle, half = np.float32([[0, 5]]), np.float32([[2, 5]])
+    expected = middle + half * np.tanh(extras.sample)
+    np.testing.assert_allclose(action, expected, rtol=1e-5, atol=1e-5)
+    expected = middle + half * np.tanh(head[:, :2])
+    np.testing.assert_allclose(greedy, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  'space,message',
+  [
+    (MultiDiscrete((3, 2)), 'one discrete action or a box'),
+    (Box((1,), np.float32([0]), np.float32([np.inf])), 'from 0.0 to inf'),
+  ],
+)
+def test_actions_that_do_not_fit_are_refused(space, message):
+  with pytest.raises(ValueError, match=f'{message}.*use --agent=ppo'):
+    _make(space)
