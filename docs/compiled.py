@@ -2,8 +2,8 @@
 
 python docs/compiled.py [TARGET ...]
 
-The script compiles every experiment with each agent and variant, and adds the
-rows that docs/compiled.csv does not have yet. The script needs libtpu, and
+The script compiles every experiment with each actor-critic agent and variant.
+It adds the rows that docs/compiled.csv does not have yet. It needs libtpu, and
 takes about a minute for each row.
 """
 
@@ -15,7 +15,7 @@ import sys
 
 import jax
 
-from podrl.agents import AGENTS
+from podrl.agents import ACTOR_CRITICS
 from podrl.records.terminal import compact
 from podrl.run import targets
 from podrl.tools import compile
@@ -117,7 +117,7 @@ def main(names: list[str]) -> None:
   jax.config.update('jax_platforms', 'cpu')
   known = {tuple(row[x] for x in _FIELDS[:4]) for row in read()}
   for target, (name, variant), agent in itertools.product(
-    names or _TARGETS, _experiments(), AGENTS
+    names or _TARGETS, _experiments(), ACTOR_CRITICS
   ):
     if (target, name, agent, variant) in known:
       continue

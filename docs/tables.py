@@ -3,11 +3,14 @@
 python docs/tables.py
 """
 
+from collections.abc import Mapping, Sequence
 import math
 import pathlib
+from typing import Any
 
 from podrl.agents import AGENTS
-from podrl.run.config import FIELDS, Field, Range
+from podrl.records.workdir import flatten
+from podrl.run.config import FIELDS, Field, Range, base_config, sebulba_config
 
 _PAGE = pathlib.Path(__file__).parent / 'reference' / 'configuration.md'
 _BEGIN, _END = '<!-- fields: python docs/tables.py -->\n', '<!-- end -->\n'
@@ -19,6 +22,7 @@ _SECTIONS = {
   'agent': 'Agent',
   'network': 'Network',
   'optimizer': 'Optimizer',
+  'replay': 'Replay',
   'sebulba': 'Sebulba',
   'eval': 'Evaluation',
   'log': 'Records',
@@ -46,34 +50,71 @@ def _allowed(field: Field) -> str:
   return ', '.join(f'`{x}`' for x in field.allowed or ())
 
 
-def _default(name: str, field: Field) -> str:
-  """Returns a field's default, and the different defaults of some agents."""
-  text = f'`{field.default!r}`' if field.default != '' else ''
-  others: dict[str, list[str]] = {}
-  for agent, entry in AGENTS.items():
-    value = entry.defaults.get(name, field.default)
-    if name not in entry.comments and value != field.default:
-      others.setdefault(repr(value), []).append(agent)
-  return ', '.join(
-    [text, *(f'{" and ".join(x)}: `{value}`' for value, x in others.items())]
+def _join(agents: Sequence[str]) -> str:
+  """Lists agents in words."""
+  *others, last = agents
+  return f'{", ".join(others)} and {last}' if others else last
+
+
+def _default(field: Field, values: Mapping[str, Any]) -> str:
+  """Returns a field's default, and the different defaults of some agents.
+
+  `values` has the default of each agent that has the field.
+  """
+  agents: dict[str, list[str]] = {}
+  for agent, value in values.items():
+    agents.setdefault(repr(value), []).append(agent)
+  general = repr(field.default)
+  if len(agents) == 1:
+    (general,) = agents
+  shown = [f'`{general}`'] if general in agents and general != "''" else []
+  agents.pop(general, None)
+  return '; '.join(
+    [*shown, *(f'{_join(x)}: `{value}`' for value, x in agents.items())]
   )
+
+
+def _meaning(field: Field, owners: Sequence[str]) -> str:
+  """Returns a field's comment, and the agents that have the field."""
+  others = [x for x in AGENTS if x not in owners]
+  if not others:
+    return field.comment
+  if len(others) < len(owners):
+    return f'{field.comment} Not for {_join(others)}.'
+  return f'Only for {_join(owners)}. {field.comment}'
 
 
 def make_tables() -> str:
   """Returns a table of fields for each section of the configuration."""
-  fields = dict(FIELDS)
+  configs = {
+    agent: {
+      **flatten(sebulba_config(agent).to_dict()),
+      **flatten(base_config(agent).to_dict()),
+    }
+    for agent in AGENTS
+  }
+  # If agents give the same name different meanings, each meaning has a row.
+  rows = [
+    (name, field, [x for x in AGENTS if name in configs[x]])
+    for name, field in FIELDS.items()
+  ]
+  own: dict[tuple[str, str], list[str]] = {}
   for agent, entry in AGENTS.items():
     for name, comment in entry.comments.items():
-      fields[name] = Field(entry.defaults[name], f'Only for {agent}. {comment}')
+      own.setdefault((name, comment), []).append(agent)
+  for (name, comment), owners in own.items():
+    default = AGENTS[owners[0]].defaults[name]
+    rows.append((name, Field(default, comment), owners))
   tables = []
   for section, title in _SECTIONS.items():
-    rows = [
-      f'| `{name}` | {_default(name, field)} | {_allowed(field)} '
-      f'| {field.comment} |'
-      for name, field in fields.items()
+    lines = [
+      f'| `{name}` '
+      f'| {_default(field, {x: configs[x][name] for x in owners})} '
+      f'| {_allowed(field)} | {_meaning(field, owners)} |'
+      for name, field, owners in rows
       if name.rpartition('.')[0] == section
     ]
-    tables.append('\n'.join([f'## {title}', '', _HEADER, *rows, '']))
+    tables.append('\n'.join([f'## {title}', '', _HEADER, *lines, '']))
   return '\n'.join(tables)
 
 
