@@ -272,7 +272,10 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
     axes.spines[['top', 'right']].set_visible(False)
-  handles = [Line2D([], [], color=x, label=k) for k, x in _COLORS.items()]
+  drawn = {agent for _, agent in groups}
+  handles = [
+    Line2D([], [], color=x, label=k) for k, x in _COLORS.items() if k in drawn
+  ]
   figure.legend(handles=handles, loc='outside upper center', ncols=8)
   figure.supxlabel('environment steps', fontsize=9)
   figure.supylabel('episode return', fontsize=9)

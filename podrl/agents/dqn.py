@@ -129,7 +129,7 @@ LARGE_IMAGE = {
 # See `AgentEntry.kinds`.
 KINDS: dict[str, dict[str, Any]] = {
   'numbers': {
-    'total_env_steps': 200_000,
+    'total_env_steps': 100_000,
     'env.num_envs': 16,
     'agent.normalize_observation': False,
     'network.hidden_sizes': (128, 128),
