@@ -204,7 +204,8 @@ def like(tree: Tree, arrays: Tree) -> Tree:
 
   def copy(x: jax.Array, old: jax.Array) -> jax.Array:
     put: Callable = jax.device_put if old.is_fully_addressable else _spread
-    return put(x, old.sharding)
+    # `put` may return the same buffer, and a donation would then delete `x`.
+    return put(jnp.copy(x), old.sharding)
 
   return jax.tree.map(copy, tree, arrays)
 

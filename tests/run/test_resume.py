@@ -591,6 +591,27 @@ def test_seeds_do_not_overwrite_a_run_in_the_directory_of_a_seed(
   assert _files(tmp_path) == before
 
 
+def test_init_from_copies_the_parameters_to_the_targets(tmp_path, monkeypatch):
+  arguments = ['--agent=dqn', *_REPLAY, *_TWENTY, '--config.num_devices=1']
+  with monkeypatch.context() as patch:
+    _signal_at(patch, Anakin, 'advance', 3)
+    assert helpers.run(tmp_path / 'old', *arguments) == train.PREEMPTED
+  starts, start = [], Anakin.start
+
+  def start_and_note(self, restore):
+    start(self, restore)
+    starts.append(jax.device_get(self.state.learner))
+
+  monkeypatch.setattr(Anakin, 'start', start_and_note)
+  init_from = f'--init_from={tmp_path / "old"}'
+  # The run donates the parameters and the targets, so they are two copies.
+  assert helpers.run(tmp_path / 'new', *arguments, init_from) == 0
+  (state,) = starts
+  expected = podrl.load(tmp_path / 'old').variables.params
+  for params in state.variables.params, state.target_params:
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
 def test_init_from_takes_only_the_parameters(
   original, tmp_path, monkeypatch, capsys
 ):
