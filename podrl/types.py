@@ -262,8 +262,8 @@ class Memory(NamedTuple):
     add: `(memory, trajectory) -> memory`. A sequence goes on over two unrolls
       only where `env_index` and `num_steps` follow. New sequences get the
       largest priority.
-    is_ready: `(memory) -> bool []`, whether there is enough to learn from. It
-      is the same on all devices.
+    is_ready: `(memory) -> bool []`, whether there is enough to learn from. The
+      learner waits until this is true on all devices.
     sample: `(memory, rng_key, hyperparams) -> Sample`, sequences of one length.
     prioritise: `(priorities, index, priority) -> priorities`, for the `index`
       of a sample and the priorities that the loss returned.

@@ -3,8 +3,8 @@
 No other module calls a collective operation. The compiled update has one
 all-reduce per optimiser step. It averages one vector: the gradients, the loss's
 metrics and the measured statistics. This vector is as large as the parameters
-and statistics, plus at most 1 KB. If `prepare` uses `mean`, each unroll needs
-one more small all-reduce.
+and statistics, plus at most 1 KB. With a memory, or if `prepare` uses `mean`,
+each unroll needs one more small all-reduce.
 """
 
 from collections.abc import Callable
@@ -286,11 +286,13 @@ def make_learner(
     state: LearnerState, unravel: Unravel, measured: Tree, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
     assert memory is not None
-    is_ready = memory.is_ready(state.memory)
     storage, priorities = state.memory
+    # Average here, because an update may take no optimiser step. All devices
+    # must take the same branch: a device that learns waits for the others.
+    ready_share = memory.is_ready(state.memory).astype(jnp.float32)
+    ready_share, measured = all_mean((ready_share, measured))
+    is_ready = ready_share >= 1.0
     state = state._replace(memory=priorities)
-    # Average here, because an update may take no optimiser step.
-    measured = all_mean(measured)
 
     def take_steps(state):
       return learn(state, unravel, storage, rng_key)

@@ -582,6 +582,23 @@ def test_learning_waits_until_the_memory_is_ready():
   assert jnp.any(target != after) and jnp.any(target != before)
 
 
+def test_devices_begin_to_learn_at_the_same_update():
+  memory = _latest_unroll()._replace(
+    is_ready=lambda memory: jnp.all(memory[0].num_steps > 0)
+  )
+  state, update = _make_replay_update(_replay_agent(), 2, memory)
+  trajectory = _replay_unroll(1)
+  # The memory of one device is ready before that of the other. If this device
+  # learned, it would wait for the other one, and XLA would end the process.
+  half = trajectory.num_steps * (np.arange(_B) < _B // 2)[None]
+  for num_steps, expected in ((half, 0), (trajectory.num_steps, 3)):
+    unroll = trajectory._replace(num_steps=num_steps)
+    state, metrics = update(state, unroll, jax.random.key(0))
+    assert float(metrics['is_learning']) == (expected > 0)
+    counts = [int(x.data) for x in state.num_sgd_steps.addressable_shards]
+    assert counts == [expected] * 2
+
+
 def test_devices_draw_different_samples():
   agent, seen = _replay_agent(), []
   memory = _ring(2)
@@ -611,9 +628,10 @@ def replay_program():
 
 def test_collectives_of_an_update_with_a_memory(replay_program):
   text, state = replay_program
-  ((kind, size),) = _all_reduces(text)
+  small, large = sorted(_all_reduces(text), key=lambda x: x[1])
   num_bytes = 4 * sum(x.size for x in jax.tree.leaves(state.variables.params))
-  assert kind == 'all-reduce' and num_bytes <= size <= num_bytes + 1024
+  assert small[0] == large[0] == 'all-reduce'
+  assert small[1] <= 1024 and num_bytes <= large[1] <= num_bytes + 1024
 
 
 def test_an_update_does_not_copy_the_memory(replay_program):
