@@ -202,7 +202,6 @@ def make_agent(
       f'{np.min(box.low)} to {np.max(box.high)}; use --agent=ppo'
     ) from error
   inner = distributions.for_action_space(inner_space, name, **options)
-  target_entropy = fields['target_entropy'] * num_components
 
   make_torso = torsos.make_torso(spec=spec, **network_fields)
   policy: Any = Policy(make_torso, inner.num_params)
@@ -308,9 +307,8 @@ def make_agent(
       fixed.critic, head, batch.obs, temperature, rng_key
     )
     policy_loss = -jnp.mean(weight * value)
-    excess = jnp.mean(
-      weight * (jax.lax.stop_gradient(entropy) - target_entropy)
-    )
+    target = variables.hyperparams['target_entropy'] * num_components
+    excess = jnp.mean(weight * (jax.lax.stop_gradient(entropy) - target))
     temperature_loss = params.log_temperature * excess
     metrics: Metrics = {
       'value_loss': value_loss,
@@ -322,8 +320,9 @@ def make_agent(
     total = 2.0 * value_loss + policy_loss + temperature_loss
     return total, LossOutput(metrics)
 
+  names = 'gamma', 'target_entropy'
   return Agent(
-    init=make_init(init_params, gamma=fields['gamma']),
+    init=make_init(init_params, **{name: fields[name] for name in names}),
     initial_carry=lambda env_index: (),
     act=act,
     prepare=prepare,

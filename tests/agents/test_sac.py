@@ -210,18 +210,20 @@ def test_nothing_is_learned_from_a_joint_and_targets_are_constants(space):
 
 
 def test_the_temperature_rises_if_the_entropy_is_below_its_target():
-  _, variables, target = _agent('box')
+  agent, variables, target = _agent('box')
+  batch = _prepare(agent, variables, target, _sample('box'))
+
+  @jax.jit
+  @jax.grad
+  def gradient(log_temperature, target_entropy):
+    params = variables.params._replace(log_temperature=log_temperature)
+    changed = variables._replace(params=params)
+    changed = changed.with_hyperparams({'target_entropy': target_entropy})
+    return agent.loss(changed, (), batch, _keys(2))[0]
+
+  before = variables.params.log_temperature
   for target_entropy in (-9.0, 9.0):
-    agent = _make(_SPACES['box'], target_entropy=target_entropy)
-    batch = _prepare(agent, variables, target, _sample('box'))
-
-    def loss(log_temperature, agent=agent, batch=batch):
-      params = variables.params._replace(log_temperature=log_temperature)
-      changed = variables._replace(params=params)
-      return agent.loss(changed, (), batch, _keys(2))[0]
-
-    before = variables.params.log_temperature
-    after = before - 0.1 * jax.jit(jax.grad(loss))(before)
+    after = before - 0.1 * gradient(before, target_entropy)
     assert after > before if target_entropy > 0 else after < before
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from podrl.agents import AGENTS
@@ -16,6 +18,7 @@ from podrl.run.config import (
   check,
   sebulba_config,
 )
+from podrl.types import Discrete, EnvSpec
 
 
 @pytest.mark.parametrize(
@@ -164,3 +167,14 @@ def test_ranges(allowed, inside, outside, text):
   assert str(allowed) == text
   assert all(map(allowed.allows, inside))
   assert not any(map(allowed.allows, outside))
+
+
+@pytest.mark.parametrize('name', AGENTS)
+def test_the_changeable_fields_of_an_agent_are_hyperparameters(name):
+  obs = jax.ShapeDtypeStruct((3,), jnp.float32)
+  spec = EnvSpec(obs, False, Discrete(2), 1, 0)
+  agent = build.make_agent(base_config(name), spec)
+  variables = jax.eval_shape(agent.init, jax.random.key(0))
+  changeable = {x.split('.')[1] for x in AGENTS[name].changeable}
+  assert changeable
+  assert changeable <= variables.hyperparams.keys()
