@@ -1,4 +1,4 @@
-"""Functions that all actor-critic agents use: acting, losses and ratios."""
+"""Functions that several agents use: acting, losses, ratios, rows, rewards."""
 
 from collections.abc import Callable, Mapping
 import math
