@@ -74,6 +74,14 @@ def _batch_size(config: ConfigDict, num_envs: int) -> tuple[int, str]:
   return num_envs * (config.unroll_length if unit == 'steps' else 1), unit
 
 
+def _replay_batch_size(config: ConfigDict) -> int:
+  """Returns the sequences of an optimiser step; 0 for an agent without memory.
+
+  The devices that learn must divide this number.
+  """
+  return config.get('replay', {}).get('batch_size', 0)
+
+
 def _check_minibatches(
   config: ConfigDict, num_envs: int, num_devices: int
 ) -> None:
@@ -122,6 +130,7 @@ def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
   for n in range(2, min(num_cores(), _MAX_CPU_DEVICES) + 1):
     num_envs, rest = divmod(config.env.num_envs, n * num_processes)
     size, _ = _batch_size(config, num_envs)
+    rest += _replay_batch_size(config) % (n * num_processes)
     # `config.check` refuses num_minibatches=0 later.
     if rest == 0 and size % max(1, config.get('num_minibatches', 1)) == 0:
       fitting.append(n)
@@ -189,9 +198,14 @@ def _default_devices(
     learners = tuple(i for i in range(num_local) if i not in actors) or actors
     # Use the largest number of devices that divides the batch, or else all.
     threads = _threads_per_device(config, len(actors), machine)
-    unit = len(actors) * threads * len(machine.hosts)
-    counts = range(1, len(learners) + 1)
-    fitting = [n for n in counts if config.env.num_envs % (unit * n) == 0]
+    num_hosts, batch_size = len(machine.hosts), _replay_batch_size(config)
+    unit = len(actors) * threads * num_hosts
+    fitting = [
+      n
+      for n in range(1, len(learners) + 1)
+      if config.env.num_envs % (unit * n) == 0
+      and batch_size % (num_hosts * n) == 0
+    ]
     learners = learners[: max(fitting, default=len(learners))]
   return actors, learners
 

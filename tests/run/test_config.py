@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from podrl.agents import AGENTS
-from podrl.run import build
+from podrl.run import build, devices
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster
 from podrl.run.config import (
@@ -178,3 +178,14 @@ def test_the_changeable_fields_of_an_agent_are_hyperparameters(name):
   changeable = {x.split('.')[1] for x in AGENTS[name].changeable}
   assert changeable
   assert changeable <= variables.hyperparams.keys()
+
+
+@pytest.mark.parametrize('batch_size,expected', [(20, 4), (66, 6), (24, 8)])
+def test_the_default_devices_divide_the_replay_batch(
+  batch_size, expected, monkeypatch
+):
+  monkeypatch.setattr(devices, 'num_cores', lambda: 12)
+  config = base_config('dqn')
+  config.env.num_envs = 24  # Without replay, there would be 8 devices.
+  config.replay.batch_size = batch_size
+  assert devices.num_cpu_devices(config) == expected
