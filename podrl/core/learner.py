@@ -289,9 +289,9 @@ def make_learner(
     storage, priorities = state.memory
     # Average here, because an update may take no optimiser step. All devices
     # must take the same branch: a device that learns waits for the others.
-    ready_share = memory.is_ready(state.memory).astype(jnp.float32)
-    ready_share, measured = all_mean((ready_share, measured))
-    is_ready = ready_share >= 1.0
+    waits = 1.0 - memory.is_ready(state.memory).astype(jnp.float32)
+    waiting_share, measured = all_mean((waits, measured))
+    is_ready = waiting_share == 0.0
     state = state._replace(memory=priorities)
 
     def take_steps(state):

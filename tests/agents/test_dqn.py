@@ -102,34 +102,52 @@ def test_targets_and_loss_by_hand(num_steps, is_double):
   np.testing.assert_allclose(output.priority, abs(error), rtol=1e-4)
 
 
-def test_atoms_have_the_mean_of_the_target():
+def _distributions(params, x, num_atoms):
+  """Computes the distributions of all actions in numpy, `[A, num_atoms]`."""
+  tree = jax.device_get(params['params'])
+  layer = tree['MLP_0']['Dense_0']
+  hidden = np.maximum(x @ layer['kernel'] + layer['bias'], 0)
+  action, state = tree['DenseGeneral_0'], tree['DenseGeneral_1']
+  outputs = np.tensordot(hidden, action['kernel'], 1) + action['bias']
+  outputs -= outputs.mean(axis=0)
+  outputs += np.tensordot(hidden, state['kernel'], 1) + state['bias']
+  assert outputs.shape == (4, num_atoms)
+  powers = np.exp(outputs)
+  return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def test_atoms_and_the_duelling_head_by_hand():
   agent = _agent(
-    n_steps=3, num_atoms=41, min_value=-4.0, max_value=4.0, duelling=True
+    n_steps=3, num_atoms=5, min_value=-2.0, max_value=2.0, duelling=True
   )
   variables = agent.init(jax.random.key(0))
   target = agent.init(jax.random.key(1)).params
-  sample = _sample(3)
+  # The untrained values are near 0, so make them larger.
+  variables, target = jax.tree.map(lambda x: 3 * x, (variables, target))
+  variables = variables.with_hyperparams({'gamma': jnp.float32(_GAMMA)})
+  sample, support = _sample(3), np.linspace(-2, 2, 5)
+  obs = sample.trajectory.timestep.obs
   batch = agent.prepare(variables, target, sample, None, lambda x: x)
-  np.testing.assert_allclose(jnp.sum(batch.target, -1), 1.0, rtol=1e-5)
-  # The untrained values are near 0, so the mean is near the rewards' sum.
-  mean = batch.target @ np.linspace(-4, 4, 41)
-  rewards = [x[0] for x in _by_hand(sample, 3)]
-  # Clipping at the ends changes the mean of a wide distribution.
-  np.testing.assert_allclose(mean, rewards, atol=1.2)
-  # The priority is the divergence: 0 for the target's own distribution.
   loss, output = agent.loss(variables, target, batch, None)
-  assert np.isfinite(loss) and (output.priority >= 0).all()
-  grads = jax.grad(lambda v: agent.loss(v, target, batch, None)[0])(
-    variables._replace(hyperparams={}, statistics=variables.statistics)
-  )
-  assert max(np.abs(x).max() for x in jax.tree.leaves(grads.params)) > 1e-3
-
-
-def test_a_duelling_head_adds_a_state_to_actions_of_mean_zero():
-  agent = _agent(duelling=True)
-  params = agent.init(jax.random.key(0)).params['params']
-  shapes = {jax.tree.leaves(x)[1].shape for k, x in params.items() if 'D' in k}
-  assert shapes == {(16, 4, 1), (16, 1, 1)}
+  losses, divergences = [], []
+  for b, (reward, discount, t) in enumerate(_by_hand(sample, 3)):
+    values = _distributions(variables.params, obs[t, b], 5) @ support
+    found = _distributions(target, obs[t, b], 5)[np.argmax(values)]
+    expected = np.zeros(5)
+    for atom, probability in zip(support, found):
+      place = np.clip(reward + discount * atom, -2, 2) + 2  # The spacing is 1.
+      low = int(np.floor(place))
+      expected[low] += (low + 1 - place) * probability
+      expected[min(low + 1, 4)] += (place - low) * probability
+    np.testing.assert_allclose(batch.target[b], expected, atol=1e-5)
+    action = sample.trajectory.action[0, b]
+    predicted = _distributions(variables.params, obs[0, b], 5)[action]
+    losses.append(-np.sum(expected * np.log(predicted)))
+    positive = expected > 0
+    ratio = expected[positive] / predicted[positive]
+    divergences.append(np.sum(expected[positive] * np.log(ratio)))
+  np.testing.assert_allclose(output.priority, divergences, rtol=1e-3, atol=1e-5)
+  np.testing.assert_allclose(loss, np.mean(batch.weight * losses), rtol=1e-4)
 
 
 def test_actions_are_random_as_often_as_epsilon_says():
