@@ -101,7 +101,11 @@ _STOPS = (
     _slow(['--agent=rainbow', *_REPLAY], 1, _STOPS),
     _slow(['--agent=r2d2', *_REPLAY], 4, _STOPS),
     _slow(['--agent=sac', *_REPLAY], 1, _STOPS),
-    _slow(['--agent=pqn', *helpers.MEMORY[1:]], 4, _STOPS),
+    _slow(
+      ['--agent=pqn', *helpers.MEMORY[1:], '--config.num_minibatches=2'],
+      4,
+      _STOPS,
+    ),
     _slow(['--agent=ppo'], 1, _STOPS),
     _slow(['--agent=ppo'], 4, _STOPS),
     _slow(helpers.MEMORY, 1, _STOPS),
