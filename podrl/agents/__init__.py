@@ -167,7 +167,7 @@ AGENTS = {
     unused=sac.UNUSED,
     changeable=sac.CHANGEABLE,
     check=sac.check,
-    target_update=sac.target_update,
+    target_update=dqn.target_update,
     sequence_length=lambda fields: 1,
   ),
 }

@@ -72,9 +72,12 @@ UNUSED = (*exploring.UNUSED, 'agent.lambda_', 'num_epochs', 'num_minibatches')
 
 
 def check_targets(fields: Mapping[str, Any]) -> None:
-  """Raises a ValueError if a field of the targets is out of range."""
+  """Raises a ValueError if a field of the targets is out of range.
+
+  SAC has only the field `agent.target_rate`.
+  """
   for name in ('n_steps', 'target_period'):
-    value = fields[f'agent.{name}']
+    value = fields.get(f'agent.{name}', 1)
     if value < 1:
       raise ValueError(f'config.agent.{name}={value} must be at least 1')
   rate = fields['agent.target_rate']
@@ -104,10 +107,16 @@ def check(fields: Mapping[str, Any]) -> None:
 
 
 def target_update(fields: Mapping[str, Any]) -> Callable[..., Any]:
-  """Returns what changes the target parameters after an optimiser step."""
+  """Returns what changes the target parameters after an optimiser step.
+
+  Without the field `agent.target_period`, they change after each step.
+  """
+  period, rate = (
+    fields.get('agent.target_period', 1),
+    fields['agent.target_rate'],
+  )
 
   def update(params: Array, target_params: Array, num_sgd_steps: Array) -> Any:
-    period, rate = fields['agent.target_period'], fields['agent.target_rate']
     params = optax.incremental_update(params, target_params, rate)
     return optax.periodic_update(params, target_params, num_sgd_steps, period)
 

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from podrl.agents import acting
 from podrl.networks import torsos
 from podrl.networks.q import QNetwork, make_network
 from podrl.types import (
@@ -100,12 +101,9 @@ def make_init(
   A run adds the hyperparameter 'num_updates', its number of updates.
   """
 
-  def init_variables(rng_key: chex.PRNGKey) -> Variables:
-    values = {k: jnp.float32(x) for k, x in hyperparams.items()}
-    values['num_updates'] = jnp.float32(1.0)
-    return Variables(init(rng_key), Statistics(jnp.zeros(())), values)
-
-  return init_variables
+  init_variables = acting.make_init(init, **hyperparams, num_updates=1.0)
+  statistics = Statistics(jnp.zeros(()))
+  return lambda rng_key: init_variables(rng_key)._replace(statistics=statistics)
 
 
 def epsilon(variables: Variables) -> Array:
@@ -122,6 +120,16 @@ def absorb(variables: Variables, measured: Tree) -> Variables:
   del measured
   count = variables.statistics.num_updates + 1.0
   return variables._replace(statistics=Statistics(count))
+
+
+def choose(values: Array, action: Array) -> Array:
+  """Returns the values of the chosen actions, `[...]`.
+
+  Args:
+    values: `[..., A]` float32.
+    action: `[...]`, an integer for each choice.
+  """
+  return jnp.take_along_axis(values, action[..., None], axis=-1)[..., 0]
 
 
 def explore(rng_key: chex.PRNGKey, values: Array, probability: Array) -> Array:

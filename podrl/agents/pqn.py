@@ -157,8 +157,7 @@ def make_agent(
     obs = unflatten(batch.obs, network.obs, 2)
     outputs, _ = network.unroll(variables.params, obs, batch.is_first, carry)
     values = to_values(outputs)
-    action = batch.action[..., None]
-    value = jnp.take_along_axis(values, action, axis=-1)[..., 0]
+    value = exploring.choose(values, batch.action)
     value_mean = jnp.mean(batch.weight * jnp.max(values, axis=-1))
     metrics: Metrics = {'value': value_mean}
     return losses.value(value, batch.target, batch.weight), LossOutput(metrics)

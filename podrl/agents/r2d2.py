@@ -236,15 +236,14 @@ def make_agent(
     timestep, actions, carry, target_values = _swap_axes(batch[:-1])
     carry = jax.tree.map(lambda x: x[0], carry)
     all_values, _ = unroll(params, timestep.obs, timestep.is_first, carry)
-    indices = actions[..., None]
-    values = jnp.take_along_axis(all_values[:-1], indices, axis=-1)[..., 0]
+    values = exploring.choose(all_values[:-1], actions)
 
     # As in double DQN, the online network chooses the actions of the targets.
-    best = jnp.argmax(all_values, axis=-1, keepdims=True)
-    following = jnp.take_along_axis(target_values, best, axis=-1)
+    best = jnp.argmax(all_values, axis=-1)
+    following = exploring.choose(target_values, best)
     weight = returns.weights(timestep)
     target = returns.n_step(
-      inverse(following[..., 0]),
+      inverse(following),
       acting.clip_reward(timestep.reward[1:], fields['reward_clip']),
       hyperparams['gamma'] * timestep.discount[1:],
       weight,

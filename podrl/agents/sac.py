@@ -9,9 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from podrl.agents import dqn
+from podrl.agents import dqn, exploring
 from podrl.agents.acting import clip_reward, make_init
 from podrl.core import distributions, returns
 from podrl.networks import torsos
@@ -58,19 +57,7 @@ COMMENTS = {
   'agent.initial_temperature': 'Weight of the entropy at the start; above 0.',
 }
 
-UNUSED = (
-  'agent.entropy_cost',
-  'agent.value_cost',
-  'agent.lambda_',
-  'network.shared_torso',
-  'network.recurrent',
-  'network.memory_steps',
-  'network.distribution',
-  'network.state_dependent_scale',
-  'network.initial_scale',
-  'num_epochs',
-  'num_minibatches',
-)
+UNUSED = (*dqn.UNUSED, 'network.recurrent', 'network.memory_steps')
 CHANGEABLE = ('agent.gamma', 'agent.target_entropy')
 
 # See `AgentEntry.kinds`.
@@ -89,11 +76,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field is out of range."""
-  rate = fields['agent.target_rate']
-  if not 0 < rate <= 1:
-    raise ValueError(
-      f'config.agent.target_rate={rate} must be more than 0 and at most 1'
-    )
+  dqn.check_targets(fields)
   temperature = fields['agent.initial_temperature']
   if not 0 < temperature < math.inf:
     raise ValueError(
@@ -104,17 +87,6 @@ def check(fields: Mapping[str, Any]) -> None:
       f'config.agent.target_entropy={fields["agent.target_entropy"]} must be '
       'finite'
     )
-
-
-def target_update(fields: Mapping[str, Any]) -> Callable[..., Any]:
-  """Returns what changes the target parameters after an optimiser step."""
-
-  def update(params: Array, target_params: Array, num_sgd_steps: Array) -> Any:
-    del num_sgd_steps
-    rate = fields['agent.target_rate']
-    return optax.incremental_update(params, target_params, rate)
-
-  return update
 
 
 class Extras(NamedTuple):
@@ -292,8 +264,8 @@ def make_agent(
     params, weight = variables.params, batch.weight
     if is_discrete:
       values = critic.apply(params.critic, batch.obs)
-      index = jnp.broadcast_to(batch.sample, values.shape[:2])[..., None]
-      values = jnp.take_along_axis(values, index, axis=-1)[..., 0]
+      action = jnp.broadcast_to(batch.sample, values.shape[:2])
+      values = exploring.choose(values, action)
     else:
       action = inner.to_action(batch.sample).reshape(len(weight), -1)
       values = critic.apply(params.critic, batch.obs, action)
