@@ -140,6 +140,9 @@ class EnvSpec(NamedTuple):
     frame_skip: raw frames per environment step.
     max_episode_steps: the number of steps after which an episode is truncated;
       0 or 2**31 - 1 means never.
+    frame_stack: S, the number of frames on axis 0 of the observation, the
+      newest one last. Each observation is the previous one moved on by one
+      frame, or S copies of one frame. 1 means that no frames are stacked.
     observe: `(obs) -> obs`, runs on the device. It converts observations
       `[B, ...]` from the library's format to the format that the attribute
       `obs` describes; for example, a category becomes a one-hot vector.
@@ -153,6 +156,7 @@ class EnvSpec(NamedTuple):
   action: Discrete | MultiDiscrete | Box
   frame_skip: int
   max_episode_steps: int
+  frame_stack: int = 1
   observe: Callable[[Tree], Tree] = lambda obs: obs
   to_library: Callable[[Array], Array] = lambda action: action
 

@@ -34,9 +34,10 @@ class SizeError(ValueError):
 class Rows(NamedTuple):
   """What a memory stores of each time step; leaves `[R, B, ...]`."""
 
-  timestep: TimeStep  # The observations are vectors.
+  timestep: TimeStep  # The observations are vectors, of the newest frame only.
   action: Array
   extras: Tree
+  restart: Tree  # Bool, whether all frames are the same; `()` without stacks.
 
 
 class Storage(NamedTuple):
@@ -47,13 +48,35 @@ class Storage(NamedTuple):
   num_rows: Array  # Int32 `[]`, rows that are in use, up to R.
   env_index: Array  # Int32 `[1, B]`, of each column's latest unroll.
   num_steps: Array  # Int32 `[1, B]`, steps of the environment until `head`.
-  age: Array  # Int32 `[1, B]`, latest rows that are neighbours, up to R.
+  # Int32 `[1, B]`, latest rows that are neighbours, up to R. If it is negative,
+  # the next rows cannot begin a sequence, because their stacks are not known.
+  age: Array
 
 
-def _as_rows(trajectory: Trajectory) -> Rows:
+def _as_rows(trajectory: Trajectory, frame_stack: int) -> Rows:
   timestep = trajectory.timestep
-  timestep = timestep._replace(obs=flatten(timestep.obs, 2))
-  return Rows(timestep, trajectory.action, trajectory.extras)
+  obs = flatten(timestep.obs, 2)
+  restart: Tree = ()
+  if frame_stack > 1:
+    frames = obs.reshape(*obs.shape[:2], frame_stack, -1)
+    obs = frames[:, :, -1]
+    restart = jnp.all(frames == frames[:, :, -1:], axis=(2, 3))
+  timestep = timestep._replace(obs=obs)
+  return Rows(timestep, trajectory.action, trajectory.extras, restart)
+
+
+def _stack(rows: Rows, row: Array, column: Array, frame_stack: int) -> Tree:
+  """Returns observations `[L + 1, N, D]`; row, column: int32 `[L + 1, N]`."""
+  ring = rows.timestep.obs
+  newest = jax.tree.map(lambda x: x[row, column], ring)
+  if frame_stack == 1:
+    return newest
+  frames = [newest]
+  for _ in range(frame_stack - 1):
+    # If all frames of a stack are the same, earlier rows do not belong to it.
+    row = jnp.where(rows.restart[row, column], row, row - 1) % len(ring)
+    frames.append(ring[row, column])
+  return jnp.concatenate(frames[::-1], axis=-1)
 
 
 def _choose(sums: Array, uniform: Array) -> Array:
@@ -77,6 +100,7 @@ def make_ring(
   batch_size: int,
   sequence_length: int = 1,
   priority_exponent: float = 0.0,
+  frame_stack: int = 1,
 ) -> Memory:
   """Makes a memory that samples sequences by their priorities.
 
@@ -96,6 +120,7 @@ def make_ring(
     sequence_length: L, transitions of a sequence.
     priority_exponent: 0 samples all sequences with the same probability, and
       then all weights are 1.
+    frame_stack: see `EnvSpec.frame_stack`. The memory stores each frame once.
 
   Raises:
     SizeError: in `init`, if the capacity is too small for one unroll and one
@@ -109,15 +134,15 @@ def make_ring(
     unroll_length, num_columns = example.timestep.reward.shape
     unroll_length -= 1
     num_rows = -(-capacity // (num_columns * unroll_length)) * unroll_length
-    if num_rows < unroll_length + length + 1:
-      least = (unroll_length + length + 1) * num_columns
+    least = unroll_length + length + frame_stack
+    if num_rows < least:
       raise SizeError(
         f'a memory of {capacity} steps per device is too small for unrolls of '
         f'{unroll_length} steps of {num_columns} environments and sequences of '
-        f'{length} steps; it needs {least}'
+        f'{length} steps; it needs {least * num_columns}'
       )
     # The example may consist of `jax.ShapeDtypeStruct`s.
-    stored = jax.eval_shape(_as_rows, example)
+    stored = jax.eval_shape(lambda x: _as_rows(x, frame_stack), example)
     rows = jax.tree.map(
       lambda x: jnp.zeros((num_rows, num_columns, *x.shape[2:]), x.dtype),
       stored,
@@ -137,13 +162,15 @@ def make_ring(
     follows = (trajectory.env_index == storage.env_index) & (
       trajectory.num_steps == storage.num_steps
     )
-    age = jnp.where(follows, storage.age, 0)
     largest = jnp.max(priorities)
     largest = jnp.where(largest > 0.0, largest, 1.0)
 
     # The unroll's last time step has no action yet. The next unroll begins with
     # the same time step and completes the row.
-    unroll = _as_rows(trajectory)
+    unroll = _as_rows(trajectory, frame_stack)
+    is_known = unroll.restart[:1] if frame_stack > 1 else True
+    first_age = jnp.where(is_known, 0, 1 - frame_stack)
+    age = jnp.where(follows, storage.age, first_age)
     last = (head + unroll_length) % size
 
     def write(ring: Array, x: Array) -> Array:
@@ -163,7 +190,8 @@ def make_ring(
     # If the column does not go on, this sequence has lost its last row.
     broken = jnp.where(follows[0], priorities[at(-length)], 0.0)
     priorities = priorities.at[at(-length)].set(broken)
-    overwritten = jnp.arange(unroll_length + 1)
+    # The oldest rows that remain have lost a part of their stack.
+    overwritten = jnp.arange(unroll_length + frame_stack)
     priorities = priorities.at[at(overwritten)].set(0.0)
     completed = jnp.arange(unroll_length) - length + 1
     is_whole = completed[:, None] >= -age
@@ -208,10 +236,13 @@ def make_ring(
       weight *= (number * probability) ** exponent
       weight /= jnp.maximum(jnp.max(weight), 1e-8)
     places = (row[None] + jnp.arange(length + 1)[:, None]) % size
-    found = jax.tree.map(lambda x: x[places, column[None]], storage.rows)
-    timestep = found.timestep
-    timestep = timestep._replace(obs=unflatten(timestep.obs, obs, 2))
-    action, extras = jax.tree.map(lambda x: x[:-1], found[1:])
+    rows = storage.rows
+    timestep = jax.tree.map(lambda x: x[places, column[None]], rows.timestep)
+    vectors = _stack(rows, places, column[None], frame_stack)
+    timestep = timestep._replace(obs=unflatten(vectors, obs, 2))
+    action, extras = jax.tree.map(
+      lambda x: x[places[:-1], column[None]], (rows.action, rows.extras)
+    )
     trajectory = Trajectory(timestep, action, extras, (), (), ())
     return Sample(trajectory, row * num_columns + column, weight)
 

@@ -103,6 +103,10 @@ def _check(
     int(config.get('frame_skip', 1)),
     int(config['max_episode_steps']),
   )
+  # Tests show that Atari's stacks are as `EnvSpec.frame_stack` says.
+  module = envpool.registration.registry.specs[name][0]
+  if module == 'envpool.atari':
+    spec = spec._replace(frame_stack=config['stack_num'])
   return spec, options
 
 

@@ -125,8 +125,8 @@ def env_spec(
     action,
     frame_skip,
     max_episode_steps,
-    functools.partial(observe, obs_space),
-    to_library_action(library_action_space),
+    observe=functools.partial(observe, obs_space),
+    to_library=to_library_action(library_action_space),
   )
 
 

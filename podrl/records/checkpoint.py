@@ -29,7 +29,7 @@ from podrl.records import workdir
 from podrl.records.workdir import Record, WriteError
 from podrl.types import LearnerState, Tree, Variables
 
-_FORMAT = 6  # Version of the checkpoint format; podrl reads only this one.
+_FORMAT = 7  # Version of the checkpoint format; podrl reads only this one.
 _EXTRA_BYTES = 2**20  # Size of a checkpoint without its arrays.
 _MAX_REASON = 200  # A message contains at most this much of an orbax error.
 

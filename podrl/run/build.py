@@ -170,6 +170,7 @@ def make_learner(
     )
   ring = memory.make_ring(
     spec.obs,
+    frame_stack=spec.frame_stack,
     capacity=-(-config.replay.capacity_steps // num_devices),
     min_steps=-(-config.replay.min_steps // num_devices),
     batch_size=batch_size // num_devices,

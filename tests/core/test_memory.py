@@ -110,6 +110,78 @@ def test_samples_are_all_whole_sequences_and_no_others(length, capacity):
   assert update > 15
 
 
+def _frame(env, step):
+  return (50 * env + step) % 251
+
+
+def _frame_stack(env, step, size):
+  """Returns the latest frames; each seventh step begins a new stack."""
+  begin = step - step % 7
+  return [_frame(env, max(begin, step - i)) for i in range(size)][::-1]
+
+
+def test_stacks_are_those_of_a_plain_list_and_each_frame_is_stored_once():
+  rng = np.random.default_rng(0)
+  length, unroll_length, size = 2, 4, 3
+  obs = jax.ShapeDtypeStruct((size, 1), jnp.uint8)
+  memory = make_ring(
+    obs,
+    capacity=48,
+    min_steps=1,
+    batch_size=2048,
+    sequence_length=length,
+    frame_stack=size,
+  )
+  add, sample = jax.jit(memory.add), jax.jit(memory.sample)
+
+  def make_unroll(columns, num_steps):
+    unroll = _unroll(columns, num_steps, unroll_length)
+    stacks = [
+      [_frame_stack(e, n + t, size) for e, n in zip(columns, num_steps)]
+      for t in range(unroll_length + 1)
+    ]
+    stacks = np.array(stacks, np.uint8)[..., None]
+    return unroll._replace(timestep=unroll.timestep._replace(obs=stacks))
+
+  model = _Model(2, 24, length)
+  next_steps, columns = np.zeros(3, int), [0, 1]
+  state = memory.init(make_unroll(columns, next_steps[columns]))
+  assert state[0].rows.timestep.obs.shape == (24, 2, 1)
+  num_missing = 0
+  for update in range(20):
+    if rng.random() < 0.2:
+      columns = [[0, 1], [2, 1], [0, 2]][rng.integers(3)]
+    if rng.random() < 0.2:
+      next_steps[columns[0]] += unroll_length
+    unroll = make_unroll(columns, next_steps[columns])
+    next_steps[columns] += unroll_length
+    model.add(unroll)
+    state = add(state, unroll)
+    found = sample(state, jax.random.key(update), {})
+    timestep = found.trajectory.timestep
+    first = np.asarray(timestep.reward[0]).astype(int)
+    for n in range(len(first)):
+      env, step = divmod(first[n], 100)
+      expected = [_frame_stack(env, step + t, size) for t in range(length + 1)]
+      np.testing.assert_array_equal(timestep.obs[:, n, :, 0], expected)
+
+    # Only sequences whose first stack is not complete are missing.
+    seen = {divmod(x, 100) for x in first}
+    assert seen <= model.sequences()
+    places = {
+      (env, step): (piece, row)
+      for column in model.columns
+      for row, (env, step, piece) in enumerate(column)
+    }
+    for env, step in model.sequences() - seen:
+      num_missing += 1
+      piece, row = places[env, step]
+      oldest = max(step - size + 1, step - step % 7)
+      is_complete = places.get((env, oldest), (-1,))[0] == piece
+      assert not is_complete or row < size - 1
+  assert num_missing > 10 and next_steps.max() < 100
+
+
 def _filled(**options):
   memory = _make(capacity=64, batch_size=20_000, **options)
   state = memory.init(_unroll([0, 1, 2, 3], [0] * 4, 4))

@@ -82,10 +82,28 @@ def test_an_atari_spec():
   assert spec.obs == jax.ShapeDtypeStruct((4, 84, 84), np.uint8)
   assert spec.channels_first and spec.action == Discrete(6)
   assert (spec.frame_skip, spec.max_episode_steps) == (4, 27_000)
-  assert adapter.make_spec(
-    'Pong-v5', img_height=42, img_width=40, stack_num=2
-  ).obs.shape == (2, 42, 40)
+  small = adapter.make_spec('Pong-v5', img_height=42, img_width=40, stack_num=2)
+  assert small.obs.shape == (2, 42, 40)
+  assert (spec.frame_stack, small.frame_stack) == (4, 2)
+  assert adapter.make_spec('CartPole-v1').frame_stack == 1
   assert not adapter.make_spec('CarRacing-v3').channels_first
+
+
+@pytest.mark.parametrize(
+  'options', [{}, {'episodic_life': True, 'gray_scale': False, 'stack_num': 3}]
+)
+def test_a_stack_moves_on_by_a_frame_or_repeats_one(options):
+  size = {'img_height': 30, 'img_width': 20}
+  env, timesteps, _ = _random_walk('Breakout-v5', 400, **size, **options)
+  num_stacks, num_frames = 0, env.spec.frame_stack
+  stacks = [x.obs.reshape(4, num_frames, -1, 30, 20) for x in timesteps]
+  for last, stack in zip(stacks, stacks[1:]):
+    moves_on = (stack[:, :-1] == last[:, 1:]).all((1, 2, 3, 4))
+    repeats = (stack == stack[:, -1:]).all((1, 2, 3, 4))
+    assert (moves_on | repeats).all()
+    num_stacks += (~repeats).sum()
+  assert num_stacks > 1000
+  assert sum(x.is_first.sum() for x in timesteps) > 8
 
 
 @pytest.mark.parametrize(
