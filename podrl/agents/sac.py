@@ -263,9 +263,9 @@ def make_agent(
     del target_params
     params, weight = variables.params, batch.weight
     if is_discrete:
-      all_values = critic.apply(params.critic, batch.obs)
-      action = jnp.broadcast_to(batch.sample, all_values.shape[:2])
-      values = exploring.choose(all_values, action)
+      values = critic.apply(params.critic, batch.obs)
+      category = jnp.broadcast_to(batch.sample, values.shape[:2])
+      values = exploring.choose(values, category)
     else:
       action = inner.to_action(batch.sample).reshape(len(weight), -1)
       values = critic.apply(params.critic, batch.obs, action)
