@@ -88,7 +88,8 @@ def _choose(sums: Array, uniform: Array) -> Array:
   """
   below = jnp.nextafter(sums[-1], 0.0)  # An item after the last has no part.
   place = jnp.minimum(uniform * sums[-1], below)
-  index = jnp.searchsorted(sums, place, side='right', method='scan_unrolled')
+  method = 'compare_all' if len(sums) <= 64 else 'scan_unrolled'
+  index = jnp.searchsorted(sums, place, side='right', method=method)
   return jnp.minimum(index, len(sums) - 1).astype(jnp.int32)
 
 
@@ -247,6 +248,8 @@ def make_ring(
     return Sample(trajectory, row * num_columns + column, weight)
 
   def prioritise(priorities: jax.Array, index: Array, priority: Array) -> Array:
+    if not priority_exponent:
+      return priorities
     row, column = jnp.divmod(index, priorities.shape[1])
     # A sequence that is not valid keeps the priority 0, and others never get 0.
     new = jnp.maximum(priority, 1e-6) ** priority_exponent
