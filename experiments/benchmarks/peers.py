@@ -1,8 +1,9 @@
-"""Compares PPO of podrl with PPO of rejax: speed, and learning curves.
+"""Compares agents of podrl with those of rejax: speed, and learning curves.
 
   python experiments/benchmarks/peers.py [--compare=speed|learning]
-      [--tasks=CartPole-v1,Breakout-MinAtar] [--num_envs=64] [--repeats=7]
-      [--num_seeds=20] [--total_env_steps=500000] [--directory=runs/peers]
+      [--agent=ppo|pqn|dqn] [--tasks=CartPole-v1,Breakout-MinAtar]
+      [--num_envs=64] [--repeats=7] [--num_seeds=20]
+      [--total_env_steps=500000] [--directory=runs/peers]
 
 Both train the same network with the same settings, on one device. rejax needs
 an older gymnax, so the program installs rejax into an environment of its own,
@@ -12,8 +13,8 @@ in `directory`. This needs access to a package index.
 second, of the CPU time per step, and of the ratios. CPU time changes less than
 wall time if other programs use the same cores.
 
-`learning` trains `num_seeds` agents with each, and prints the mean area under
-the learning curves, which is the mean return during training.
+`learning` trains `num_seeds` agents of PPO with each, and prints the mean area
+under the learning curves, which is the mean return during training.
 """
 
 from collections.abc import Sequence
@@ -27,15 +28,21 @@ from typing import Any
 import venv
 
 from absl import app, flags
+import jax
 import numpy as np
-import throughput
 
+from podrl.records import workdir
 from podrl.records.terminal import compact
+from podrl.run import build
+from podrl.run.config import base_config
 from podrl.run.evaluation import bootstrap
 from podrl.tools import plot
 
 _COMPARE = flags.DEFINE_enum(
   'compare', 'speed', ['speed', 'learning'], 'what to compare'
+)
+_AGENT = flags.DEFINE_enum(
+  'agent', 'ppo', ['ppo', 'pqn', 'dqn'], 'agent; `learning` needs ppo'
 )
 _TASKS = flags.DEFINE_list(
   'tasks',
@@ -45,6 +52,10 @@ _TASKS = flags.DEFINE_list(
 _DIRECTORY = flags.DEFINE_string(
   'directory', 'runs/peers', 'directory for the environment and the runs'
 )
+_NUM_ENVS = flags.DEFINE_list(
+  'num_envs', ['64'], 'numbers of environments, with one row for each'
+)
+_REPEATS = flags.DEFINE_integer('repeats', 7, 'measurements of speed', 1)
 _NUM_SEEDS = flags.DEFINE_integer('num_seeds', 20, 'seeds for learning', 1)
 _TOTAL = flags.DEFINE_integer(
   'total_env_steps', 500_000, 'environment steps for learning', 1
@@ -53,20 +64,60 @@ _TOTAL = flags.DEFINE_integer(
 _EXPERIMENTS = pathlib.Path(__file__).resolve().parent.parent
 _NUM_POINTS = 20  # Evaluations of a learning curve.
 _SECONDS = 1.5  # One measurement takes about this long.
-_SETTINGS = {
-  'unroll_length': 128,
-  'num_epochs': 4,
-  'learning_rate': 5e-4,
-  'gamma': 0.99,
-  'lambda_': 0.95,
-  'clip': 0.2,
-  'entropy_cost': 0.01,
-  'value_cost': 0.5,
-}
+_MAX_UPDATES = 1024  # One measurement has at most this many.
+
+
+def _settings(task: str, num_envs: int) -> dict[str, Any]:
+  """Returns the fields of podrl's configuration; rejax gets the same values."""
+  settings = {
+    'env.name': task,
+    'env.num_envs': num_envs,
+    'network.name': 'mlp',
+    'network.hidden_sizes': (64, 64),
+    'num_devices': 1,
+    'optimizer.anneal': False,
+    'agent.gamma': 0.99,
+    'agent.normalize_reward': False,
+    'agent.normalize_observation': False,
+  }
+  if _AGENT.value == 'ppo':
+    return settings | {
+      'unroll_length': 128,
+      'num_epochs': 4,
+      # With 128 environments or more, each minibatch has 4,096 steps.
+      'num_minibatches': max(4, num_envs // 32),
+      'agent.lambda_': 0.95,
+      'agent.clip': 0.2,
+      'agent.entropy_cost': 0.01,
+      'agent.value_cost': 0.5,
+      'optimizer.learning_rate': 5e-4,
+      'optimizer.max_grad_norm': 0.0,
+    }
+  if _AGENT.value == 'pqn':
+    return settings | {
+      'unroll_length': 64,
+      'num_epochs': 4,
+      'num_minibatches': 16,
+      'agent.lambda_': 0.95,
+      'optimizer.learning_rate': 3e-4,
+      'optimizer.max_grad_norm': 10.0,
+    }
+  unroll_length = max(1, 64 // num_envs)
+  return settings | {
+    'unroll_length': unroll_length,
+    'agent.n_steps': 1,
+    'optimizer.learning_rate': 1e-3,
+    'optimizer.max_grad_norm': 10.0,
+    'replay.capacity_steps': 100_000 // num_envs * num_envs,
+    'replay.min_steps': 1000,
+    'replay.batch_size': 128,
+    # One step of the optimiser for 4 steps of the environments.
+    'replay.sgd_steps_per_update': unroll_length * num_envs // 4,
+  }
 
 
 class Rejax:
-  """A process that trains rejax's PPO."""
+  """A process that trains an agent of rejax."""
 
   def __init__(self, settings: dict[str, Any]):
     python = os.path.join(_DIRECTORY.value, 'rejax', 'bin', 'python')
@@ -78,7 +129,7 @@ class Rejax:
       )
     script = pathlib.Path(__file__).with_name('peers_rejax.py')
     self._process = subprocess.Popen(
-      [python, str(script), json.dumps(settings)],
+      [python, str(script), _AGENT.value, json.dumps(settings)],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
@@ -104,14 +155,17 @@ class Rejax:
 
 def _speed(task: str, num_envs: int) -> tuple[str, ...]:
   """Measures both in turn; returns a row of the table."""
-  config = throughput.get_config(task, num_envs)
-  config.num_devices = 1
-  parts, num_params, _ = throughput.programs(config)
-  settings = _SETTINGS | {
-    'env': task,
-    'num_envs': num_envs,
-    'num_minibatches': config.num_minibatches,
-  }
+  settings = _settings(task, num_envs)
+  config = base_config(_AGENT.value)
+  config.update_from_flattened_dict(settings)
+  config.log.every_updates = _MAX_UPDATES
+  config.compilation_cache = 'off'
+  build.set_up_jax(config)
+  run = build.make_run(config)
+  driver, steps = run.driver, run.steps_per_update
+  driver.start()
+  leaves = jax.tree.leaves(driver.learner.variables.params)
+  num_params = sum(x.size for x in leaves)
   rejax = Rejax(settings)
   if rejax.num_params != num_params:
     raise ValueError(
@@ -120,20 +174,21 @@ def _speed(task: str, num_envs: int) -> tuple[str, ...]:
 
   def train(num_updates: int) -> dict[str, float]:
     seconds, cpu_seconds = time.perf_counter(), time.process_time()
-    parts['training'](num_updates)
+    driver.advance(num_updates)
     return {
       'seconds': time.perf_counter() - seconds,
       'cpu_seconds': time.process_time() - cpu_seconds,
     }
 
   sides = [train, lambda num_updates: rejax.ask('train', num_updates)]
+  num_first = 1 + settings.get('replay.min_steps', 0) // steps
   counts = []
   for side in sides:
-    side(1)
-    counts.append(max(1, round(_SECONDS / side(1)['seconds'])))
-  steps = num_envs * config.unroll_length
+    side(num_first)  # It compiles, and then it fills the memory.
+    seconds = side(num_first)['seconds'] / num_first
+    counts.append(min(_MAX_UPDATES, max(1, round(_SECONDS / seconds))))
   found = []
-  for _ in range(throughput._REPEATS.value):
+  for _ in range(_REPEATS.value):
     for side, num_updates in zip(sides, counts):
       answer = side(num_updates)
       num_steps = num_updates * steps
@@ -141,6 +196,7 @@ def _speed(task: str, num_envs: int) -> tuple[str, ...]:
         (num_steps / answer['seconds'], answer['cpu_seconds'] / num_steps * 1e6)
       )
   rejax.close()
+  driver.close()
   values = np.array(found).reshape(-1, 2, 2)  # [repeats, sides, metrics]
   ratios = np.median(values[:, 0] / values[:, 1], axis=0)
   (ours, our_cpu), (theirs, their_cpu) = np.median(values, axis=0)
@@ -158,36 +214,20 @@ def _speed(task: str, num_envs: int) -> tuple[str, ...]:
 
 def _learning(task: str, num_envs: int) -> tuple[str, ...]:
   """Trains both with all seeds; returns a row of the table."""
-  num_seeds, steps = _NUM_SEEDS.value, num_envs * _SETTINGS['unroll_length']
+  settings = _settings(task, num_envs) | {'num_minibatches': 4}
+  num_seeds, steps = _NUM_SEEDS.value, num_envs * settings['unroll_length']
   num_updates = -(-_TOTAL.value // (steps * _NUM_POINTS)) * _NUM_POINTS
-  settings = _SETTINGS | {
-    'env': task,
-    'num_envs': num_envs,
-    'num_minibatches': 4,
-  }
+  total = num_updates * steps
   path = f'{_DIRECTORY.value}/{task}-{num_envs}-{num_seeds}-{num_updates}'
-  fields = {
-    'env.name': task,
-    'env.num_envs': num_envs,
-    'network.name': 'mlp',
-    'optimizer.learning_rate': settings['learning_rate'],
-    'optimizer.anneal': False,
-    'optimizer.max_grad_norm': 0.0,
-    'total_env_steps': num_updates * steps,
-    'eval.every_env_steps': num_updates * steps // _NUM_POINTS,
+  fields = settings | {
+    'total_env_steps': total,
+    'eval.every_env_steps': total // _NUM_POINTS,
     'eval.num_episodes': 128,
     'eval.greedy': False,
     'num_seeds': num_seeds,
-    'num_devices': 1,
     'log.tensorboard': False,
-    'agent.normalize_reward': False,
   }
-  fields |= {
-    x: settings[x] for x in ('unroll_length', 'num_epochs', 'num_minibatches')
-  }
-  for name in ('gamma', 'lambda_', 'clip', 'entropy_cost', 'value_cost'):
-    fields[f'agent.{name}'] = settings[name]
-  if not os.path.exists(f'{path}/summary.json'):
+  if not workdir.is_finished(path, total):
     subprocess.run(
       [
         sys.executable,
@@ -200,13 +240,13 @@ def _learning(task: str, num_envs: int) -> tuple[str, ...]:
     )
   paths = [f'{path}/seed_{i}' for i in range(num_seeds)]
   series = [plot.read_run(x).series('env_steps', 'eval_return') for x in paths]
-  grid = np.arange(1, _NUM_POINTS + 1) * (num_updates * steps // _NUM_POINTS)
+  grid = np.arange(1, _NUM_POINTS + 1) * (total // _NUM_POINTS)
   ours = np.array([np.interp(grid, *x) for x in series])
   rejax = Rejax(settings)
   answer = rejax.ask('curves', num_seeds, _NUM_POINTS, num_updates)
   rejax.close()
   theirs = np.array(answer['returns'])
-  cells = [task, str(num_seeds), compact(num_updates * steps)]
+  cells = [task, str(num_seeds), compact(total)]
   for curves in (ours, theirs):
     areas = curves.mean(axis=1)
     low, high = bootstrap(areas)
@@ -241,11 +281,13 @@ _COLUMNS = {
 def main(argv: Sequence[str]) -> None:
   """Measures, and prints a table of Markdown."""
   del argv
+  if _COMPARE.value == 'learning' and _AGENT.value != 'ppo':
+    raise app.UsageError('--compare=learning needs --agent=ppo')
   measure = {'speed': _speed, 'learning': _learning}[_COMPARE.value]
   columns = _COLUMNS[_COMPARE.value]
   print(f'| {" | ".join(columns)} |\n|{"---|" * len(columns)}', flush=True)
   for task in _TASKS.value:
-    for num_envs in map(int, throughput._NUM_ENVS.value or ['64']):
+    for num_envs in map(int, _NUM_ENVS.value):
       print(f'| {" | ".join(measure(task, num_envs))} |', flush=True)
 
 
