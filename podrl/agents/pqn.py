@@ -67,7 +67,7 @@ KINDS['large image'] = KINDS['small image'] | {
   'optimizer.learning_rate': 2.5e-4,
 }
 KINDS['large image on a CPU'] = {
-  'total_env_steps': 5_000_000,
+  'total_env_steps': 2_000_000,
   'env.num_envs': 32,
   'num_minibatches': 8,
   'agent.final_epsilon': 0.01,
