@@ -232,6 +232,28 @@ def test_new_sequences_get_the_largest_priority():
   np.testing.assert_allclose(after[12:16], 3.0)  # The square root of 9.
 
 
+@pytest.mark.parametrize('num_columns', [1, 3, 7, 64, 150])
+def test_samples_of_any_number_of_columns_follow_the_priorities(num_columns):
+  columns = np.arange(num_columns)
+  memory = _make(
+    capacity=12 * num_columns, batch_size=50_000, priority_exponent=1.0
+  )
+  unroll = _unroll(columns, 0 * columns, 4)
+  storage, priorities = memory.add(memory.init(unroll), unroll)
+  index = jnp.flatnonzero(priorities > 0.0)
+  raw = np.random.default_rng(0).exponential(size=index.size) + 0.1
+  raw[::3] = 1e-6  # These are almost never in a sample.
+  raw = raw.astype(np.float32)
+  priorities = memory.prioritise(priorities, index, raw)
+  hyperparams = {'importance_exponent': jnp.float32(0.0)}
+  sample = memory.sample((storage, priorities), jax.random.key(1), hyperparams)
+  counts = np.bincount(sample.index, minlength=priorities.size)[index]
+  assert counts.sum() == 50_000 and counts[::3].sum() < 10
+  likely, expected = (np.delete(x, slice(0, None, 3)) for x in (counts, raw))
+  expected *= likely.sum() / expected.sum()
+  assert stats.chisquare(likely, expected, sum_check=False).pvalue > 0.01
+
+
 def test_the_memory_is_ready_after_enough_steps():
   memory = _make(capacity=24, min_steps=12)
   state = memory.init(_unroll([0, 1], [0, 0], 3))
