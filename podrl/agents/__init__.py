@@ -9,6 +9,7 @@ from podrl.agents import (
   dqn,
   exploring,
   impala,
+  muzero,
   ppo,
   pqn,
   r2d2,
@@ -25,9 +26,9 @@ class AgentEntry(NamedTuple):
 
   Attributes:
     make_agent: `(spec, fields, network_fields) -> Agent`. `fields` has the
-      fields `agent.*` and `replay.*` by short name, and `network_fields` has
-      the fields `network.*`. It raises a ValueError if the agent or its network
-      does not fit the environment.
+      fields `agent.*`, `replay.*` and `search.*` by short name, and
+      `network_fields` has the fields `network.*`. It raises a ValueError if
+      the agent or its network does not fit the environment.
     defaults: values of configuration fields, by dotted name. The agent adds
       these fields to the base configuration or changes their values. An
       Anakin run ignores the fields of Sebulba, such as `sebulba.max_lag`.
@@ -67,8 +68,8 @@ class AgentEntry(NamedTuple):
 
     Args:
       spec: describes the environment.
-      fields: the fields `agent.*` and `replay.*` by short name, without
-        `agent.name`.
+      fields: the fields `agent.*`, `replay.*` and `search.*` by short name,
+        without `agent.name`.
       network_fields: the fields `network.*` by short name.
 
     Raises:
@@ -169,5 +170,16 @@ AGENTS = {
     check=sac.check,
     target_update=dqn.target_update,
     sequence_length=lambda fields: 1,
+  ),
+  'muzero': AgentEntry(
+    muzero.make_agent,
+    muzero.DEFAULTS,
+    muzero.COMMENTS,
+    muzero.KINDS,
+    unused=muzero.UNUSED,
+    changeable=muzero.CHANGEABLE,
+    check=muzero.check,
+    target_update=dqn.target_update,
+    sequence_length=muzero.sequence_length,
   ),
 }

@@ -128,7 +128,9 @@ def make_host_env(
 
 def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
   """Makes the agent; raises a ValueError if it does not fit `spec`."""
-  fields = {**config.agent, **config.get('replay', {})}
+  fields = {**config.agent}
+  for section in ('replay', 'search'):
+    fields |= config.get(section, {})
   make = AGENTS[fields.pop('name')].make
   try:
     return make(spec, fields, config.network.to_dict())

@@ -254,7 +254,20 @@ _REPLAY['checkpoint.memory'] = Field(
   True,
   'Checkpoints contain the memory; otherwise, a resumed run fills it again.',
 )
-FIELDS |= _REPLAY
+# The fields that only agents with a tree search have; see `_REPLAY`.
+_SEARCH = {
+  'search.policy': Field('gumbel', 'The kind of search.', ('gumbel', 'muzero')),
+  'search.num_simulations': Field(
+    0, 'Simulations of the search of each step.', _COUNT
+  ),
+  'search.eval_num_simulations': Field(
+    0, 'Simulations of the search of each step in evaluations.', _COUNT
+  ),
+  'search.reanalyse_fraction': Field(
+    0.0, 'Part of each batch whose targets come from new searches.', _FRACTION
+  ),
+}
+FIELDS |= _REPLAY | _SEARCH
 # The settings of all agents by kind; `AgentEntry.kinds` has those of one agent.
 KINDS: Mapping[str, Mapping[str, Any]] = {
   'numbers': {
@@ -311,7 +324,7 @@ def _make_config(agent: str, architecture: str) -> ConfigDict:
   """Makes an architecture's defaults; only `env.options` accepts new fields."""
   check_choice('agent', agent, AGENTS)
   entry = AGENTS[agent]
-  absent = {*entry.unused, *_REPLAY} - entry.defaults.keys()
+  absent = {*entry.unused, *_REPLAY, *_SEARCH} - entry.defaults.keys()
   values = {k: x.default for k, x in FIELDS.items() if k not in absent}
   values |= {'agent.name': agent, **entry.defaults}
   nested: dict[str, Any] = {}

@@ -30,7 +30,12 @@ def _slow(*values):
 
 @pytest.mark.parametrize(
   'agent,num_steps',
-  [('ppo', 250_000), _slow('impala', 500_000), _slow('a2c', 500_000)],
+  [
+    ('ppo', 250_000),
+    _slow('impala', 500_000),
+    _slow('a2c', 500_000),
+    _slow('muzero', 60_000),
+  ],
 )
 def test_catch_is_solved(agent, num_steps, tmp_path):
   # A random policy gets about -0.6; the best return is 1.

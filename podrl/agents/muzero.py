@@ -1,0 +1,427 @@
+"""MuZero: acting by a tree search in a learned model of the environment."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from podrl.agents import acting, dqn
+from podrl.core import returns
+from podrl.networks import muzero, torsos
+from podrl.networks.muzero import MuZeroNetwork
+from podrl.types import (
+  Agent,
+  Array,
+  Discrete,
+  EnvSpec,
+  LossOutput,
+  Sample,
+  TimeStep,
+  Tree,
+  Variables,
+)
+
+DEFAULTS = {
+  'unroll_length': 8,
+  'log.every_updates': 20,
+  'agent.num_unroll_steps': 5,
+  'agent.n_steps': 10,
+  'agent.support': 20,
+  'agent.value_cost': 0.25,
+  'agent.target_period': 100,
+  'agent.target_rate': 1.0,
+  'search.policy': 'gumbel',
+  'search.num_simulations': 16,
+  'search.eval_num_simulations': 16,
+  'search.reanalyse_fraction': 0.0,
+  'network.activation': 'relu',
+  'network.layer_norm': True,
+  'optimizer.max_grad_norm': 10.0,
+  'checkpoint.memory': True,
+  'replay.capacity_steps': 100_000,
+  'replay.min_steps': 2_000,
+  'replay.batch_size': 128,
+  'replay.sgd_steps_per_update': 8,
+  'replay.priority_exponent': 0.6,
+  'replay.importance_exponent': 0.4,
+}
+
+COMMENTS = {
+  'agent.num_unroll_steps': 'Steps for which the loss unrolls the model.',
+  'agent.n_steps': dqn.COMMENTS['agent.n_steps'],
+  'agent.support': 'The largest rescaled reward and value; one bin per unit.',
+  'agent.target_period': dqn.COMMENTS['agent.target_period'],
+  'agent.target_rate': dqn.COMMENTS['agent.target_rate'],
+}
+
+UNUSED = (
+  'agent.entropy_cost',
+  'agent.lambda_',
+  'network.shared_torso',
+  'network.recurrent',
+  'network.memory_steps',
+  'network.distribution',
+  'network.state_dependent_scale',
+  'network.initial_scale',
+  'num_epochs',
+  'num_minibatches',
+)
+CHANGEABLE = (
+  'agent.gamma',
+  'agent.value_cost',
+  'replay.importance_exponent',
+)
+
+# See `AgentEntry.kinds`.
+KINDS: dict[str, dict[str, Any]] = {
+  'numbers': {
+    'total_env_steps': 200_000,
+    'env.num_envs': 16,
+    'agent.normalize_reward': False,
+    'agent.normalize_observation': False,
+    'network.hidden_sizes': (128,),
+  },
+  'small image': {'network.hidden_sizes': (128,)},
+}
+
+
+def check(fields: Mapping[str, Any]) -> None:
+  """Raises a ValueError if a field is out of range."""
+  dqn.check_targets(fields)
+  for name in ('num_unroll_steps', 'support'):
+    value = fields[f'agent.{name}']
+    if value < 1:
+      raise ValueError(f'config.agent.{name}={value} must be at least 1')
+
+
+def sequence_length(fields: Mapping[str, Any]) -> int:
+  """Returns the transitions that the targets of one sequence need."""
+  return fields['agent.num_unroll_steps'] + fields['agent.n_steps'] + 1
+
+
+class Extras(NamedTuple):
+  """What the search found at each time step; leaves `[B, ...]`."""
+
+  policy: Array  # Float32 `[B, A]`, the improved policy.
+  value: Array  # Float32 `[B]`, the value of this policy.
+
+
+class Targets(NamedTuple):
+  """What the model should predict at the steps 0 to K after a start.
+
+  Time is axis 0, and rows are axis 1; in a `Batch`, the axes are swapped. A
+  weight is 0 if the target does not exist. The steps after an episode's
+  termination have the reward 0, the value 0 and no policy.
+  """
+
+  reward: Array  # Float32 `[K, N]`, of the steps 1 to K.
+  value: Array  # Float32 `[K+1, N]`.
+  policy: Array  # Float32 `[K+1, N, A]`.
+  weight: Array  # Float32 `[K+1, N]`, of a step's reward and value.
+  policy_weight: Array  # Float32 `[K+1, N]`.
+
+
+class Batch(NamedTuple):
+  """N sequences: where they start, the actions, and the targets."""
+
+  obs: Tree  # `[N, ...]`, of the first step.
+  action: Array  # `[N, K]`, the actions after it.
+  targets: Targets
+  importance: Array  # Float32 `[N]`, 0 if the sequence is not valid.
+
+
+class Codec(NamedTuple):
+  """Converts numbers to probabilities of bins, and logits of bins to numbers.
+
+  Source: Schrittwieser et al. 2020, arXiv:1911.08265, appendix F.
+  """
+
+  support: Array  # `[M]`, the rescaled number of each bin.
+
+  def encode(self, x: Array) -> Array:
+    """Maps numbers `[...]` to probabilities `[..., M]`."""
+    atoms = returns.rescale(x)[..., None]
+    return returns.project(atoms, jnp.ones_like(atoms), self.support)
+
+  def decode(self, logits: Array) -> Array:
+    """Maps logits `[..., M]` to numbers `[...]`."""
+    support = jnp.expand_dims(self.support, range(logits.ndim - 1))
+    mean = jnp.sum(jax.nn.softmax(logits) * support, axis=-1)
+    return returns.inverse_rescale(mean)
+
+
+def build_network(
+  spec: EnvSpec, network_fields: Mapping[str, Any], num_bins: int
+) -> MuZeroNetwork:
+  """Builds the network from the fields `network.*` by short name."""
+  assert isinstance(spec.action, Discrete)
+  return muzero.make_network(
+    torsos.make_torso(spec=spec, **network_fields),
+    spec.obs,
+    spec.action.num_actions,
+    hidden_size=network_fields['hidden_sizes'][-1],
+    num_bins=num_bins,
+  )
+
+
+def make_search(
+  network: MuZeroNetwork, codec: Codec, kind: str
+) -> Callable[..., tuple[Array, Extras]]:
+  """Builds the function that searches.
+
+  Args:
+    network: the model.
+    codec: converts the network's rewards and values.
+    kind: 'gumbel' (Danihelka et al. 2022) or 'muzero' (Schrittwieser et al.
+      2020), see mctx.
+
+  Returns:
+    `(params, rng_key, obs, gamma, num_simulations, greedy) -> (action,
+    Extras)`, for `rng_key` `[B]` and `obs` `[B, ...]`. The random numbers of
+    a row depend on its key alone.
+  """
+  import mctx
+
+  def search_one(params, rng_key, obs, gamma, num_simulations, greedy):
+    def recurrent(params, rng_key, action, hidden):
+      del rng_key
+      hidden, reward = network.step(params, hidden, action)
+      logits, value = network.predict(params, hidden)
+      output = mctx.RecurrentFnOutput(
+        reward=codec.decode(reward),
+        discount=jnp.broadcast_to(gamma, reward.shape[:1]),
+        prior_logits=logits,
+        value=codec.decode(value),
+      )
+      return output, hidden
+
+    hidden = network.represent(params, jax.tree.map(lambda x: x[None], obs))
+    logits, value = network.predict(params, hidden)
+    root = mctx.RootFnOutput(
+      prior_logits=logits, value=codec.decode(value), embedding=hidden
+    )
+    arguments = params, rng_key, root, recurrent, num_simulations
+    if kind == 'gumbel':
+      output = mctx.gumbel_muzero_policy(
+        *arguments, gumbel_scale=0.0 if greedy else 1.0
+      )
+    else:
+      noise = {'dirichlet_fraction': 0.0, 'temperature': 0.0} if greedy else {}
+      output = mctx.muzero_policy(*arguments, **noise)
+    policy = output.action_weights[0]
+    # The root's own value is the mean over all simulations, bad actions
+    # included. This is the value of the improved policy.
+    summary = output.search_tree.summary()
+    is_visited = summary.visit_counts[0] > 0
+    values = jnp.where(is_visited, summary.qvalues[0], summary.value)
+    return output.action[0], Extras(policy, jnp.sum(policy * values))
+
+  def search(params, rng_key, obs, gamma, num_simulations, greedy):
+    return jax.vmap(
+      lambda rng_key, obs: search_one(
+        params, rng_key, obs, gamma, num_simulations, greedy
+      )
+    )(rng_key, obs)
+
+  return search
+
+
+def make_targets(
+  timestep: TimeStep,
+  values: Array,
+  policies: Array,
+  gamma: Array,
+  *,
+  num_unroll_steps: int,
+  n_steps: int,
+) -> Targets:
+  """Computes the targets of the model's K steps.
+
+  Args:
+    timestep: leaves `[T, N, ...]`, T = K + n + 1, rewards already clipped.
+    values: float32 `[T, N]`, the values of searches.
+    policies: float32 `[T, N, A]`, the policies of searches.
+    gamma: the discount per step.
+    num_unroll_steps: K.
+    n_steps: n, the rewards of a value's target.
+  """
+  num_steps = num_unroll_steps + 1
+  valid = returns.weights(timestep)  # `[T-1, N]`, 0 at a joint.
+  targets = returns.n_step(
+    values, timestep.reward[1:], gamma * timestep.discount[1:], valid, n=n_steps
+  )
+  # Whether step k is before or at the end of the first episode.
+  alive = jnp.concatenate(
+    [jnp.ones_like(valid[:1]), jnp.cumprod(valid[: num_steps - 1], axis=0)]
+  )
+  is_terminal = timestep.discount[:num_steps] == 0.0
+  ends = alive * (1.0 - valid[:num_steps]) * is_terminal
+  # Whether the episode terminated before step k.
+  absorbed = jnp.cumsum(ends, axis=0) - ends
+  value = targets[:num_steps] * alive * ~is_terminal
+  reward = timestep.reward[1:num_steps] * alive[1:]
+  policy_weight = alive * ~is_terminal
+  return Targets(
+    reward, value, policies[:num_steps], alive + absorbed, policy_weight
+  )
+
+
+def make_agent(
+  spec: EnvSpec,
+  fields: Mapping[str, Any],
+  network_fields: Mapping[str, Any],
+) -> Agent:
+  """Builds a MuZero agent.
+
+  Args:
+    fields: the fields `agent.*`, `replay.*` and `search.*` by short name.
+    network_fields: the fields `network.*` by short name. The last of
+      `hidden_sizes` is the size of the hidden state.
+
+  Raises:
+    ValueError: if the actions are not discrete.
+
+  Sources: Schrittwieser et al. 2020, arXiv:1911.08265; Danihelka et al. 2022,
+  Policy improvement by planning with Gumbel (the search).
+  """
+  if not isinstance(spec.action, Discrete):
+    raise ValueError(
+      f'agent=muzero needs one discrete action, not {spec.action}; use '
+      '--agent=sac or --agent=ppo'
+    )
+  size = fields['support']
+  codec = Codec(jnp.arange(-size, size + 1.0))
+  network = build_network(spec, network_fields, len(codec.support))
+  search = make_search(network, codec, fields['policy'])
+  num_unroll_steps = fields['num_unroll_steps']
+
+  def act(
+    variables: Variables,
+    rng_key: chex.PRNGKey,
+    timestep: TimeStep,
+    carry: Tree,
+    *,
+    greedy: bool = False,
+  ) -> tuple[Array, Extras, Tree]:
+    name = 'eval_num_simulations' if greedy else 'num_simulations'
+    action, extras = search(
+      variables.params,
+      rng_key,
+      timestep.obs,
+      variables.hyperparams['gamma'],
+      fields[name],
+      greedy,
+    )
+    return action, extras, carry
+
+  def reanalyse(
+    params: Tree, obs: Tree, extras: Extras, rng_key: chex.PRNGKey, gamma: Array
+  ) -> Extras:
+    """Searches again, with the newest targets, in a part of the sequences.
+
+    obs: `[T, N, ...]`; extras: `[T, N, ...]`; rng_key: `[N]`.
+    """
+    share, size = fields['reanalyse_fraction'], len(rng_key)
+    chosen = [i for i in range(size) if int((i + 1) * share) > int(i * share)]
+    if not chosen:
+      return extras
+    rows = np.array(chosen)
+    num_steps = len(extras.value)
+    keys = jax.vmap(lambda key: jax.random.split(key, num_steps))(rng_key[rows])
+    fresh = jax.vmap(
+      lambda key, obs: search(
+        params, key, obs, gamma, fields['num_simulations'], False
+      )[1],
+      in_axes=(1, 0),
+    )(keys, jax.tree.map(lambda x: x[:, rows], obs))
+    return jax.tree.map(lambda x, new: x.at[:, rows].set(new), extras, fresh)
+
+  def prepare(
+    variables: Variables,
+    target_params: Tree,
+    sample: Sample,
+    rng_key: chex.PRNGKey,
+    mean: Callable[[Tree], Tree],
+  ) -> Batch:
+    del mean
+    trajectory, gamma = sample.trajectory, variables.hyperparams['gamma']
+    timestep = jax.tree.map(lambda x: x[:-1], trajectory.timestep)
+    extras = reanalyse(
+      target_params, timestep.obs, trajectory.extras, rng_key, gamma
+    )
+    reward = acting.clip_reward(timestep.reward, fields['reward_clip'])
+    targets = make_targets(
+      timestep._replace(reward=reward),
+      extras.value,
+      extras.policy,
+      gamma,
+      num_unroll_steps=num_unroll_steps,
+      n_steps=fields['n_steps'],
+    )
+    action = trajectory.action[:num_unroll_steps]
+    action, targets = jax.tree.map(
+      lambda x: jnp.swapaxes(x, 0, 1), (action, targets)
+    )
+    obs = jax.tree.map(lambda x: x[0], timestep.obs)
+    importance = sample.weight * returns.weights(timestep)[0]
+    return Batch(obs, action, targets, importance)
+
+  def loss(
+    variables: Variables,
+    target_params: Tree,
+    batch: Batch,
+    rng_key: chex.PRNGKey,
+  ) -> tuple[Array, LossOutput]:
+    del target_params, rng_key
+    params, targets = variables.params, batch.targets
+    cross_entropy = optax.losses.softmax_cross_entropy
+    hidden = network.represent(params, batch.obs)
+    policy_losses, value_losses, reward_losses, values = [], [], [], []
+    for k in range(num_unroll_steps + 1):
+      if k:
+        # Half of the gradient flows into the earlier state.
+        hidden = 0.5 * hidden + 0.5 * jax.lax.stop_gradient(hidden)
+        hidden, reward = network.step(params, hidden, batch.action[:, k - 1])
+        each = cross_entropy(reward, codec.encode(targets.reward[:, k - 1]))
+        reward_losses.append(targets.weight[:, k] * each)
+      policy, value = network.predict(params, hidden)
+      values.append(codec.decode(value))
+      each = cross_entropy(policy, targets.policy[:, k])
+      policy_losses.append(targets.policy_weight[:, k] * each)
+      each = cross_entropy(value, codec.encode(targets.value[:, k]))
+      value_losses.append(targets.weight[:, k] * each)
+
+    def total(losses: list[Array]) -> Array:
+      """The first step counts as much as all others together."""
+      return losses[0] + sum(losses[1:]) / num_unroll_steps
+
+    policy_loss, value_loss = total(policy_losses), total(value_losses)
+    reward_loss = sum(reward_losses) / num_unroll_steps
+    value_cost = variables.hyperparams['value_cost']
+    each = policy_loss + value_cost * value_loss + reward_loss
+    metrics = {
+      'policy_loss': policy_loss,
+      'value_loss': value_loss,
+      'reward_loss': reward_loss,
+      'value': values[0],
+    }
+    metrics = {k: jnp.mean(batch.importance * x) for k, x in metrics.items()}
+    priority = jnp.abs(values[0] - targets.value[:, 0])
+    return jnp.mean(batch.importance * each), LossOutput(metrics, priority)
+
+  return Agent(
+    init=acting.make_init(
+      network.init,
+      gamma=fields['gamma'],
+      value_cost=fields['value_cost'],
+      importance_exponent=1.0,
+    ),
+    initial_carry=lambda env_index: (),
+    act=act,
+    prepare=prepare,
+    loss=loss,
+  )

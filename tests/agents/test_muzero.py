@@ -1,0 +1,370 @@
+"""Tests MuZero: its search, its targets and its loss against plain loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.agents import AGENTS, muzero
+from podrl.core import returns
+from podrl.networks.muzero import MuZeroNetwork
+from podrl.types import (
+  Discrete,
+  EnvSpec,
+  MultiDiscrete,
+  Sample,
+  TimeStep,
+  Trajectory,
+)
+
+_OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
+_A, _B, _K, _N_STEPS, _GAMMA = 3, 6, 3, 2, 0.9
+_T = _K + _N_STEPS + 1  # Transitions of a sequence.
+
+
+def _make(action=Discrete(_A), **changes):
+  entry = AGENTS['muzero']
+  fields = {
+    k.partition('.')[2]: x
+    for k, x in entry.defaults.items()
+    if k.partition('.')[0] in ('agent', 'search')
+  }
+  fields |= {
+    'gamma': _GAMMA,
+    'reward_clip': 0.0,
+    'num_unroll_steps': _K,
+    'n_steps': _N_STEPS,
+    'support': 4,
+    'num_simulations': 4,
+  }
+  network_fields = {
+    'name': 'mlp',
+    'hidden_sizes': (8,),
+    'activation': 'relu',
+    'layer_norm': True,
+  }
+  spec = EnvSpec(_OBS, False, action, 1, 0)
+  return entry.make_agent(spec, fields | changes, network_fields)
+
+
+@functools.cache
+def _variables():
+  """The variables of an agent, with random parameters."""
+  variables = jax.jit(_make().init)(jax.random.key(0))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: rng.normal(size=x.shape, scale=0.5).astype(np.float32),
+    variables.params,
+  )
+  return variables._replace(params=params)
+
+
+def _sample():
+  """Sequences with joints at every position, and with and without an end."""
+  rng = np.random.default_rng(1)
+  shape = (_T + 1, _B)
+  is_first = np.zeros(shape, bool)
+  discount = np.ones(shape, np.float32)
+  for row in range(1, _B):
+    is_first[row, row] = True  # The joint leads to step `row`.
+    discount[row - 1, row] = row % 2  # Even rows terminate.
+  reward = np.where(is_first, 0.0, rng.normal(size=shape)).astype(np.float32)
+  obs = rng.normal(size=(*shape, 3)).astype(np.float32)
+  policy = rng.dirichlet(np.ones(_A), size=(_T, _B)).astype(np.float32)
+  value = rng.normal(size=(_T, _B)).astype(np.float32)
+  action = rng.integers(_A, size=(_T, _B)).astype(np.int32)
+  trajectory = Trajectory(
+    TimeStep(obs, reward, discount, is_first),
+    action,
+    muzero.Extras(policy, value),
+    (),
+    (),
+    (),
+  )
+  return Sample(trajectory, np.arange(_B), np.linspace(0.5, 1.0, _B))
+
+
+def _prepare(agent, sample, params=None):
+  variables = _variables()
+  keys = jax.random.split(jax.random.key(3), _B)
+  target_params = variables.params if params is None else params
+  return jax.jit(
+    lambda variables, sample: agent.prepare(
+      variables, target_params, sample, keys, lambda x: x
+    )
+  )(variables, sample)
+
+
+def _expected_targets(sample):
+  """The targets, step by step, for one row after another."""
+  timestep, _, extras, *_ = sample.trajectory
+  for b in range(_B):
+    joints = [t for t in range(_T) if timestep.is_first[t + 1, b]]
+    end = joints[0] if joints else _T + 1  # Last step of the first episode.
+    has_terminated = bool(joints) and timestep.discount[end, b] == 0
+    for k in range(_K + 1):
+      reward, value, policy, weight, policy_weight = 0.0, 0.0, None, 1.0, 0.0
+      if k < end or (k == end and not has_terminated):
+        policy, policy_weight = extras.policy[k, b], 1.0
+        last = min(k + _N_STEPS, end)
+        factor = 1.0
+        for t in range(k + 1, last + 1):
+          value += factor * timestep.reward[t, b]
+          factor *= _GAMMA * timestep.discount[t, b]
+        value += factor * extras.value[last, b]
+      if k <= end:
+        reward = timestep.reward[k, b]
+      elif not has_terminated:
+        weight = 0.0
+      yield b, k, reward, value, policy, weight, policy_weight
+
+
+def test_targets_are_those_of_a_plain_loop():
+  sample = _sample()
+  batch = _prepare(_make(), sample)
+  targets, num_absorbed = batch.targets, 0
+  for b, k, reward, value, policy, weight, policy_weight in _expected_targets(
+    sample
+  ):
+    place = f'row {b}, step {k}'
+    assert targets.weight[b, k] == weight, place
+    assert targets.policy_weight[b, k] == policy_weight, place
+    if weight:
+      np.testing.assert_allclose(targets.value[b, k], value, atol=1e-5)
+    if weight and k:
+      np.testing.assert_allclose(targets.reward[b, k - 1], reward, atol=1e-6)
+    if policy is not None:
+      np.testing.assert_array_equal(targets.policy[b, k], policy)
+    num_absorbed += weight > policy_weight
+  assert num_absorbed == 3 + 1  # From the end on: row 2, 1 to 3; row 4, 3.
+  np.testing.assert_array_equal(batch.obs, sample.trajectory.timestep.obs[0])
+  np.testing.assert_array_equal(batch.action.T, sample.trajectory.action[:_K])
+  is_joint = sample.trajectory.timestep.is_first[1]
+  np.testing.assert_allclose(
+    batch.importance, np.where(is_joint, 0.0, sample.weight)
+  )
+
+
+def test_the_loss_is_that_of_a_plain_loop():
+  agent, variables = _make(), _variables()
+  batch = _prepare(agent, _sample())
+  loss, output = jax.jit(agent.loss)(variables, (), batch, None)
+  network = muzero.build_network(
+    EnvSpec(_OBS, False, Discrete(_A), 1, 0),
+    {
+      'name': 'mlp',
+      'hidden_sizes': (8,),
+      'activation': 'relu',
+      'layer_norm': True,
+    },
+    num_bins=9,
+  )
+  support = np.arange(-4.0, 5.0)
+
+  def log_softmax(x):
+    return x - np.log(np.exp(x).sum())
+
+  def code(x):
+    h = np.sign(x) * (np.sqrt(abs(x) + 1) - 1) + 1e-3 * x
+    return np.maximum(0.0, 1.0 - abs(h - support))
+
+  total, targets = 0.0, batch.targets
+  for b in range(_B):
+    hidden = network.represent(variables.params, batch.obs[b : b + 1])
+    for k in range(_K + 1):
+      scale = batch.importance[b] / (_K if k else 1)
+      if k:
+        hidden, reward = network.step(
+          variables.params, hidden, batch.action[b : b + 1, k - 1]
+        )
+        each = -code(targets.reward[b, k - 1]) @ log_softmax(reward[0])
+        total += scale * targets.weight[b, k] * each
+      policy, value = network.predict(variables.params, hidden)
+      each = -targets.policy[b, k] @ log_softmax(policy[0])
+      total += scale * targets.policy_weight[b, k] * each
+      each = -code(targets.value[b, k]) @ log_softmax(value[0])
+      total += 0.25 * scale * targets.weight[b, k] * each
+  np.testing.assert_allclose(loss, total / _B, rtol=1e-5)
+  assert output.priority.shape == (_B,)
+
+
+def test_half_of_the_gradient_passes_each_step_of_the_model():
+  agent, variables = _make(), _variables()
+  batch = _prepare(agent, _sample())
+  none = jax.tree.map(jnp.zeros_like, batch.targets)
+
+  def encoder_gradient(step):
+    """The gradient of the policy's loss at one step alone."""
+    weight = none.policy_weight.at[:, step].set(1.0)
+    only = batch._replace(
+      targets=batch.targets._replace(
+        weight=none.weight, policy_weight=weight, reward=none.reward
+      )
+    )
+
+    def loss(params):
+      changed = variables._replace(params=params)
+      return agent.loss(changed, (), only, None)[0]
+
+    return jax.jit(jax.grad(loss))(variables.params)['params']['encoder']
+
+  def whole(step):
+    """The same with the whole gradient, by finite differences."""
+    kernel = variables.params['params']['encoder']['bias']
+    weight = none.policy_weight.at[:, step].set(1.0)
+    only = batch._replace(
+      targets=batch.targets._replace(weight=none.weight, policy_weight=weight)
+    )
+    params = jax.tree.map(lambda x: x, variables.params)
+
+    @jax.jit
+    def loss(bias):
+      params['params']['encoder']['bias'] = bias
+      return agent.loss(variables._replace(params=params), (), only, None)[0]
+
+    each = []
+    for i in range(len(kernel)):
+      change = 1e-2 * np.eye(len(kernel))[i].astype(np.float32)
+      each.append((loss(kernel + change) - loss(kernel - change)) / 2e-2)
+    return np.array(each)
+
+  for step in range(3):
+    np.testing.assert_allclose(
+      encoder_gradient(step)['bias'], whole(step) / 2**step, atol=2e-3
+    )
+
+
+def test_numbers_survive_their_code():
+  codec = muzero.Codec(jnp.arange(-20.0, 21.0))
+  numbers = np.linspace(-300.0, 300.0, 101).astype(np.float32)
+  probabilities = codec.encode(numbers)
+  np.testing.assert_allclose(probabilities.sum(-1), 1.0, atol=1e-5)
+  assert ((probabilities > 0).sum(-1) <= 2).all()
+  decoded = codec.decode(jnp.log(probabilities))
+  np.testing.assert_allclose(decoded, numbers, rtol=1e-4, atol=1e-4)
+  # Schrittwieser et al., appendix F: sign(x) (sqrt(|x| + 1) - 1) + 0.001 x.
+  assert returns.rescale(jnp.float32(3.0)) == pytest.approx(1.003)
+
+
+_CODEC = muzero.Codec(jnp.arange(-20.0, 21.0))
+
+
+def _model(transitions, rewards, value, prior):
+  """A perfect model of a deterministic MDP.
+
+  transitions, rewards: `[S, A]`; value: `[S]` and prior: `[S, A]`, logits, are
+  what the model predicts.
+  """
+  transitions, rewards, value, prior = map(
+    jnp.asarray, (transitions, rewards, value, prior)
+  )
+
+  def logits(x):
+    return jnp.log(_CODEC.encode(x) + 1e-30)
+
+  def step(params, hidden, action):
+    del params
+    state = hidden[:, 0].astype(int)
+    following = transitions[state, action].astype(jnp.float32)
+    return following[:, None], logits(rewards[state, action])
+
+  def predict(params, hidden):
+    del params
+    state = hidden[:, 0].astype(int)
+    return prior[state], logits(value[state])
+
+  return MuZeroNetwork(
+    lambda rng_key: (), lambda params, obs: obs, step, predict, rewards.shape[1]
+  )
+
+
+@pytest.mark.parametrize('policy', ['gumbel', 'muzero'])
+def test_a_search_in_a_perfect_model_finds_what_dynamic_programming_finds(
+  policy,
+):
+  rng = np.random.default_rng(0)
+  num_states = 6
+  transitions = rng.integers(num_states, size=(num_states, 2))
+  rewards = rng.normal(size=(num_states, 2)).astype(np.float32)
+  values = np.zeros(num_states, np.float32)
+  for _ in range(200):
+    values = np.max(rewards + 0.7 * values[transitions], axis=1)
+  q = (rewards + 0.7 * values[transitions]).astype(np.float32)
+  is_clear = abs(q[:, 0] - q[:, 1]) > 0.1
+  assert is_clear.sum() >= 4
+  obs = np.arange(num_states, dtype=np.float32)[:, None]
+  keys = jax.random.split(jax.random.key(0), num_states)
+
+  def run(predicted_value, prior, num_simulations):
+    model = _model(transitions, rewards, predicted_value, prior)
+    search = muzero.make_search(model, _CODEC, policy)
+    search = jax.jit(search, static_argnums=(4, 5))
+    return search((), keys, obs, 0.7, num_simulations, True)
+
+  # The model predicts nothing, so only the search can see rewards ahead.
+  action, extras = run(0.0 * values, 0.0 * q, 400)
+  np.testing.assert_array_equal(action[is_clear], q.argmax(1)[is_clear])
+  np.testing.assert_array_equal(
+    extras.policy.argmax(1)[is_clear], q.argmax(1)[is_clear]
+  )
+  # With good predictions, the search does not make the value worse.
+  _, extras = run(values, 20.0 * q, 32)
+  np.testing.assert_allclose(extras.value, values, atol=0.1)
+
+
+def test_the_policy_of_a_gumbel_search_is_better_than_the_prior_on_bandits():
+  rng = np.random.default_rng(0)
+  rewards = rng.normal(size=(50, 4)).astype(np.float32)
+  transitions = np.arange(50)[:, None] + np.zeros(4, int)
+  model = _model(transitions, rewards, rewards.mean(1), 0.0 * rewards)
+  search = jax.jit(
+    muzero.make_search(model, _CODEC, 'gumbel'), static_argnums=(4, 5)
+  )
+  obs = np.arange(50, dtype=np.float32)[:, None]
+  keys = jax.random.split(jax.random.key(0), 50)
+  action, extras = search((), keys, obs, 0.0, 8, False)
+  np.testing.assert_allclose(extras.policy.sum(1), 1.0, atol=1e-5)
+  improved = (extras.policy * rewards).sum(1)
+  assert (improved > rewards.mean(1)).all()
+  chosen = rewards[np.arange(50), action]
+  assert chosen.mean() > rewards.mean() + 0.5
+
+
+def test_the_actions_of_an_environment_depend_on_its_key_alone():
+  agent, variables = _make(), _variables()
+  steps = jax.tree.map(lambda x: x[0], _sample().trajectory.timestep)
+  keys = jax.random.split(jax.random.key(1), _B)
+  act = jax.jit(agent.act)
+  action, extras, _ = act(variables, keys, steps, ())
+  some = jax.tree.map(lambda x: x[2:4], steps)
+  fewer_action, fewer, _ = act(variables, keys[2:4], some, ())
+  np.testing.assert_array_equal(action[2:4], fewer_action)
+  np.testing.assert_allclose(extras.value[2:4], fewer.value, atol=1e-5)
+  np.testing.assert_allclose(extras.policy[2:4], fewer.policy, atol=1e-5)
+
+
+def test_reanalyse_changes_only_the_targets_of_a_part_of_the_rows():
+  sample = _sample()
+  whole = _prepare(_make(), sample)
+  batch = _prepare(_make(reanalyse_fraction=0.5), sample)
+  changed = batch._replace(targets=whole.targets)
+  jax.tree.map(np.testing.assert_array_equal, changed, whole)
+  targets, old = batch.targets, whole.targets
+  for name in ('reward', 'weight', 'policy_weight'):
+    np.testing.assert_array_equal(getattr(targets, name), getattr(old, name))
+  is_new = np.array(
+    [(targets.policy[b] != old.policy[b]).any() for b in range(_B)]
+  )
+  np.testing.assert_array_equal(is_new, [False, True] * 3)
+  # The new searches use the target parameters.
+  zeros = jax.tree.map(np.zeros_like, _variables().params)
+  other = _prepare(_make(reanalyse_fraction=0.5), sample, zeros)
+  assert (other.targets.value[1::2] != targets.value[1::2]).any()
+  np.testing.assert_array_equal(other.targets.value[::2], targets.value[::2])
+
+
+def test_an_action_space_that_does_not_fit_is_refused():
+  with pytest.raises(ValueError, match='one discrete action'):
+    _make(MultiDiscrete((2, 2)))
