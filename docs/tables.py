@@ -23,6 +23,7 @@ _SECTIONS = {
   'network': 'Network',
   'optimizer': 'Optimizer',
   'replay': 'Replay',
+  'search': 'Search',
   'sebulba': 'Sebulba',
   'eval': 'Evaluation',
   'log': 'Records',
