@@ -349,3 +349,31 @@ def test_reanalyse_changes_only_the_targets_of_a_part_of_the_rows():
 def test_an_action_space_that_does_not_fit_is_refused():
   with pytest.raises(ValueError, match='one discrete action'):
     _make(MultiDiscrete((2, 2)))
+
+
+def test_targets_do_not_depend_on_how_rows_are_spread_over_devices():
+  agent, variables, sample = (
+    _make(reanalyse_fraction=0.5),
+    _variables(),
+    _sample(),
+  )
+  keys = jax.random.split(jax.random.key(3), _B)
+
+  @jax.jit
+  def prepare(sample, keys):
+    params = variables.params
+    return agent.prepare(variables, params, sample, keys, lambda x: x)
+
+  def rows(begin):
+    trajectory = jax.tree.map(
+      lambda x: x[:, begin : begin + 2], sample.trajectory
+    )
+    index, weight = sample.index[begin : begin + 2], sample.weight
+    return Sample(trajectory, index, weight[begin : begin + 2])
+
+  whole = prepare(sample, keys)
+  parts = [prepare(rows(i), keys[i : i + 2]) for i in range(0, _B, 2)]
+  joined = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), joined, whole
+  )

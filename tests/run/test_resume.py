@@ -102,6 +102,11 @@ _STOPS = (
     _slow(['--agent=r2d2', *_REPLAY], 4, _STOPS),
     _slow(['--agent=sac', *_REPLAY], 1, _STOPS),
     _slow(
+      ['--agent=muzero', *_REPLAY, '--config.search.reanalyse_fraction=0.5'],
+      4,
+      _STOPS,
+    ),
+    _slow(
       ['--agent=pqn', *helpers.MEMORY[1:], '--config.num_minibatches=2'],
       4,
       _STOPS,
