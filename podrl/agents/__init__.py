@@ -43,8 +43,8 @@ class AgentEntry(NamedTuple):
       not fit the agent. `fields` is the flat configuration by dotted name.
     minibatch_unit: `(fields) -> 'steps' | 'environments'`, what is split into
       minibatches. `fields` is the flat configuration by dotted name.
-    target_update: `(fields) -> target_update`; see `make_learner`. None means
-      that the agent has no target parameters. `fields` as above.
+    target_update: `(fields) -> target_update`; see `make_learner`. If it is or
+      returns None, the agent has no target parameters. `fields` as above.
     sequence_length: `(fields) -> int`, transitions of each sequence that the
       agent's memory gives. None means that the agent has no memory. `fields` as
       above.
@@ -58,7 +58,7 @@ class AgentEntry(NamedTuple):
   changeable: tuple[str, ...] = ()
   check: Callable[[_Fields], None] = lambda fields: None
   minibatch_unit: Callable[[_Fields], str] = lambda fields: 'environments'
-  target_update: Callable[[_Fields], Callable[..., Any]] | None = None
+  target_update: Callable[[_Fields], Callable[..., Any] | None] | None = None
   sequence_length: Callable[[_Fields], int] | None = None
 
   def make(
@@ -179,7 +179,7 @@ AGENTS = {
     unused=muzero.UNUSED,
     changeable=muzero.CHANGEABLE,
     check=muzero.check,
-    target_update=dqn.target_update,
+    target_update=muzero.target_update,
     sequence_length=muzero.sequence_length,
   ),
 }

@@ -124,7 +124,7 @@ def target_update(fields: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 # The settings for large images of all agents with a memory. With Atari's usual
-# 84 x 84 x 4 bytes, the memory has 2.6 GiB.
+# frames of 84 x 84 bytes, the memory has 0.7 GiB.
 LARGE_IMAGE = {
   'total_env_steps': 10_000_000,
   'env.num_envs': 32,

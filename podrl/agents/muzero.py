@@ -1,6 +1,7 @@
 """MuZero: acting by a tree search in a learned model of the environment."""
 
 from collections.abc import Callable, Mapping
+import math
 from typing import Any, NamedTuple
 
 import chex
@@ -34,7 +35,7 @@ DEFAULTS = {
   'agent.value_cost': 0.25,
   'agent.target_period': 100,
   'agent.target_rate': 1.0,
-  'search.policy': 'gumbel',
+  'search.kind': 'gumbel',
   'search.num_simulations': 16,
   'search.eval_num_simulations': 16,
   'search.reanalyse_fraction': 0.0,
@@ -54,8 +55,10 @@ COMMENTS = {
   'agent.num_unroll_steps': 'Steps for which the loss unrolls the model.',
   'agent.n_steps': dqn.COMMENTS['agent.n_steps'],
   'agent.support': 'The largest rescaled reward and value; one bin per unit.',
-  'agent.target_period': dqn.COMMENTS['agent.target_period'],
-  'agent.target_rate': dqn.COMMENTS['agent.target_rate'],
+  'agent.target_period': (
+    'Optimiser steps between updates of the parameters that reanalyse.'
+  ),
+  'agent.target_rate': 'Part of the way that these parameters then move.',
 }
 
 UNUSED = (
@@ -86,6 +89,12 @@ KINDS: dict[str, dict[str, Any]] = {
     'network.hidden_sizes': (128,),
   },
   'small image': {'network.hidden_sizes': (128,)},
+  'large image': dqn.LARGE_IMAGE,
+  'large image on a CPU': {
+    'network.hidden_sizes': (256,),
+    'replay.batch_size': 32,
+    'replay.sgd_steps_per_update': 2,
+  },
 }
 
 
@@ -96,6 +105,17 @@ def check(fields: Mapping[str, Any]) -> None:
     value = fields[f'agent.{name}']
     if value < 1:
       raise ValueError(f'config.agent.{name}={value} must be at least 1')
+  if fields['agent.normalize_reward']:
+    raise ValueError(
+      'config.agent.normalize_reward=True does not fit agent=muzero, because '
+      'the values of earlier searches would have another scale; use False'
+    )
+
+
+def target_update(fields: Mapping[str, Any]) -> Callable[..., Any] | None:
+  """Returns the update of the parameters that reanalyse, if any do."""
+  has_targets = fields['search.reanalyse_fraction'] > 0
+  return dqn.target_update(fields) if has_targets else None
 
 
 def sequence_length(fields: Mapping[str, Any]) -> int:
@@ -184,7 +204,7 @@ def make_search(
     Extras)`, for `rng_key` `[B]` and `obs` `[B, ...]`. The random numbers of
     a row depend on its key alone.
   """
-  import mctx
+  import mctx  # Imported on use: only this agent needs it.
 
   def search_one(params, rng_key, obs, gamma, num_simulations, greedy):
     def recurrent(params, rng_key, action, hidden):
@@ -296,7 +316,7 @@ def make_agent(
   size = fields['support']
   codec = Codec(jnp.arange(-size, size + 1.0))
   network = build_network(spec, network_fields, len(codec.support))
-  search = make_search(network, codec, fields['policy'])
+  search = make_search(network, codec, fields['kind'])
   num_unroll_steps = fields['num_unroll_steps']
 
   def act(
@@ -326,7 +346,8 @@ def make_agent(
     obs: `[T, N, ...]`; extras: `[T, N, ...]`; rng_key: `[N]`.
     """
     share, size = fields['reanalyse_fraction'], len(rng_key)
-    chosen = [i for i in range(size) if int((i + 1) * share) > int(i * share)]
+    counts = [math.ceil(round(i * share, 6)) for i in range(size + 1)]
+    chosen = [i for i in range(size) if counts[i + 1] > counts[i]]
     if not chosen:
       return extras
     rows = np.array(chosen)
@@ -410,7 +431,10 @@ def make_agent(
       'value': values[0],
     }
     metrics = {k: jnp.mean(batch.importance * x) for k, x in metrics.items()}
-    priority = jnp.abs(values[0] - targets.value[:, 0])
+    # The loss does not change the value where an episode ends, so a priority
+    # there would never fall.
+    error = jnp.abs(values[0] - targets.value[:, 0])
+    priority = jnp.where(batch.importance > 0.0, error, 0.0)
     return jnp.mean(batch.importance * each), LossOutput(metrics, priority)
 
   return Agent(

@@ -128,7 +128,8 @@ def _choose_column(priorities: Array, uniform: Array) -> Array:
   parts = jnp.sum(blocks, axis=2)
   block, place = _choose_item(parts, uniform * jnp.sum(parts, axis=1))
   columns = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-  return block * size + _choose_item(columns, place)[0]
+  column = block * size + _choose_item(columns, place)[0]
+  return jnp.minimum(column, num_columns - 1)  # If all priorities are 0.
 
 
 def make_ring(

@@ -21,14 +21,12 @@ class MuZeroNetwork(NamedTuple):
       `reward` is float32 logits `[N, M]`.
     predict: `(params, hidden) -> (policy, value)`, float32 logits `[N, A]` and
       `[N, M]`.
-    num_actions: A.
   """
 
   init: Callable[[jax.Array], Tree]
   represent: Callable[[Tree, Tree], Array]
   step: Callable[[Tree, Array, Array], tuple[Array, Array]]
   predict: Callable[[Tree, Array], tuple[Array, Array]]
-  num_actions: int
 
 
 def _scale(hidden: Array) -> Array:
@@ -119,5 +117,4 @@ def make_network(
     bind(_Model.represent),
     bind(_Model.step),
     bind(_Model.predict),
-    num_actions,
   )

@@ -256,12 +256,12 @@ _REPLAY['checkpoint.memory'] = Field(
 )
 # The fields that only agents with a tree search have; see `_REPLAY`.
 _SEARCH = {
-  'search.policy': Field('gumbel', 'The kind of search.', ('gumbel', 'muzero')),
+  'search.kind': Field('gumbel', 'The kind of search.', ('gumbel', 'muzero')),
   'search.num_simulations': Field(
     0, 'Simulations of the search of each step.', _COUNT
   ),
   'search.eval_num_simulations': Field(
-    0, 'Simulations of the search of each step in evaluations.', _COUNT
+    0, 'Simulations of the search of each step if actions are greedy.', _COUNT
   ),
   'search.reanalyse_fraction': Field(
     0.0, 'Part of each batch whose targets come from new searches.', _FRACTION

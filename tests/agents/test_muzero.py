@@ -183,7 +183,14 @@ def test_the_loss_is_that_of_a_plain_loop():
       each = -code(targets.value[b, k]) @ log_softmax(value[0])
       total += 0.25 * scale * targets.weight[b, k] * each
   np.testing.assert_allclose(loss, total / _B, rtol=1e-5)
-  assert output.priority.shape == (_B,)
+  values = network.predict(
+    variables.params, network.represent(variables.params, batch.obs)
+  )[1]
+  codec = muzero.Codec(jnp.arange(-4.0, 5.0))
+  errors = abs(codec.decode(values) - targets.value[:, 0])
+  # Row 1 begins where its episode ends, so it never gets another value.
+  errors = np.where(np.arange(_B) == 1, 0.0, errors)
+  np.testing.assert_allclose(output.priority, errors, atol=1e-5)
 
 
 @pytest.mark.parametrize('step', [0, 1, 2])
@@ -257,7 +264,7 @@ def _model(transitions, rewards, value, prior):
     return prior[state], logits(value[state])
 
   return MuZeroNetwork(
-    lambda rng_key: (), lambda params, obs: obs, step, predict, rewards.shape[1]
+    lambda rng_key: (), lambda params, obs: obs, step, predict
   )
 
 
@@ -313,6 +320,49 @@ def test_the_policy_of_a_gumbel_search_is_better_than_the_prior_on_bandits():
   assert chosen.mean() > rewards.mean() + 0.5
 
 
+def test_actions_without_a_simulation_have_the_value_of_the_root():
+  rewards = np.zeros((1, 20), np.float32)
+  transitions = np.zeros((1, 20), int)
+  model = _model(transitions, rewards, np.float32([5.0]), rewards)
+  search = jax.jit(
+    muzero.make_search(model, _CODEC, 'gumbel'), static_argnums=(4, 5)
+  )
+  obs, keys = np.zeros((1, 1), np.float32), jax.random.split(jax.random.key(0))
+  _, extras = search((), keys[:1], obs, 1.0, 2, False)
+  np.testing.assert_allclose(extras.value, 5.0, atol=1e-3)
+
+
+def test_greedy_actions_have_their_own_number_of_simulations(monkeypatch):
+  seen = []
+
+  def make_search(*arguments):
+    search = muzero_make_search(*arguments)
+
+    def counted(params, rng_key, obs, gamma, num_simulations, greedy):
+      seen.append((num_simulations, greedy))
+      return search(params, rng_key, obs, gamma, num_simulations, greedy)
+
+    return counted
+
+  muzero_make_search = muzero.make_search
+  monkeypatch.setattr(muzero, 'make_search', make_search)
+  agent = _make(num_simulations=3, eval_num_simulations=5)
+  steps = jax.tree.map(lambda x: x[0], _sample().trajectory.timestep)
+  keys = jax.random.split(jax.random.key(1), _B)
+  for greedy in (False, True):
+    act = functools.partial(agent.act, greedy=greedy)
+    jax.eval_shape(act, _variables(), keys, steps, ())
+  assert seen == [(3, False), (5, True)]
+
+
+def test_rewards_are_clipped():
+  sample = _sample()
+  whole = _prepare(_make(), sample).targets.reward
+  clipped = _prepare(_make(reward_clip=0.1), sample).targets.reward
+  assert abs(whole).max() > 0.5
+  np.testing.assert_allclose(clipped, np.clip(whole, -0.1, 0.1))
+
+
 def test_the_actions_of_an_environment_depend_on_its_key_alone():
   agent, variables = _make(), _variables()
   steps = jax.tree.map(lambda x: x[0], _sample().trajectory.timestep)
@@ -338,12 +388,25 @@ def test_reanalyse_changes_only_the_targets_of_a_part_of_the_rows():
   is_new = np.array(
     [(targets.policy[b] != old.policy[b]).any() for b in range(_B)]
   )
-  np.testing.assert_array_equal(is_new, [False, True] * 3)
+  np.testing.assert_array_equal(is_new, [True, False] * 3)
   # The new searches use the target parameters.
   zeros = jax.tree.map(np.zeros_like, _variables().params)
   other = _prepare(_make(reanalyse_fraction=0.5), sample, zeros)
-  assert (other.targets.value[1::2] != targets.value[1::2]).any()
-  np.testing.assert_array_equal(other.targets.value[::2], targets.value[::2])
+  assert (other.targets.value[::2] != targets.value[::2]).any()
+  np.testing.assert_array_equal(other.targets.value[1::2], targets.value[1::2])
+
+
+def test_normalised_rewards_are_refused():
+  fields = AGENTS['muzero'].defaults | {'agent.normalize_reward': True}
+  with pytest.raises(ValueError, match='normalize_reward=True'):
+    AGENTS['muzero'].check(fields)
+
+
+def test_only_reanalyse_needs_target_parameters():
+  fields, entry = dict(AGENTS['muzero'].defaults), AGENTS['muzero']
+  assert entry.target_update(fields) is None
+  fields['search.reanalyse_fraction'] = 0.1
+  assert entry.target_update(fields) is not None
 
 
 def test_an_action_space_that_does_not_fit_is_refused():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from podrl.core import memory as memory_lib
 from podrl.core.memory import make_ring
 from podrl.types import TimeStep, Trajectory
 
@@ -252,6 +253,13 @@ def test_samples_of_any_number_of_columns_follow_the_priorities(num_columns):
   likely, expected = (np.delete(x, slice(0, None, 3)) for x in (counts, raw))
   expected *= likely.sum() / expected.sum()
   assert stats.chisquare(likely, expected, sum_check=False).pvalue > 0.01
+
+
+def test_a_choice_among_columns_without_priorities_is_a_column():
+  for num_columns in (1, 3, 5):
+    zeros = jnp.zeros((4, num_columns))
+    column = memory_lib._choose_column(zeros, jnp.linspace(0.0, 0.9, 4))
+    assert (column < num_columns).all()
 
 
 def test_the_memory_is_ready_after_enough_steps():
