@@ -84,6 +84,8 @@ KINDS: dict[str, dict[str, Any]] = {
   'numbers': {
     'total_env_steps': 200_000,
     'env.num_envs': 16,
+    'agent.n_steps': 30,  # With 10, values grow slowly, and good policies fail.
+    'replay.priority_exponent': 0.0,
     'agent.normalize_reward': False,
     'agent.normalize_observation': False,
     'network.hidden_sizes': (128,),
