@@ -276,7 +276,11 @@ def test_a_ratio_that_overflows_is_bounded():
 
 
 def _fields(name, **changes):
-  fields = {'sebulba.max_lag': 1, 'network.recurrent': 'none'}
+  fields = {
+    'sebulba.max_lag': 1,
+    'network.recurrent': 'none',
+    'agent.normalize_reward': False,
+  }
   return fields | AGENTS[name].defaults | changes
 
 
@@ -290,6 +294,8 @@ def test_every_agent_accepts_its_own_defaults():
   'name,field,value',
   [
     ('ppo', 'agent.clip', 0.0),
+    ('muzero', 'agent.support', 0),
+    ('muzero', 'agent.normalize_reward', True),
     ('a2c', 'num_epochs', 2),
     ('a2c', 'num_minibatches', 4),
     ('a2c', 'sebulba.max_lag', 1),

@@ -396,12 +396,6 @@ def test_reanalyse_changes_only_the_targets_of_a_part_of_the_rows():
   np.testing.assert_array_equal(other.targets.value[1::2], targets.value[1::2])
 
 
-def test_normalised_rewards_are_refused():
-  fields = AGENTS['muzero'].defaults | {'agent.normalize_reward': True}
-  with pytest.raises(ValueError, match='normalize_reward=True'):
-    AGENTS['muzero'].check(fields)
-
-
 def test_only_reanalyse_needs_target_parameters():
   fields, entry = dict(AGENTS['muzero'].defaults), AGENTS['muzero']
   assert entry.target_update(fields) is None
