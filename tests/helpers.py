@@ -8,6 +8,7 @@ import re
 import jax
 import numpy as np
 
+from podrl.agents import AGENTS
 from podrl.run import train
 from podrl.types import Sample
 
@@ -39,6 +40,33 @@ TIMINGS = {
   'wall_seconds',
   'compile_seconds',
 }
+
+
+def network_fields(agent, /, **fields):
+  """Returns the fields `network.*` by short name that an agent uses."""
+  defaults = {
+    'name': 'mlp',
+    'hidden_sizes': (8,),
+    'activation': 'relu',
+    'layer_norm': False,
+    'recurrent': 'none',
+    'memory_steps': 0,
+  }
+  unused = AGENTS[agent].unused
+  own = {k: x for k, x in defaults.items() if f'network.{k}' not in unused}
+  return own | fields
+
+
+def make_agent(name, spec, network=(), **fields):
+  """Makes an agent with a small MLP; its other fields have the defaults."""
+  entry = AGENTS[name]
+  own = {'gamma': 0.9, 'reward_clip': 0.0}
+  for key, value in entry.defaults.items():
+    section, _, field = key.rpartition('.')
+    if section in ('agent', 'replay', 'search'):
+      own[field] = value
+  network = network_fields(name, **dict(network))
+  return entry.make_agent(spec, own | fields, network)
 
 
 def prepare(agent, variables, trajectory, mean=lambda x: x, target_params=()):

@@ -103,17 +103,24 @@ def sgd_steps_per_update(fields: _Fields) -> int:
   return fields['num_epochs'] * fields['num_minibatches']
 
 
-_DQN = AgentEntry(
-  dqn.make_agent,
-  dqn.DEFAULTS,
-  dqn.COMMENTS,
-  dqn.KINDS,
-  unused=dqn.UNUSED,
-  changeable=dqn.CHANGEABLE,
-  check=dqn.check,
-  target_update=dqn.target_update,
-  sequence_length=lambda fields: fields['agent.n_steps'],
-)
+def _with_memory(
+  module: Any, sequence_length: Callable[[_Fields], int], **fields: Any
+) -> AgentEntry:
+  """Builds the row of an agent with a memory from its module."""
+  return AgentEntry(
+    module.make_agent,
+    module.DEFAULTS,
+    module.COMMENTS,
+    module.KINDS,
+    unused=module.UNUSED,
+    changeable=module.CHANGEABLE,
+    check=module.check,
+    sequence_length=sequence_length,
+    **({'target_update': dqn.target_update} | fields),
+  )
+
+
+_DQN = _with_memory(dqn, lambda fields: fields['agent.n_steps'])
 AGENTS = {
   'ppo': AgentEntry(
     acting.with_network(ppo.make_agent),
@@ -149,37 +156,9 @@ AGENTS = {
   ),
   'dqn': _DQN,
   'rainbow': _DQN._replace(defaults=dqn.RAINBOW),
-  'r2d2': AgentEntry(
-    r2d2.make_agent,
-    r2d2.DEFAULTS,
-    r2d2.COMMENTS,
-    r2d2.KINDS,
-    unused=r2d2.UNUSED,
-    changeable=r2d2.CHANGEABLE,
-    check=r2d2.check,
-    target_update=dqn.target_update,
-    sequence_length=r2d2.sequence_length,
-  ),
-  'sac': AgentEntry(
-    sac.make_agent,
-    sac.DEFAULTS,
-    sac.COMMENTS,
-    sac.KINDS,
-    unused=sac.UNUSED,
-    changeable=sac.CHANGEABLE,
-    check=sac.check,
-    target_update=dqn.target_update,
-    sequence_length=lambda fields: 1,
-  ),
-  'muzero': AgentEntry(
-    muzero.make_agent,
-    muzero.DEFAULTS,
-    muzero.COMMENTS,
-    muzero.KINDS,
-    unused=muzero.UNUSED,
-    changeable=muzero.CHANGEABLE,
-    check=muzero.check,
-    target_update=muzero.target_update,
-    sequence_length=muzero.sequence_length,
+  'r2d2': _with_memory(r2d2, r2d2.sequence_length),
+  'sac': _with_memory(sac, lambda fields: 1),
+  'muzero': _with_memory(
+    muzero, muzero.sequence_length, target_update=muzero.target_update
   ),
 }

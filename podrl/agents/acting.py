@@ -163,6 +163,27 @@ def bootstrap_inputs(
   return obs, is_first, jax.tree.map(lambda x: x[0], trajectory.carry)
 
 
+def check_counts(fields: Mapping[str, Any], *names: str) -> None:
+  """Raises a ValueError if one of these fields is less than 1."""
+  for name in names:
+    if fields[name] < 1:
+      raise ValueError(f'config.{name}={fields[name]} must be at least 1')
+
+
+def check_fractions(fields: Mapping[str, Any], *names: str) -> None:
+  """Raises a ValueError if one of these fields is not from 0 to 1."""
+  for name in names:
+    if not 0 <= fields[name] <= 1:
+      raise ValueError(
+        f'config.{name}={fields[name]} must be at least 0 and at most 1'
+      )
+
+
+def swap_axes(tree: Any) -> Any:
+  """Exchanges time and batch, the first two axes of all leaves."""
+  return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
+
+
 def to_rows(batch: _Batch, is_recurrent: bool) -> _Batch:
   """Changes leaves from `[T, B, ...]` to `[N, S, ...]`, a sequence per row.
 
@@ -170,7 +191,7 @@ def to_rows(batch: _Batch, is_recurrent: bool) -> _Batch:
   S = T. Otherwise, every slot is a sequence of one step: N = T x B and S = 1.
   """
   if is_recurrent:
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
+    return swap_axes(batch)
   return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), batch)
 
 
@@ -180,7 +201,7 @@ def from_rows(batch: _Batch, is_recurrent: bool) -> _Batch:
   The loss of a network that is not recurrent can arrange the steps freely.
   """
   if is_recurrent:
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
+    return swap_axes(batch)
   # Usually, axis 1 contains one block of the minibatch (see `block_size` in
   # core/learner.py): a TPU then reads the blocks without joining them.
   size = math.gcd(len(jax.tree.leaves(batch)[0]), 1024)

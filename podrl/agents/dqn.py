@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from podrl.agents import exploring
-from podrl.agents.acting import clip_reward
+from podrl.agents import acting, exploring
 from podrl.core import returns
 from podrl.types import (
   Agent,
@@ -76,10 +75,8 @@ def check_targets(fields: Mapping[str, Any]) -> None:
 
   SAC has only the field `agent.target_rate`.
   """
-  for name in ('n_steps', 'target_period'):
-    value = fields.get(f'agent.{name}', 1)
-    if value < 1:
-      raise ValueError(f'config.agent.{name}={value} must be at least 1')
+  counts = 'agent.n_steps', 'agent.target_period'
+  acting.check_counts(fields, *(x for x in counts if x in fields))
   rate = fields['agent.target_rate']
   if not 0 < rate <= 1:
     raise ValueError(
@@ -91,8 +88,7 @@ def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field is out of range."""
   exploring.check(fields)
   check_targets(fields)
-  if (num_atoms := fields['agent.num_atoms']) < 1:
-    raise ValueError(f'config.agent.num_atoms={num_atoms} must be at least 1')
+  acting.check_counts(fields, 'agent.num_atoms')
   low, high = fields['agent.min_value'], fields['agent.max_value']
   if not low < high:
     raise ValueError(
@@ -111,10 +107,8 @@ def target_update(fields: Mapping[str, Any]) -> Callable[..., Any]:
 
   Without the field `agent.target_period`, they change after each step.
   """
-  period, rate = (
-    fields.get('agent.target_period', 1),
-    fields['agent.target_rate'],
-  )
+  rate = fields['agent.target_rate']
+  period = fields.get('agent.target_period', 1)
 
   def update(params: Array, target_params: Array, num_sgd_steps: Array) -> Any:
     params = optax.incremental_update(params, target_params, rate)
@@ -211,7 +205,7 @@ def make_agent(
     del rng_key, mean
     timestep = sample.trajectory.timestep
     weight = returns.weights(timestep)
-    reward = clip_reward(timestep.reward[1:], fields['reward_clip'])
+    reward = acting.clip_reward(timestep.reward[1:], fields['reward_clip'])
     discount = variables.hyperparams['gamma'] * timestep.discount[1:]
     zeros = jnp.zeros_like(timestep.reward)
 

@@ -63,11 +63,19 @@ class Statistics(NamedTuple):
 
 def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field of the exploration is out of range."""
-  for name in COMMENTS:
-    if not 0 <= fields[name] <= 1:
-      raise ValueError(
-        f'config.{name}={fields[name]} must be at least 0 and at most 1'
-      )
+  acting.check_fractions(fields, *COMMENTS)
+
+
+def num_actions(spec: EnvSpec) -> int:
+  """Returns the number of actions, or raises a ValueError.
+
+  It raises if the environment does not have one discrete action.
+  """
+  if not isinstance(spec.action, Discrete):
+    raise ValueError(
+      f'the agent needs one discrete action, not {spec.action}; use --agent=ppo'
+    )
+  return spec.action.num_actions
 
 
 def build_network(
@@ -77,10 +85,7 @@ def build_network(
 
   It raises a ValueError if the actions are not discrete.
   """
-  if not isinstance(spec.action, Discrete):
-    raise ValueError(
-      f'the agent needs one discrete action, not {spec.action}; use --agent=ppo'
-    )
+  count = num_actions(spec)
   fields = dict(network_fields)
   options['core'] = fields.pop('recurrent')
   options['core_size'] = fields['hidden_sizes'][-1]
@@ -88,7 +93,7 @@ def build_network(
   return make_network(
     torsos.make_torso(spec=spec, **fields),
     spec.obs,
-    spec.action.num_actions,
+    count,
     **options,
   )
 
@@ -143,17 +148,19 @@ def explore(rng_key: chex.PRNGKey, values: Array, probability: Array) -> Array:
   Returns:
     The actions, int32 `[B]`.
   """
-  num_actions = values.shape[-1]
+  size = values.shape[-1]
 
-  def choose(rng_key: chex.PRNGKey, best: Array, probability: Array) -> Array:
+  def choose_one(
+    rng_key: chex.PRNGKey, best: Array, probability: Array
+  ) -> Array:
     keys = jax.random.split(rng_key)
-    other = jax.random.randint(keys[0], (), 0, num_actions, jnp.int32)
+    other = jax.random.randint(keys[0], (), 0, size, jnp.int32)
     is_random = jax.random.uniform(keys[1]) < probability
     return jnp.where(is_random, other, best)
 
   best = jnp.argmax(values, axis=-1).astype(jnp.int32)
   probability = jnp.broadcast_to(probability, best.shape)
-  return jax.vmap(choose)(rng_key, best, probability)
+  return jax.vmap(choose_one)(rng_key, best, probability)
 
 
 def make_act(

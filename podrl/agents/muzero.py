@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from podrl.agents import acting, dqn
+from podrl.agents import acting, dqn, exploring
 from podrl.core import returns
 from podrl.networks import muzero, torsos
 from podrl.networks.muzero import MuZeroNetwork
 from podrl.types import (
   Agent,
   Array,
-  Discrete,
   EnvSpec,
   LossOutput,
   Sample,
@@ -61,18 +60,7 @@ COMMENTS = {
   'agent.target_rate': 'Part of the way that these parameters then move.',
 }
 
-UNUSED = (
-  'agent.entropy_cost',
-  'agent.lambda_',
-  'network.shared_torso',
-  'network.recurrent',
-  'network.memory_steps',
-  'network.distribution',
-  'network.state_dependent_scale',
-  'network.initial_scale',
-  'num_epochs',
-  'num_minibatches',
-)
+UNUSED = (*dqn.UNUSED, 'network.recurrent', 'network.memory_steps')
 CHANGEABLE = (
   'agent.gamma',
   'agent.value_cost',
@@ -103,10 +91,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field is out of range."""
   dqn.check_targets(fields)
-  for name in ('num_unroll_steps', 'support'):
-    value = fields[f'agent.{name}']
-    if value < 1:
-      raise ValueError(f'config.agent.{name}={value} must be at least 1')
+  acting.check_counts(fields, 'agent.num_unroll_steps', 'agent.support')
   if fields['agent.normalize_reward']:
     raise ValueError(
       'config.agent.normalize_reward=True does not fit agent=muzero, because '
@@ -179,12 +164,14 @@ class Codec(NamedTuple):
 def build_network(
   spec: EnvSpec, network_fields: Mapping[str, Any], num_bins: int
 ) -> MuZeroNetwork:
-  """Builds the network from the fields `network.*` by short name."""
-  assert isinstance(spec.action, Discrete)
+  """Builds the network from the fields `network.*` by short name.
+
+  It raises a ValueError if the actions are not discrete.
+  """
   return muzero.make_network(
     torsos.make_torso(spec=spec, **network_fields),
     spec.obs,
-    spec.action.num_actions,
+    exploring.num_actions(spec),
     hidden_size=network_fields['hidden_sizes'][-1],
     num_bins=num_bins,
   )
@@ -310,13 +297,8 @@ def make_agent(
   Sources: Schrittwieser et al. 2020, arXiv:1911.08265; Danihelka et al. 2022,
   Policy improvement by planning with Gumbel (the search).
   """
-  if not isinstance(spec.action, Discrete):
-    raise ValueError(
-      f'agent=muzero needs one discrete action, not {spec.action}; use '
-      '--agent=sac or --agent=ppo'
-    )
-  size = fields['support']
-  codec = Codec(jnp.arange(-size, size + 1.0))
+  largest = fields['support']
+  codec = Codec(jnp.arange(-largest, largest + 1.0))
   network = build_network(spec, network_fields, len(codec.support))
   search = make_search(network, codec, fields['kind'])
   num_unroll_steps = fields['num_unroll_steps']
@@ -343,9 +325,14 @@ def make_agent(
   def reanalyse(
     params: Tree, obs: Tree, extras: Extras, rng_key: chex.PRNGKey, gamma: Array
   ) -> Extras:
-    """Searches again, with the newest targets, in a part of the sequences.
+    """Searches again in a part of the sequences.
 
-    obs: `[T, N, ...]`; extras: `[T, N, ...]`; rng_key: `[N]`.
+    Args:
+      params: the target parameters.
+      obs: leaves `[T, N, ...]`.
+      extras: what the searches found earlier, leaves `[T, N, ...]`.
+      rng_key: `[N]`, one key for each sequence.
+      gamma: the discount per step.
     """
     share, size = fields['reanalyse_fraction'], len(rng_key)
     counts = [math.ceil(round(i * share, 6)) for i in range(size + 1)]
@@ -386,9 +373,7 @@ def make_agent(
       n_steps=fields['n_steps'],
     )
     action = trajectory.action[:num_unroll_steps]
-    action, targets = jax.tree.map(
-      lambda x: jnp.swapaxes(x, 0, 1), (action, targets)
-    )
+    action, targets = acting.swap_axes((action, targets))
     obs = jax.tree.map(lambda x: x[0], timestep.obs)
     importance = sample.weight * returns.weights(timestep)[0]
     return Batch(obs, action, targets, importance)

@@ -91,12 +91,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field is out of range."""
   dqn.check_targets(fields)
-  for name in ('epsilon', 'priority_mix'):
-    value = fields[f'agent.{name}']
-    if not 0 <= value <= 1:
-      raise ValueError(
-        f'config.agent.{name}={value} must be at least 0 and at most 1'
-      )
+  acting.check_fractions(fields, 'agent.epsilon', 'agent.priority_mix')
   exponent = fields['agent.epsilon_exponent']
   if not 0 <= exponent < 1e6:
     raise ValueError(
@@ -120,11 +115,6 @@ class Extras(NamedTuple):
   """What `act` returns with each action."""
 
   carry: Tree  # `[B, ...]`, the network's carry before the step.
-
-
-def _swap_axes(tree: Any) -> Any:
-  """Exchanges time and batch, the first two axes of all leaves."""
-  return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
 
 
 class Batch(NamedTuple):
@@ -228,7 +218,7 @@ def make_agent(
     carry = jax.tree.map(lambda x: x[None], carry)
     action = trajectory.action[burn_in:]
     sequences = Batch(timestep, action, carry, target_values, weight=())
-    return _swap_axes(sequences)._replace(weight=sample.weight)
+    return acting.swap_axes(sequences)._replace(weight=sample.weight)
 
   def loss(
     variables: Variables,
@@ -238,7 +228,7 @@ def make_agent(
   ) -> tuple[Array, LossOutput]:
     del target_params, rng_key
     params, _, hyperparams = variables
-    timestep, actions, carry, target_values = _swap_axes(batch[:-1])
+    timestep, actions, carry, target_values = acting.swap_axes(batch[:-1])
     carry = jax.tree.map(lambda x: x[0], carry)
     all_values, _ = unroll(params, timestep.obs, timestep.is_first, carry)
     values = exploring.choose(all_values[:-1], actions)

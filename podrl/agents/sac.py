@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.agents import dqn, exploring
-from podrl.agents.acting import clip_reward, make_init
+from podrl.agents import acting, dqn, exploring
 from podrl.core import distributions, returns
 from podrl.networks import torsos
 from podrl.networks.q import TwinValues
@@ -246,7 +245,7 @@ def make_agent(
       rng_key,
     )
     discount = variables.hyperparams['gamma'] * timestep.discount[1]
-    reward = clip_reward(timestep.reward[1], fields['reward_clip'])
+    reward = acting.clip_reward(timestep.reward[1], fields['reward_clip'])
     return Batch(
       obs=obs,
       sample=sample.trajectory.extras.sample[0],
@@ -294,7 +293,9 @@ def make_agent(
 
   names = 'gamma', 'target_entropy'
   return Agent(
-    init=make_init(init_params, **{name: fields[name] for name in names}),
+    init=acting.make_init(
+      init_params, **{name: fields[name] for name in names}
+    ),
     initial_carry=lambda env_index: (),
     act=act,
     prepare=prepare,

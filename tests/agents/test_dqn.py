@@ -5,32 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.agents import AGENTS, exploring
+from podrl.agents import exploring
 from podrl.types import Discrete, EnvSpec, Sample, TimeStep, Trajectory
+from tests import helpers
 
 _OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
 _SPEC = EnvSpec(_OBS, False, Discrete(4), 1, 0)
 _GAMMA = 0.9
-
-
-def _agent(**fields):
-  entry = AGENTS['dqn']
-  own = {
-    k.removeprefix('agent.'): x
-    for k, x in entry.defaults.items()
-    if k.startswith('agent.')
-  }
-  own |= {'gamma': _GAMMA, 'reward_clip': 0.0} | fields
-  network = {
-    'name': 'mlp',
-    'hidden_sizes': (16,),
-    'dtype': jnp.float32,
-    'activation': 'relu',
-    'layer_norm': False,
-    'recurrent': 'none',
-    'memory_steps': 0,
-  }
-  return entry.make_agent(_SPEC, own, network)
 
 
 def _sample(num_steps, batch=6, seed=0):
@@ -69,7 +50,7 @@ def _by_hand(sample, num_steps):
 @pytest.mark.parametrize('is_double', [True, False])
 @pytest.mark.parametrize('num_steps', [1, 3])
 def test_targets_and_loss_by_hand(num_steps, is_double):
-  agent = _agent(n_steps=num_steps, double=is_double)
+  agent = helpers.make_agent('dqn', _SPEC, n_steps=num_steps, double=is_double)
   variables = agent.init(jax.random.key(0))
   target = agent.init(jax.random.key(1)).params
   sample = _sample(num_steps)
@@ -117,8 +98,14 @@ def _distributions(params, x, num_atoms):
 
 
 def test_atoms_and_the_duelling_head_by_hand():
-  agent = _agent(
-    n_steps=3, num_atoms=5, min_value=-2.0, max_value=2.0, duelling=True
+  agent = helpers.make_agent(
+    'dqn',
+    _SPEC,
+    n_steps=3,
+    num_atoms=5,
+    min_value=-2.0,
+    max_value=2.0,
+    duelling=True,
   )
   variables = agent.init(jax.random.key(0))
   target = agent.init(jax.random.key(1)).params
@@ -159,8 +146,12 @@ def test_actions_are_random_as_often_as_epsilon_says():
 
 
 def test_epsilon_falls_in_a_part_of_the_updates():
-  agent = _agent(
-    initial_epsilon=0.9, final_epsilon=0.1, exploration_fraction=0.5
+  agent = helpers.make_agent(
+    'dqn',
+    _SPEC,
+    initial_epsilon=0.9,
+    final_epsilon=0.1,
+    exploration_fraction=0.5,
   )
   variables = agent.init(jax.random.key(0))
   variables = variables.with_hyperparams({'num_updates': jnp.float32(16)})

@@ -18,35 +18,23 @@ from podrl.types import (
   TimeStep,
   Trajectory,
 )
+from tests import helpers
 
 _OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
 _A, _B, _K, _N_STEPS, _GAMMA = 3, 6, 3, 2, 0.9
 _T = _K + _N_STEPS + 1  # Transitions of a sequence.
-_NETWORK = {
-  'name': 'mlp',
-  'hidden_sizes': (8,),
-  'activation': 'relu',
-  'layer_norm': True,
-}
+_NETWORK = helpers.network_fields('muzero', layer_norm=True)
 
 
 def _make(action=Discrete(_A), **changes):
-  entry = AGENTS['muzero']
   fields = {
-    k.partition('.')[2]: x
-    for k, x in entry.defaults.items()
-    if k.partition('.')[0] in ('agent', 'search')
-  }
-  fields |= {
-    'gamma': _GAMMA,
-    'reward_clip': 0.0,
     'num_unroll_steps': _K,
     'n_steps': _N_STEPS,
     'support': 4,
     'num_simulations': 4,
   }
   spec = EnvSpec(_OBS, False, action, 1, 0)
-  return entry.make_agent(spec, fields | changes, _NETWORK)
+  return helpers.make_agent('muzero', spec, _NETWORK, **fields | changes)
 
 
 def _network():

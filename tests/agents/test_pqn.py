@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.agents import AGENTS
 from podrl.types import Discrete, EnvSpec, TimeStep, Trajectory
 from tests import helpers
 
@@ -17,22 +16,13 @@ _T, _B = 8, 4
 
 
 def _agent(core='none', reward_clip=0.0):
-  entry = AGENTS['pqn']
-  fields = {
-    k.removeprefix('agent.'): x
-    for k, x in entry.defaults.items()
-    if k.startswith('agent.')
-  }
-  fields |= {'gamma': _GAMMA, 'lambda_': _LAMBDA, 'reward_clip': reward_clip}
-  network_fields = {
-    'name': 'mlp',
-    'hidden_sizes': (8,),
-    'activation': 'relu',
-    'layer_norm': True,
-    'recurrent': core,
-    'memory_steps': 0,
-  }
-  agent = entry.make_agent(_SPEC, fields, network_fields)
+  agent = helpers.make_agent(
+    'pqn',
+    _SPEC,
+    {'layer_norm': True, 'recurrent': core},
+    lambda_=_LAMBDA,
+    reward_clip=reward_clip,
+  )
   return agent, jax.jit(agent.init)(jax.random.key(0))
 
 

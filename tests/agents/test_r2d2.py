@@ -8,20 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.agents import AGENTS, exploring, r2d2
+from podrl.agents import exploring, r2d2
 from podrl.types import Discrete, EnvSpec, Sample, TimeStep, Trajectory
+from tests import helpers
 
 _SPEC = EnvSpec(
   jax.ShapeDtypeStruct((5,), jnp.float32), False, Discrete(4), 1, 0
 )
-_NETWORK = {
-  'name': 'mlp',
-  'hidden_sizes': (8,),
-  'activation': 'relu',
-  'layer_norm': False,
-  'recurrent': 'lstm',
-  'memory_steps': 10,
-}
+_MEMORY = {'recurrent': 'lstm', 'memory_steps': 10}
 _GAMMA, _N, _BURN_IN = 0.9, 3, 3
 _L, _B = 7, 5  # Transitions to learn from, and sequences.
 
@@ -29,15 +23,8 @@ _L, _B = 7, 5  # Transitions to learn from, and sequences.
 @functools.cache  # So the tests share compiled functions.
 def _agent(**fields):
   """Makes the agent, its variables and target parameters."""
-  entry = AGENTS['r2d2']
-  own = {
-    k.split('.')[1]: x
-    for k, x in entry.defaults.items()
-    if k.startswith(('agent.', 'replay.'))
-  }
-  own |= {'n_steps': _N, 'burn_in': _BURN_IN, 'gamma': _GAMMA}
-  own |= {'reward_clip': 0.0} | fields
-  agent = entry.make_agent(_SPEC, own, _NETWORK)
+  fields = {'n_steps': _N, 'burn_in': _BURN_IN} | fields
+  agent = helpers.make_agent('r2d2', _SPEC, _MEMORY, **fields)
   init = jax.jit(agent.init)
   variables, target = (init(jax.random.key(i)) for i in range(2))
   return agent, variables, target.params
@@ -83,7 +70,8 @@ def _loss(agent, variables, target, sample):
 
 def _step_through(params, sample):
   """Computes the action values of all steps, one step after another."""
-  network = exploring.build_network(_SPEC, _NETWORK, is_duelling=True)
+  fields = helpers.network_fields('r2d2', **_MEMORY)
+  network = exploring.build_network(_SPEC, fields, is_duelling=True)
   timestep = sample.trajectory.timestep
   carry = jax.tree.map(lambda x: x[0], sample.trajectory.extras.carry)
   step, values = jax.jit(network.unroll), []

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.agents import AGENTS, sac
+from podrl.agents import sac
 from podrl.types import (
   Box,
   Discrete,
@@ -18,6 +18,7 @@ from podrl.types import (
   TimeStep,
   Trajectory,
 )
+from tests import helpers
 
 _OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
 _SPACES = {
@@ -29,21 +30,8 @@ _B = 6
 
 
 def _make(action, **fields):
-  entry = AGENTS['sac']
-  own = {
-    k.removeprefix('agent.'): x
-    for k, x in entry.defaults.items()
-    if k.startswith('agent.')
-  }
-  own |= {'gamma': _GAMMA, 'reward_clip': 0.5} | fields
-  network_fields = {
-    'name': 'mlp',
-    'hidden_sizes': (8,),
-    'activation': 'relu',
-    'layer_norm': False,
-  }
   spec = EnvSpec(_OBS, False, action, 1, 0)
-  return entry.make_agent(spec, own, network_fields)
+  return helpers.make_agent('sac', spec, reward_clip=0.5, **fields)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from podrl.agents import AGENTS, a2c, acting, exploring, impala, ppo
+from podrl.agents import a2c, acting, exploring, impala, ppo
 from podrl.core import distributions, normalization
 from podrl.core import learner as learner_lib
 from podrl.core.memory import make_ring
@@ -459,22 +459,8 @@ _CAPACITY = 4096  # Steps on each device; far more than in any other array.
 
 
 def _replay_agent():
-  """Makes a DQN agent."""
-  entry = AGENTS['dqn']
-  own = {'gamma': 0.9, 'reward_clip': 0.0}
-  for name, value in entry.defaults.items():
-    section, _, field = name.rpartition('.')
-    if section in ('agent', 'replay'):
-      own[field] = value
-  network = {
-    'name': 'mlp',
-    'hidden_sizes': (16,),
-    'activation': 'relu',
-    'recurrent': 'none',
-    'memory_steps': 0,
-  }
   spec = EnvSpec(_OBS, False, Discrete(3), 1, 0)
-  return entry.make_agent(spec, own | {'n_steps': 1}, network)
+  return helpers.make_agent('dqn', spec, n_steps=1)
 
 
 def _replay_unroll(number=0):
