@@ -21,11 +21,26 @@ Hyperparams = dict[str, Array]  # Each value is a float32 `[]`.
 DEVICE_AXIS = 'devices'
 
 
+class Masked(NamedTuple):
+  """An observation with the actions that are legal in its state.
+
+  Attributes:
+    obs: what the network sees, leaves `[..., *obs_shape]`.
+    action_mask: bool `[..., A]`, true for legal actions; if all are false, all
+      are legal. A is the number of actions. `MultiDiscrete` has the masks of
+      all its components, one after another; its A is the sum.
+  """
+
+  obs: Tree
+  action_mask: Tree
+
+
 class TimeStep(NamedTuple):
   """What an environment returns when it arrives in a state.
 
   Attributes:
-    obs: `[..., *obs_shape]`, in the smallest dtype that stores it exactly.
+    obs: `[..., *obs_shape]`, in the smallest dtype that stores it exactly; or
+      `Masked`.
     reward: `[...]` float32, not scaled or clipped by podrl; 0 where `is_first`.
     discount: `[...]` float32, 0 if the episode terminated, else 1. It is also 1
       if the episode was truncated. It does not include the agent's gamma.

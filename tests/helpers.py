@@ -10,6 +10,7 @@ import numpy as np
 
 from podrl.agents import AGENTS
 from podrl.run import train
+from podrl.run.config import base_config
 from podrl.types import Sample
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -43,30 +44,21 @@ TIMINGS = {
 
 
 def network_fields(agent, /, **fields):
-  """Returns the fields `network.*` by short name that an agent uses."""
-  defaults = {
-    'name': 'mlp',
-    'hidden_sizes': (8,),
-    'activation': 'relu',
-    'layer_norm': False,
-    'recurrent': 'none',
-    'memory_steps': 0,
-  }
-  unused = AGENTS[agent].unused
-  own = {k: x for k, x in defaults.items() if f'network.{k}' not in unused}
-  return own | fields
+  """Returns the fields `network.*` of an agent with a small MLP."""
+  small = {'name': 'mlp', 'hidden_sizes': (8,), 'activation': 'relu'}
+  small |= {'layer_norm': False, 'dtype': np.float32}
+  return dict(base_config(agent).network) | small | fields
 
 
 def make_agent(name, spec, network=(), **fields):
   """Makes an agent with a small MLP; its other fields have the defaults."""
-  entry = AGENTS[name]
-  own = {'gamma': 0.9, 'reward_clip': 0.0}
-  for key, value in entry.defaults.items():
-    section, _, field = key.rpartition('.')
-    if section in ('agent', 'replay', 'search'):
-      own[field] = value
-  network = network_fields(name, **dict(network))
-  return entry.make_agent(spec, own | fields, network)
+  config = base_config(name)
+  own = dict(config.agent)
+  for section in ('replay', 'search'):
+    own |= config.get(section, {})
+  del own['name']
+  own |= {'gamma': 0.9, **fields}
+  return AGENTS[name].make(spec, own, network_fields(name, **dict(network)))
 
 
 def prepare(agent, variables, trajectory, mean=lambda x: x, target_params=()):

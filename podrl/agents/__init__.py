@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from podrl.agents import (
   a2c,
   acting,
@@ -16,7 +18,7 @@ from podrl.agents import (
   sac,
 )
 from podrl.core import normalization
-from podrl.types import Agent, EnvSpec
+from podrl.types import Agent, Box, EnvSpec, Masked
 
 _Fields = Mapping[str, Any]  # Values of fields, by name.
 
@@ -75,6 +77,7 @@ class AgentEntry(NamedTuple):
     Raises:
       ValueError: if the agent or its network does not fit the environment.
     """
+    _check_mask(spec)
     fields = dict(fields)
     observations = fields.pop('normalize_observation')
     rewards = fields.pop('normalize_reward')
@@ -86,6 +89,21 @@ class AgentEntry(NamedTuple):
       spec.obs,
       observations=observations,
       rewards=rewards,
+    )
+
+
+def _check_mask(spec: EnvSpec) -> None:
+  """Raises a ValueError if a mask does not fit the actions."""
+  if not isinstance(spec.obs, Masked):
+    return
+  if isinstance(spec.action, Box):
+    raise ValueError(f'the actions {spec.action} cannot have a mask')
+  size = int(np.sum(spec.action.num_actions))
+  mask = spec.obs.action_mask
+  if mask.shape != (size,) or mask.dtype != bool:
+    raise ValueError(
+      f'the mask of {spec.action} must be bool {(size,)}, not {mask.dtype} '
+      f'{mask.shape}'
     )
 
 

@@ -10,6 +10,7 @@ import optax
 
 from podrl.agents import acting, exploring
 from podrl.core import returns
+from podrl.core.observations import hide_illegal
 from podrl.types import (
   Agent,
   Array,
@@ -223,7 +224,7 @@ def make_agent(
     chooser = outputs
     if fields['double']:
       chooser = evaluate(jax.lax.stop_gradient(variables.params), obs)
-    best = jnp.argmax(to_values(chooser), axis=-1)
+    best = jnp.argmax(hide_illegal(to_values(chooser), obs), axis=-1)
     outputs = outputs[column, best]
     if num_atoms == 1:
       target = reward + discount * outputs[:, 0]
@@ -255,7 +256,8 @@ def make_agent(
         jax.scipy.special.xlogy(batch.target, batch.target), axis=-1
       )
       priority = jnp.maximum(each - entropy, 0.0)  # The divergence KL.
-    value = jnp.mean(batch.weight * jnp.max(to_values(all_outputs), axis=-1))
+    values = hide_illegal(to_values(all_outputs), batch.obs)
+    value = jnp.mean(batch.weight * jnp.max(values, axis=-1))
     metrics: Metrics = {'value': value}
     return jnp.mean(batch.weight * each), LossOutput(metrics, priority)
 

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from podrl.agents import acting
+from podrl.core.observations import hide_illegal
 from podrl.networks import torsos
 from podrl.networks.q import QNetwork, make_network
 from podrl.types import (
   Array,
   Discrete,
   EnvSpec,
+  Masked,
   TimeStep,
   Tree,
   Variables,
@@ -137,13 +139,16 @@ def choose(values: Array, action: Array) -> Array:
   return jnp.take_along_axis(values, action[..., None], axis=-1)[..., 0]
 
 
-def explore(rng_key: chex.PRNGKey, values: Array, probability: Array) -> Array:
+def explore(
+  rng_key: chex.PRNGKey, values: Array, probability: Array, obs: Tree = ()
+) -> Array:
   """Chooses the best actions, or random ones with some probability.
 
   Args:
     rng_key: `[B]`, one key for each environment.
-    values: `[B, A]` float32.
+    values: `[B, A]` float32, from `hide_illegal`.
     probability: float32 `[]` or `[B]`.
+    obs: `[B, ...]`; if it is `Masked`, random actions are legal ones.
 
   Returns:
     The actions, int32 `[B]`.
@@ -151,16 +156,20 @@ def explore(rng_key: chex.PRNGKey, values: Array, probability: Array) -> Array:
   size = values.shape[-1]
 
   def choose_one(
-    rng_key: chex.PRNGKey, best: Array, probability: Array
+    rng_key: chex.PRNGKey, best: Array, probability: Array, obs: Tree
   ) -> Array:
     keys = jax.random.split(rng_key)
-    other = jax.random.randint(keys[0], (), 0, size, jnp.int32)
+    if isinstance(obs, Masked):
+      logits = hide_illegal(jnp.zeros(size), obs)
+      other = jax.random.categorical(keys[0], logits).astype(jnp.int32)
+    else:
+      other = jax.random.randint(keys[0], (), 0, size, jnp.int32)
     is_random = jax.random.uniform(keys[1]) < probability
     return jnp.where(is_random, other, best)
 
   best = jnp.argmax(values, axis=-1).astype(jnp.int32)
   probability = jnp.broadcast_to(probability, best.shape)
-  return jax.vmap(choose_one)(rng_key, best, probability)
+  return jax.vmap(choose_one)(rng_key, best, probability, obs)
 
 
 def make_act(
@@ -188,10 +197,12 @@ def make_act(
       lambda x: x[None], (timestep.obs, timestep.is_first)
     )
     outputs, carry = network.unroll(variables.params, obs, is_first, carry)
-    values = to_values(outputs[0])
+    values = hide_illegal(to_values(outputs[0]), timestep.obs)
     extras = Extras(jnp.max(values, axis=-1) if stores_value else ())
     if greedy:
       return jnp.argmax(values, axis=-1).astype(jnp.int32), extras, carry
-    return explore(rng_key, values, epsilon(variables)), extras, carry
+    probability = epsilon(variables)
+    action = explore(rng_key, values, probability, timestep.obs)
+    return action, extras, carry
 
   return act

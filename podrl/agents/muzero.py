@@ -12,6 +12,7 @@ import optax
 
 from podrl.agents import acting, dqn, exploring
 from podrl.core import returns
+from podrl.core.observations import hide_illegal, without_mask
 from podrl.networks import muzero, torsos
 from podrl.networks.muzero import MuZeroNetwork
 from podrl.types import (
@@ -19,6 +20,7 @@ from podrl.types import (
   Array,
   EnvSpec,
   LossOutput,
+  Masked,
   Sample,
   TimeStep,
   Tree,
@@ -208,12 +210,16 @@ def make_search(
       )
       return output, hidden
 
-    hidden = network.represent(params, jax.tree.map(lambda x: x[None], obs))
+    obs = jax.tree.map(lambda x: x[None], obs)
+    hidden = network.represent(params, without_mask(obs))
     logits, value = network.predict(params, hidden)
+    is_illegal = None
+    if isinstance(obs, Masked):
+      is_illegal = hide_illegal(jnp.zeros_like(logits), obs) < 0.0
     root = mctx.RootFnOutput(
       prior_logits=logits, value=codec.decode(value), embedding=hidden
     )
-    arguments = params, rng_key, root, recurrent, num_simulations
+    arguments = params, rng_key, root, recurrent, num_simulations, is_illegal
     if kind == 'gumbel':
       output = mctx.gumbel_muzero_policy(
         *arguments, gumbel_scale=0.0 if greedy else 1.0
@@ -387,7 +393,7 @@ def make_agent(
     del target_params, rng_key
     params, targets = variables.params, batch.targets
     cross_entropy = optax.losses.softmax_cross_entropy
-    hidden = network.represent(params, batch.obs)
+    hidden = network.represent(params, without_mask(batch.obs))
     policy_losses, value_losses, reward_losses, values = [], [], [], []
     for k in range(num_unroll_steps + 1):
       if k:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from podrl.agents import acting, exploring
 from podrl.core import losses, returns
-from podrl.core.observations import flatten, unflatten
+from podrl.core.observations import flatten, hide_illegal, unflatten
 from podrl.types import (
   Agent,
   Array,
@@ -124,7 +124,9 @@ def make_agent(
     timestep = trajectory.timestep
     inputs = acting.bootstrap_inputs(trajectory, network.is_recurrent)
     outputs, _ = network.unroll(params, *inputs)
-    last_value = jnp.max(to_values(outputs[-1:]), axis=-1)
+    last_obs = jax.tree.map(lambda x: x[-1:], inputs[0])
+    last_values = hide_illegal(to_values(outputs[-1:]), last_obs)
+    last_value = jnp.max(last_values, axis=-1)
     values = jnp.concatenate([trajectory.extras.value, last_value])
     weight = returns.weights(timestep)
     target = returns.q_lambda(
@@ -156,7 +158,7 @@ def make_agent(
     carry = jax.tree.map(lambda x: x[0], batch.carry)
     obs = unflatten(batch.obs, network.obs, 2)
     outputs, _ = network.unroll(variables.params, obs, batch.is_first, carry)
-    values = to_values(outputs)
+    values = hide_illegal(to_values(outputs), obs)
     value = exploring.choose(values, batch.action)
     value_mean = jnp.mean(batch.weight * jnp.max(values, axis=-1))
     metrics: Metrics = {'value': value_mean}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from podrl.agents import acting, dqn, exploring
 from podrl.core import returns
+from podrl.core.observations import hide_illegal
 from podrl.types import (
   Agent,
   Array,
@@ -170,7 +171,7 @@ def make_agent(
     params: Tree, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Tree]:
     outputs, carry = network.unroll(params, obs, is_first, carry)
-    return outputs[..., 0], carry
+    return hide_illegal(outputs[..., 0], obs), carry
 
   def act(
     variables: Variables,
@@ -187,7 +188,7 @@ def make_agent(
     probability = epsilon(variables.hyperparams, carry.env_index)
     if greedy:
       probability = jnp.float32(0.0)
-    action = exploring.explore(rng_key, values[0], probability)
+    action = exploring.explore(rng_key, values[0], probability, timestep.obs)
     return action, Extras(carry.network), carry._replace(network=new)
 
   def prepare(

@@ -12,6 +12,7 @@ import numpy as np
 
 from podrl.agents import acting, dqn, exploring
 from podrl.core import distributions, returns
+from podrl.core.observations import hide_illegal, without_mask
 from podrl.networks import torsos
 from podrl.networks.q import TwinValues
 from podrl.types import (
@@ -182,13 +183,18 @@ def make_agent(
 
   def init_params(rng_key: chex.PRNGKey) -> Params:
     policy_key, critic_key = jax.random.split(rng_key)
-    obs = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), spec.obs)
+    obs = jax.tree.map(
+      lambda x: jnp.zeros((1, *x.shape), x.dtype), without_mask(spec.obs)
+    )
     action = None if is_discrete else jnp.zeros((1, num_components))
     return Params(
       policy.init(policy_key, obs),
       critic.init(critic_key, obs, action),
       jnp.log(jnp.float32(fields['initial_temperature'])),
     )
+
+  def policy_head(params: Tree, obs: Tree) -> Array:
+    return hide_illegal(policy.apply(params, without_mask(obs)), obs)
 
   def soft_value(
     params: Tree, head: Array, obs: Tree, temperature: Array, rng_key: Array
@@ -199,7 +205,7 @@ def make_agent(
     action, and gradients flow through this action to the head.
     """
     if is_discrete:
-      values = jnp.min(critic.apply(params, obs), axis=0)
+      values = jnp.min(critic.apply(params, without_mask(obs)), axis=0)
       probabilities = jax.nn.softmax(head)
       entropy = inner.entropy(head)
       value = jnp.sum(probabilities * values, axis=-1)
@@ -218,7 +224,7 @@ def make_agent(
     *,
     greedy: bool = False,
   ) -> tuple[Array, Extras, Tree]:
-    head = policy.apply(variables.params.policy, timestep.obs)
+    head = policy_head(variables.params.policy, timestep.obs)
     sample = (
       inner.mode(head) if greedy else jax.vmap(inner.sample)(rng_key, head)
     )
@@ -239,7 +245,7 @@ def make_agent(
     )
     value, _ = soft_value(
       target_params.critic,
-      policy.apply(params.policy, next_obs),
+      policy_head(params.policy, next_obs),
       next_obs,
       jnp.exp(params.log_temperature),
       rng_key,
@@ -262,7 +268,7 @@ def make_agent(
     del target_params
     params, weight = variables.params, batch.weight
     if is_discrete:
-      values = critic.apply(params.critic, batch.obs)
+      values = critic.apply(params.critic, without_mask(batch.obs))
       category = jnp.broadcast_to(batch.sample, values.shape[:2])
       values = exploring.choose(values, category)
     else:
@@ -273,7 +279,7 @@ def make_agent(
 
     fixed = jax.lax.stop_gradient(params)
     temperature = jnp.exp(fixed.log_temperature)
-    head = policy.apply(params.policy, batch.obs)
+    head = policy_head(params.policy, batch.obs)
     value, entropy = soft_value(
       fixed.critic, head, batch.obs, temperature, rng_key
     )

@@ -15,10 +15,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from podrl.core.observations import without_mask
 from podrl.types import (
   Agent,
   Array,
   LossOutput,
+  Masked,
   Sample,
   TimeStep,
   Trajectory,
@@ -147,7 +149,9 @@ def _clip(x: Array) -> Array:
 
 
 def _standardize(moments: Moments, obs: Tree) -> Tree:
-  """Normalises and clips observations `[..., *obs_shape]`."""
+  """Normalises and clips observations `[..., *obs_shape]`; a mask stays."""
+  if isinstance(obs, Masked):
+    return obs._replace(obs=_standardize(moments, obs.obs))
 
   def leaf(x: Array, mean: Array, variance: Array) -> Array:
     shape = (1,) * (x.ndim - mean.ndim) + mean.shape
@@ -159,6 +163,8 @@ def _standardize(moments: Moments, obs: Tree) -> Tree:
 
 def as_float(obs: Tree) -> Tree:
   """Returns the shapes and dtypes of normalised observations."""
+  if isinstance(obs, Masked):
+    return obs._replace(obs=as_float(obs.obs))
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), obs)
 
 
@@ -201,7 +207,7 @@ def normalize(
 
   def init_all(rng_key: chex.PRNGKey) -> Variables:
     variables = agent.init(rng_key)
-    of_obs = init(obs) if observations else ()
+    of_obs = init(without_mask(obs)) if observations else ()
     of_return = init(jnp.zeros(())) if rewards else ()
     statistics = Statistics(variables.statistics, of_obs, of_return)
     return variables._replace(statistics=statistics)
@@ -259,7 +265,8 @@ def normalize(
     of_return: Tree = ()
     if observations:
       weight = jnp.ones(timestep.is_first.shape)
-      of_obs = measure(statistics.obs, timestep.obs, weight)
+      seen = without_mask(timestep.obs)
+      of_obs = measure(statistics.obs, seen, weight)
     if rewards:
 
       def step(before, timestep):

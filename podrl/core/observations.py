@@ -1,12 +1,36 @@
-"""Observations as vectors, the form in which a TPU stores them best.
+"""Observations as vectors, and observations with a mask of legal actions.
 
-A TPU pads the last two axes of an array, to at least 8 and 128 elements. A
-vector needs little padding, but an image with three channels needs much.
+A TPU stores vectors best: it pads the last two axes of an array, to at least 8
+and 128 elements. A vector needs little padding, but an image with three
+channels needs much.
 """
 
 import jax
+import jax.numpy as jnp
 
-from podrl.types import Tree
+from podrl.types import Array, Masked, Tree
+
+# The logit or value of an illegal action. With minus infinity, an entropy or a
+# gradient would be NaN.
+ILLEGAL = -1e9
+
+
+def without_mask(obs: Tree) -> Tree:
+  """Returns what a network or a normalisation sees of an observation."""
+  return obs.obs if isinstance(obs, Masked) else obs
+
+
+def hide_illegal(x: Array, obs: Tree) -> Array:
+  """Returns `x` with `ILLEGAL` for illegal actions.
+
+  Args:
+    x: float32 `[..., A]`, a logit or a value for each action.
+    obs: leaves `[..., *obs_shape]`. If it is not `Masked`, `x` stays unchanged.
+  """
+  if not isinstance(obs, Masked):
+    return x
+  mask = obs.action_mask
+  return jnp.where(mask | ~jnp.any(mask, axis=-1, keepdims=True), x, ILLEGAL)
 
 
 def flatten(obs: Tree, num_batch_axes: int) -> Tree:

@@ -9,12 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.core.observations import without_mask
 from podrl.messages import suggest
-from podrl.types import Array, Box, Discrete, EnvSpec, MultiDiscrete, Tree
+from podrl.types import (
+  Array,
+  Box,
+  Discrete,
+  EnvSpec,
+  Masked,
+  MultiDiscrete,
+  Tree,
+)
 
 # Each category is an element of a one-hot vector, or an output of the policy.
 # With more categories than this, an unroll would need gigabytes.
 _MAX_CATEGORIES = 2**14
+# A dict with these keys is a `Masked` observation, as in PettingZoo.
+_MASKED = {'observation', 'action_mask'}
 
 
 def _check(what: str, space: Any) -> None:
@@ -38,11 +49,17 @@ def obs_spec(space: Any) -> Tree:
   """Describes the result of `observe` by a tree of `jax.ShapeDtypeStruct`.
 
   `space` is a gymnasium space: a box, one or several categories, or a dict or
-  tuple of spaces. Any other space raises a ValueError.
+  tuple of spaces. Any other space raises a ValueError. A dict of `observation`
+  and `action_mask` becomes `Masked`.
   """
   kind = type(space).__name__
   if kind == 'Dict':
-    return {k: obs_spec(v) for k, v in space.spaces.items()}
+    parts = {k: obs_spec(v) for k, v in space.spaces.items()}
+    if parts.keys() != _MASKED:
+      return parts
+    size = math.prod(parts['action_mask'].shape)
+    mask = jax.ShapeDtypeStruct((size,), bool)
+    return Masked(parts['observation'], mask)
   if kind == 'Tuple':
     return tuple(obs_spec(x) for x in space.spaces)
   _check('observations', space)
@@ -68,7 +85,11 @@ def observe(space: Any, obs: Tree) -> Tree:
   """
   kind = type(space).__name__
   if kind == 'Dict':
-    return {k: observe(v, obs[k]) for k, v in space.spaces.items()}
+    parts = {k: observe(v, obs[k]) for k, v in space.spaces.items()}
+    if parts.keys() != _MASKED:
+      return parts
+    mask = parts['action_mask']
+    return Masked(parts['observation'], mask.reshape(len(mask), -1) != 0)
   if kind == 'Tuple':
     return tuple(map(observe, space.spaces, obs))
   if kind == 'Discrete':
@@ -116,7 +137,7 @@ def env_spec(
     obs, action = obs_spec(obs_space), action_space(library_action_space)
   except ValueError as error:
     raise ValueError(f'env.name={name}: {error}') from error
-  shapes = [x.shape for x in jax.tree.leaves(obs)]
+  shapes = [x.shape for x in jax.tree.leaves(without_mask(obs))]
   is_image = len(shapes) == 1 and len(shapes[0]) == 3
   channels_first = is_image and shapes[0][0] < min(shapes[0][1:])
   return EnvSpec(

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from podrl.core.observations import hide_illegal, without_mask
 from podrl.networks import cores
 from podrl.networks.torsos import MLP, TwinMLP, as_vector
 from podrl.types import Array, Tree
@@ -26,8 +27,9 @@ class Network(NamedTuple):
   initial_carry: Callable[[int], Tree]
   # `(params, obs, is_first, carry) -> (head, value, carry)`. It maps `obs`
   # `[T, B, ...]` and `is_first` `[T, B]` to heads `[T, B, num_params]` and
-  # values `[T, B]`, both float32. It takes the carry before the first step and
-  # returns the carry after the last step.
+  # values `[T, B]`, both float32. An illegal action has the logit `ILLEGAL`. It
+  # takes the carry before the first step and returns the carry after the last
+  # step.
   unroll: Callable[[Tree, Tree, Array, Tree], tuple[Array, Array, Tree]]
   obs: Tree  # `jax.ShapeDtypeStruct`s, the observation of one environment.
   is_recurrent: bool  # Whether the outputs of a step depend on earlier steps.
@@ -48,15 +50,18 @@ def feed_forward(module: nn.Module, obs: Tree) -> Network:
   apply: Callable[..., Any] = module.apply
 
   def init(rng_key: jax.Array) -> Tree:
-    example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), obs)
+    example = jax.tree.map(
+      lambda x: jnp.zeros((1, *x.shape), x.dtype), without_mask(obs)
+    )
     return module.init(rng_key, example)
 
   def unroll(
     params: Tree, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Array, Tree]:
-    head, value = apply(params, _merge_time(obs))
+    head, value = apply(params, _merge_time(without_mask(obs)))
     shape = is_first.shape
-    return head.reshape(*shape, -1), value.reshape(shape), carry
+    head = hide_illegal(head.reshape(*shape, -1), obs)
+    return head, value.reshape(shape), carry
 
   return Network(init, lambda batch_size: (), unroll, obs, is_recurrent=False)
 
@@ -75,11 +80,19 @@ def recurrent(
   apply: Callable[..., Any] = module.apply
 
   def init(rng_key: jax.Array) -> Tree:
-    example = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), obs)
+    example = jax.tree.map(
+      lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), without_mask(obs)
+    )
     is_first = jnp.ones((1, 1), bool)
     return module.init(rng_key, example, is_first, initial_carry(1))
 
-  return Network(init, initial_carry, apply, obs, is_recurrent=True)
+  def unroll(
+    params: Tree, obs: Tree, is_first: Array, carry: Tree
+  ) -> tuple[Array, Array, Tree]:
+    head, value, carry = apply(params, without_mask(obs), is_first, carry)
+    return hide_illegal(head, obs), value, carry
+
+  return Network(init, initial_carry, unroll, obs, is_recurrent=True)
 
 
 @jax.custom_vjp

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from podrl.core.observations import without_mask
 from podrl.types import Array, Tree
 
 
@@ -106,7 +107,9 @@ def make_network(
   model = _Model(make_torso, hidden_size, num_actions, num_bins)
 
   def init(rng_key: jax.Array) -> Tree:
-    example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), obs)
+    example = jax.tree.map(
+      lambda x: jnp.zeros((1, *x.shape), x.dtype), without_mask(obs)
+    )
     return model.init(rng_key, example, jnp.zeros((1,), jnp.int32))
 
   def bind(method: Callable[..., Any]) -> Callable[..., Any]:

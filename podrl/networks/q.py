@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from podrl.core.observations import without_mask
 from podrl.networks import cores
 from podrl.networks.torsos import MLP
 from podrl.types import Array, Tree
@@ -88,12 +89,20 @@ def make_network(
     return cores.initial_carry(module.core, module.core_size, batch_size)
 
   def init(rng_key: jax.Array) -> Tree:
-    example = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), obs)
+    example = jax.tree.map(
+      lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), without_mask(obs)
+    )
     first = jnp.ones((1, 1), bool)
     params = module.init(rng_key, example, first, initial_carry(1))
     return cores.lengthen(params, memory_steps)
 
-  unroll: Callable[..., Any] = module.apply
+  apply: Callable[..., Any] = module.apply
+
+  def unroll(
+    params: Tree, obs: Tree, is_first: Array, carry: Tree
+  ) -> tuple[Array, Tree]:
+    return apply(params, without_mask(obs), is_first, carry)
+
   is_recurrent = module.core != 'none'
   return QNetwork(init, initial_carry, unroll, obs, is_recurrent)
 

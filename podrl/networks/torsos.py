@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.core.observations import without_mask
 from podrl.types import EnvSpec, Tree
 
 _ORTHOGONAL = nn.initializers.orthogonal(np.sqrt(2))
@@ -263,7 +264,7 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {'tanh': nn.tanh, 'relu': relu}
 
 def image_size(spec: EnvSpec) -> int:
   """Returns the shorter side of an image, or 0 if `obs` is not an image."""
-  shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
+  shapes = [x.shape for x in jax.tree.leaves(without_mask(spec.obs))]
   if len(shapes) != 1 or len(shapes[0]) != 3:
     return 0
   size = min(shapes[0][1:] if spec.channels_first else shapes[0][:2])
@@ -305,7 +306,7 @@ def make_torso(
     return lambda: MLP(hidden_sizes, ACTIVATIONS[activation], dtype, layer_norm)
   smallest = _MIN_NATURE_SIZE if name == 'nature_cnn' else _MIN_SIZE
   if size < smallest:
-    shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
+    shapes = [x.shape for x in jax.tree.leaves(without_mask(spec.obs))]
     raise ValueError(
       f'network.name={name} needs an image of at least {smallest} x '
       f'{smallest}, but observations have the shapes {shapes}; use '

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+from typing import Any
 
 import chex
 import jax
@@ -53,7 +54,8 @@ def _batch_size(obs: Tree) -> int | None:
 def _convert(spec: EnvSpec, obs: Tree, size: int) -> Tree | None:
   """Converts a batch to what agents see; returns None if a shape is wrong."""
   expected = [(size, *x) for x in _shapes(spec.obs)]
-  if _shapes(obs) == expected:
+  structures: list[Any] = [jax.tree.structure(x) for x in (obs, spec.obs)]
+  if structures[0] == structures[1] and _shapes(obs) == expected:
     return obs
   # If this fails, the error of `observe` is clearer.
   with contextlib.suppress(TypeError, KeyError, IndexError):
