@@ -13,7 +13,7 @@ import optax
 from podrl.agents import acting, dqn, exploring
 from podrl.core import returns
 from podrl.core.observations import hide_illegal, without_mask
-from podrl.networks import muzero, torsos
+from podrl.networks import muzero
 from podrl.networks.muzero import MuZeroNetwork
 from podrl.types import (
   Agent,
@@ -41,6 +41,7 @@ DEFAULTS = {
   'search.eval_num_simulations': 16,
   'search.reanalyse_fraction': 0.0,
   'network.activation': 'relu',
+  'network.channels': 0,
   'network.layer_norm': True,
   'optimizer.max_grad_norm': 10.0,
   'checkpoint.memory': True,
@@ -60,6 +61,7 @@ COMMENTS = {
     'Optimiser steps between updates of the parameters that reanalyse.'
   ),
   'agent.target_rate': 'Part of the way that these parameters then move.',
+  'network.channels': 'Channels of a hidden state for images; 0: a vector.',
 }
 
 UNUSED = (*dqn.UNUSED, 'network.recurrent', 'network.memory_steps')
@@ -80,9 +82,12 @@ KINDS: dict[str, dict[str, Any]] = {
     'agent.normalize_observation': False,
     'network.hidden_sizes': (128,),
   },
-  'small image': {'network.hidden_sizes': (128,)},
-  'large image': dqn.LARGE_IMAGE,
+  'small image': {'env.num_envs': 16, 'network.hidden_sizes': (128,)},
+  'large image': dqn.LARGE_IMAGE
+  | {'network.name': 'auto', 'network.channels': 64},
   'large image on a CPU': {
+    'network.name': 'nature_cnn',
+    'network.channels': 0,
     'network.hidden_sizes': (256,),
     'replay.batch_size': 32,
     'replay.sgd_steps_per_update': 2,
@@ -171,10 +176,9 @@ def build_network(
   It raises a ValueError if the actions are not discrete.
   """
   return muzero.make_network(
-    torsos.make_torso(spec=spec, **network_fields),
-    spec.obs,
-    exploring.num_actions(spec),
-    hidden_size=network_fields['hidden_sizes'][-1],
+    spec,
+    network_fields,
+    num_actions=exploring.num_actions(spec),
     num_bins=num_bins,
   )
 

@@ -1,6 +1,7 @@
 """MuZero's network: a model of the environment in a hidden state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -8,16 +9,21 @@ import jax
 import jax.numpy as jnp
 
 from podrl.core.observations import without_mask
-from podrl.types import Array, Tree
+from podrl.networks.torsos import Conv, as_image, image_size, make_torso
+from podrl.types import Array, EnvSpec, Tree
+
+# The representation halves an image until its sides are not longer than this.
+_LARGEST_SIDE = 12
+_HEAD_CHANNELS = 4  # Channels of an image from which a head computes.
 
 
 class MuZeroNetwork(NamedTuple):
-  """Pure functions; N rows, H numbers of a hidden state, A actions, M bins.
+  """Pure functions for N rows, A actions and M bins.
 
   Attributes:
     init: `(rng_key) -> params`.
     represent: `(params, obs) -> hidden`, from leaves `[N, ...]` to float32
-      `[N, H]`, each state scaled to [0, 1].
+      vectors `[N, H]` or images `[N, h, w, C]`, each state scaled to [0, 1].
     step: `(params, hidden, action) -> (hidden, reward)`, for int `[N]` actions;
       `reward` is float32 logits `[N, M]`.
     predict: `(params, hidden) -> (policy, value)`, float32 logits `[N, A]` and
@@ -32,8 +38,9 @@ class MuZeroNetwork(NamedTuple):
 
 def _scale(hidden: Array) -> Array:
   """Scales each state to [0, 1]; Schrittwieser et al. 2020, appendix G."""
-  low = jnp.min(hidden, axis=-1, keepdims=True)
-  high = jnp.max(hidden, axis=-1, keepdims=True)
+  axes = tuple(range(1, hidden.ndim))
+  low = jnp.min(hidden, axis=axes, keepdims=True)
+  high = jnp.max(hidden, axis=axes, keepdims=True)
   return (hidden - low) / jnp.maximum(high - low, 1e-5)
 
 
@@ -44,38 +51,32 @@ class _Head(nn.Module):
   num_outputs: int
 
   @nn.compact
-  def __call__(self, x: Array) -> Array:
+  def __call__(self, x: Any) -> jax.Array:
+    if x.ndim > 2:
+      x = nn.relu(nn.LayerNorm()(Conv(_HEAD_CHANNELS, kernel=1)(x)))
+      x = x.reshape(len(x), -1)
     x = nn.relu(nn.LayerNorm()(nn.Dense(self.hidden_size)(x)))
     return nn.Dense(self.num_outputs, kernel_init=nn.initializers.zeros)(x)
 
 
 class _Model(nn.Module):
-  """Representation, dynamics and prediction."""
+  """Representation, dynamics and prediction; subclasses have the first two."""
 
-  make_torso: Callable[[], nn.Module]  # Builds a torso, an `nn.Module`.
-  hidden_size: int  # H, and the width of hidden layers.
+  hidden_size: int  # Width of hidden layers, and of a vector.
   num_actions: int
   num_bins: int
 
   def setup(self) -> None:
-    size = self.hidden_size
-    self.torso = self.make_torso()
-    self.encoder = nn.Dense(size)
-    self.first = nn.Dense(size)
-    self.norm = nn.LayerNorm()
-    self.second = nn.Dense(size)
-    self.reward = _Head(size, self.num_bins)
-    self.policy = _Head(size, self.num_actions)
-    self.value = _Head(size, self.num_bins)
+    self.reward = _Head(self.hidden_size, self.num_bins)
+    self.policy = _Head(self.hidden_size, self.num_actions)
+    self.value = _Head(self.hidden_size, self.num_bins)
 
   def represent(self, obs: Tree) -> Array:
-    return _scale(self.encoder(self.torso(obs).astype(jnp.float32)))
+    return _scale(self.encode(obs))
 
   def step(self, hidden: Array, action: Array) -> tuple[Array, Array]:
     one_hot = jax.nn.one_hot(action, self.num_actions)
-    x = jnp.concatenate([hidden, one_hot], axis=-1)
-    x = nn.relu(self.norm(self.first(x)))
-    hidden = _scale(hidden + self.second(x))
+    hidden = _scale(hidden + self.change(hidden, one_hot))
     return hidden, self.reward(hidden)
 
   def predict(self, hidden: Array) -> tuple[Array, Array]:
@@ -87,28 +88,109 @@ class _Model(nn.Module):
     return reward, self.predict(hidden)
 
 
+class _VectorModel(_Model):
+  """The hidden state is a vector with `hidden_size` numbers."""
+
+  make_torso: Callable[[], nn.Module]  # Builds a torso, an `nn.Module`.
+
+  def setup(self) -> None:
+    super().setup()
+    self.torso = self.make_torso()
+    self.encoder = nn.Dense(self.hidden_size)
+    self.first = nn.Dense(self.hidden_size)
+    self.norm = nn.LayerNorm()
+    self.second = nn.Dense(self.hidden_size)
+
+  def encode(self, obs: Tree) -> Array:
+    return self.encoder(self.torso(obs).astype(jnp.float32))
+
+  def change(self, hidden: Array, one_hot: Array) -> Array:
+    x = jnp.concatenate([hidden, one_hot], axis=-1)
+    return self.second(nn.relu(self.norm(self.first(x))))
+
+
+class _Residual(nn.Module):
+  """Two convolutions; the result is added to an image with C channels."""
+
+  channels: int  # C.
+
+  @nn.compact
+  def __call__(self, x: Any) -> jax.Array:
+    x = Conv(self.channels, kernel=3, padding='SAME')(x)
+    x = nn.relu(nn.LayerNorm()(x))
+    return Conv(self.channels, kernel=3, padding='SAME')(x)
+
+
+class _ImageModel(_Model):
+  """The hidden state is an image with `channels` channels."""
+
+  channels: int  # C.
+  channels_first: bool  # Whether observations are CHW.
+  num_strides: int  # How often the representation halves an image.
+
+  def setup(self) -> None:
+    super().setup()
+    strides = [2] * self.num_strides or [1]
+    self.convs = [
+      Conv(self.channels, kernel=3, stride=x, padding='SAME') for x in strides
+    ]
+    self.norms = [nn.LayerNorm() for _ in strides]
+    self.block = _Residual(self.channels)
+    self.dynamics = _Residual(self.channels)
+
+  def encode(self, obs: Tree) -> Array:
+    x = as_image(obs, self.channels_first)
+    for conv, norm in zip(self.convs, self.norms, strict=True):
+      x = nn.relu(norm(conv(x)))
+    return x + self.block(x)
+
+  def change(self, hidden: Array, one_hot: Array) -> Array:
+    planes = one_hot[:, None, None]
+    planes = jnp.broadcast_to(planes, (*hidden.shape[:3], self.num_actions))
+    return self.dynamics(jnp.concatenate([hidden, planes], axis=-1))
+
+
 def make_network(
-  make_torso: Callable[[], nn.Module],
-  obs: Tree,
-  num_actions: int,
+  spec: EnvSpec,
+  network_fields: Mapping[str, Any],
   *,
-  hidden_size: int,
+  num_actions: int,
   num_bins: int,
 ) -> MuZeroNetwork:
   """Makes a network.
 
   Args:
-    make_torso: builds a torso, an `nn.Module`, which reads the observations.
-    obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
+    spec: describes the environment.
+    network_fields: the fields `network.*` by short name. With `channels`, the
+      hidden state is an image with so many channels. With 0, it is a vector,
+      and a torso reads the observations. The last of `hidden_sizes` is the size
+      of this vector and of each head's hidden layer.
     num_actions: A, number of actions.
-    hidden_size: H, the size of the hidden state and of each head's layer.
     num_bins: M, the bins of rewards and values.
+
+  Raises:
+    ValueError: if `channels` does not fit the observations or the torso.
   """
-  model = _Model(make_torso, hidden_size, num_actions, num_bins)
+  fields = dict(network_fields)
+  channels = fields.pop('channels')
+  sizes = fields['hidden_sizes'][-1], num_actions, num_bins
+  if channels:
+    name, side = fields['name'], image_size(spec)
+    if name != 'auto' or not side:
+      reason = f'with network.name={name}' if side else 'without an image'
+      raise ValueError(
+        f'config.network.channels={channels} cannot be used {reason}; use 0'
+      )
+    num_strides = max(0, math.ceil(math.log2(side / _LARGEST_SIDE)))
+    model: _Model = _ImageModel(
+      *sizes, channels, spec.channels_first, num_strides
+    )
+  else:
+    model = _VectorModel(*sizes, make_torso(spec=spec, **fields))
 
   def init(rng_key: jax.Array) -> Tree:
     example = jax.tree.map(
-      lambda x: jnp.zeros((1, *x.shape), x.dtype), without_mask(obs)
+      lambda x: jnp.zeros((1, *x.shape), x.dtype), without_mask(spec.obs)
     )
     return model.init(rng_key, example, jnp.zeros((1,), jnp.int32))
 
