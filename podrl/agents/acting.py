@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from podrl.core import distributions
 from podrl.core.distributions import Distribution
@@ -15,6 +16,8 @@ from podrl.networks.actor_critic import Network
 from podrl.types import (
   Agent,
   Array,
+  Box,
+  Discrete,
   EnvSpec,
   Hyperparams,
   LossOutput,
@@ -79,6 +82,30 @@ def with_network(
     return make_agent(network, distribution, **fields)
 
   return make
+
+
+def bounded_distribution(action: Any) -> Distribution:
+  """Builds the distribution over one discrete action or a box with bounds.
+
+  It is categorical or a Gaussian whose samples tanh maps to the box. Other
+  action spaces raise a ValueError.
+  """
+  if not isinstance(action, Discrete | Box):
+    raise ValueError(
+      f'the agent needs one discrete action or a box, not {action}; use '
+      '--agent=ppo'
+    )
+  name = 'tanh_gaussian' if isinstance(action, Box) else 'categorical'
+  try:
+    return distributions.for_action_space(
+      action, name, state_dependent_scale=True
+    )
+  except ValueError as error:  # It names a field that the agent lacks.
+    box: Any = action
+    raise ValueError(
+      'the agent needs actions with bounds, but they are from '
+      f'{np.min(box.low)} to {np.max(box.high)}; use --agent=ppo'
+    ) from error
 
 
 def make_init(

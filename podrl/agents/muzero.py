@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from podrl.agents import acting, dqn, exploring
+from podrl.agents import acting, dqn
 from podrl.core import returns
+from podrl.core.distributions import Distribution
 from podrl.core.observations import hide_illegal, without_mask
 from podrl.networks import muzero
 from podrl.networks.muzero import MuZeroNetwork
 from podrl.types import (
   Agent,
   Array,
+  Box,
   EnvSpec,
   LossOutput,
   Masked,
@@ -39,6 +41,7 @@ DEFAULTS = {
   'search.kind': 'gumbel',
   'search.num_simulations': 16,
   'search.eval_num_simulations': 16,
+  'search.num_samples': 16,
   'search.reanalyse_fraction': 0.0,
   'network.activation': 'relu',
   'network.channels': 0,
@@ -82,6 +85,7 @@ KINDS: dict[str, dict[str, Any]] = {
     'agent.normalize_observation': False,
     'network.hidden_sizes': (128,),
   },
+  'continuous': {'agent.support': 60},
   'small image': {'env.num_envs': 16, 'network.hidden_sizes': (128,)},
   'large image': dqn.LARGE_IMAGE
   | {'network.name': 'auto', 'network.channels': 64},
@@ -118,10 +122,14 @@ def sequence_length(fields: Mapping[str, Any]) -> int:
 
 
 class Extras(NamedTuple):
-  """What the search found at each time step; leaves `[B, ...]`."""
+  """What the search found at each time step; leaves `[B, ...]`.
+
+  A search compares A actions: all, or samples of a continuous action.
+  """
 
   policy: Array  # Float32 `[B, A]`, the improved policy.
   value: Array  # Float32 `[B]`, the value of this policy.
+  samples: Tree = ()  # Float32 `[B, A, D]`, see `Distribution`; or `()`.
 
 
 class Targets(NamedTuple):
@@ -135,6 +143,7 @@ class Targets(NamedTuple):
   reward: Array  # Float32 `[K, N]`, of the steps 1 to K.
   value: Array  # Float32 `[K+1, N]`.
   policy: Array  # Float32 `[K+1, N, A]`.
+  samples: Tree  # `[K+1, N, A, D]` or `()`; see `Extras`.
   weight: Array  # Float32 `[K+1, N]`, of a step's reward and value.
   policy_weight: Array  # Float32 `[K+1, N]`.
 
@@ -171,20 +180,22 @@ class Codec(NamedTuple):
 def build_network(
   spec: EnvSpec, network_fields: Mapping[str, Any], num_bins: int
 ) -> MuZeroNetwork:
-  """Builds the network from the fields `network.*` by short name.
-
-  It raises a ValueError if the actions are not discrete.
-  """
+  """Builds the network from the fields `network.*` by short name."""
+  distribution = acting.bounded_distribution(spec.action)
   return muzero.make_network(
     spec,
     network_fields,
-    num_actions=exploring.num_actions(spec),
+    num_policy_params=distribution.num_params,
     num_bins=num_bins,
   )
 
 
 def make_search(
-  network: MuZeroNetwork, codec: Codec, kind: str
+  network: MuZeroNetwork,
+  codec: Codec,
+  kind: str,
+  distribution: Distribution | None = None,
+  num_samples: int = 0,
 ) -> Callable[..., tuple[Array, Extras]]:
   """Builds the function that searches.
 
@@ -193,6 +204,10 @@ def make_search(
     codec: converts the network's rewards and values.
     kind: 'gumbel' (Danihelka et al. 2022) or 'muzero' (Schrittwieser et al.
       2020), see mctx.
+    distribution: the policy over continuous actions; None for discrete ones.
+    num_samples: how many samples of a continuous action each state compares.
+      They have the same prior, because the policy itself proposed them (Hubert
+      et al. 2021, arXiv:2104.06303, section 4).
 
   Returns:
     `(params, rng_key, obs, gamma, num_simulations, greedy) -> (action,
@@ -201,27 +216,48 @@ def make_search(
   """
   import mctx  # Imported on use: only this agent needs it.
 
+  def propose(rng_key, head):
+    """Returns logits of the actions to compare, `[1, A]`, and samples."""
+    if distribution is None:
+      return head, ()
+    keys = jax.random.split(rng_key, num_samples)
+    samples = jax.vmap(distribution.sample, (0, None))(keys, head[0])
+    return jnp.zeros((1, num_samples)), samples[None]
+
+  def choose(samples, index):
+    """Returns the environment's actions for indices `[1]`."""
+    if distribution is None:
+      return index
+    return distribution.to_action(samples[jnp.arange(1), index])
+
   def search_one(params, rng_key, obs, gamma, num_simulations, greedy):
-    def recurrent(params, rng_key, action, hidden):
-      del rng_key
-      hidden, reward = network.step(params, hidden, action)
-      logits, value = network.predict(params, hidden)
+    def recurrent(params, rng_key, index, state):
+      hidden, samples = state
+      hidden, reward = network.step(params, hidden, choose(samples, index))
+      head, value = network.predict(params, hidden)
+      logits, samples = propose(rng_key, head)
       output = mctx.RecurrentFnOutput(
         reward=codec.decode(reward),
         discount=jnp.broadcast_to(gamma, reward.shape[:1]),
         prior_logits=logits,
         value=codec.decode(value),
       )
-      return output, hidden
+      return output, (hidden, samples)
 
     obs = jax.tree.map(lambda x: x[None], obs)
     hidden = network.represent(params, without_mask(obs))
-    logits, value = network.predict(params, hidden)
+    head, value = network.predict(params, hidden)
+    sample_key = rng_key
+    if distribution is not None:
+      rng_key, sample_key = jax.random.split(rng_key)
+    logits, samples = propose(sample_key, head)
     is_illegal = None
     if isinstance(obs, Masked):
       is_illegal = hide_illegal(jnp.zeros_like(logits), obs) < 0.0
     root = mctx.RootFnOutput(
-      prior_logits=logits, value=codec.decode(value), embedding=hidden
+      prior_logits=logits,
+      value=codec.decode(value),
+      embedding=(hidden, samples),
     )
     arguments = params, rng_key, root, recurrent, num_simulations, is_illegal
     if kind == 'gumbel':
@@ -237,7 +273,9 @@ def make_search(
     summary = output.search_tree.summary()
     is_visited = summary.visit_counts[0] > 0
     values = jnp.where(is_visited, summary.qvalues[0], summary.value)
-    return output.action[0], Extras(policy, jnp.sum(policy * values))
+    action = choose(samples, output.action)
+    samples = jax.tree.map(lambda x: x[0], samples)
+    return action[0], Extras(policy, jnp.sum(policy * values), samples)
 
   def search(params, rng_key, obs, gamma, num_simulations, greedy):
     return jax.vmap(
@@ -251,8 +289,7 @@ def make_search(
 
 def make_targets(
   timestep: TimeStep,
-  values: Array,
-  policies: Array,
+  extras: Extras,
   gamma: Array,
   *,
   num_unroll_steps: int,
@@ -262,16 +299,16 @@ def make_targets(
 
   Args:
     timestep: leaves `[T, N, ...]`, T = K + n + 1, rewards already clipped.
-    values: float32 `[T, N]`, the values of searches.
-    policies: float32 `[T, N, A]`, the policies of searches.
+    extras: what searches found, leaves `[T, N, ...]`.
     gamma: the discount per step.
     num_unroll_steps: K.
     n_steps: n, the rewards of a value's target.
   """
   num_steps = num_unroll_steps + 1
   valid = returns.weights(timestep)  # `[T-1, N]`, 0 at a joint.
+  discount = gamma * timestep.discount[1:]
   targets = returns.n_step(
-    values, timestep.reward[1:], gamma * timestep.discount[1:], valid, n=n_steps
+    extras.value, timestep.reward[1:], discount, valid, n=n_steps
   )
   # Whether step k is before or at the end of the first episode.
   alive = jnp.concatenate(
@@ -284,9 +321,11 @@ def make_targets(
   value = targets[:num_steps] * alive * ~is_terminal
   reward = timestep.reward[1:num_steps] * alive[1:]
   policy_weight = alive * ~is_terminal
-  return Targets(
-    reward, value, policies[:num_steps], alive + absorbed, policy_weight
+  policy, samples = jax.tree.map(
+    lambda x: x[:num_steps], (extras.policy, extras.samples)
   )
+  weight = alive + absorbed
+  return Targets(reward, value, policy, samples, weight, policy_weight)
 
 
 def make_agent(
@@ -302,15 +341,21 @@ def make_agent(
       `hidden_sizes` is the size of the hidden state.
 
   Raises:
-    ValueError: if the actions are not discrete.
+    ValueError: if the environment has several discrete actions, or a continuous
+      action without bounds.
 
   Sources: Schrittwieser et al. 2020, arXiv:1911.08265; Danihelka et al. 2022,
-  Policy improvement by planning with Gumbel (the search).
+  Policy improvement by planning with Gumbel (the search); Hubert et al. 2021,
+  arXiv:2104.06303 (continuous actions).
   """
   largest = fields['support']
   codec = Codec(jnp.arange(-largest, largest + 1.0))
   network = build_network(spec, network_fields, len(codec.support))
-  search = make_search(network, codec, fields['kind'])
+  is_box = isinstance(spec.action, Box)
+  distribution = acting.bounded_distribution(spec.action) if is_box else None
+  search = make_search(
+    network, codec, fields['kind'], distribution, fields['num_samples']
+  )
   num_unroll_steps = fields['num_unroll_steps']
 
   def act(
@@ -376,8 +421,7 @@ def make_agent(
     reward = acting.clip_reward(timestep.reward, fields['reward_clip'])
     targets = make_targets(
       timestep._replace(reward=reward),
-      extras.value,
-      extras.policy,
+      extras,
       gamma,
       num_unroll_steps=num_unroll_steps,
       n_steps=fields['n_steps'],
@@ -387,6 +431,15 @@ def make_agent(
     obs = jax.tree.map(lambda x: x[0], timestep.obs)
     importance = sample.weight * returns.weights(timestep)[0]
     return Batch(obs, action, targets, importance)
+
+  def policy_cross_entropy(head: Array, targets: Targets, k: int) -> Array:
+    policy = targets.policy[:, k]
+    if distribution is None:
+      return optax.losses.softmax_cross_entropy(head, policy)
+    log_probs = jax.vmap(distribution.log_prob, (None, 1), 1)(
+      head, targets.samples[:, k]
+    )
+    return -jnp.sum(policy * log_probs, axis=-1)
 
   def loss(
     variables: Variables,
@@ -408,7 +461,7 @@ def make_agent(
         reward_losses.append(targets.weight[:, k] * each)
       policy, value = network.predict(params, hidden)
       values.append(codec.decode(value))
-      each = cross_entropy(policy, targets.policy[:, k])
+      each = policy_cross_entropy(policy, targets, k)
       policy_losses.append(targets.policy_weight[:, k] * each)
       each = cross_entropy(value, codec.encode(targets.value[:, k]))
       value_losses.append(targets.weight[:, k] * each)

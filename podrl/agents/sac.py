@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.agents import acting, dqn, exploring
-from podrl.core import distributions, returns
+from podrl.core import returns
 from podrl.core.observations import hide_illegal, without_mask
 from podrl.networks import torsos
 from podrl.networks.q import TwinValues
@@ -150,30 +150,13 @@ def make_agent(
   Christodoulou 2019, arXiv:1910.07207 (discrete actions).
   """
   is_discrete = isinstance(spec.action, Discrete)
+  outer = inner = acting.bounded_distribution(spec.action)
+  num_actions, num_components = outer.num_params, 1
   if isinstance(spec.action, Box):
-    name, num_components = 'tanh_gaussian', math.prod(spec.action.shape)
-    num_actions = 0
+    num_actions, num_components = 0, math.prod(spec.action.shape)
     # The agent's own actions are in [-1, 1].
     ones = np.ones(spec.action.shape, np.float32)
-    inner_space: Box | Discrete = Box(spec.action.shape, -ones, ones)
-  elif isinstance(spec.action, Discrete):
-    name, num_components = 'categorical', 1
-    num_actions, inner_space = spec.action.num_actions, spec.action
-  else:
-    raise ValueError(
-      f'the agent needs one discrete action or a box, not {spec.action}; use '
-      '--agent=ppo'
-    )
-  options = {'state_dependent_scale': True}
-  try:
-    outer = distributions.for_action_space(spec.action, name, **options)
-  except ValueError as error:  # It names a field that this agent lacks.
-    box: Any = spec.action
-    raise ValueError(
-      'the agent needs actions with bounds, but they are from '
-      f'{np.min(box.low)} to {np.max(box.high)}; use --agent=ppo'
-    ) from error
-  inner = distributions.for_action_space(inner_space, name, **options)
+    inner = acting.bounded_distribution(Box(spec.action.shape, -ones, ones))
 
   make_torso = torsos.make_torso(spec=spec, **network_fields)
   policy: Any = Policy(make_torso, inner.num_params)

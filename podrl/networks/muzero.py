@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from podrl.core.observations import without_mask
 from podrl.networks.torsos import Conv, as_image, image_size, make_torso
-from podrl.types import Array, EnvSpec, Tree
+from podrl.types import Array, Box, Discrete, EnvSpec, Tree
 
 # The representation halves an image until its sides are not longer than this.
 _LARGEST_SIDE = 12
@@ -18,16 +19,16 @@ _HEAD_CHANNELS = 4  # Channels of an image from which a head computes.
 
 
 class MuZeroNetwork(NamedTuple):
-  """Pure functions for N rows, A actions and M bins.
+  """Pure functions for N rows and M bins.
 
   Attributes:
     init: `(rng_key) -> params`.
     represent: `(params, obs) -> hidden`, from leaves `[N, ...]` to float32
       vectors `[N, H]` or images `[N, h, w, C]`, each state scaled to [0, 1].
-    step: `(params, hidden, action) -> (hidden, reward)`, for int `[N]` actions;
-      `reward` is float32 logits `[N, M]`.
-    predict: `(params, hidden) -> (policy, value)`, float32 logits `[N, A]` and
-      `[N, M]`.
+    step: `(params, hidden, action) -> (hidden, reward)`, for actions `[N, ...]`
+      of the environment; `reward` is float32 logits `[N, M]`.
+    predict: `(params, hidden) -> (policy, value)`, a policy head float32
+      `[N, num_params]` and logits `[N, M]`.
   """
 
   init: Callable[[jax.Array], Tree]
@@ -63,20 +64,20 @@ class _Model(nn.Module):
   """Representation, dynamics and prediction; subclasses have the first two."""
 
   hidden_size: int  # Width of hidden layers, and of a vector.
-  num_actions: int
+  num_policy_params: int  # Width of the policy head.
   num_bins: int
 
   def setup(self) -> None:
     self.reward = _Head(self.hidden_size, self.num_bins)
-    self.policy = _Head(self.hidden_size, self.num_actions)
+    self.policy = _Head(self.hidden_size, self.num_policy_params)
     self.value = _Head(self.hidden_size, self.num_bins)
 
   def represent(self, obs: Tree) -> Array:
     return _scale(self.encode(obs))
 
   def step(self, hidden: Array, action: Array) -> tuple[Array, Array]:
-    one_hot = jax.nn.one_hot(action, self.num_actions)
-    hidden = _scale(hidden + self.change(hidden, one_hot))
+    """Computes `MuZeroNetwork.step` for actions `[N, D]` from `_encode`."""
+    hidden = _scale(hidden + self.change(hidden, action))
     return hidden, self.reward(hidden)
 
   def predict(self, hidden: Array) -> tuple[Array, Array]:
@@ -104,8 +105,8 @@ class _VectorModel(_Model):
   def encode(self, obs: Tree) -> Array:
     return self.encoder(self.torso(obs).astype(jnp.float32))
 
-  def change(self, hidden: Array, one_hot: Array) -> Array:
-    x = jnp.concatenate([hidden, one_hot], axis=-1)
+  def change(self, hidden: Array, action: Array) -> Array:
+    x = jnp.concatenate([hidden, action], axis=-1)
     return self.second(nn.relu(self.norm(self.first(x))))
 
 
@@ -144,17 +145,26 @@ class _ImageModel(_Model):
       x = nn.relu(norm(conv(x)))
     return x + self.block(x)
 
-  def change(self, hidden: Array, one_hot: Array) -> Array:
-    planes = one_hot[:, None, None]
-    planes = jnp.broadcast_to(planes, (*hidden.shape[:3], self.num_actions))
+  def change(self, hidden: Array, action: Array) -> Array:
+    shape = *hidden.shape[:3], action.shape[-1]
+    planes = jnp.broadcast_to(action[:, None, None], shape)
     return self.dynamics(jnp.concatenate([hidden, planes], axis=-1))
+
+
+def _encode(space: Discrete | Box, action: Array) -> Array:
+  """Maps actions `[N, ...]` to float32 `[N, D]`: one-hot, or in [-1, 1]."""
+  if isinstance(space, Discrete):
+    return jax.nn.one_hot(action, space.num_actions)
+  low, high = (np.reshape(x, (1, -1)) for x in (space.low, space.high))
+  width = np.where(high > low, high - low, 1.0)
+  return 2.0 * (action.reshape(len(action), -1) - low) / width - 1.0
 
 
 def make_network(
   spec: EnvSpec,
   network_fields: Mapping[str, Any],
   *,
-  num_actions: int,
+  num_policy_params: int,
   num_bins: int,
 ) -> MuZeroNetwork:
   """Makes a network.
@@ -165,15 +175,16 @@ def make_network(
       hidden state is an image with so many channels. With 0, it is a vector,
       and a torso reads the observations. The last of `hidden_sizes` is the size
       of this vector and of each head's hidden layer.
-    num_actions: A, number of actions.
+    num_policy_params: width of the policy head.
     num_bins: M, the bins of rewards and values.
 
   Raises:
     ValueError: if `channels` does not fit the observations or the torso.
   """
+  space: Any = spec.action
   fields = dict(network_fields)
   channels = fields.pop('channels')
-  sizes = fields['hidden_sizes'][-1], num_actions, num_bins
+  sizes = fields['hidden_sizes'][-1], num_policy_params, num_bins
   if channels:
     name, side = fields['name'], image_size(spec)
     if name != 'auto' or not side:
@@ -192,7 +203,13 @@ def make_network(
     example = jax.tree.map(
       lambda x: jnp.zeros((1, *x.shape), x.dtype), without_mask(spec.obs)
     )
-    return model.init(rng_key, example, jnp.zeros((1,), jnp.int32))
+    action = jnp.zeros((1, *getattr(space, 'shape', ())), jnp.int32)
+    return model.init(rng_key, example, _encode(space, action))
+
+  def step(params: Tree, hidden: Array, action: Array) -> tuple[Array, Array]:
+    encoded = _encode(space, action)
+    output: Any = model.apply(params, hidden, encoded, method=_Model.step)
+    return output
 
   def bind(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *inputs: model.apply(params, *inputs, method=method)
@@ -200,6 +217,6 @@ def make_network(
   return MuZeroNetwork(
     init,
     bind(_Model.represent),
-    bind(_Model.step),
+    step,
     bind(_Model.predict),
   )

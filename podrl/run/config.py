@@ -263,6 +263,9 @@ _SEARCH = {
   'search.eval_num_simulations': Field(
     0, 'Simulations of the search of each step if actions are greedy.', _COUNT
   ),
+  'search.num_samples': Field(
+    0, 'Samples of a continuous action that a search compares.', _COUNT
+  ),
   'search.reanalyse_fraction': Field(
     0.0, 'Part of each batch whose targets come from new searches.', _FRACTION
   ),

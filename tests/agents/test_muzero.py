@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
-from podrl.agents import AGENTS, muzero
+from podrl.agents import AGENTS, acting, muzero
 from podrl.core import returns
 from podrl.networks.muzero import MuZeroNetwork
 from podrl.types import (
+  Box,
   Discrete,
   EnvSpec,
   MultiDiscrete,
@@ -391,9 +393,91 @@ def test_only_reanalyse_needs_target_parameters():
   assert entry.target_update(fields) is not None
 
 
+_BOX = Box((2,), np.float32([-1, 0]), np.float32([1, 10]))
+
+
+def test_a_search_prefers_the_best_samples_of_a_continuous_action():
+  """One step of reward -|a - (0.5, 8)|, on the scale of the box."""
+  distribution = acting.bounded_distribution(_BOX)
+
+  def step(params, hidden, action):
+    del params
+    error = abs(action - jnp.array([[0.5, 8.0]])) / jnp.array([[1.0, 5.0]])
+    return hidden, jnp.log(_CODEC.encode(-error.sum(-1)) + 1e-30)
+
+  def predict(params, hidden):
+    del params
+    value = _CODEC.encode(jnp.zeros(len(hidden)))
+    return jnp.zeros((len(hidden), 4)), jnp.log(value + 1e-30)
+
+  model = MuZeroNetwork(
+    lambda rng_key: (), lambda params, obs: obs, step, predict
+  )
+  for kind, num_simulations in (('gumbel', 60), ('muzero', 400)):
+    search = muzero.make_search(model, _CODEC, kind, distribution, 12)
+    search = jax.jit(search, static_argnums=(4, 5))
+    keys = jax.random.split(jax.random.key(0), 40)
+    obs = np.zeros((40, 1), np.float32)
+    action, extras = search((), keys, obs, 0.0, num_simulations, True)
+    assert extras.samples.shape == (40, 12, 2)
+    candidates = np.asarray(distribution.to_action(extras.samples))
+    errors = abs(candidates - [0.5, 8.0]) / [1.0, 5.0]
+    best = errors.sum(-1).argmin(1)
+    np.testing.assert_allclose(action, candidates[np.arange(40), best], 1e-5)
+    np.testing.assert_array_equal(extras.policy.argmax(1), best)
+    # Rows with other keys have other samples.
+    assert len(np.unique(candidates[..., 0])) == 40 * 12
+
+
+def test_the_loss_of_samples_is_that_of_a_plain_loop():
+  agent = _make(_BOX, num_samples=5)
+  variables = jax.jit(agent.init)(jax.random.key(0))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: rng.normal(size=x.shape, scale=0.3).astype(np.float32),
+    variables.params,
+  )
+  variables = variables._replace(params=params)
+  sample = _sample()
+  samples = rng.normal(size=(_T, _B, 5, 2)).astype(np.float32)
+  policy = rng.dirichlet(np.ones(5), size=(_T, _B)).astype(np.float32)
+  extras = muzero.Extras(policy, sample.trajectory.extras.value, samples)
+  action = rng.uniform([-1, 0], [1, 10], (_T, _B, 2)).astype(np.float32)
+  trajectory = sample.trajectory._replace(action=action, extras=extras)
+  sample = sample._replace(trajectory=trajectory)
+  keys = jax.random.split(jax.random.key(3), _B)
+  batch = agent.prepare(variables, (), sample, keys, lambda x: x)
+  _, output = jax.jit(agent.loss)(variables, (), batch, None)
+
+  spec = EnvSpec(_OBS, False, _BOX, 1, 0)
+  network = muzero.build_network(spec, _NETWORK, num_bins=9)
+  total = 0.0
+  for b in range(_B):
+    hidden = network.represent(params, batch.obs[b : b + 1])
+    for k in range(_K + 1):
+      if k:
+        hidden, _ = network.step(params, hidden, action[k - 1, b][None])
+      head = np.asarray(network.predict(params, hidden)[0][0], np.float64)
+      # The scale is 1 where the head is 0; see `distributions.gaussian`.
+      scale = np.log1p(np.exp(head[2:] + np.log(np.expm1(0.999)))) + 0.001
+      for x, weight in zip(samples[k, b], policy[k, b]):
+        log_prob = scipy.stats.norm.logpdf(x, head[:2], scale)
+        # The action is tanh(x), stretched to widths of 2 and 10.
+        log_prob -= np.log(1 - np.tanh(x) ** 2) + np.log([1, 5])
+        share = batch.importance[b] / (_K if k else 1)
+        share *= batch.targets.policy_weight[b, k]
+        total -= share * weight * log_prob.sum()
+  np.testing.assert_allclose(
+    output.metrics['policy_loss'], total / _B, rtol=1e-4
+  )
+
+
 def test_an_action_space_that_does_not_fit_is_refused():
   with pytest.raises(ValueError, match='one discrete action'):
     _make(MultiDiscrete((2, 2)))
+  unbounded = Box((1,), np.float32([-np.inf]), np.float32([np.inf]))
+  with pytest.raises(ValueError, match='actions with bounds'):
+    _make(unbounded)
 
 
 def test_targets_do_not_depend_on_how_rows_are_spread_over_devices():

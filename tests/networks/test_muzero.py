@@ -22,7 +22,7 @@ def _network(kind, channels, **fields):
   obs = jax.ShapeDtypeStruct(_SHAPES[kind], dtype)
   spec = EnvSpec(obs, kind == 'atari', Discrete(_A), 1, 0)
   own = helpers.network_fields('muzero', channels=channels, **fields)
-  return muzero.make_network(spec, own, num_actions=_A, num_bins=_M), obs
+  return muzero.make_network(spec, own, num_policy_params=_A, num_bins=_M), obs
 
 
 @pytest.mark.parametrize(
