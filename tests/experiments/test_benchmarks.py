@@ -1,5 +1,6 @@
 """The benchmarks run on a small scale; their figures are not checked here."""
 
+import re
 import time
 
 from absl import flags
@@ -7,7 +8,11 @@ import logging_cost
 import numpy as np
 import overlap
 import pytest
+import search
 import throughput
+
+from podrl.tools import train
+from tests import helpers
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +68,27 @@ def test_logging_cost_is_a_ratio_of_rates(architecture):
   config.env.num_envs, config.unroll_length = 8, 8
   ratios = logging_cost.measure(config, 2, 0.2, False)
   assert len(ratios) == 2 and 0.1 < min(ratios) < 10
+
+
+@pytest.mark.slow  # The tests of the search and of evaluations cover the rest.
+def test_the_benchmark_of_searches_prints_a_row_for_each_number(
+  tmp_path, capsys
+):
+  argv = [
+    'train',
+    'Catch-bsuite',
+    '--agent=muzero',
+    f'--workdir={tmp_path}/run',
+  ]
+  argv += [*helpers.TINY, '--config.replay.min_steps=64']
+  assert train.run([*argv, '--config.replay.batch_size=16']) == 0
+  picture = tmp_path / 'search.png'
+  options = ['--simulations=1,4', '--episodes=8', '--batch=4', '--turns=1']
+  flags.FLAGS(['search.py', *options, f'--picture={picture}'])
+  capsys.readouterr()
+  search.main(['search.py', f'{tmp_path}/run'])
+  text = capsys.readouterr().out
+  rows = re.findall(r'^\| (\d+) \|.* ([\d.]+) \|$', text, re.M)
+  assert [n for n, _ in rows] == ['1', '4']
+  assert all(0.05 < float(ratio) < 20 for _, ratio in rows)
+  assert picture.stat().st_size > 10_000
