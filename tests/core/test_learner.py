@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from podrl.agents import a2c, acting, exploring, impala, ppo
+from podrl.agents import a2c, acting, exploring, impala, muzero, ppo
 from podrl.core import distributions, normalization
 from podrl.core import learner as learner_lib
 from podrl.core.memory import make_ring
@@ -473,7 +473,9 @@ def _replay_unroll(number=0):
   )
 
 
-def _make_replay_update(agent, num_devices, memory, num_steps=3, **options):
+def _make_replay_update(
+  agent, num_devices, memory, num_steps=3, trajectory=None, **options
+):
   """Returns the initial state and the mapped update of a learner."""
   learner = learner_lib.make_learner(
     agent,
@@ -483,7 +485,8 @@ def _make_replay_update(agent, num_devices, memory, num_steps=3, **options):
     target_update=lambda new, old, n: optax.periodic_update(new, old, n, 4),
   )
   mesh = spmd.make_mesh(jax.devices()[:num_devices])
-  shard = jax.tree.map(lambda x: x[:, : _B // num_devices], _replay_unroll())
+  trajectory = trajectory or _replay_unroll()
+  shard = jax.tree.map(lambda x: x[:, : _B // num_devices], trajectory)
   state = spmd.init_learner(
     lambda key: learner.init(key, shard), learner, mesh, jax.random.key(0)
   )
@@ -505,14 +508,14 @@ def _ring(num_devices, **options):
   return make_ring(_OBS, **options)
 
 
-def _latest_unroll():
-  """Makes a memory that has one unroll, and always gives all of it."""
+def _latest_unroll(length=1):
+  """Makes a memory with one unroll; it gives the first steps of all rows."""
 
   def sample(memory, rng_key, hyperparams):
     trajectory = memory[0]
     size = trajectory.action.shape[1]
     trajectory = jax.tree.map(
-      lambda x: x[:2] if len(x) == _T + 1 else x[:1], trajectory
+      lambda x: x[: length + (len(x) == _T + 1)], trajectory
     )
     return Sample(trajectory, jnp.arange(size), jnp.ones(size))
 
@@ -526,11 +529,22 @@ def _latest_unroll():
   )
 
 
-def test_devices_agree_on_a_fixed_sample():
-  agent, outcomes = _replay_agent(), []
+@pytest.mark.parametrize('name', ['dqn', 'muzero'])
+def test_devices_agree_on_a_fixed_sample(name):
+  agent, memory, outcomes = _replay_agent(), _latest_unroll(), []
   trajectory = _replay_unroll()
+  if name == 'muzero':
+    spec = EnvSpec(_OBS, False, Discrete(3), 1, 0)
+    agent = helpers.make_agent(name, spec, num_unroll_steps=2, n_steps=3)
+    memory = _latest_unroll(6)
+    rng = np.random.default_rng(0)
+    policy = rng.dirichlet(np.ones(3), (_T, _B)).astype(np.float32)
+    value = rng.normal(size=(_T, _B)).astype(np.float32)
+    trajectory = trajectory._replace(extras=muzero.Extras(policy, value))
   for num_devices in (1, 2, 4):
-    state, update = _make_replay_update(agent, num_devices, _latest_unroll())
+    state, update = _make_replay_update(
+      agent, num_devices, memory, trajectory=trajectory
+    )
     new, metrics = update(state, trajectory, jax.random.key(1))
     assert np.any(
       ravel_pytree(new.variables.params)[0]

@@ -439,6 +439,7 @@ def test_nothing_is_learnt_over_a_joint():
       (2, 'ppo', False),
       (2, 'impala', False),
       (2, 'impala', True),
+      (2, 'muzero', False),
     )
   ],
 )
@@ -447,6 +448,8 @@ def test_one_trajectory_through_both_drivers(
 ):
   config = _config(agent_name)
   config = _with_memory(config) if has_memory else config
+  if agent_name == 'muzero':
+    config.agent.num_unroll_steps = config.agent.n_steps = 2
   env = gymnax.make('CartPole-v1')
   agent = build.make_agent(config, env.spec)
   learner = make_learner(agent, optax.sgd(0.1), num_epochs=2, num_minibatches=2)
