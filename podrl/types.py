@@ -28,7 +28,8 @@ class Masked(NamedTuple):
     obs: what the network sees, leaves `[..., *obs_shape]`.
     action_mask: bool `[..., A]`, true for legal actions; if all are false, all
       are legal. A is the number of actions. `MultiDiscrete` has the masks of
-      all its components, one after another; its A is the sum.
+      all its components, one after another; its A is the sum. If only a part of
+      its components have a legal action, the others act at random.
   """
 
   obs: Tree

@@ -35,7 +35,7 @@ from podrl.agents import muzero
 from podrl.run import build
 from podrl.run.evaluation import bootstrap
 from podrl.run.policy import Policy, load
-from podrl.types import Discrete, Tree
+from podrl.types import Discrete, Masked, Tree
 
 _CHECKPOINT = flags.DEFINE_string('checkpoint', 'last', 'The checkpoint.')
 _SIMULATIONS = flags.DEFINE_list(
@@ -223,12 +223,16 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) != 2:
     raise app.UsageError('give one run, as in search.py runs/mine')
   policy = load(argv[1], _CHECKPOINT.value)
-  is_fit = build.architecture(policy.config) == 'anakin' and isinstance(
-    policy.spec.action, Discrete
+  is_fit = (
+    build.architecture(policy.config) == 'anakin'
+    and isinstance(policy.spec.action, Discrete)
+    and not isinstance(policy.spec.obs, Masked)
+    and not policy.config.agent.normalize_observation
   )
   if policy.config.agent.name != 'muzero' or not is_fit:
     raise app.UsageError(
-      f'{argv[1]} is not an Anakin run of muzero with discrete actions'
+      f'{argv[1]} is not an Anakin run of muzero with discrete actions, '
+      'and without masks and normalised observations'
     )
   numbers = sorted({int(x) for x in _SIMULATIONS.value})
   env = build.make_env(policy.config)

@@ -98,6 +98,8 @@ def _check_mask(spec: EnvSpec) -> None:
     return
   if isinstance(spec.action, Box):
     raise ValueError(f'the actions {spec.action} cannot have a mask')
+  if spec.frame_stack > 1:
+    raise ValueError('observations with a mask cannot have a frame_stack')
   size = int(np.sum(spec.action.num_actions))
   mask = spec.obs.action_mask
   if mask.shape != (size,) or mask.dtype != bool:

@@ -103,6 +103,8 @@ def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field is out of range."""
   dqn.check_targets(fields)
   acting.check_counts(fields, 'agent.num_unroll_steps', 'agent.support')
+  if (channels := fields['network.channels']) < 0:
+    raise ValueError(f'config.network.channels={channels} must be at least 0')
   if fields['agent.normalize_reward']:
     raise ValueError(
       'config.agent.normalize_reward=True does not fit agent=muzero, because '
@@ -207,7 +209,8 @@ def make_search(
     distribution: the policy over continuous actions; None for discrete ones.
     num_samples: how many samples of a continuous action each state compares.
       They have the same prior, because the policy itself proposed them (Hubert
-      et al. 2021, arXiv:2104.06303, section 4).
+      et al. 2021, arXiv:2104.06303, section 4). If actions are greedy, the
+      first sample of the root is the mode.
 
   Returns:
     `(params, rng_key, obs, gamma, num_simulations, greedy) -> (action,
@@ -251,6 +254,8 @@ def make_search(
     if distribution is not None:
       rng_key, sample_key = jax.random.split(rng_key)
     logits, samples = propose(sample_key, head)
+    if distribution is not None and greedy:
+      samples = samples.at[:, 0].set(distribution.mode(head))
     is_illegal = None
     if isinstance(obs, Masked):
       is_illegal = hide_illegal(jnp.zeros_like(logits), obs) < 0.0
@@ -337,8 +342,8 @@ def make_agent(
 
   Args:
     fields: the fields `agent.*`, `replay.*` and `search.*` by short name.
-    network_fields: the fields `network.*` by short name. The last of
-      `hidden_sizes` is the size of the hidden state.
+    network_fields: the fields `network.*` by short name; see
+      `muzero.make_network`.
 
   Raises:
     ValueError: if the environment has several discrete actions, or a continuous

@@ -22,6 +22,7 @@ from podrl.types import (
   Discrete,
   EnvSpec,
   LossOutput,
+  Masked,
   Metrics,
   Sample,
   TimeStep,
@@ -268,6 +269,12 @@ def make_agent(
     )
     policy_loss = -jnp.mean(weight * value)
     target = variables.hyperparams['target_entropy'] * num_components
+    if isinstance(batch.obs, Masked):
+      # No policy has more entropy than a uniform one over the legal actions.
+      num_legal = jnp.sum(
+        hide_illegal(jnp.zeros_like(head), batch.obs) == 0, -1
+      )
+      target = jnp.minimum(target, 0.5 * jnp.log(num_legal))
     excess = jnp.mean(weight * (jax.lax.stop_gradient(entropy) - target))
     temperature_loss = params.log_temperature * excess
     metrics: Metrics = {

@@ -57,7 +57,8 @@ def obs_spec(space: Any) -> Tree:
     parts = {k: obs_spec(v) for k, v in space.spaces.items()}
     if parts.keys() != _MASKED:
       return parts
-    size = math.prod(parts['action_mask'].shape)
+    leaves = jax.tree.leaves(parts['action_mask'])
+    size = sum(math.prod(x.shape) for x in leaves)
     mask = jax.ShapeDtypeStruct((size,), bool)
     return Masked(parts['observation'], mask)
   if kind == 'Tuple':
@@ -88,8 +89,9 @@ def observe(space: Any, obs: Tree) -> Tree:
     parts = {k: observe(v, obs[k]) for k, v in space.spaces.items()}
     if parts.keys() != _MASKED:
       return parts
-    mask = parts['action_mask']
-    return Masked(parts['observation'], mask.reshape(len(mask), -1) != 0)
+    leaves = jax.tree.leaves(parts['action_mask'])
+    masks = [x.reshape(len(x), -1) != 0 for x in leaves]
+    return Masked(parts['observation'], jnp.concatenate(masks, axis=-1))
   if kind == 'Tuple':
     return tuple(map(observe, space.spaces, obs))
   if kind == 'Discrete':

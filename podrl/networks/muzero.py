@@ -15,6 +15,13 @@ from podrl.types import Array, Box, Discrete, EnvSpec, Tree
 
 # The representation halves an image until its sides are not longer than this.
 _LARGEST_SIDE = 12
+# The values of other fields that a hidden image needs.
+_FIXED = {
+  'name': 'auto',
+  'activation': 'relu',
+  'layer_norm': True,
+  'dtype': 'float32',
+}
 _HEAD_CHANNELS = 4  # Channels of an image from which a head computes.
 
 
@@ -186,13 +193,20 @@ def make_network(
   channels = fields.pop('channels')
   sizes = fields['hidden_sizes'][-1], num_policy_params, num_bins
   if channels:
-    name, side = fields['name'], image_size(spec)
-    if name != 'auto' or not side:
-      reason = f'with network.name={name}' if side else 'without an image'
+    reasons = [
+      f'with network.{k}={fields[k]}'
+      for k, x in _FIXED.items()
+      if fields[k] != x
+    ]
+    if not image_size(spec):
+      reasons = ['without an image']
+    if reasons:
       raise ValueError(
-        f'config.network.channels={channels} cannot be used {reason}; use 0'
+        f'config.network.channels={channels} cannot be used {reasons[0]}; use 0'
       )
-    num_strides = max(0, math.ceil(math.log2(side / _LARGEST_SIDE)))
+    shape = jax.tree.leaves(without_mask(spec.obs))[0].shape
+    longest = max(shape[1:] if spec.channels_first else shape[:2])
+    num_strides = max(0, math.ceil(math.log2(longest / _LARGEST_SIDE)))
     model: _Model = _ImageModel(
       *sizes, channels, spec.channels_first, num_strides
     )

@@ -228,6 +228,28 @@ def test_a_mask_that_does_not_fit_is_refused(spec, message):
     helpers.make_agent('ppo', spec)
 
 
+def test_the_entropy_that_sac_aims_at_is_possible():
+  """Where one action is legal, no temperature can raise the entropy."""
+  agent, variables = _make('sac')
+  sample = _sample(agent, variables)
+  obs = sample.trajectory.timestep.obs
+  forced = np.zeros_like(obs.action_mask)
+  forced[..., 2] = True
+  timestep = sample.trajectory.timestep._replace(
+    obs=obs._replace(action_mask=forced)
+  )
+  trajectory = sample.trajectory._replace(timestep=timestep)
+  sample = sample._replace(trajectory=trajectory)
+  keys = jax.random.split(jax.random.key(1), _B)
+  batch = agent.prepare(variables, variables.params, sample, keys, None)
+
+  def loss(params):
+    return agent.loss(variables._replace(params=params), (), batch, keys)[0]
+
+  grad = jax.jit(jax.grad(loss))(variables.params)
+  np.testing.assert_allclose(grad.log_temperature, 0.0, atol=1e-6)
+
+
 class Tempting(gymnasium.Env):
   """Three of five actions are illegal; they pay best, but raise an error."""
 

@@ -21,6 +21,7 @@ def _network(kind, channels, **fields):
   dtype = jnp.uint8 if kind == 'atari' else jnp.float32
   obs = jax.ShapeDtypeStruct(_SHAPES[kind], dtype)
   spec = EnvSpec(obs, kind == 'atari', Discrete(_A), 1, 0)
+  fields = {'layer_norm': True, 'dtype': 'float32'} | fields
   own = helpers.network_fields('muzero', channels=channels, **fields)
   return muzero.make_network(spec, own, num_policy_params=_A, num_bins=_M), obs
 
@@ -73,14 +74,16 @@ def test_the_dynamics_add_to_the_hidden_image():
 
 
 @pytest.mark.parametrize(
-  'kind,name,reason',
+  'kind,fields,reason',
   [
-    ('vector', 'auto', 'without an image'),
-    ('minatar', 'conv', 'with network.name=conv'),
+    ('vector', {}, 'without an image'),
+    ('minatar', {'name': 'conv'}, 'with network.name=conv'),
+    ('minatar', {'dtype': 'bfloat16'}, 'with network.dtype=bfloat16'),
+    ('minatar', {'layer_norm': False}, 'with network.layer_norm=False'),
   ],
 )
-def test_channels_that_do_not_fit_are_refused(kind, name, reason):
+def test_channels_that_do_not_fit_are_refused(kind, fields, reason):
   with pytest.raises(
     ValueError, match=f'network.channels=6 cannot .* {reason}'
   ):
-    _network(kind, 6, name=name)
+    _network(kind, 6, **{'name': 'auto'} | fields)
