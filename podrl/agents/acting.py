@@ -92,8 +92,8 @@ def bounded_distribution(action: Any) -> Distribution:
   """
   if not isinstance(action, Discrete | Box):
     raise ValueError(
-      f'the agent needs one discrete action or a box, not {action}; use '
-      '--agent=ppo'
+      f'the agent needs one discrete action or a box, not a '
+      f'{type(action).__name__}; --agent=ppo accepts it'
     )
   name = 'tanh_gaussian' if isinstance(action, Box) else 'categorical'
   try:

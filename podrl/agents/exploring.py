@@ -75,7 +75,8 @@ def num_actions(spec: EnvSpec) -> int:
   """
   if not isinstance(spec.action, Discrete):
     raise ValueError(
-      f'the agent needs one discrete action, not {spec.action}; use --agent=ppo'
+      'the agent needs one discrete action, not a '
+      f'{type(spec.action).__name__}; --agent=ppo accepts it'
     )
   return spec.action.num_actions
 

@@ -212,6 +212,11 @@ def make_search(
       et al. 2021, arXiv:2104.06303, section 4). If actions are greedy, the
       first sample of the root is the mode.
 
+  A search compares the values of actions on a scale from the smallest to the
+  largest value of the tree (Schrittwieser et al. 2020, appendix B). mctx would
+  use the values of one state's actions. That is worse as long as values are not
+  exact: if two actions are almost equal, their errors then decide.
+
   Returns:
     `(params, rng_key, obs, gamma, num_simulations, greedy) -> (action,
     Extras)`, for `rng_key` `[B]` and `obs` `[B, ...]`. The random numbers of
@@ -232,6 +237,22 @@ def make_search(
     if distribution is None:
       return index
     return distribution.to_action(samples[jnp.arange(1), index])
+
+  def value_range(tree):
+    is_used = tree.node_visits > 0
+    low = jnp.min(jnp.where(is_used, tree.node_values, jnp.inf))
+    high = jnp.max(jnp.where(is_used, tree.node_values, -jnp.inf))
+    return low, jnp.maximum(high, low + 1e-5)
+
+  def gumbel_scores(tree, node):
+    low, high = value_range(tree)
+    return mctx.qtransform_completed_by_mix_value(
+      tree, node, value_scale=0.1 / (high - low), rescale_values=False
+    )
+
+  def muzero_scores(tree, node):
+    low, high = value_range(tree)
+    return mctx.qtransform_by_min_max(tree, node, min_value=low, max_value=high)
 
   def search_one(params, rng_key, obs, gamma, num_simulations, greedy):
     def recurrent(params, rng_key, index, state):
@@ -267,11 +288,13 @@ def make_search(
     arguments = params, rng_key, root, recurrent, num_simulations, is_illegal
     if kind == 'gumbel':
       output = mctx.gumbel_muzero_policy(
-        *arguments, gumbel_scale=0.0 if greedy else 1.0
+        *arguments,
+        qtransform=gumbel_scores,
+        gumbel_scale=0.0 if greedy else 1.0,
       )
     else:
       noise = {'dirichlet_fraction': 0.0, 'temperature': 0.0} if greedy else {}
-      output = mctx.muzero_policy(*arguments, **noise)
+      output = mctx.muzero_policy(*arguments, qtransform=muzero_scores, **noise)
     policy = output.action_weights[0]
     # The root's own value is the mean over all simulations, bad actions
     # included. This is the value of the improved policy.
@@ -333,6 +356,24 @@ def make_targets(
   return Targets(reward, value, policy, samples, weight, policy_weight)
 
 
+def used_steps(
+  timestep: TimeStep, num_unroll_steps: int, n_steps: int
+) -> Array:
+  """Returns the time steps whose searches `make_targets` reads.
+
+  They are the steps 0 to K with their policies, and for each of these the step
+  from whose value its target bootstraps: n steps later, or the episode's end.
+
+  Returns:
+    int32 `[2 (K + 1), N]`.
+  """
+  valid = returns.weights(timestep)  # `[T-1, N]`, 0 at a joint.
+  first = np.arange(num_unroll_steps + 1)[:, None]
+  windows = valid[first + np.arange(n_steps)]  # `[K+1, n, N]`.
+  lengths = jnp.sum(jnp.cumprod(windows, axis=1), axis=1).astype(jnp.int32)
+  return jnp.concatenate([0 * lengths + first, first + lengths])
+
+
 def make_agent(
   spec: EnvSpec,
   fields: Mapping[str, Any],
@@ -383,13 +424,17 @@ def make_agent(
     return action, extras, carry
 
   def reanalyse(
-    params: Tree, obs: Tree, extras: Extras, rng_key: chex.PRNGKey, gamma: Array
+    params: Tree,
+    timestep: TimeStep,
+    extras: Extras,
+    rng_key: chex.PRNGKey,
+    gamma: Array,
   ) -> Extras:
-    """Searches again in a part of the sequences.
+    """Searches again in a part of the sequences, where targets need it.
 
     Args:
       params: the target parameters.
-      obs: leaves `[T, N, ...]`.
+      timestep: leaves `[T, N, ...]`.
       extras: what the searches found earlier, leaves `[T, N, ...]`.
       rng_key: `[N]`, one key for each sequence.
       gamma: the discount per step.
@@ -400,15 +445,18 @@ def make_agent(
     if not chosen:
       return extras
     rows = np.array(chosen)
-    num_steps = len(extras.value)
-    keys = jax.vmap(lambda key: jax.random.split(key, num_steps))(rng_key[rows])
+    used = used_steps(timestep, num_unroll_steps, fields['n_steps'])[:, rows]
+    places = used, rows[None]
+    # A key belongs to a time step, because some are used twice.
+    fold_in = jax.vmap(jax.vmap(jax.random.fold_in), (None, 0))
+    keys = fold_in(rng_key[rows], used)
+    obs = jax.tree.map(lambda x: x[places], timestep.obs)
     fresh = jax.vmap(
       lambda key, obs: search(
         params, key, obs, gamma, fields['num_simulations'], False
-      )[1],
-      in_axes=(1, 0),
-    )(keys, jax.tree.map(lambda x: x[:, rows], obs))
-    return jax.tree.map(lambda x, new: x.at[:, rows].set(new), extras, fresh)
+      )[1]
+    )(keys, obs)
+    return jax.tree.map(lambda x, new: x.at[places].set(new), extras, fresh)
 
   def prepare(
     variables: Variables,
@@ -421,7 +469,7 @@ def make_agent(
     trajectory, gamma = sample.trajectory, variables.hyperparams['gamma']
     timestep = jax.tree.map(lambda x: x[:-1], trajectory.timestep)
     extras = reanalyse(
-      target_params, timestep.obs, trajectory.extras, rng_key, gamma
+      target_params, timestep, trajectory.extras, rng_key, gamma
     )
     reward = acting.clip_reward(timestep.reward, fields['reward_clip'])
     targets = make_targets(

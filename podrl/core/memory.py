@@ -27,6 +27,10 @@ from podrl.types import (
   Tree,
 )
 
+# The smallest and the largest priority of a valid sequence. The sum over all
+# sequences must be finite.
+_SMALLEST, _LARGEST = 1e-30, 1e25
+
 
 class SizeError(ValueError):
   """A memory is too small for its sequences, or too large for its device."""
@@ -179,7 +183,7 @@ def make_ring(
       raise SizeError(
         f'a memory of {capacity} steps per device is too small for unrolls of '
         f'{unroll_length} steps of {num_columns} environments and sequences of '
-        f'{length} steps; it needs {least * num_columns}'
+        f'{length} steps; it needs {least * num_columns} steps per device'
       )
     # The example may consist of `jax.ShapeDtypeStruct`s.
     stored = jax.eval_shape(lambda x: _as_rows(x, frame_stack), example)
@@ -291,7 +295,9 @@ def make_ring(
       return priorities
     row, column = jnp.divmod(index, priorities.shape[1])
     # A sequence that is not valid keeps the priority 0, and others never get 0.
+    # Bounded, because 0 and infinity are powers of float32 numbers too.
     new = jnp.maximum(priority, 1e-6) ** priority_exponent
+    new = jnp.clip(new, _SMALLEST, _LARGEST)
     new = jnp.where(priorities[row, column] > 0.0, new, 0.0)
     return priorities.at[row, column].set(new)
 

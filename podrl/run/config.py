@@ -264,7 +264,7 @@ _SEARCH = {
     0, 'Simulations of the search of each step if actions are greedy.', _COUNT
   ),
   'search.num_samples': Field(
-    0, 'Samples of a continuous action that a search compares.', _COUNT
+    2, 'Samples of a continuous action that a search compares.', Range(2, 2**24)
   ),
   'search.reanalyse_fraction': Field(
     0.0, 'Part of each batch whose targets come from new searches.', _FRACTION

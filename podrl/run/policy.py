@@ -98,7 +98,8 @@ class Policy:
       carry: the carry that the last call returned; None when episodes start.
       is_first: bool `[B]`, whether an episode starts; by default, it is true
         if `carry` is None.
-      rng_key: key to sample actions; without it, actions are the policy's mode.
+      rng_key: key to sample actions; without it, actions are the agent's greedy
+        ones, for example the policy's mode.
 
     Returns:
       Actions `[B, ...]` that the environment's library accepts, and the carry

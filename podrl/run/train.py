@@ -423,9 +423,11 @@ class _Trainer:
     assert driver.learner is not None
     arrays = jax.tree.leaves(driver.learner.memory)
     if arrays:
-      size = sum(x.addressable_data(0).nbytes for x in arrays) / 2**20
+      size = sum(x.addressable_data(0).nbytes for x in arrays)
       text = f'the memory of {config.replay.capacity_steps:,} steps needs'
-      self.recorder.terminal.say(f'{text} {size:,.1f} MiB per device')
+      self.recorder.terminal.say(
+        f'{text} {limits.format_size(size)} per device'
+      )
 
   def _restore(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
     """Restores a driver's initial state; see `types.Restore`."""

@@ -38,6 +38,7 @@ from rich.table import Table
 
 from podrl import tools
 from podrl.drivers import spmd
+from podrl.drivers.limits import format_size
 from podrl.envs import find_task
 from podrl.records import workdir
 from podrl.records.terminal import compact
@@ -475,14 +476,6 @@ def _largest(
     except ValueError:
       continue
   return num_envs
-
-
-def format_size(value: float) -> str:
-  """Formats a number of bytes, for example as 1.5 GiB."""
-  for unit, power in (('TiB', 40), ('GiB', 30), ('MiB', 20), ('KiB', 10)):
-    if value >= 1000 * 2 ** (power - 10):
-      return f'{value / 2**power:.3g} {unit}'
-  return f'{value:.0f} B'
 
 
 def format_seconds(value: float) -> str:

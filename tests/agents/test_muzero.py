@@ -92,18 +92,18 @@ def _prepare(agent, sample, params=None):
   )(variables, sample)
 
 
-def _expected_targets(sample):
+def _expected_targets(sample, num_unroll_steps=_K, n_steps=_N_STEPS):
   """The targets, step by step, for one row after another."""
   timestep, _, extras, *_ = sample.trajectory
   for b in range(_B):
     joints = [t for t in range(_T) if timestep.is_first[t + 1, b]]
     end = joints[0] if joints else _T + 1  # Last step of the first episode.
     has_terminated = bool(joints) and timestep.discount[end, b] == 0
-    for k in range(_K + 1):
+    for k in range(num_unroll_steps + 1):
       reward, value, policy, weight, policy_weight = 0.0, 0.0, None, 1.0, 0.0
       if k < end or (k == end and not has_terminated):
         policy, policy_weight = extras.policy[k, b], 1.0
-        last = min(k + _N_STEPS, end)
+        last = min(k + n_steps, end)
         factor = 1.0
         for t in range(k + 1, last + 1):
           value += factor * timestep.reward[t, b]
@@ -384,6 +384,47 @@ def test_reanalyse_changes_only_the_targets_of_a_part_of_the_rows():
   other = _prepare(_make(reanalyse_fraction=0.5), sample, zeros)
   assert (other.targets.value[::2] != targets.value[::2]).any()
   np.testing.assert_array_equal(other.targets.value[1::2], targets.value[1::2])
+
+
+def test_targets_of_new_searches_are_those_of_a_plain_loop(monkeypatch):
+  """Every step that a target reads has been searched again."""
+
+  def search(params, rng_key, obs, gamma, num_simulations, greedy):
+    return None, muzero.Extras(jax.nn.softmax(obs), 10.0 * obs.sum(-1))
+
+  sample = _sample()
+  obs = sample.trajectory.timestep.obs[:-1]
+  _, fresh = search(None, None, obs, None, None, None)
+  trajectory = sample.trajectory._replace(extras=fresh)
+  monkeypatch.setattr(muzero, 'make_search', lambda *arguments: search)
+  sizes = {'num_unroll_steps': 1, 'n_steps': 4}  # Not every step is used.
+  agent = _make(reanalyse_fraction=1.0, **sizes)
+  targets = _prepare(agent, sample).targets
+  for b, k, _, value, policy, weight, _ in _expected_targets(
+    sample._replace(trajectory=trajectory), **sizes
+  ):
+    if weight:
+      np.testing.assert_allclose(targets.value[b, k], value, rtol=1e-5)
+    if policy is not None:
+      np.testing.assert_allclose(targets.policy[b, k], policy, rtol=1e-6)
+
+
+def test_values_are_compared_on_the_scale_of_the_whole_tree():
+  """A small difference at the root does not overrule the prior.
+
+  State 0 leads to 1 or 2, and these to 3 with the rewards 0.1 and 0. From 3
+  on, each action leads to 3. Action 0 of state 3 has the reward -100.
+  """
+  transitions = np.array([[1, 2], [3, 3], [3, 3], [3, 3]])
+  rewards = np.float32([[0, 0], [0.1, 0.1], [0, 0], [-100, 0]])
+  priors = np.float32([[0, 1], [0, 0], [0, 0], [0, 0]])
+  model = _model(transitions, rewards, np.zeros(4, np.float32), priors)
+  search = jax.jit(
+    muzero.make_search(model, _CODEC, 'gumbel'), static_argnums=(4, 5)
+  )
+  keys, obs = jax.random.split(jax.random.key(0), 1), np.zeros((1, 1))
+  action, _ = search((), keys, obs.astype(np.float32), 1.0, 16, True)
+  assert action[0] == 1
 
 
 def test_only_reanalyse_needs_target_parameters():

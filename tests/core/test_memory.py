@@ -221,6 +221,14 @@ def test_uniform_samples_are_uniform():
   assert stats.chisquare(counts).pvalue > 0.01
 
 
+def test_no_exponent_makes_a_valid_sequence_invalid_or_infinite():
+  memory, (_, priorities) = _filled(priority_exponent=20.0)
+  index = jnp.flatnonzero(priorities)[:2]
+  changed = memory.prioritise(priorities, index, jnp.float32([0.0, 1e6]))
+  assert (changed.ravel()[index] > 0.0).all()
+  assert np.isfinite(changed.sum())
+
+
 def test_new_sequences_get_the_largest_priority():
   memory, (storage, priorities) = _filled(priority_exponent=0.5)
   index = jnp.flatnonzero(priorities.ravel() > 0.0)
