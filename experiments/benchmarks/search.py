@@ -78,7 +78,12 @@ def make_bare(
       prior_logits=logits, value=codec.decode(value), embedding=hidden
     )
     return mctx.gumbel_muzero_policy(
-      params, rng_key, root, recurrent, num_simulations
+      params,
+      rng_key,
+      root,
+      recurrent,
+      num_simulations,
+      qtransform=muzero.gumbel_scores,
     )
 
   return jax.jit(search)

@@ -192,6 +192,38 @@ def build_network(
   )
 
 
+def value_range(tree: Any) -> tuple[Array, Array]:
+  """Returns the smallest and the largest value in one tree of mctx.
+
+  A search compares the values of actions on this scale (Schrittwieser et al.
+  2020, appendix B). mctx would use the values of one state's actions. That is
+  worse as long as values are not exact: if two actions are almost equal, their
+  errors then decide.
+  """
+  is_used = tree.node_visits > 0
+  low = jnp.min(jnp.where(is_used, tree.node_values, jnp.inf))
+  high = jnp.max(jnp.where(is_used, tree.node_values, -jnp.inf))
+  return low, jnp.maximum(high, low + 1e-5)
+
+
+def gumbel_scores(tree: Any, node: Array) -> Array:
+  """Returns the scores `[A]` that a Gumbel search adds to a node's logits."""
+  import mctx
+
+  low, high = value_range(tree)
+  return mctx.qtransform_completed_by_mix_value(
+    tree, node, value_scale=0.1 / (high - low), rescale_values=False
+  )
+
+
+def muzero_scores(tree: Any, node: Array) -> Array:
+  """Returns the values `[A]` of a node's actions, from 0 to 1."""
+  import mctx
+
+  low, high = value_range(tree)
+  return mctx.qtransform_by_min_max(tree, node, min_value=low, max_value=high)
+
+
 def make_search(
   network: MuZeroNetwork,
   codec: Codec,
@@ -211,11 +243,6 @@ def make_search(
       They have the same prior, because the policy itself proposed them (Hubert
       et al. 2021, arXiv:2104.06303, section 4). If actions are greedy, the
       first sample of the root is the mode.
-
-  A search compares the values of actions on a scale from the smallest to the
-  largest value of the tree (Schrittwieser et al. 2020, appendix B). mctx would
-  use the values of one state's actions. That is worse as long as values are not
-  exact: if two actions are almost equal, their errors then decide.
 
   Returns:
     `(params, rng_key, obs, gamma, num_simulations, greedy) -> (action,
@@ -237,22 +264,6 @@ def make_search(
     if distribution is None:
       return index
     return distribution.to_action(samples[jnp.arange(1), index])
-
-  def value_range(tree):
-    is_used = tree.node_visits > 0
-    low = jnp.min(jnp.where(is_used, tree.node_values, jnp.inf))
-    high = jnp.max(jnp.where(is_used, tree.node_values, -jnp.inf))
-    return low, jnp.maximum(high, low + 1e-5)
-
-  def gumbel_scores(tree, node):
-    low, high = value_range(tree)
-    return mctx.qtransform_completed_by_mix_value(
-      tree, node, value_scale=0.1 / (high - low), rescale_values=False
-    )
-
-  def muzero_scores(tree, node):
-    low, high = value_range(tree)
-    return mctx.qtransform_by_min_max(tree, node, min_value=low, max_value=high)
 
   def search_one(params, rng_key, obs, gamma, num_simulations, greedy):
     def recurrent(params, rng_key, index, state):
