@@ -17,7 +17,9 @@ With Sebulba, each part uses the same pools and threads as a run, and acting is
 inference without steps of the environments. The last column is the rate of
 training divided by its bound, the rate of the slowest part. Training cannot
 reach this bound if the parts share the same cores, for example on a machine
-without an accelerator.
+without an accelerator. PPO and IMPALA have the settings of other trainers. The
+other agents have those of `podrl train`, and learn as soon as their memory has
+one sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,20 +36,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from podrl.agents import AGENTS
 from podrl.drivers import actor as actor_lib
 from podrl.drivers import spmd
 from podrl.drivers.anakin import make_programs, make_unroll
+from podrl.envs import Task
 from podrl.records.terminal import compact
-from podrl.run import build
+from podrl.records.workdir import flatten
+from podrl.run import build, defaults
 from podrl.run import devices as layout
-from podrl.run.config import base_config, check, sebulba_config
+from podrl.run.config import base_config, check
 from podrl.types import DeviceEnv, Tree
 
 _ARCHITECTURE = flags.DEFINE_enum(
   'architecture', 'anakin', ['anakin', 'sebulba'], 'architecture to measure'
 )
 _AGENT = flags.DEFINE_enum(
-  'agent', 'ppo', ['ppo', 'impala'], 'agent for Sebulba; Anakin always uses PPO'
+  'agent', 'ppo', list(AGENTS), 'agent for Sebulba; Anakin always uses PPO'
 )
 _FILTER = flags.DEFINE_string(
   'filter', '', 'measure only environments whose name contains this text'
@@ -81,14 +86,20 @@ def _is_sebulba(config: ConfigDict) -> bool:
 
 def get_sebulba_config(name: str, num_envs: int) -> ConfigDict:
   """Returns the configuration that is measured with Sebulba."""
-  config = sebulba_config(_AGENT.value)
-  config.env.name = name
+  task = Task('envpool', name)
+  agent = _AGENT.value
+  config = defaults.base(task, agent)
+  if agent in ('ppo', 'impala'):
+    config.unroll_length = 128 if agent == 'ppo' else 20
+    if agent == 'ppo':
+      config.num_epochs, config.num_minibatches = 4, 4
+    config.network.shared_torso = name == 'Pong-v5'  # It uses the Nature CNN.
+    config.network.hidden_sizes = (512,) if name == 'Pong-v5' else (64, 64)
+  else:
+    config = defaults.make_config(task, agent, build.make_spec(config))
+    if 'replay' in config:
+      config.replay.min_steps = 1
   config.env.num_envs = num_envs
-  config.unroll_length = 128 if _AGENT.value == 'ppo' else 20
-  if _AGENT.value == 'ppo':
-    config.num_epochs, config.num_minibatches = 4, 4
-  config.network.shared_torso = name == 'Pong-v5'  # Pong uses the Nature CNN.
-  config.network.hidden_sizes = (512,) if name == 'Pong-v5' else (64, 64)
   config.optimizer.anneal = False
   config.compilation_cache = 'off'
   config.sebulba.threads_per_actor_device = _THREADS.value
@@ -278,8 +289,8 @@ def sebulba_programs(
     spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards
   )
   update = spmd.map_update(learner, mesh)
-  state = spmd.place(
-    learner.init(jax.random.key(0), trajectories[0]), mesh, spmd.REPLICATED
+  state = spmd.init_learner(
+    learner.init, learner, mesh, jax.random.key(0), trajectories[0]
   )
   key = spmd.place(jax.random.key(2), mesh, spmd.REPLICATED)
 
@@ -313,8 +324,12 @@ def sebulba_programs(
     in_threads(run)
 
   def learn(num_updates: int) -> None:
-    nonlocal state
+    nonlocal state, trajectories
     for _ in range(num_updates):
+      # A memory joins an unroll to the last one only if it goes on.
+      trajectories = tuple(
+        x._replace(num_steps=x.num_steps + length) for x in trajectories
+      )
       state, _ = jax.block_until_ready(
         update(state.variables, state._replace(variables=()), trajectories, key)
       )
@@ -369,8 +384,10 @@ def _rates(
   """Measures the median steps per second of each function."""
   steps = config.env.num_envs * config.unroll_length
   counts = {}
+  length = AGENTS[config.agent.name].sequence_length
+  num_steps = length(flatten(config.to_dict())) if length else 0
   for name, function in functions.items():
-    function(1)
+    function(1 + num_steps // config.unroll_length)  # Until learning begins.
     start = time.perf_counter()
     function(1)
     counts[name] = max(1, round(_SECONDS / (time.perf_counter() - start)))
@@ -425,7 +442,7 @@ def main(argv: Sequence[str]) -> None:
         'environment_name': config.env.name,
         'num_envs': config.env.num_envs,
         'agent': config.agent.name,
-        'num_minibatches': config.num_minibatches,
+        'num_minibatches': config.get('num_minibatches', 1),
         **measure(config, _REPEATS.value),
       }
     )
