@@ -211,9 +211,11 @@ def gumbel_scores(tree: Any, node: Array) -> Array:
   import mctx
 
   low, high = value_range(tree)
-  return mctx.qtransform_completed_by_mix_value(
+  scores = mctx.qtransform_completed_by_mix_value(
     tree, node, value_scale=0.1 / (high - low), rescale_values=False
   )
+  # Only differences count. Beside large scores, logits would be rounded away.
+  return scores - jnp.max(scores)
 
 
 def muzero_scores(tree: Any, node: Array) -> Array:

@@ -409,6 +409,19 @@ def test_targets_of_new_searches_are_those_of_a_plain_loop(monkeypatch):
       np.testing.assert_allclose(targets.policy[b, k], policy, rtol=1e-6)
 
 
+def test_one_simulation_takes_the_most_probable_action():
+  """Before any simulation, all values of the tree are equal."""
+  zeros = np.zeros((1, 3), np.float32)
+  value, prior = np.float32([7.0]), np.float32([[0.0, 0.1, 0.2]])
+  model = _model(zeros.astype(int), zeros, value, prior)
+  search = jax.jit(
+    muzero.make_search(model, _CODEC, 'gumbel'), static_argnums=(4, 5)
+  )
+  keys, obs = jax.random.split(jax.random.key(0), 1), np.zeros((1, 1))
+  action, _ = search((), keys, obs.astype(np.float32), 1.0, 1, True)
+  assert action[0] == 2
+
+
 def test_values_are_compared_on_the_scale_of_the_whole_tree():
   """A small difference at the root does not overrule the prior.
 
