@@ -255,5 +255,5 @@ def test_actions_have_bounds_and_the_greedy_action_is_the_mode(space):
   ],
 )
 def test_actions_that_do_not_fit_are_refused(space, message):
-  with pytest.raises(ValueError, match=f'{message}.*use --agent=ppo'):
+  with pytest.raises(ValueError, match=f'{message}.*--agent=ppo'):
     _make(space)
