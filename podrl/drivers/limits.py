@@ -49,7 +49,7 @@ _SENTENCES = {  # `_words` fills the braces.
   '(sebulba.actor_devices), or use fewer actors with more environments each '
   '(env.num_envs, sebulba.threads_per_actor_device).',
   'learner devices': _ACTORS_WAIT + ': the {learning_devices} the limit. '
-  '{remedy}, or use a smaller network or fewer epochs.',
+  '{remedy}, or use a smaller network or fewer optimiser steps per update.',
   'hand-off': _ACTORS_WAIT + ' and {time_hand_off} on handing parameters to '
   'the actors: the hand-off is the limit. Make updates fewer and larger '
   '(unroll_length, sebulba.unrolls_per_update, env.num_envs).',
@@ -204,8 +204,8 @@ def _words(record: Mapping[str, float], system: System) -> dict[str, Any]:
     'add_cores': f'{"Stop other programs, or add" if is_disturbed else "Add"} '
     'CPU cores',
     'most_work': f', mostly with {most_work}',
-    'or_less_work': ', or use a smaller network or fewer epochs; podrl balance '
-    'measures whether an accelerator is faster',
+    'or_less_work': ', or use a smaller network or fewer optimiser steps per '
+    'update; podrl balance measures whether an accelerator is faster',
     'or_env_threads': ' or environment threads (sebulba.env_threads)',
     'or_drop_devices': '',
     'or_drop_actors': f', or use only {count(permits, "actor")}',

@@ -129,6 +129,7 @@ def make_host_env(
 def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
   """Makes the agent; raises a ValueError if it does not fit `spec`."""
   fields = {**config.agent}
+  check_choice('config.agent.name', fields['name'], AGENTS)
   for section in ('replay', 'search'):
     fields |= config.get(section, {})
   make = AGENTS[fields.pop('name')].make
@@ -218,6 +219,14 @@ def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
   return num_updates
 
 
+def episode_limit(config: ConfigDict, spec: types.EnvSpec) -> int:
+  """Returns the steps at which an evaluation cuts episodes."""
+  limit = spec.max_episode_steps
+  if not 0 < limit < 2**31 - 1:  # The environment has no limit.
+    limit = _UNLIMITED_STEPS
+  return config.eval.max_episode_steps or limit
+
+
 def make_evaluate(
   config: ConfigDict,
   spec: types.EnvSpec,
@@ -228,12 +237,9 @@ def make_evaluate(
 
   `env` is for an Anakin run whose environments already exist.
   """
-  limit = spec.max_episode_steps
-  if not 0 < limit < 2**31 - 1:  # The environment has no limit.
-    limit = _UNLIMITED_STEPS
   settings = evaluation.Settings(
     config.eval.num_episodes,
-    config.eval.max_episode_steps or limit,
+    episode_limit(config, spec),
     config.eval.greedy,
     jax.process_index(),
     jax.process_count(),
@@ -278,6 +284,13 @@ def make_run(
   else:
     system = _make_sebulba(config, spec, agent, init_key, num_resumes, machine)
   driver, run_devices, steps_per_update, num_updates, warnings = system
+  num_steps = num_updates * steps_per_update
+  if 'replay' in config and num_steps < config.replay.min_steps:
+    warnings = [
+      *warnings,
+      f'the run has {num_steps} steps, fewer than config.replay.min_steps='
+      f'{config.replay.min_steps}, so the agent never learns',
+    ]
   return Run(
     spec,
     run_devices,

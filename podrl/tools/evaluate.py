@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from podrl import tools
+from podrl.drivers.limits import count
 from podrl.records import workdir
 from podrl.run import build, policy
 from podrl.run.evaluation import bootstrap
@@ -57,6 +58,13 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
     f'{len(returns)} episodes of {length:.0f} steps'
   )
+  limit = build.episode_limit(config, loaded.spec)
+  num_cut = int(np.sum(outcome.lengths >= limit))
+  if num_cut and limit != loaded.spec.max_episode_steps:
+    print(
+      f'{count(num_cut, "episode")} did not end within {limit:,} steps, and '
+      'counted until then'
+    )
   with tools.writing(out):
     workdir.write_json(out, result)
   print(f'written: {out}')

@@ -258,9 +258,18 @@ def _model(transitions, rewards, value, prior):
   )
 
 
-@pytest.mark.parametrize('policy', ['gumbel', 'muzero'])
+def _search(model, states, gamma, num_simulations, *, kind='gumbel', greedy):
+  """Searches from each of the states of a model."""
+  search = muzero.make_search(model, _CODEC, kind)
+  search = jax.jit(search, static_argnums=(4, 5))
+  obs = np.asarray(states, np.float32)[:, None]
+  keys = jax.random.split(jax.random.key(0), len(obs))
+  return search((), keys, obs, gamma, num_simulations, greedy)
+
+
+@pytest.mark.parametrize('kind', ['gumbel', 'muzero'])
 def test_a_search_in_a_perfect_model_finds_what_dynamic_programming_finds(
-  policy,
+  kind,
 ):
   rng = np.random.default_rng(0)
   num_states = 6
@@ -272,14 +281,11 @@ def test_a_search_in_a_perfect_model_finds_what_dynamic_programming_finds(
   q = (rewards + 0.7 * values[transitions]).astype(np.float32)
   is_clear = abs(q[:, 0] - q[:, 1]) > 0.1
   assert is_clear.sum() >= 4
-  obs = np.arange(num_states, dtype=np.float32)[:, None]
-  keys = jax.random.split(jax.random.key(0), num_states)
 
   def run(predicted_value, prior, num_simulations):
     model = _model(transitions, rewards, predicted_value, prior)
-    search = muzero.make_search(model, _CODEC, policy)
-    search = jax.jit(search, static_argnums=(4, 5))
-    return search((), keys, obs, 0.7, num_simulations, True)
+    states = np.arange(num_states)
+    return _search(model, states, 0.7, num_simulations, kind=kind, greedy=True)
 
   # The model predicts nothing, so only the search can see rewards ahead.
   action, extras = run(0.0 * values, 0.0 * q, 400)
@@ -297,12 +303,7 @@ def test_the_policy_of_a_gumbel_search_is_better_than_the_prior_on_bandits():
   rewards = rng.normal(size=(50, 4)).astype(np.float32)
   transitions = np.arange(50)[:, None] + np.zeros(4, int)
   model = _model(transitions, rewards, rewards.mean(1), 0.0 * rewards)
-  search = jax.jit(
-    muzero.make_search(model, _CODEC, 'gumbel'), static_argnums=(4, 5)
-  )
-  obs = np.arange(50, dtype=np.float32)[:, None]
-  keys = jax.random.split(jax.random.key(0), 50)
-  action, extras = search((), keys, obs, 0.0, 8, False)
+  action, extras = _search(model, np.arange(50), 0.0, 8, greedy=False)
   np.testing.assert_allclose(extras.policy.sum(1), 1.0, atol=1e-5)
   improved = (extras.policy * rewards).sum(1)
   assert (improved > rewards.mean(1)).all()
@@ -314,11 +315,7 @@ def test_actions_without_a_simulation_have_the_value_of_the_root():
   rewards = np.zeros((1, 20), np.float32)
   transitions = np.zeros((1, 20), int)
   model = _model(transitions, rewards, np.float32([5.0]), rewards)
-  search = jax.jit(
-    muzero.make_search(model, _CODEC, 'gumbel'), static_argnums=(4, 5)
-  )
-  obs, keys = np.zeros((1, 1), np.float32), jax.random.split(jax.random.key(0))
-  _, extras = search((), keys[:1], obs, 1.0, 2, False)
+  _, extras = _search(model, [0], 1.0, 2, greedy=False)
   np.testing.assert_allclose(extras.value, 5.0, atol=1e-3)
 
 
@@ -414,11 +411,7 @@ def test_one_simulation_takes_the_most_probable_action():
   zeros = np.zeros((1, 3), np.float32)
   value, prior = np.float32([7.0]), np.float32([[0.0, 0.1, 0.2]])
   model = _model(zeros.astype(int), zeros, value, prior)
-  search = jax.jit(
-    muzero.make_search(model, _CODEC, 'gumbel'), static_argnums=(4, 5)
-  )
-  keys, obs = jax.random.split(jax.random.key(0), 1), np.zeros((1, 1))
-  action, _ = search((), keys, obs.astype(np.float32), 1.0, 1, True)
+  action, _ = _search(model, [0], 1.0, 1, greedy=True)
   assert action[0] == 2
 
 
@@ -432,11 +425,7 @@ def test_values_are_compared_on_the_scale_of_the_whole_tree():
   rewards = np.float32([[0, 0], [0.1, 0.1], [0, 0], [-100, 0]])
   priors = np.float32([[0, 1], [0, 0], [0, 0], [0, 0]])
   model = _model(transitions, rewards, np.zeros(4, np.float32), priors)
-  search = jax.jit(
-    muzero.make_search(model, _CODEC, 'gumbel'), static_argnums=(4, 5)
-  )
-  keys, obs = jax.random.split(jax.random.key(0), 1), np.zeros((1, 1))
-  action, _ = search((), keys, obs.astype(np.float32), 1.0, 16, True)
+  action, _ = _search(model, [0], 1.0, 16, greedy=True)
   assert action[0] == 1
 
 

@@ -250,10 +250,16 @@ def test_actions_have_bounds_and_the_greedy_action_is_the_mode(space):
 @pytest.mark.parametrize(
   'space,message',
   [
-    (MultiDiscrete((3, 2)), 'one discrete action or a box'),
-    (Box((1,), np.float32([0]), np.float32([np.inf])), 'from 0.0 to inf'),
+    (
+      MultiDiscrete((3, 2)),
+      'one discrete action or a box, not a MultiDiscrete; --agent=ppo accepts',
+    ),
+    (
+      Box((1,), np.float32([0]), np.float32([np.inf])),
+      'from 0.0 to inf.*use --agent=ppo',
+    ),
   ],
 )
 def test_actions_that_do_not_fit_are_refused(space, message):
-  with pytest.raises(ValueError, match=f'{message}.*--agent=ppo'):
+  with pytest.raises(ValueError, match=message):
     _make(space)

@@ -522,3 +522,13 @@ def test_every_field_is_read(name, tmp_path, monkeypatch):
   # unread.
   sections = 'agent.', 'network.', 'optimizer.'
   assert {x for x in unread if not x.startswith(sections)} == set()
+
+
+def test_a_run_that_is_too_short_to_learn_warns(tmp_path, capfd):
+  argv = '--agent=dqn', '--config.replay.min_steps=513'
+  assert helpers.run(tmp_path / 'run', *argv) == 0
+  assert (
+    'warning: the run has 512 steps, fewer than config.replay.min_steps=513, '
+    'so the agent never learns'
+  ) in capfd.readouterr().err
+  assert helpers.read_records(tmp_path / 'run')[-1]['num_sgd_steps'] == 0

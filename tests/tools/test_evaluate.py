@@ -61,6 +61,21 @@ def test_the_result_is_printed_and_written(name, tmp_path, capsys, monkeypatch):
   assert json.loads(out.read_text()) == found
 
 
+def test_episodes_can_be_cut_and_agents_unknown(tmp_path, capsys):
+  steps = '--config.total_env_steps=256', '--config.eval.max_episode_steps=5'
+  assert helpers.run(tmp_path / 'run', *steps) == 0
+  argv = ['evaluate', str(tmp_path / 'run'), '--episodes=3']
+  assert evaluate.run(argv) == 0  # An episode of Catch has 9 steps.
+  message = '3 episodes did not end within 5 steps, and counted until then'
+  assert message in capsys.readouterr().out
+  path = tmp_path / 'run' / 'config.json'
+  path.write_text(path.read_text().replace('"ppo"', '"pppo"'))
+  assert evaluate.run(argv) == 2
+  assert capsys.readouterr().err.startswith(
+    'error: config.agent.name=pppo is unknown; did you mean ppo'
+  )
+
+
 @pytest.mark.parametrize(
   'arguments,message',
   [
