@@ -52,7 +52,8 @@ def train(
   Args:
     name: `[SUITE:]NAME` of an environment, or `MODULE:NAME` if a module
       registers it with gymnasium.
-    agent: 'ppo', 'impala', 'a2c', 'pqn', 'dqn', 'rainbow', 'r2d2' or 'sac'.
+    agent: 'ppo', 'impala', 'a2c', 'pqn', 'dqn', 'rainbow', 'r2d2', 'sac' or
+      'muzero'.
     steps: environment steps; the default depends on the kind of environment.
     seed: all random numbers depend on this number.
     seeds: number of independent agents.
