@@ -17,8 +17,10 @@ Tree: TypeAlias = Any  # A nested structure whose leaves are arrays.
 Metrics = dict[str, Array]
 Hyperparams = dict[str, Array]  # Each value is a float32 `[]`.
 
-# The mesh of devices has only this axis; batches are split over it.
+# Batches are split over this axis of a mesh.
 DEVICE_AXIS = 'devices'
+# If a run has several agents, they are split over this axis.
+MEMBER_AXIS = 'members'
 
 
 class Masked(NamedTuple):

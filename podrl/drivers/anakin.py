@@ -21,6 +21,7 @@ from podrl.core.observations import flatten, unflatten
 from podrl.drivers import culprits, spmd
 from podrl.drivers.culprits import Largest
 from podrl.types import (
+  DEVICE_AXIS,
   Agent,
   Array,
   Culprit,
@@ -69,28 +70,30 @@ class AnakinState(NamedTuple):
   learner: LearnerState
   actors: Actors
   rng_key: chex.PRNGKey  # Fixed; each update folds in `num_updates`.
+  # Bool `[S]`, the agents that no longer learn; see `make_programs`.
+  is_frozen: Tree = ()
 
 
 class Records(NamedTuple):
   """What a call of `Programs.train` reports, with one row per update.
 
-  Rows after the last update are zero. For S seeds, all arrays except
-  `is_finite` have a last axis S.
+  Rows after the last update are zero. For S agents, all arrays have a last axis
+  S.
   """
 
   metrics: Metrics  # Float32 `[max_updates]` each, the learner's metrics.
   episodes: Episodes  # `[max_updates, num_devices]` each.
   largest: dict[str, Largest]  # `[max_updates, num_devices]` each.
-  # Bool `[]`, false if a loss of the last update was NaN or infinite. The call
-  # ends after such an update.
+  # Bool `[]`, false if the loss of the last update was NaN or infinite. Unless
+  # agents freeze, the call ends after such an update.
   is_finite: Array
 
 
 class Programs(NamedTuple):
   """Anakin's compiled programs."""
 
-  # `(rng_key, hyperparams={}) -> AnakinState` on the devices. `rng_key` is
-  # `[S]` for several seeds. `hyperparams` replaces those of `Agent.init`.
+  # `(rng_key, hyperparams={}) -> AnakinState` on the devices. For several
+  # agents, both have an axis S. `hyperparams` replaces those of `Agent.init`.
   init: Callable[..., AnakinState]
   # `(state, num_updates) -> (state, Records)`. It compiles only once, for all
   # int32 `num_updates` up to `max_updates`. It donates the state's buffers.
@@ -182,17 +185,25 @@ def make_programs(
   num_envs: int,
   unroll_length: int,
   max_updates: int,
-  num_seeds: int | None = None,
+  num_agents: int | None = None,
+  freezes: bool = False,
 ) -> Programs:
   """Makes Anakin's programs.
 
   Args:
-    num_envs: environments on all devices; a multiple of the number of devices.
+    mesh: see `spmd.make_mesh`. The agents are split over its first axis, and
+      the environments of each agent over its second.
+    num_envs: environments of an agent, on all devices; a multiple of the size
+      of the second axis.
     unroll_length: T, steps of an unroll.
     max_updates: the largest number of updates in one call.
-    num_seeds: S, the number of independent agents in the program. S is the
-      first axis of keys and of the state's leaves, and the last axis of
-      records. None means one agent, and then arrays do not have this axis.
+    num_agents: S, the number of independent agents in the program. S is the
+      first axis of keys, hyperparameters and the state's leaves, and the last
+      axis of records. None means one agent, and then arrays do not have this
+      axis.
+    freezes: whether an agent whose loss is NaN or infinite stops to learn,
+      while the others go on. It keeps its last finite parameters, and the
+      metric `is_frozen` is 1 from this update on. Needs several agents.
   """
 
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
@@ -213,20 +224,30 @@ def make_programs(
   def update(
     state: AnakinState,
   ) -> tuple[AnakinState, Metrics, tuple[Episodes, dict[str, Largest]]]:
-    before, actors, rng_key = state
+    before, actors, rng_key, is_frozen = state
     number = before.num_updates
     with jax.named_scope('acting'):
       actors, trajectory, episodes = unroll(before.variables, actors, number)
     update_key = jax.random.fold_in(rng_key, number)
     largest = culprits.find_largest(trajectory, number * unroll_length)
     after, metrics = learner.update(before, trajectory, update_key)
-    state = AnakinState(after, actors, rng_key)
+    if freezes:
+      is_frozen |= ~jnp.isfinite(metrics['loss'])
+      # Without the memory, which would be copied; it no longer matters.
+      kept, new = before._replace(memory=()), after._replace(memory=())
+      kept = jax.tree.map(lambda x, y: jnp.where(is_frozen, x, y), kept, new)
+      number = after.num_updates
+      after = kept._replace(memory=after.memory, num_updates=number)
+      metrics = metrics | {'is_frozen': is_frozen.astype(jnp.float32)}
+    state = AnakinState(after, actors, rng_key, is_frozen)
     return state, metrics, (episodes, largest)
 
-  def over_seeds(function: Callable, in_axes: Any = 0) -> Callable:
-    return function if num_seeds is None else jax.vmap(function, in_axes)
+  has_members = num_agents is not None
 
-  update_agents = over_seeds(update)
+  def over_agents(function: Callable, in_axes: Any = 0) -> Callable:
+    return jax.vmap(function, in_axes) if has_members else function
+
+  update_agents = over_agents(update)
 
   def train(state, num_updates):
     _, *shapes = jax.eval_shape(update_agents, state)
@@ -243,28 +264,32 @@ def make_programs(
       state, *row = update_agents(state)
       rows = jax.tree.map(lambda x, row: x.at[i].set(row), rows, row)
       metrics, _ = row
-      return i + 1, state, rows, jnp.all(jnp.isfinite(metrics['loss']))
+      # A group of agents may end before others, which do not wait for it.
+      is_finite = freezes or jnp.all(jnp.isfinite(metrics['loss']))
+      return i + 1, state, rows, jnp.asarray(is_finite)
 
     _, state, (metrics, own), is_finite = jax.lax.while_loop(
       is_running, body, (0, state, rows, jnp.ones((), bool))
     )
+    if has_members:
+      is_finite = jnp.full(shapes[0]['loss'].shape, is_finite)
     # These rows differ between devices, so they get an axis for the devices.
     own = jax.tree.map(lambda x: x[:, None], own)
     return state, Records(metrics, *own, is_finite)
 
-  batch = spmd.BATCH if num_seeds is None else spmd.TRAJECTORY  # Axis 0 or 1.
-  num_axes_before = 0 if num_seeds is None else 1
-  learner_specs = spmd.specs(learner.split_axes, num_axes_before)
-  sharding = AnakinState(learner_specs, batch, spmd.REPLICATED)
-  own, same = spmd.TRAJECTORY, spmd.REPLICATED
-  records = Records(same, own, own, same)
+  batch = spmd.MEMBERS_BATCH if has_members else spmd.BATCH
+  same = spmd.MEMBERS if has_members else spmd.REPLICATED
+  learner_specs = spmd.specs(learner.split_axes, has_members)
+  sharding = AnakinState(learner_specs, batch, same, same)
+  rows, own = spmd.record_specs(has_members)
+  records = Records(rows, own, own, same)
   reset_agents = spmd.device_map(
-    over_seeds(reset, (0, None)), mesh, (spmd.REPLICATED, spmd.BATCH), batch
+    over_agents(reset, (0, None)), mesh, (same, spmd.BATCH), batch
   )
 
   def init_learner(rng_key: chex.PRNGKey, hyperparams: Tree) -> LearnerState:
     # One device's shard: the size of a memory depends on it.
-    index = np.arange(num_envs // mesh.size, dtype=np.int32)
+    index = np.arange(num_envs // mesh.shape[DEVICE_AXIS], dtype=np.int32)
     actors = jax.eval_shape(reset, rng_key, index)
     variables = jax.eval_shape(agent.init, rng_key)
     _, trajectory, _ = jax.eval_shape(unroll, variables, actors, 0)
@@ -277,18 +302,22 @@ def make_programs(
     return [jax.random.fold_in(rng_key, stream) for stream in streams]
 
   def init(rng_key: chex.PRNGKey, hyperparams: Hyperparams = {}) -> AnakinState:
-    learner_key, *keys = over_seeds(stream_keys)(rng_key)
+    learner_key, *keys = over_agents(stream_keys)(rng_key)
     learner_state = spmd.init_learner(
-      over_seeds(init_learner, (0, None)),
+      over_agents(init_learner),
       learner,
       mesh,
       learner_key,
       hyperparams,
-      num_axes_before=num_axes_before,
+      has_members=has_members,
     )
-    update_key, env_key = spmd.place(keys, mesh, spmd.REPLICATED)
+    is_frozen: Tree = ()
+    if freezes:
+      is_frozen = np.zeros(rng_key.shape, bool)
+    update_key, env_key, is_frozen = spmd.place((*keys, is_frozen), mesh, same)
     index = spmd.place(np.arange(num_envs, dtype=np.int32), mesh, spmd.BATCH)
-    return AnakinState(learner_state, reset_agents(env_key, index), update_key)
+    actors = reset_agents(env_key, index)
+    return AnakinState(learner_state, actors, update_key, is_frozen)
 
   in_specs, out_specs = (sharding, spmd.REPLICATED), (sharding, records)
   return Programs(
@@ -302,7 +331,7 @@ class Anakin:
 
   Attributes:
     programs: what `make_programs` returned.
-    rng_key: key of the whole run; `[S]` for several seeds.
+    rng_key: key of the whole run; `[S]` for several agents.
     max_updates: the largest number of updates in one call.
     predictions_per_update: number of actions in one update, in this process.
     hyperparams: see `Programs.init`.
@@ -316,7 +345,7 @@ class Anakin:
   hyperparams: Hyperparams = dataclasses.field(default_factory=dict)
   state: Any = None  # An AnakinState.
   error: BaseException | None = None  # Stays None: Anakin has no threads.
-  # Keeps the first culprit of each seed, even if the loss was finite then.
+  # Keeps the first culprit of each agent, even if the loss was finite then.
   _culprits: dict[int, Culprit] = dataclasses.field(default_factory=dict)
 
   @property
@@ -334,7 +363,7 @@ class Anakin:
   def advance(
     self, num_updates: int, plan: Mapping[str, Any] | None = None
   ) -> list[Report]:
-    """Runs at most `max_updates` updates; returns a report for each seed."""
+    """Runs at most `max_updates` updates; returns a report for each agent."""
     del plan
     num_updates = min(num_updates, self.max_updates)
     start = time.perf_counter()
@@ -343,18 +372,19 @@ class Anakin:
     seconds = time.perf_counter() - start
     is_finite = np.isfinite(records.metrics['loss'])
     is_finite = is_finite.reshape(self.max_updates, -1)
-    if not records.is_finite:
+    is_sound_call = np.all(records.is_finite)
+    if not is_sound_call:
       num_updates = int(np.argmin(is_finite.all(1)))
     reports = []
-    for seed in range(is_finite.shape[1]):
-      index = (..., seed) if self.rng_key.ndim else ...
+    for agent in range(is_finite.shape[1]):
+      index = (..., agent) if self.rng_key.ndim else ...
       metrics, episodes = jax.tree.map(
         lambda x: x[:num_updates][index], records[:2]
       )
       predictions = num_updates * self.predictions_per_update
-      is_sound = bool(records.is_finite or is_finite[num_updates, seed])
+      is_sound = bool(is_sound_call or is_finite[num_updates, agent])
       largest = jax.tree.map(lambda x: x[index], records.largest)
-      culprit = self._find_culprit(largest, num_updates, is_sound, seed)
+      culprit = self._find_culprit(largest, num_updates, is_sound, agent)
       report = Report(metrics, episodes, predictions, seconds, is_sound, {}, {})
       reports.append(report._replace(culprit=culprit))
     return reports
@@ -364,11 +394,11 @@ class Anakin:
     largest: Mapping[str, Largest],
     num_updates: int,
     is_sound: bool,
-    seed: int,
+    agent: int,
   ) -> Culprit | None:
-    """Returns the culprit of a seed if its loss was not finite, or else None.
+    """Returns the culprit of an agent whose loss was not finite, or else None.
 
-    The method also keeps the first culprit of each seed, for later calls.
+    The method also keeps the first culprit of each agent, for later calls.
     `largest` has leaves `[max_updates, num_devices]`.
     """
     values = np.stack([x.value for x in largest.values()])
@@ -382,9 +412,9 @@ class Anakin:
       first_env = (jax.process_index() * num_devices + device) * num_envs
       is_failing = update == num_updates
       culprit = culprits.find_culprit(cell, first_env, is_failing)
-      if culprit and seed not in self._culprits:
-        self._culprits[seed] = culprit
-    return None if is_sound else self._culprits.get(seed)
+      if culprit and agent not in self._culprits:
+        self._culprits[agent] = culprit
+    return None if is_sound else self._culprits.get(agent)
 
   # `Driver` requires the methods below, but Anakin does not need them.
 

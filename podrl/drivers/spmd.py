@@ -1,10 +1,10 @@
-"""Maps programs over devices: a mesh with one axis, and jit(shard_map) over it.
+"""Maps programs over devices: a mesh of devices, and jit(shard_map) over it.
 
 Since JAX 0.8, `jax.pmap` works in the same way. Only this file makes meshes and
 decides how arrays are split over them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import glob
@@ -22,36 +22,67 @@ import numpy as np
 
 from podrl.core.memory import SizeError
 from podrl.messages import one_line
-from podrl.types import DEVICE_AXIS, Learner, LearnerState, Trajectory, Tree
+from podrl.types import (
+  DEVICE_AXIS,
+  MEMBER_AXIS,
+  Learner,
+  LearnerState,
+  Trajectory,
+  Tree,
+)
 
 # These specs are typed as Any, so that the state of a run can contain them.
 REPLICATED: Any = PartitionSpec()
 BATCH: Any = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
 TRAJECTORY: Any = PartitionSpec(None, DEVICE_AXIS)  # Axis 1 is the batch.
+# The same for several agents, of which axis 0 is split.
+MEMBERS: Any = PartitionSpec(MEMBER_AXIS)
+MEMBERS_BATCH: Any = PartitionSpec(MEMBER_AXIS, DEVICE_AXIS)
 
 _config: Any = jax.config  # mypy does not know its fields.
 # The platform in `compiling_for`, or empty.
 _target = contextvars.ContextVar('target', default='')
 
 
-def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
-  """Makes a mesh with one axis over devices."""
-  return Mesh(np.asarray(devices), (DEVICE_AXIS,))
+def make_mesh(devices: Sequence[jax.Device], member_groups: int = 1) -> Mesh:
+  """Makes a mesh of devices.
+
+  Its axes are `MEMBER_AXIS` and `DEVICE_AXIS`. If there are several processes,
+  each has all agents, and the same number of devices.
+
+  Args:
+    devices: those of each process are neighbours.
+    member_groups: into how many groups the agents are split. It divides the
+      number of devices of a process.
+  """
+  grid = np.asarray(devices).reshape(-1, member_groups).T
+  return Mesh(grid, (MEMBER_AXIS, DEVICE_AXIS))
 
 
-def specs(split_axes: Tree, num_axes_before: int = 0) -> Tree:
+def specs(split_axes: Tree, has_members: bool = False) -> Tree:
   """Returns partition specs for `Learner.split_axes`.
 
-  `num_axes_before` is the number of axes that the arrays have in front, for
-  example one for several seeds.
+  If `has_members` is true, the arrays have one more axis in front.
   """
+  first = [MEMBER_AXIS] if has_members else []
 
   def spec(axis: int) -> PartitionSpec:
     if axis < 0:
-      return PartitionSpec()
-    return PartitionSpec(*[None] * (num_axes_before + axis), DEVICE_AXIS)
+      return PartitionSpec(*first)
+    return PartitionSpec(*first, *[None] * axis, DEVICE_AXIS)
 
   return jax.tree.map(spec, split_axes)
+
+
+def record_specs(has_members: bool) -> tuple[Any, Any]:
+  """Returns the specs of an Anakin program's records.
+
+  The arrays of the first have the axes (time, agent), and those of the second
+  (time, device, agent), without the last axis for a single agent.
+  """
+  members = [MEMBER_AXIS] if has_members else []
+  rows = PartitionSpec(None, *members)
+  return rows, PartitionSpec(None, DEVICE_AXIS, *members)
 
 
 def init_learner(
@@ -59,14 +90,14 @@ def init_learner(
   learner: Learner,
   mesh: Mesh,
   *arguments: Tree,
-  num_axes_before: int = 0,
+  has_members: bool = False,
 ) -> LearnerState:
   """Makes a learner's state on the devices of a mesh.
 
   Args:
     init: `(*arguments) -> LearnerState`. It does not communicate.
     learner: the learner, for its `split_axes`.
-    num_axes_before: see `specs`.
+    has_members: whether the arguments and the state have an axis of agents.
 
   Raises:
     SizeError: if the devices do not have enough memory for the learner's.
@@ -83,21 +114,23 @@ def init_learner(
   state = jax.jit(without_memory, compiler_options=in_order_options())(
     *arguments
   )
-  state = place(state, mesh, REPLICATED)
+  same = MEMBERS if has_members else REPLICATED
+  state = place(state, mesh, same)
   shapes = jax.tree.leaves(jax.eval_shape(memory, *arguments))
   if not shapes:
     return state
   needed = sum(x.size * x.dtype.itemsize for x in shapes)
+  needed //= mesh.shape[MEMBER_AXIS]
   if (free := _bytes_per_device()) < needed:
     raise SizeError(
       f'the memory needs {needed / 2**30:.3g} GiB on each device, which has '
       f'{free / 2**30:.3g} GiB; divide the capacity by '
       f'{math.ceil(needed / max(free, 1.0))}'
     )
-  memory_specs = specs(learner.split_axes.memory, num_axes_before)
+  memory_specs = specs(learner.split_axes.memory, has_members)
   # Each device makes its own part: the whole memory may not fit on one device.
-  placed = place(arguments, mesh, REPLICATED)
-  make = device_map(memory, mesh, (REPLICATED,) * len(placed), memory_specs)
+  placed = place(arguments, mesh, same)
+  make = device_map(memory, mesh, (same,) * len(placed), memory_specs)
   return state._replace(memory=make(*placed))
 
 
@@ -216,14 +249,24 @@ def fetch(tree: Tree) -> Tree:
   def to_numpy(x: jax.Array) -> np.ndarray:
     if x.is_fully_addressable or x.is_fully_replicated:
       return np.asarray(x)
-    assert isinstance(x.sharding, NamedSharding)
-    axis = x.sharding.spec.index(DEVICE_AXIS)
-    parts = sorted(x.addressable_shards, key=lambda s: s.index[axis].start or 0)
-    return np.concatenate([s.data for s in parts], axis)
+    return _join({s.index: np.asarray(s.data) for s in x.addressable_shards}, 0)
 
   for x in jax.tree.leaves(tree):
     x.copy_to_host_async()
   return jax.tree.map(to_numpy, tree)
+
+
+def _join(
+  parts: Mapping[tuple[slice, ...], np.ndarray], axis: int
+) -> np.ndarray:
+  """Joins the parts of an array along the axes from `axis` on."""
+  if len(parts) == 1:
+    return next(iter(parts.values()))
+  groups: dict[int, dict[tuple[slice, ...], np.ndarray]] = {}
+  for index, part in parts.items():
+    groups.setdefault(index[axis].start or 0, {})[index] = part
+  joined = [_join(groups[start], axis + 1) for start in sorted(groups)]
+  return np.concatenate(joined, axis)
 
 
 def set_num_cpu_devices(num_devices: int, num_processes: int = 1) -> None:
@@ -334,8 +377,18 @@ def has_accelerator() -> bool:
 
 
 def copy_to_first_device(tree: Tree) -> Tree:
-  """Returns a copy of a replicated tree on its first device in this process."""
-  return jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), tree)
+  """Returns a copy of a tree on its first device in this process.
+
+  The devices of this process must have the whole tree.
+  """
+
+  def copy(x: jax.Array) -> jax.Array:
+    if x.is_fully_replicated:
+      return jnp.copy(x.addressable_data(0))
+    first = x.addressable_shards[0].device
+    return jax.device_put(fetch(x), first)
+
+  return jax.tree.map(copy, tree)
 
 
 def to_device(tree: Tree, device: jax.Device) -> Tree:

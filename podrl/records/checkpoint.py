@@ -209,7 +209,7 @@ def find(path: str, which: str = 'last') -> int:
   config = workdir.read_config(path)
   if workdir.is_series(config):
     raise ValueError(
-      f'{path} has {config.num_seeds} agents; name one, for example '
+      f'{path} has {workdir.num_agents(config)} agents; name one, for example '
       f'{path}/seed_0'
     )
   found = steps(path)

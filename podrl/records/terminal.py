@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from podrl.drivers.limits import count, describe
-from podrl.records.workdir import Record, agents
+from podrl.records.workdir import Record, agents, num_agents
 
 
 def podrl_command() -> str:
@@ -77,7 +77,7 @@ class Terminal:
     self._name = name = f'{config.env.name}, {config.agent.name}'
     self._num_updates = num_updates
     self._steps_per_update = steps_per_update  # Joints included.
-    self._num_seeds = config.get('num_seeds', 1)
+    self._num_agents = num_agents(config)
     self._live: Live | None = None
     self._start = 0.0, 0.0  # (time, share of the run that was done then)
     if self._console.is_terminal and not is_silent:
@@ -101,13 +101,13 @@ class Terminal:
   def begin(self) -> None:
     """Shows how many updates and steps are planned, and that podrl compiles."""
     steps, length = self._steps_per_update, self._config.unroll_length
-    num_envs, num_seeds = self._config.env.num_envs, self._num_seeds
+    num_envs = self._config.env.num_envs
     text = f'{count(self._num_updates, "update")} of {steps:,} steps'
     if steps == num_envs * length:
       text += f' ({count(num_envs, "environment")} x {length})'
     text += f' = {self._num_updates * steps:,} steps, joints included'
-    if num_seeds > 1:
-      text += f', for each of {num_seeds} agents'
+    if self._num_agents > 1:
+      text += f', for each of {self._num_agents} agents'
     is_plain = not self._live
     self._console.print(f'{self._name}: {text}', soft_wrap=is_plain)
     self.say('compiling')
@@ -173,8 +173,8 @@ class Terminal:
         f'{summary["eval_return"]:,.2f} +- {summary["eval_return_std"]:,.2f} '
         f'(standard deviation, {count(summary["eval_episodes"], "episode")})'
       )
-      if self._num_seeds > 1:
-        text += f', mean of {self._num_seeds} agents'
+      if self._num_agents > 1:
+        text += f', mean of {self._num_agents} agents'
       table.add_row('evaluated return', text)
     if 'num_joints' in summary:
       rate = f'{summary["steps_per_second"]:,.0f} (last record)'

@@ -7,10 +7,11 @@ checkpoints/     one directory per checkpoint, named by its number of updates
 .lock            an empty file; the process that writes the run locks it
 summary.json     the last value of each metric, and how the run ended
 seed_0/ ...      with several seeds, a directory with these files for each seed
+member_0/ ...    the same for each member of a sweep, see `agents`
 
-Anakin trains several seeds together, and saves all of them in the run's
+Anakin trains several agents together, and saves all of them in the run's
 checkpoints. With Sebulba, each seed is a separate run with its own checkpoints
-(`is_series`). At the end, the run's directory gets the means of all seeds.
+(`is_series`). At the end, the run's directory gets the means of all agents.
 """
 
 from collections.abc import Iterator, Set
@@ -144,26 +145,44 @@ def is_series(config: ConfigDict) -> bool:
 def run_of_agent(path: str, *, or_series: bool = False) -> str | None:
   """Returns the run that contains an agent's directory `RUN/seed_N`, or None.
 
-  In a series, each seed is a separate run. The result is then None, or the
-  directory of the series if `or_series` is true.
+  RUN/member_N is an agent's directory too. In a series, each seed is a separate
+  run. The result is then None, or the directory of the series if `or_series` is
+  true.
   """
   path = os.path.abspath(path)
   parent, name = os.path.split(path)
-  if not (name.startswith('seed_') and is_run(parent)):
+  if not (name.startswith(('seed_', 'member_')) and is_run(parent)):
     return None
   config = read_config(parent)
   is_agent = path in agents(parent, config)
   return parent if is_agent and (or_series or not is_series(config)) else None
 
 
+def num_agents(config: ConfigDict) -> int:
+  """Returns the number of agents of a run."""
+  return len(config.get('members', ())) or config.get('num_seeds', 1)
+
+
 def agents(path: str, config: ConfigDict) -> dict[str, dict[str, Any]]:
-  """Maps the directory of each agent of a run to that agent's configuration."""
-  fields, num_seeds = config.to_dict(), config.get('num_seeds', 1)
-  if num_seeds == 1:
-    return {path: fields}
-  own = [{'seed': config.seed + i, 'num_seeds': 1} for i in range(num_seeds)]
-  paths = [os.path.join(path, f'seed_{i}') for i in range(num_seeds)]
-  return {path: fields | x for path, x in zip(paths, own)}
+  """Maps the directory of each agent of a run to that agent's configuration.
+
+  The agents of a sweep differ in the fields of `config.members`, a tuple with a
+  dictionary of fields for each. Those of other runs differ only in their seeds.
+  """
+  number = num_agents(config)
+  if number == 1 and 'members' not in config:
+    return {path: config.to_dict()}
+  seeds = [{'seed': config.seed + i, 'num_seeds': 1} for i in range(number)]
+  kind = 'member' if 'members' in config else 'seed'
+  found = {}
+  for i, own in enumerate(config.get('members', seeds)):
+    fields = ConfigDict(config.to_dict())
+    with fields.unlocked():
+      if 'members' in fields:
+        del fields.members
+    fields.update_from_flattened_dict(own)
+    found[os.path.join(path, f'{kind}_{i}')] = fields.to_dict()
+  return found
 
 
 def programs(path: str, config: ConfigDict) -> list[tuple[str, ConfigDict]]:

@@ -17,7 +17,7 @@ from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES, Suite, add_current_directory, add_to_path
-from podrl.records.workdir import flatten
+from podrl.records.workdir import agents, as_config, flatten, num_agents
 from podrl.run import devices, evaluation
 from podrl.run.config import check, check_choice
 from podrl.run.devices import Machine
@@ -44,6 +44,12 @@ class Run(NamedTuple):
   variables: types.Variables  # Shapes of the variables of all agents.
   warnings: Sequence[str]
   resume_note: str  # Tells the user what a resumed run cannot continue.
+
+
+def has_axis(config: ConfigDict) -> bool:
+  """Returns whether a run's arrays have an axis of agents."""
+  is_anakin = 'sebulba' not in config
+  return is_anakin and (num_agents(config) > 1 or 'members' in config)
 
 
 def architecture(config: ConfigDict) -> str:
@@ -192,7 +198,16 @@ def make_learner(
 def hyperparams(
   config: ConfigDict, agent: types.Agent, num_updates: int
 ) -> types.Hyperparams:
-  """Returns a run's hyperparameters, which are inputs of compiled programs."""
+  """Returns a run's hyperparameters, which are inputs of compiled programs.
+
+  For several agents in one program, they have an axis of agents.
+  """
+  if has_axis(config):
+    own = [
+      hyperparams(as_config(fields), agent, num_updates)
+      for fields in agents('', config).values()
+    ]
+    return jax.tree.map(lambda *x: np.stack(x), *own)
   variables = jax.eval_shape(agent.init, jax.random.key(0))
   known = {
     **config.agent,
@@ -270,15 +285,15 @@ def make_run(
   check(config)
   machine = machine or devices.this_machine()
   is_anakin = architecture(config) == 'anakin'
-  num_seeds = config.num_seeds if is_anakin else 1
   env = make_env(config) if is_anakin else None
   spec = env.spec if env else make_spec(config)
   agent = make_agent(config, spec)
-  seeds = range(config.seed, config.seed + num_seeds)
+  seeds = [fields['seed'] for fields in agents('', config).values()]
+  seeds = seeds if is_anakin else [config.seed]
   keys = [jax.random.split(jax.random.key(seed)) for seed in seeds]
   init_keys, eval_keys = zip(*keys)
-  init_key = init_keys[0] if num_seeds == 1 else jnp.stack(init_keys)
-  init = agent.init if num_seeds == 1 else jax.vmap(agent.init)
+  init_key = jnp.stack(init_keys) if has_axis(config) else init_keys[0]
+  init = jax.vmap(agent.init) if has_axis(config) else agent.init
   if env:
     system = _make_anakin(config, env, agent, init_key, machine)
   else:
@@ -327,15 +342,17 @@ def _make_anakin(
   # A call ends at or before the next record. Its report has a row per update,
   # so the number of updates is limited too.
   max_updates = min(config.log.every_updates, _MAX_UPDATES)
+  groups = devices.member_groups(config, len(run_devices) // len(machine.hosts))
   programs = anakin.make_programs(
     env,
     agent,
-    make_learner(config, agent, env.spec, len(run_devices)),
-    spmd.make_mesh(run_devices),
+    make_learner(config, agent, env.spec, len(run_devices) // groups),
+    spmd.make_mesh(run_devices, groups),
     num_envs=num_envs,
     unroll_length=unroll_length,
     max_updates=max_updates,
-    num_seeds=config.num_seeds if config.num_seeds > 1 else None,
+    num_agents=num_agents(config) if has_axis(config) else None,
+    freezes='members' in config,
   )
   steps_per_host = steps_per_update // len(machine.hosts)
   driver = anakin.Anakin(

@@ -399,6 +399,7 @@ def check(config: ConfigDict) -> None:
     raise ValueError('config.network.hidden_sizes=() needs one or more widths')
   check_choice('config.agent.name', fields['agent.name'], AGENTS)
   AGENTS[fields['agent.name']].check(fields)
+  _check_members(config)
   # Environment i on the host has the seed `seed` + i, which is an int32.
   bound = 2**31 - fields['env.num_envs']
   if config.seed + config.get('num_seeds', 1) > bound:
@@ -416,6 +417,26 @@ def check(config: ConfigDict) -> None:
       'config.log.wandb=True needs the package wandb; install it with '
       "pip install -e '.[wandb]'"
     )
+
+
+def member_fields(agent: str) -> set[str]:
+  """Returns the fields in which the members of one program may differ."""
+  return {'seed', 'optimizer.learning_rate', *AGENTS[agent].changeable}
+
+
+def _check_members(config: ConfigDict) -> None:
+  """Raises a ValueError if the members of a sweep cannot share a program."""
+  if 'members' not in config:
+    return
+  allowed = member_fields(config.agent.name)
+  for own in config.members:
+    if unknown := sorted(own.keys() - allowed):
+      raise ValueError(
+        f'the members of one program cannot differ in {unknown[0]}, only in '
+        f'{", ".join(sorted(allowed))}'
+      )
+  for fields in workdir.agents('', config).values():
+    check(workdir.as_config(fields))
 
 
 def _parse(name: str, text: str, default: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import importlib.metadata
+import math
 from typing import NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from ml_collections import ConfigDict
 from podrl.agents import AGENTS
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
-from podrl.records.workdir import Record, flatten
+from podrl.records.workdir import Record, flatten, num_agents
 from podrl.types import EnvSpec
 
 # On two cores, one device per core was fastest for the default experiment and
@@ -122,18 +123,30 @@ def num_named_devices(config: ConfigDict) -> int:
   return num_devices
 
 
+def member_groups(config: ConfigDict, num_devices: int) -> int:
+  """Returns into how many groups `num_devices` devices split a run's agents.
+
+  The devices of a group split the environments of its agents. So a member of a
+  sweep is equal to a run on as many devices as a group has. The seeds of
+  `num_seeds` are all in one group.
+  """
+  has_groups = 'members' in config
+  return math.gcd(num_agents(config), num_devices) if has_groups else 1
+
+
 def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
   """Returns how many CPU devices each process of an Anakin run uses."""
   if config.num_devices:
     return config.num_devices
   fitting = [1]
-  for n in range(2, min(num_cores(), _MAX_CPU_DEVICES) + 1):
+  for local in range(2, min(num_cores(), _MAX_CPU_DEVICES) + 1):
+    n = local // member_groups(config, local)
     num_envs, rest = divmod(config.env.num_envs, n * num_processes)
     size, _ = _batch_size(config, num_envs)
     rest += _replay_batch_size(config) % (n * num_processes)
     # `config.check` refuses num_minibatches=0 later.
     if rest == 0 and size % max(1, config.get('num_minibatches', 1)) == 0:
-      fitting.append(n)
+      fitting.append(local)
   return fitting[-1]
 
 
@@ -156,7 +169,8 @@ def anakin_devices(
       f'config.num_devices={num_devices}, but there are {len(local)} '
       f'{machine.platform} devices; use {len(local)} or fewer, or 0 for all'
     )
-  num_envs, total = config.env.num_envs, num_devices * num_processes
+  groups = member_groups(config, num_devices)
+  num_envs, total = config.env.num_envs, num_devices // groups * num_processes
   if num_envs % total:
     raise ValueError(
       f'config.env.num_envs={num_envs} does not divide over {total} devices; '

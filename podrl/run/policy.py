@@ -154,18 +154,19 @@ def find_agent(
   if parent := workdir.run_of_agent(path):
     path, seed = parent, int(path.rpartition('_')[2])
   config = workdir.read_config(path)
-  num_seeds = config.get('num_seeds', 1)
-  if seed is None and num_seeds > 1:
+  agents = workdir.agents(path, config)
+  paths, number = [*agents], len(agents)
+  if seed is None and number > 1:
     raise ValueError(
-      f'{path} has {num_seeds} agents; name one, for example {path}/seed_0'
+      f'{path} has {number} agents; name one, for example {paths[0]}'
     )
   seed = seed or 0
-  if not 0 <= seed < num_seeds:
+  if not 0 <= seed < number:
     raise ValueError(
-      f'{path} has no agent {seed}; use a number from 0 to {num_seeds - 1}'
+      f'{path} has no agent {seed}; use a number from 0 to {number - 1}'
     )
   if workdir.is_series(config):
-    return find_agent(workdir.programs(path, config)[seed][0])
+    return find_agent(paths[seed])
   return path, config, seed
 
 
@@ -177,10 +178,10 @@ def read_agent(
   `find_agent` returns the first three arguments. If `seed` is None, the result
   contains all agents of the run.
   """
-  num_seeds = config.get('num_seeds', 1)
-  if num_seeds == 1 or seed is None:
+  number = workdir.num_agents(config)
+  if seed is None or (number == 1 and 'members' not in config):
     return checkpoint.read_variables(path, step, like)
-  like = jax.tree.map(lambda x: x.update(shape=(num_seeds, *x.shape)), like)
+  like = jax.tree.map(lambda x: x.update(shape=(number, *x.shape)), like)
   variables = checkpoint.read_variables(path, step, like)
   return jax.tree.map(lambda x: x[seed], variables)
 
@@ -195,6 +196,7 @@ def load(
   agent = build.make_agent(config, spec)
   like = jax.eval_shape(agent.init, jax.random.key(0))
   variables = read_agent(path, config, seed, step, like)
+  config = workdir.as_config([*workdir.agents(path, config).values()][seed])
   # Schedules depend on the number of updates of the whole run.
   num_updates = -(-config.total_env_steps // checkpoint.last_progress(path)[2])
   hyperparams = build.hyperparams(config, agent, num_updates)

@@ -244,16 +244,16 @@ def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
 
   `like` has the shapes of this run's variables, which contain all its agents.
   """
-  num_seeds = config.num_seeds
-  if num_seeds == 1:
+  num_agents = workdir.num_agents(config)
+  if num_agents == 1:
     path, theirs, seed = policy.find_agent(path)
   else:
     theirs, seed = workdir.read_config(path), None
-    number = theirs.get('num_seeds', 1)
-    if number != num_seeds:
+    number = workdir.num_agents(theirs)
+    if number != num_agents:
       raise ValueError(
         f'--init_from={path} has {limits.count(number, "agent")}, but this run '
-        f'has {num_seeds}; use config.num_seeds={number}'
+        f'has {num_agents}; use config.num_seeds={number}'
       )
   try:
     return policy.read_agent(path, theirs, seed, checkpoint.find(path), like)
@@ -636,9 +636,10 @@ class _Trainer:
       return signals.is_set() or run.driver.error is not None
 
     returns: list[list[float] | None] = []
+    variables_have_agents = run.driver.learner.num_updates.ndim > 0
     for i, rng_key in enumerate(run.eval_keys):
       own = variables
-      if len(run.eval_keys) > 1:
+      if variables_have_agents:
         own = jax.tree.map(lambda x: x[i], variables)
       rng_key = jax.random.fold_in(rng_key, self.recorder.num_updates)
       evaluation = run.evaluate(own, rng_key, should_stop)

@@ -64,12 +64,12 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
 
   Returns:
     The directories of the runs, and a sentence for each path without a readable
-    run. A run of several agents is replaced by its directories `seed_N`.
+    run. A run of several agents is replaced by their directories.
   """
   found: list[str] = []
   problems: list[str] = []
   seen: set[str] = set()
-  is_agent = re.compile(r'.*/seed_\d+').fullmatch
+  is_agent = re.compile(r'.*/(seed|member)_\d+').fullmatch
   for path in paths:
     is_new = os.path.realpath(path) not in seen
     before = len(found) + len(problems)
