@@ -7,6 +7,7 @@ from podrl.messages import suggest
 
 COMMANDS = {
   'train': 'train an agent in an environment',
+  'sweep': 'train an agent with many settings',
   'envs': 'list the environments that can be trained',
   'plot': 'draw the learning curves of runs',
   'watch': "record an episode of a run's policy as a GIF or an MP4",

@@ -439,7 +439,7 @@ def _check_members(config: ConfigDict) -> None:
     check(workdir.as_config(fields))
 
 
-def _parse(name: str, text: str, default: Any) -> Any:
+def parse_value(name: str, text: str, default: Any) -> Any:
   """Converts the text of an override to the type of the field's default.
 
   Without a default, any value that config.json can contain is allowed.
@@ -522,7 +522,7 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
     section, _, field = name.rpartition('.')
     if section == 'env.options' and field:
       options = config.env.options
-      options[field] = _parse(name, text, options.get(field))
+      options[field] = parse_value(name, text, options.get(field))
       names.add('env.options')
       continue
     known = sorted(set(flatten(config.to_dict())) - {'env.options'})
@@ -545,7 +545,7 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
         f'of other fields depend on the agent; use --agent={text}'
       )
     node = config[section] if section else config
-    node[field] = _parse(name, text, node[field])
+    node[field] = parse_value(name, text, node[field])
     names.add(name)
   return names
 
@@ -557,6 +557,8 @@ class CommandLine(NamedTuple):
   flags: flags.FlagValues
   overrides: Sequence[str]  # Arguments that override fields.
   task: str = ''  # The environment's name, for `podrl train`.
+  # For a program of a sweep: the sweep's directory, then its own arguments.
+  sweep: tuple[str, ...] = ()
 
   def resume(self, workdir: str, *more: str) -> str:
     """Returns the command that resumes the run in `workdir`.
@@ -567,7 +569,8 @@ class CommandLine(NamedTuple):
     kept = [x for x in self.overrides if x.partition('=')[0] not in fields]
     chosen = [x for x in ('agent', 'variant') if self.flags[x].present]
     chosen = [f'--{x}={self.flags[x].value}' for x in chosen]
-    arguments = [f'--workdir={workdir}', '--resume', *chosen, *kept, *more]
+    path, *own = self.sweep or (workdir,)
+    arguments = [f'--workdir={path}', '--resume', *own, *chosen, *kept, *more]
     return f'{self.command} {shlex.join(arguments)}'
 
 

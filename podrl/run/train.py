@@ -89,7 +89,11 @@ def run_to_exit(
   get_config: Callable[..., ConfigDict], command_line: configs.CommandLine
 ) -> int:
   """Runs an experiment, prints its error and returns its exit code."""
-  outcome = execute(get_config, command_line)
+  return report(execute(get_config, command_line))
+
+
+def report(outcome: Outcome) -> int:
+  """Prints the error of a run and returns its exit code."""
   if outcome.cause:
     traceback.print_exception(outcome.cause)
   if outcome.error:

@@ -128,9 +128,8 @@ def figure(path: str, width: float, height: float) -> Iterator[Any]:
   figure.savefig(path, bbox_inches='tight')
 
 
-def read_config(command_line: CommandLine) -> ConfigDict:
-  """Builds an experiment's configuration; raises a ValueError for a mistake."""
-  path, values = command_line.task or 'no file', command_line.flags
+def load_experiment(path: str) -> Callable[..., ConfigDict]:
+  """Returns an experiment's `get_config`; raises a ValueError for a mistake."""
   if not os.path.isfile(path) or not path.endswith('.py'):
     raise ValueError(
       f'{path} is not an experiment; try experiments/sebulba_cartpole.py'
@@ -143,6 +142,13 @@ def read_config(command_line: CommandLine) -> ConfigDict:
     del sys.path[0]
   if 'get_config' not in module:
     raise ValueError(f'{path} is not an experiment: it has no get_config')
-  config = module['get_config'](values.agent, values.variant)
+  return module['get_config']
+
+
+def read_config(command_line: CommandLine) -> ConfigDict:
+  """Builds an experiment's configuration; raises a ValueError for a mistake."""
+  values = command_line.flags
+  get_config = load_experiment(command_line.task or 'no file')
+  config = get_config(values.agent, values.variant)
   apply_overrides(config, command_line.overrides)
   return config

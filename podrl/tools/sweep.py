@@ -1,0 +1,400 @@
+"""Trains an agent with many settings, as many as possible in one program.
+
+  podrl sweep [SUITE:]NAME --axis=FIELD=VALUES [--axis=...] [--seeds=N]
+      [--random=N] [--per_program=N] [--workdir=DIR] [--resume]
+      [--agent=ppo] [--steps=1e6] [--config.FIELD=VALUE ...]
+  podrl sweep EXPERIMENT.py --axis=FIELD=VALUES ...
+
+VALUES is a list such as 1e-4,3e-4,1e-3, or log:LOW:HIGH:N or linear:LOW:HIGH:N
+for N numbers. The command trains every combination of the values of all axes
+with every seed. With --random=N, it trains N settings; each takes a random
+value from every axis, and a range has no number of values: log:LOW:HIGH. The
+settings depend on --seed.
+
+The members of a sweep are its settings with their seeds. Members that differ
+only in hyperparameters of the agent and in the learning rate share a program.
+With Sebulba, members train one after another. At the end, the command prints
+the returns and the best setting, and draws them.
+"""
+
+import ast
+from collections.abc import Callable, Sequence
+import itertools
+import math
+import os
+import sys
+from typing import Any, NamedTuple
+
+from absl import flags
+from ml_collections import ConfigDict
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from podrl import tools
+from podrl.drivers.limits import count
+from podrl.records import workdir
+from podrl.records.terminal import podrl_command
+from podrl.run import build, tasks, train
+from podrl.run import config as configs
+from podrl.run.evaluation import bootstrap
+from podrl.run.signals import DONE, MISTAKE
+
+_CONSOLE = Console(highlight=False, markup=False)
+_COLOR = '#1f5fa8'
+
+Setting = dict[str, Any]  # Values of fields, by dotted name.
+
+
+class Axis(NamedTuple):
+  """The values of one field, or the range that random values come from."""
+
+  field: str
+  values: tuple[Any, ...]  # Empty for a range.
+  low: float = 0.0
+  high: float = 0.0
+  is_log: bool = False
+
+  def draw(self, rng: np.random.Generator) -> Any:
+    """Draws a random value."""
+    if self.values:
+      return self.values[rng.integers(len(self.values))]
+    if self.is_log:
+      return math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+    return rng.uniform(self.low, self.high)
+
+
+def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
+  """Parses FIELD=VALUES; raises a ValueError if it has another form.
+
+  `config` gives the types of the values.
+  """
+  field, _, values = text.partition('=')
+  known = workdir.flatten(config.to_dict())
+  configs.check_choice('--axis', field, sorted(known.keys() - {'agent.name'}))
+  kind, *numbers = values.split(':')
+  if kind not in ('log', 'linear'):
+    return Axis(field, _parse_values(field, values, known[field]))
+  form = f'{kind}:LOW:HIGH' + ('' if is_random else ':N')
+  try:
+    low, high = map(float, numbers[:2])
+    size = int(*numbers[2:]) if not is_random else 2
+  except (ValueError, TypeError) as error:
+    raise ValueError(f'--axis={text} must be {field}={form}') from error
+  lowest = 0.0 if kind == 'log' else -math.inf
+  if not lowest < low < high < math.inf or len(numbers) > 3 - is_random:
+    raise ValueError(f'--axis={text} must be {field}={form}, with LOW < HIGH')
+  if size < 2:
+    raise ValueError(f'--axis={text} needs at least 2 values')
+  if not isinstance(known[field], int | float):
+    raise ValueError(f'--axis={text}: {field} is not a number; list its values')
+  if is_random:
+    return Axis(field, (), low, high, kind == 'log')
+  space = np.geomspace if kind == 'log' else np.linspace
+  found = [float(f'{x:.6g}') for x in space(low, high, size)]
+  return Axis(field, _parse_values(field, repr(found)[1:-1], known[field]))
+
+
+def _parse_values(field: str, text: str, default: Any) -> tuple[Any, ...]:
+  """Parses values that are separated by commas, with the type of `default`."""
+  try:
+    values = ast.literal_eval(f'({text},)')
+  except (ValueError, SyntaxError):
+    values = text.split(',')
+  parsed = [configs.parse_value(field, str(x), default) for x in values]
+  found = tuple(dict.fromkeys(parsed))
+  if len(found) < len(values):
+    raise ValueError(f'--axis={field}={text} has a value twice')
+  return found
+
+
+def make_settings(
+  axes: Sequence[Axis], num_random: int, seed: int
+) -> list[Setting]:
+  """Returns all combinations of the axes, or random ones."""
+  names = [axis.field for axis in axes]
+  if not num_random:
+    values = itertools.product(*(axis.values for axis in axes))
+    return [dict(zip(names, x)) for x in values]
+  rng = np.random.default_rng(seed)
+  return [
+    {axis.field: axis.draw(rng) for axis in axes} for _ in range(num_random)
+  ]
+
+
+class Program(NamedTuple):
+  """The members of a sweep that one run trains."""
+
+  fields: Setting  # The same for all members.
+  members: tuple[Setting, ...]  # Empty with Sebulba.
+
+
+def make_programs(
+  settings: Sequence[Setting], config: ConfigDict, per_program: int
+) -> list[Program]:
+  """Divides the settings, each with all seeds, into as few runs as possible.
+
+  `per_program` is the largest number of members of a run; 0 means no limit.
+  """
+  if build.architecture(config) == 'sebulba':
+    return [Program(setting, ()) for setting in settings]
+  own = configs.member_fields(config.agent.name)
+  groups: dict[tuple, list[Setting]] = {}
+  for setting in settings:
+    shared = tuple((k, x) for k, x in setting.items() if k not in own)
+    member = {k: x for k, x in setting.items() if k in own}
+    seeds = range(config.seed, config.seed + config.num_seeds)
+    groups.setdefault(shared, []).extend(member | {'seed': x} for x in seeds)
+  programs = []
+  for shared, members in groups.items():
+    size = per_program or len(members)
+    for start in range(0, len(members), size):
+      part = tuple(members[start : start + size])
+      programs.append(Program(dict(shared), part))
+  return programs
+
+
+class Result(NamedTuple):
+  """The trained members of one setting."""
+
+  setting: Setting
+  returns: np.ndarray  # Float64 `[N]`, of the members that did not diverge.
+  num_diverged: int
+
+  @property
+  def mean(self) -> float:
+    """The mean return; a setting with a diverged member is the worst."""
+    return -math.inf if self.num_diverged else float(self.returns.mean())
+
+
+def read_results(
+  directories: Sequence[str], settings: Sequence[Setting]
+) -> list[Result]:
+  """Reads the last evaluation of all members in the directories of the runs."""
+  found: dict[str, list[tuple[float, bool]]] = {}
+  for directory in directories:
+    config = workdir.read_config(directory)
+    for path, fields in workdir.agents(directory, config).items():
+      last = workdir.read_records(path)[-1]
+      flat = workdir.flatten(workdir.as_config(fields).to_dict())
+      key = repr({k: flat[k] for k in settings[0]})
+      ending = last['eval_return'], last.get('is_frozen', 0.0) > 0.0
+      found.setdefault(key, []).append(ending)
+  results = []
+  for setting in settings:
+    endings = found[repr(setting)]
+    returns = np.array([x for x, is_frozen in endings if not is_frozen])
+    results.append(Result(setting, returns, len(endings) - len(returns)))
+  return results
+
+
+def _text(value: Any) -> str:
+  return f'{value:.6g}' if isinstance(value, float) else str(value)
+
+
+def overrides(setting: Setting) -> str:
+  """Returns the overrides of a setting, for a command line."""
+  return ' '.join(f'--config.{k}={_text(x)}' for k, x in setting.items())
+
+
+def table(results: Sequence[Result]) -> Table:
+  """Makes a table with a row for each setting, the best one first."""
+  names = [x.rpartition('.')[2] for x in results[0].setting]
+  rows = tools.make_table(
+    *names, 'members', 'return', '95 %', 'worst', 'diverged'
+  )
+  for result in sorted(results, key=lambda x: x.mean, reverse=True):
+    cells = ['', '', '']
+    if (returns := result.returns).size:
+      low, high = bootstrap(returns)
+      cells = [f'{returns.mean():,.2f}', '', f'{returns.min():,.2f}']
+      if returns.size > 1:
+        cells[1] = f'{low:,.2f} to {high:,.2f}'
+    number = str(returns.size + result.num_diverged)
+    diverged = str(result.num_diverged or '')
+    values = map(_text, result.setting.values())
+    rows.add_row(*values, number, *cells, diverged)
+  return rows
+
+
+def draw(results: Sequence[Result], title: str, path: str) -> None:
+  """Draws the returns over each axis, one panel per axis, into a file."""
+  fields = [*results[0].setting]
+  with tools.figure(path, 4.6 * len(fields) + 0.4, 3.6) as figure:
+    panels = figure.subplots(1, len(fields), squeeze=False, sharey=True)[0]
+    for field, axes in zip(fields, panels):
+      values = list(dict.fromkeys(x.setting[field] for x in results))
+      is_number = all(type(x) in (int, float) for x in values)
+      values = sorted(values) if is_number else values
+      places = np.array(values if is_number else range(len(values)), float)
+      returns = [
+        np.concatenate(
+          [x.returns for x in results if x.setting[field] == value]
+        )
+        for value in values
+      ]
+      for place, own in zip(places, returns):
+        axes.plot([place] * len(own), own, 'o', color=_COLOR, ms=3, alpha=0.35)
+      kept = [i for i, own in enumerate(returns) if own.size]
+      means = [returns[i].mean() for i in kept]
+      bands = np.array([bootstrap(returns[i]) for i in kept])
+      axes.plot(places[kept], means, color=_COLOR, lw=1.8)
+      axes.fill_between(places[kept], *bands.T, color=_COLOR, alpha=0.2, lw=0)
+      if is_number and places.min() > 0 and places.max() / places.min() >= 20:
+        axes.set_xscale('log')
+      elif not is_number:
+        axes.set_xticks(places, map(str, values))
+      axes.set_xlabel(field)
+    panels[0].set_ylabel('evaluated return')
+    figure.suptitle(title, fontsize=10)
+    text = 'dots: members; line: their mean; band: its 95 % interval'
+    figure.supxlabel(text, fontsize=8, color='#606060')
+
+
+def _experiment(
+  argv: Sequence[str],
+) -> tuple[Callable[..., ConfigDict], configs.CommandLine]:
+  """Parses the arguments of a training command; see `tasks.parse`."""
+  command_line = configs.parse_command_line(argv, has_task=True)
+  name = f'{podrl_command()} sweep'
+  if command_line.task.endswith('.py'):
+    get_config = tools.load_experiment(command_line.task)
+    return get_config, command_line._replace(
+      command=f'{name} {command_line.task}'
+    )
+  get_config, command_line = tasks.parse(argv[1:])
+  return get_config, command_line._replace(
+    command=f'{name} {command_line.task}'
+  )
+
+
+def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
+  """Trains the members, prints and draws their returns."""
+  if not values.axis:
+    raise ValueError(
+      'give an axis, for example --axis=optimizer.learning_rate=1e-4,1e-3'
+    )
+  get_config, command_line = _experiment(['podrl sweep', *arguments])
+  if command_line.flags.init_from:
+    raise ValueError('--init_from does not work with a sweep')
+  config = get_config(command_line.flags.agent, command_line.flags.variant)
+  configs.apply_overrides(config, command_line.overrides)
+  axes = [parse_axis(x, config, values.random > 0) for x in values.axis]
+  fields = [axis.field for axis in axes]
+  used = [x.lstrip('-').partition('=')[0] for x in command_line.overrides]
+  for field in fields:
+    short = {'seed', 'num_seeds', 'total_env_steps'} & {field}
+    if short or f'config.{field}' in used or fields.count(field) > 1:
+      raise ValueError(
+        f'--axis={field}: use --seeds=N for several seeds, and set a field '
+        'only once'
+      )
+  settings = make_settings(axes, values.random, config.seed)
+  programs = make_programs(settings, config, values.per_program)
+  path = command_line.flags.workdir or workdir.default_path(config).replace(
+    f'{config.agent.name}-', f'sweep-{config.agent.name}-'
+  )
+  own = [f'--axis={x}' for x in values.axis]
+  for name in ('random', 'per_program'):
+    if values[name].present:
+      own.append(f'--{name}={values[name].value}')
+  number = len(settings) * config.num_seeds
+  print(
+    f'{count(len(settings), "setting")} x {count(config.num_seeds, "seed")} = '
+    f'{count(number, "member")} in {count(len(programs), "program")}',
+    file=sys.stderr,
+  )
+  directories = []
+  for i, program in enumerate(programs):
+    directory = os.path.join(path, f'program_{i}')
+    directories.append(directory)
+    if _is_finished(directory, config.total_env_steps):
+      print(f'{directory} is finished', file=sys.stderr)
+      continue
+    outcome = train.execute(
+      _with_members(get_config, program),
+      _for_program(command_line, program, path, directory, own),
+    )
+    if outcome.exit_code:
+      return train.report(outcome)
+  results = read_results(directories, settings)
+  task = f'{config.env.name}, {config.agent.name}'
+  draw(results, task, os.path.join(path, 'sweep.png'))
+  best = max(results, key=lambda x: x.mean)
+  contents = [
+    {
+      'setting': x.setting,
+      'returns': x.returns.tolist(),
+      'num_diverged': x.num_diverged,
+    }
+    for x in results
+  ]
+  workdir.write_json(os.path.join(path, 'sweep.json'), {'results': contents})
+  _CONSOLE.print(table(results))
+  _CONSOLE.print(f'best: {overrides(best.setting)}', soft_wrap=True)
+  out = os.path.join(path, 'sweep')
+  _CONSOLE.print(f'written: {out}.json, {out}.png', soft_wrap=True)
+  return DONE
+
+
+def _is_finished(directory: str, total_env_steps: int) -> bool:
+  is_run = workdir.is_run(directory)
+  return is_run and workdir.is_finished(directory, total_env_steps)
+
+
+def _with_members(
+  get_config: Callable[..., ConfigDict], program: Program
+) -> Callable[..., ConfigDict]:
+  """Returns a `get_config` for one program of a sweep."""
+
+  def get(agent: str, variant: str) -> ConfigDict:
+    config = get_config(agent, variant)
+    config.update_from_flattened_dict(program.fields)
+    if program.members:
+      with config.unlocked():
+        config.members = program.members
+    return config
+
+  return get
+
+
+def _for_program(
+  command_line: configs.CommandLine,
+  program: Program,
+  path: str,
+  directory: str,
+  own: Sequence[str],
+) -> configs.CommandLine:
+  """Returns the command line for one program; members have the seeds."""
+  kept = command_line.overrides
+  if program.members:
+    own = [*own, *(x for x in kept if _is_seed(x))]
+    kept = [x for x in kept if not _is_seed(x)]
+  command_line.flags['workdir'].value = directory
+  return command_line._replace(overrides=kept, sweep=(path, *own))
+
+
+def _is_seed(override: str) -> bool:
+  name = override.lstrip('-').partition('=')[0]
+  return name in ('config.seed', 'config.num_seeds')
+
+
+def run(argv: Sequence[str]) -> int:
+  """Runs the command and returns its exit code; see `train.run`."""
+  values = flags.FlagValues()
+  text = 'FIELD=VALUES, an axis of the sweep; may be given several times.'
+  flags.DEFINE_multi_string('axis', [], text, flag_values=values)
+  text = 'The number of random settings; 0 means all combinations.'
+  flags.DEFINE_integer('random', 0, text, 0, 2**16, values)
+  text = 'The largest number of members in a program; 0 means no limit.'
+  flags.DEFINE_integer('per_program', 0, text, 0, 2**16, values)
+  flags.DEFINE_bool('help', False, 'Show this text.', values, short_name='h')
+  try:
+    arguments = values(argv, known_only=True)[1:]
+    if values.help:
+      print(f'{__doc__}\n{values.get_help(include_special_flags=False)}')
+      return DONE
+    return _sweep(arguments, values)
+  except (flags.Error, ValueError, OSError) as error:
+    print(f'error: {error}', file=sys.stderr)
+    return MISTAKE
