@@ -42,6 +42,7 @@ DEFAULTS = {
   'search.num_simulations': 16,
   'search.eval_num_simulations': 16,
   'search.num_samples': 16,
+  'search.uniform_fraction': 0.1,
   'search.reanalyse_fraction': 0.0,
   'network.activation': 'relu',
   'network.channels': 0,
@@ -86,7 +87,11 @@ KINDS: dict[str, dict[str, Any]] = {
     'network.hidden_sizes': (128,),
   },
   'continuous': {'agent.support': 60},
-  'small image': {'env.num_envs': 16, 'network.hidden_sizes': (128,)},
+  'small image': {
+    'env.num_envs': 16,
+    'agent.n_steps': 30,
+    'network.hidden_sizes': (128,),
+  },
   'large image': dqn.LARGE_IMAGE
   | {'network.name': 'auto', 'network.channels': 64},
   'large image on a CPU': {
@@ -232,6 +237,7 @@ def make_search(
   kind: str,
   distribution: Distribution | None = None,
   num_samples: int = 0,
+  uniform_fraction: float = 0.0,
 ) -> Callable[..., tuple[Array, Extras]]:
   """Builds the function that searches.
 
@@ -245,6 +251,10 @@ def make_search(
       They have the same prior, because the policy itself proposed them (Hubert
       et al. 2021, arXiv:2104.06303, section 4). If actions are greedy, the
       first sample of the root is the mode.
+    uniform_fraction: the part of the root's prior over discrete actions that is
+      uniform, if actions are not greedy. Without it, the policy can become
+      certain too early: each search sharpens the policy that the next searches
+      start from.
 
   Returns:
     `(params, rng_key, obs, gamma, num_simulations, greedy) -> (action,
@@ -290,6 +300,9 @@ def make_search(
     logits, samples = propose(sample_key, head)
     if distribution is not None and greedy:
       samples = samples.at[:, 0].set(distribution.mode(head))
+    if distribution is None and not greedy and uniform_fraction:
+      prior = (1.0 - uniform_fraction) * jax.nn.softmax(logits)
+      logits = jnp.log(prior + uniform_fraction / logits.shape[-1])
     is_illegal = None
     if isinstance(obs, Masked):
       is_illegal = hide_illegal(jnp.zeros_like(logits), obs) < 0.0
@@ -413,7 +426,12 @@ def make_agent(
   is_box = isinstance(spec.action, Box)
   distribution = acting.bounded_distribution(spec.action) if is_box else None
   search = make_search(
-    network, codec, fields['kind'], distribution, fields['num_samples']
+    network,
+    codec,
+    fields['kind'],
+    distribution,
+    fields['num_samples'],
+    fields['uniform_fraction'],
   )
   num_unroll_steps = fields['num_unroll_steps']
 

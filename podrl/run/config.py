@@ -266,6 +266,11 @@ _SEARCH = {
   'search.num_samples': Field(
     2, 'Samples of a continuous action that a search compares.', Range(2, 2**24)
   ),
+  'search.uniform_fraction': Field(
+    0.0,
+    "Part of the search's prior over actions that is uniform; not if greedy.",
+    _FRACTION,
+  ),
   'search.reanalyse_fraction': Field(
     0.0, 'Part of each batch whose targets come from new searches.', _FRACTION
   ),

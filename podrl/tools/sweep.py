@@ -160,31 +160,40 @@ class Result(NamedTuple):
   setting: Setting
   returns: np.ndarray  # Float64 `[N]`, of the members that did not diverge.
   num_diverged: int
+  training_return: float  # Mean over training and members.
 
   @property
-  def mean(self) -> float:
-    """The mean return; a setting with a diverged member is the worst."""
-    return -math.inf if self.num_diverged else float(self.returns.mean())
+  def rank(self) -> tuple[int, float, float]:
+    """The best setting has the largest rank.
+
+    No member diverges, then the returns are high, and then learning is fast.
+    """
+    mean = float(self.returns.mean()) if self.returns.size else -math.inf
+    return -self.num_diverged, mean, self.training_return
 
 
 def read_results(
   directories: Sequence[str], settings: Sequence[Setting]
 ) -> list[Result]:
   """Reads the last evaluation of all members in the directories of the runs."""
-  found: dict[str, list[tuple[float, bool]]] = {}
+  found: dict[str, list[tuple[float, bool, float]]] = {}
   for directory in directories:
     config = workdir.read_config(directory)
     for path, fields in workdir.agents(directory, config).items():
-      last = workdir.read_records(path)[-1]
+      records = workdir.read_records(path)
+      last = records[-1]
+      training = [x['episode_return'] for x in records if 'episode_return' in x]
       flat = workdir.flatten(workdir.as_config(fields).to_dict())
       key = repr({k: flat[k] for k in settings[0]})
-      ending = last['eval_return'], last.get('is_frozen', 0.0) > 0.0
+      is_frozen = last.get('is_frozen', 0.0) > 0.0
+      ending = last['eval_return'], is_frozen, float(np.mean(training or [0]))
       found.setdefault(key, []).append(ending)
   results = []
   for setting in settings:
     endings = found[repr(setting)]
-    returns = np.array([x for x, is_frozen in endings if not is_frozen])
-    results.append(Result(setting, returns, len(endings) - len(returns)))
+    returns = np.array([x for x, is_frozen, _ in endings if not is_frozen])
+    number, training = len(endings) - len(returns), [x[2] for x in endings]
+    results.append(Result(setting, returns, number, float(np.mean(training))))
   return results
 
 
@@ -203,7 +212,7 @@ def table(results: Sequence[Result]) -> Table:
   rows = tools.make_table(
     *names, 'members', 'return', '95 %', 'worst', 'diverged'
   )
-  for result in sorted(results, key=lambda x: x.mean, reverse=True):
+  for result in sorted(results, key=lambda x: x.rank, reverse=True):
     cells = ['', '', '']
     if (returns := result.returns).size:
       low, high = bootstrap(returns)
@@ -320,7 +329,7 @@ def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
   results = read_results(directories, settings)
   task = f'{config.env.name}, {config.agent.name}'
   draw(results, task, os.path.join(path, 'sweep.png'))
-  best = max(results, key=lambda x: x.mean)
+  best = max(results, key=lambda x: x.rank)
   contents = [
     {
       'setting': x.setting,
