@@ -66,8 +66,9 @@ def test_the_tutorials_code_runs_and_learns(home):
   derived = scope['host_driver'].describe({name: 1.0 for name in measured})
   assert derived.keys() <= _metrics_page()
   # The page names nothing else except metrics of SAC and other agents with
-  # values, and energy, which few machines measure.
+  # values, of sweeps, and energy, which few machines measure.
   others = {'value', 'temperature', 'joules_per_second', 'frames_per_joule'}
+  others |= {'is_frozen'}
   assert _metrics_page() <= measured | recorded | derived.keys() | others
 
 

@@ -170,7 +170,7 @@ def agents(path: str, config: ConfigDict) -> dict[str, dict[str, Any]]:
   dictionary of fields for each. Those of other runs differ only in their seeds.
   """
   number = num_agents(config)
-  if number == 1 and 'members' not in config:
+  if number == 1:
     return {path: config.to_dict()}
   seeds = [{'seed': config.seed + i, 'num_seeds': 1} for i in range(number)]
   kind = 'member' if 'members' in config else 'seed'

@@ -48,8 +48,7 @@ class Run(NamedTuple):
 
 def has_axis(config: ConfigDict) -> bool:
   """Returns whether a run's arrays have an axis of agents."""
-  is_anakin = 'sebulba' not in config
-  return is_anakin and (num_agents(config) > 1 or 'members' in config)
+  return 'sebulba' not in config and num_agents(config) > 1
 
 
 def architecture(config: ConfigDict) -> str:

@@ -179,7 +179,7 @@ def read_agent(
   contains all agents of the run.
   """
   number = workdir.num_agents(config)
-  if seed is None or (number == 1 and 'members' not in config):
+  if number == 1 or seed is None:
     return checkpoint.read_variables(path, step, like)
   like = jax.tree.map(lambda x: x.update(shape=(number, *x.shape)), like)
   variables = checkpoint.read_variables(path, step, like)

@@ -640,10 +640,9 @@ class _Trainer:
       return signals.is_set() or run.driver.error is not None
 
     returns: list[list[float] | None] = []
-    variables_have_agents = run.driver.learner.num_updates.ndim > 0
     for i, rng_key in enumerate(run.eval_keys):
       own = variables
-      if variables_have_agents:
+      if len(run.eval_keys) > 1:
         own = jax.tree.map(lambda x: x[i], variables)
       rng_key = jax.random.fold_in(rng_key, self.recorder.num_updates)
       evaluation = run.evaluate(own, rng_key, should_stop)

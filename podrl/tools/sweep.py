@@ -38,7 +38,7 @@ from podrl.records.terminal import podrl_command
 from podrl.run import build, tasks, train
 from podrl.run import config as configs
 from podrl.run.evaluation import bootstrap
-from podrl.run.signals import DONE, MISTAKE
+from podrl.run.signals import DONE, INTERRUPTED, MISTAKE
 
 _CONSOLE = Console(highlight=False, markup=False)
 _COLOR = '#1f5fa8'
@@ -77,12 +77,12 @@ def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
     return Axis(field, _parse_values(field, values, known[field]))
   form = f'{kind}:LOW:HIGH' + ('' if is_random else ':N')
   try:
-    low, high = map(float, numbers[:2])
-    size = int(*numbers[2:]) if not is_random else 2
-  except (ValueError, TypeError) as error:
+    texts = [*numbers, '2'] if is_random else numbers
+    low, high, size = map(float, texts)
+  except ValueError as error:
     raise ValueError(f'--axis={text} must be {field}={form}') from error
   lowest = 0.0 if kind == 'log' else -math.inf
-  if not lowest < low < high < math.inf or len(numbers) > 3 - is_random:
+  if not lowest < low < high < math.inf:
     raise ValueError(f'--axis={text} must be {field}={form}, with LOW < HIGH')
   if size < 2:
     raise ValueError(f'--axis={text} needs at least 2 values')
@@ -91,7 +91,7 @@ def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
   if is_random:
     return Axis(field, (), low, high, kind == 'log')
   space = np.geomspace if kind == 'log' else np.linspace
-  found = [float(f'{x:.6g}') for x in space(low, high, size)]
+  found = [float(f'{x:.6g}') for x in space(low, high, int(size))]
   return Axis(field, _parse_values(field, repr(found)[1:-1], known[field]))
 
 
@@ -126,7 +126,7 @@ class Program(NamedTuple):
   """The members of a sweep that one run trains."""
 
   fields: Setting  # The same for all members.
-  members: tuple[Setting, ...]  # Empty with Sebulba.
+  members: tuple[Setting, ...]  # Empty for a single member, and with Sebulba.
 
 
 def make_programs(
@@ -150,7 +150,10 @@ def make_programs(
     size = per_program or len(members)
     for start in range(0, len(members), size):
       part = tuple(members[start : start + size])
-      programs.append(Program(dict(shared), part))
+      fields = dict(shared) | {'num_seeds': 1}
+      if len(part) == 1:
+        fields, part = fields | part[0], ()
+      programs.append(Program(fields, part))
   return programs
 
 
@@ -376,7 +379,7 @@ def _for_program(
 ) -> configs.CommandLine:
   """Returns the command line for one program; members have the seeds."""
   kept = command_line.overrides
-  if program.members:
+  if 'num_seeds' in program.fields:
     own = [*own, *(x for x in kept if _is_seed(x))]
     kept = [x for x in kept if not _is_seed(x)]
   command_line.flags['workdir'].value = directory
@@ -407,3 +410,6 @@ def run(argv: Sequence[str]) -> int:
   except (flags.Error, ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return MISTAKE
+  except KeyboardInterrupt:  # Between two programs; a program handles it.
+    print('interrupted; add --resume to continue', file=sys.stderr)
+    return INTERRUPTED

@@ -429,6 +429,20 @@ def test_values_are_compared_on_the_scale_of_the_whole_tree():
   assert action[0] == 1
 
 
+def test_a_part_of_the_prior_is_uniform_unless_actions_are_greedy():
+  """All values are equal, so the improved policy is the prior."""
+  zeros, prior = np.zeros((1, 4), np.float32), np.float32([[30, 0, 0, 0]])
+  model = _model(zeros.astype(int), zeros, zeros[:, 0], prior)
+  search = muzero.make_search(model, _CODEC, 'gumbel', uniform_fraction=0.4)
+  search = jax.jit(search, static_argnums=(4, 5))
+  keys, obs = jax.random.split(jax.random.key(0), 1), zeros[:, :1]
+  _, extras = search((), keys, obs, 1.0, 100, True)
+  np.testing.assert_allclose(extras.policy, [[1, 0, 0, 0]], atol=1e-5)
+  _, extras = search((), keys, obs, 1.0, 100, False)
+  # 0.6 + 0.4 / 4, and 0.4 / 4.
+  np.testing.assert_allclose(extras.policy, [[0.7, 0.1, 0.1, 0.1]], atol=1e-5)
+
+
 def test_only_reanalyse_needs_target_parameters():
   fields, entry = dict(AGENTS['muzero'].defaults), AGENTS['muzero']
   assert entry.target_update(fields) is None

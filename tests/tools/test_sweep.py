@@ -1,0 +1,209 @@
+"""Tests sweeps: their members, programs, results, resuming and mistakes."""
+
+import json
+import os
+import signal
+
+import helpers
+import jax
+import numpy as np
+import pytest
+
+import podrl
+from podrl.drivers.anakin import Anakin
+from podrl.run import train
+from podrl.run.config import base_config, sebulba_config
+from podrl.tools import sweep
+
+_SMALL = [
+  *helpers.TINY[:-1],
+  '--config.num_devices=1',
+  '--config.log.every_updates=1',
+]
+_CATCH = str(helpers.ROOT / 'experiments' / 'anakin_catch.py')
+_REPLAY = ['--config.replay.min_steps=64', '--config.replay.batch_size=16']
+
+
+def _sweep(path, *arguments):
+  return sweep.run(['sweep', _CATCH, *_SMALL, f'--workdir={path}', *arguments])
+
+
+def _members(path, agent, num_devices, *arguments):
+  """Trains three members; the learning rate of the last one is too high."""
+  rates = '--axis=optimizer.learning_rate=0.02,0.01,1e30'
+  arguments = [f'--agent={agent}', '--seed=6', *arguments]
+  arguments += _REPLAY if agent == 'dqn' else []
+  devices = f'--config.num_devices={num_devices}'
+  assert _sweep(path / 'many', *arguments, rates, devices) == 0
+  arguments += ['--config.optimizer.learning_rate=0.01']
+  assert helpers.run(path / 'one', *_SMALL, *arguments, tiny=False) == 0
+  return path / 'many' / 'program_0'
+
+
+@pytest.mark.parametrize(
+  'agent,num_devices',
+  [
+    ('ppo', 1),
+    ('dqn', 3),
+    *(
+      pytest.param(*x, marks=pytest.mark.slow)
+      for x in (('ppo', 3), ('impala', 1), ('impala', 3), ('dqn', 1))
+    ),
+  ],
+)
+def test_a_member_is_the_single_run(agent, num_devices, tmp_path):
+  """After 25 updates with SGD, parameters are equal up to rounding."""
+  steps = '--config.total_env_steps=1600', '--config.optimizer.name=sgd'
+  program = _members(tmp_path, agent, num_devices, *steps)
+  both = [
+    jax.tree.leaves(podrl.load(x).variables.params)
+    for x in (program / 'member_1', tmp_path / 'one')
+  ]
+  for x, y in zip(*both, strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-5)
+  first, second = (
+    helpers.read_records(x) for x in (program / 'member_1', tmp_path / 'one')
+  )
+  for x, y in zip(first, second, strict=True):
+    assert x['env_steps'] == y['env_steps']
+    assert x.get('episode_return') == y.get('episode_return')
+  # The last member diverged, and the others did not end.
+  frozen = [
+    helpers.read_records(program / f'member_{i}')[-1]['is_frozen']
+    for i in range(3)
+  ]
+  assert frozen == [0.0, 0.0, 1.0]
+  last = podrl.load(program / 'member_2').variables.params
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(last))
+
+
+def test_the_first_gradients_of_a_member_with_adam_are_those_of_the_run(
+  tmp_path,
+):
+  program = _members(tmp_path, 'impala', 1)
+  x, y = (
+    helpers.read_records(path)[0]['grad_norm']
+    for path in (program / 'member_1', tmp_path / 'one')
+  )
+  np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_a_sweep_resumes_bit_for_bit(tmp_path, monkeypatch, capfd):
+  axes = '--axis=optimizer.learning_rate=log:1e-3:1e-1:2', '--seeds=2'
+  axes += ('--axis=num_epochs=1,2',)
+  assert _sweep(tmp_path / 'whole', *axes) == 0
+  out = capfd.readouterr()
+  assert '4 settings x 2 seeds = 8 members in 2 programs' in out.err
+  results = json.loads((tmp_path / 'whole' / 'sweep.json').read_text())
+  assert len(results['results']) == 4
+  for result in results['results']:
+    assert len(result['returns']) == 2 and not result['num_diverged']
+  best = next(x for x in out.out.splitlines() if x.startswith('best: '))
+  assert 'optimizer.learning_rate=0.' in best
+  assert os.path.getsize(tmp_path / 'whole' / 'sweep.png') > 10_000
+  advance, calls = Anakin.advance, iter(range(100))
+
+  def interrupted(self, *arguments):
+    if next(calls) == 11:  # In the second program.
+      os.kill(os.getpid(), signal.SIGTERM)
+    return advance(self, *arguments)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Anakin, 'advance', interrupted)
+    assert _sweep(tmp_path / 'cut', *axes) == train.PREEMPTED
+  out = capfd.readouterr().out
+  command = next(x for x in out.splitlines() if '--resume' in x)
+  assert f'podrl sweep {_CATCH}' in command and '--seeds' not in command
+  assert f'--workdir={tmp_path}/cut ' in command
+  assert '--config.num_seeds=2' in command and axes[0] in command
+  assert not (tmp_path / 'cut' / 'sweep.json').exists()
+  assert _sweep(tmp_path / 'cut', *axes, '--resume') == 0
+  assert 'program_0 is finished' in capfd.readouterr().err
+  again = json.loads((tmp_path / 'cut' / 'sweep.json').read_text())
+  assert again == results
+
+
+def test_programs_share_what_they_can():
+  config = base_config('ppo')
+  config.seed, config.num_seeds = 3, 2
+  settings = [
+    {'agent.gamma': gamma, 'unroll_length': length}
+    for gamma in (0.9, 0.99)
+    for length in (8, 16)
+  ]
+  programs = sweep.make_programs(settings, config, 0)
+  assert [x.fields for x in programs] == [
+    {'unroll_length': 8, 'num_seeds': 1},
+    {'unroll_length': 16, 'num_seeds': 1},
+  ]
+  assert programs[0].members == tuple(
+    {'agent.gamma': gamma, 'seed': seed}
+    for gamma in (0.9, 0.99)
+    for seed in (3, 4)
+  )
+  *_, last = programs = sweep.make_programs(settings, config, 3)
+  assert len(programs) == 4  # The last one of each group has a single member.
+  assert last.members == () and last.fields['seed'] == 4
+  assert last.fields['agent.gamma'] == 0.99
+  # Sebulba's settings train one after another, and so do its seeds.
+  programs = sweep.make_programs(settings, sebulba_config('ppo'), 0)
+  assert programs == [sweep.Program(x, ()) for x in settings]
+
+
+def test_random_settings_are_in_their_range_and_depend_on_the_seed():
+  config = base_config('ppo')
+  axes = [
+    sweep.parse_axis(x, config, True)
+    for x in (
+      'optimizer.learning_rate=log:1e-5:1e-1',
+      'agent.gamma=linear:0.5:1',
+      'num_epochs=1,2',
+    )
+  ]
+  settings = sweep.make_settings(axes, 2000, 0)
+  rates, gammas, epochs = np.array([[*x.values()] for x in settings]).T
+  # Half of the rates are below the geometric mean of the ends.
+  assert np.mean(rates < 1e-3) == pytest.approx(0.5, abs=0.05)
+  assert rates.min() >= 1e-5 and rates.max() <= 1e-1
+  assert gammas.mean() == pytest.approx(0.75, abs=0.01)
+  assert {*epochs} == {1, 2}
+  assert settings == sweep.make_settings(axes, 2000, 0)
+  assert settings != sweep.make_settings(axes, 2000, 1)
+
+
+def test_a_list_of_numbers_is_spaced_evenly():
+  axis = 'optimizer.learning_rate=log:1e-4:1e-1:4', 'unroll_length=linear:2:8:4'
+  logarithmic, linear = (
+    sweep.parse_axis(x, base_config('ppo'), False).values for x in axis
+  )
+  assert logarithmic == (1e-4, 1e-3, 1e-2, 1e-1)
+  assert linear == (2, 4, 6, 8) and isinstance(linear[0], int)
+
+
+@pytest.mark.parametrize(
+  'arguments,message',
+  [
+    ([], 'give an axis, for example --axis=optimizer.learning_rate='),
+    (['--axis=agent.gama=0.9,1'], 'did you mean agent.gamma'),
+    (['--axis=agent.gamma=high'], 'is not of type float'),
+    (['--axis=agent.gamma=0.9,0.9'], 'has a value twice'),
+    (['--axis=agent.gamma=2,3'], 'config.agent.gamma=2.0 must be at least 0'),
+    (['--axis=agent.gamma=log:0:1:3'], 'with LOW < HIGH'),
+    (['--axis=agent.gamma=log:0.1:1'], 'must be agent.gamma=log:LOW:HIGH:N'),
+    (['--axis=agent.gamma=linear:0:1:1'], 'needs at least 2 values'),
+    (['--axis=network.name=linear:0:1:2'], 'network.name is not a number'),
+    (['--axis=seed=1,2'], 'use --seeds=N'),
+    (
+      ['--axis=agent.gamma=0.5,0.9', '--config.agent.gamma=0.9'],
+      'set a field only once',
+    ),
+    (['--axis=agent.gamma=0.9', '--init_from=x'], '--init_from does not work'),
+  ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+  arguments, message, tmp_path, capsys
+):
+  assert _sweep(tmp_path / 'run', *arguments) == 2
+  stderr = capsys.readouterr().err.splitlines()
+  assert message in stderr[-1] and stderr[-1].startswith('error: ')
+  assert not (tmp_path / 'run' / 'program_0' / 'metrics.jsonl').exists()
