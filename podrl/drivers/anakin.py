@@ -7,7 +7,7 @@ devices; each device has a copy of the learner's state.
 Source: Hessel et al. 2021, arXiv:2104.06272, section 3.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import time
 from typing import Any, NamedTuple
@@ -98,6 +98,9 @@ class Programs(NamedTuple):
   # `(state, num_updates) -> (state, Records)`. It compiles only once, for all
   # int32 `num_updates` up to `max_updates`. It donates the state's buffers.
   train: Callable[[AnakinState, Any], tuple[AnakinState, Records]]
+  # `(state, scores, rng_key) -> (state, parent)`, see `make_exploit` in
+  # `core.population`. It donates the state's buffers. None if nothing evolves.
+  exploit: Callable[..., tuple[AnakinState, Array]] | None = None
 
 
 def make_unroll(
@@ -187,6 +190,7 @@ def make_programs(
   max_updates: int,
   num_agents: int | None = None,
   freezes: bool = False,
+  exploit: Callable[..., tuple[LearnerState, Array]] | None = None,
 ) -> Programs:
   """Makes Anakin's programs.
 
@@ -204,6 +208,7 @@ def make_programs(
     freezes: whether an agent whose loss is NaN or infinite stops to learn,
       while the others go on. It keeps its last finite parameters, and the
       metric `is_frozen` is 1 from this update on. Needs several agents.
+    exploit: how a population evolves, see `core.population`; needs `freezes`.
   """
 
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
@@ -319,9 +324,27 @@ def make_programs(
     actors = reset_agents(env_key, index)
     return AnakinState(learner_state, actors, update_key, is_frozen)
 
+  def evolve(
+    state: AnakinState, scores: Array, rng_key: chex.PRNGKey
+  ) -> tuple[AnakinState, Array]:
+    assert exploit is not None
+    scores = jnp.where(state.is_frozen, -jnp.inf, scores)
+    memory = state.learner.memory
+    learner_state, parent = exploit(
+      state.learner._replace(memory=()), scores, rng_key
+    )
+    state = state._replace(
+      learner=learner_state._replace(memory=memory),
+      is_frozen=state.is_frozen[parent],
+    )
+    return state, parent
+
   in_specs, out_specs = (sharding, spmd.REPLICATED), (sharding, records)
   return Programs(
-    init, spmd.device_map(train, mesh, in_specs, out_specs, donate=(0,))
+    init,
+    spmd.device_map(train, mesh, in_specs, out_specs, donate=(0,)),
+    exploit
+    and spmd.global_map(evolve, mesh, (sharding, spmd.REPLICATED), donate=(0,)),
   )
 
 
@@ -388,6 +411,22 @@ class Anakin:
       report = Report(metrics, episodes, predictions, seconds, is_sound, {}, {})
       reports.append(report._replace(culprit=culprit))
     return reports
+
+  def exploit(
+    self, scores: Sequence[float], rng_key: chex.PRNGKey
+  ) -> tuple[list[int], dict[str, list[float]]]:
+    """Lets the population evolve; see `Programs.exploit`.
+
+    Returns:
+      The parents, and all hyperparameters, of each member.
+    """
+    assert self.programs.exploit is not None
+    self.state, parent = self.programs.exploit(
+      self.state, np.asarray(scores, np.float32), rng_key
+    )
+    hyperparams = spmd.fetch(self.state.learner.variables.hyperparams)
+    values = {name: x.tolist() for name, x in hyperparams.items()}
+    return spmd.fetch(parent).tolist(), values
 
   def _find_culprit(
     self,

@@ -166,6 +166,17 @@ def device_map(
   return jax.jit(mapped, donate_argnums=donate)
 
 
+def global_map(
+  function: Callable, mesh: Mesh, out_specs: Tree, donate: tuple[int, ...] = ()
+) -> jax.stages.Wrapped:
+  """Compiles a function of whole arrays; XLA splits its work over the mesh.
+
+  For the other arguments, see `device_map`.
+  """
+  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
+  return jax.jit(function, out_shardings=shardings, donate_argnums=donate)
+
+
 def in_order_options() -> dict[str, str]:
   """Returns compiler options that make a CPU run a program's steps in order.
 

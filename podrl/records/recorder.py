@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import itertools
+import math
 import operator
 import os
 import shutil
@@ -380,6 +381,9 @@ class Recorder:
     self.sinks: list[list[Sink]] = []
     self.last: list[Record] = [{} for _ in self._paths]
     self.best: tuple[float, int] | None = None
+    # For each agent, the number and the sum of the returns since the population
+    # last evolved.
+    self._scores = [[0.0, 0.0] for _ in directories]
     self._compile_seconds = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     self._files: list[JsonLines] = []  # `metrics.jsonl` of each directory.
@@ -411,6 +415,7 @@ class Recorder:
       self.start_seconds -= progress['wall_seconds']
       self._compile_seconds += progress['compile_seconds']
       self.best = progress['best'] and tuple(progress['best'])
+      self._scores = progress['scores']
       for window, window_progress in zip(self._windows, progress['windows']):
         window.resume(window_progress)
     num_records = progress.get('num_records', [0] * len(self._paths))
@@ -435,8 +440,9 @@ class Recorder:
           config = workdir.read_config(path)
           sinks.append(Wandb(path, workdir.task_name(config), config.to_dict()))
       file = os.path.join(self.path, 'decisions.jsonl')
-      is_tuned = self.config.get('sebulba', {}).get('autotune', False)
-      if self._paths and (is_tuned or os.path.exists(file)):
+      decides = self.config.get('sebulba', {}).get('autotune', False)
+      decides |= 'population' in self.config
+      if self._paths and (decides or os.path.exists(file)):
         # This deletes the lines that the run will repeat.
         number = progress.get('num_decisions', 0)
         self._decisions.append(JsonLines(file, number))
@@ -445,12 +451,28 @@ class Recorder:
 
   def add(self, reports: Sequence[Report]) -> None:
     """Adds a driver's reports, one per agent; writes the decisions in them."""
-    for window, report in zip(self._windows, reports):
+    for window, report, score in zip(self._windows, reports, self._scores):
       window.add(report)
+      score[0] += np.sum(report.episodes.num_episodes).item()
+      score[1] += np.sum(report.episodes.return_sum, dtype=np.float64).item()
+    for decision in reports[0].decisions:
+      self.decide(decision)
+
+  def decide(self, decision: Record) -> None:
+    """Writes a decision to `decisions.jsonl`."""
     now = self.times() | {'num_updates': self.num_updates}
     now['env_steps'] = self._windows[0].env_steps
-    for decision in reports[0].decisions if self._paths else ():
+    if self._paths:
       self._writer.write(self._decisions, now | decision)
+
+  def take_scores(self) -> list[float]:
+    """Returns each agent's mean return since the last call.
+
+    It is NaN if no episode ended.
+    """
+    scores = [x / n if n else math.nan for n, x in self._scores]
+    self._scores = [[0.0, 0.0] for _ in scores]
+    return scores
 
   def times(self) -> Record:
     """Returns seconds of wall time and of compilation, summed over resumes."""
@@ -482,6 +504,7 @@ class Recorder:
       'num_records': [file.num_lines for file in self._files],
       'last': self.last,
       'best': self.best,
+      'scores': self._scores,
       'num_decisions': sum(sink.num_lines for sink in self._decisions),
       'windows': [window.progress() for window in self._windows],
     }

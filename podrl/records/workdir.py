@@ -2,7 +2,7 @@
 
 config.json      the configuration that the run uses
 metrics.jsonl    one record per line
-decisions.jsonl  one decision of sebulba.autotune per line
+decisions.jsonl  one decision of sebulba.autotune, or of a population, per line
 checkpoints/     one directory per checkpoint, named by its number of updates
 .lock            an empty file; the process that writes the run locks it
 summary.json     the last value of each metric, and how the run ended
@@ -211,7 +211,7 @@ def as_config(fields: dict[str, Any]) -> ConfigDict:
   def tuples(value: Any) -> Any:  # JSON has no tuples.
     if isinstance(value, dict):
       return {k: tuples(v) for k, v in value.items()}
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
   config = ConfigDict(tuples(fields)).lock()
   config.env.options.unlock()

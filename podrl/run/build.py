@@ -12,7 +12,7 @@ import numpy as np
 
 from podrl import types
 from podrl.agents import AGENTS, sgd_steps_per_update
-from podrl.core import learner, memory
+from podrl.core import learner, memory, population
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
@@ -41,6 +41,7 @@ class Run(NamedTuple):
   num_updates: int
   eval_every_updates: int  # 0 means that the run evaluates only at its end.
   checkpoint_every_updates: int  # 0 means never after a number of updates.
+  evolve_every_updates: int  # 0 means that there is no population.
   variables: types.Variables  # Shapes of the variables of all agents.
   warnings: Sequence[str]
   resume_note: str  # Tells the user what a resumed run cannot continue.
@@ -315,6 +316,10 @@ def make_run(
     num_updates,
     -(-config.eval.every_env_steps // steps_per_update),
     -(-config.checkpoint.every_env_steps // steps_per_update),
+    -(
+      -config.get('population', {}).get('every_env_steps', 0)
+      // steps_per_update
+    ),
     jax.eval_shape(init, init_key),
     warnings,
     '' if is_anakin else '; the environments begin new episodes',
@@ -352,6 +357,7 @@ def _make_anakin(
     max_updates=max_updates,
     num_agents=num_agents(config) if has_axis(config) else None,
     freezes='members' in config,
+    exploit=_make_exploit(config),
   )
   steps_per_host = steps_per_update // len(machine.hosts)
   driver = anakin.Anakin(
@@ -362,6 +368,17 @@ def _make_anakin(
     hyperparams(config, agent, num_updates),
   )
   return driver, run_devices, steps_per_update, num_updates, []
+
+
+def _make_exploit(config: ConfigDict) -> Callable | None:
+  """Makes the function by which a run's population evolves, or None."""
+  if 'population' not in config:
+    return None
+  ranges = {
+    field.rpartition('.')[2]: population.Range(*bounds)
+    for field, *bounds in config.population.ranges
+  }
+  return population.make_exploit(ranges)
 
 
 def _make_sebulba(

@@ -21,6 +21,7 @@ import numpy as np
 
 from podrl.core.memory import SizeError
 from podrl.drivers import culprits, limits, spmd
+from podrl.drivers.anakin import Anakin
 from podrl.drivers.energy import Meter
 from podrl.envs.joints import EnvironmentFailed
 from podrl.messages import one_line
@@ -38,6 +39,7 @@ from podrl.types import Culprit, Report, Tree, Variables
 
 _ROUND_SECONDS = 0.5  # A signal waits at most about this long.
 _LARGE = 1e6  # Parameters above this size have diverged.
+_EVOLVE_STREAM = 2**32 - 1  # Folded into the seed's key, for populations.
 
 # Prefixes of the fields that decide which parameters an agent has.
 _SHAPING = (
@@ -288,6 +290,8 @@ class _Trainer:
   saved_seconds: float = 0.0  # When the last periodic checkpoint was written.
   updates_per_round: int = 1
   profile_end: int = 0  # The number of updates at which profiling ends.
+  # Those of a population's members, after it has evolved.
+  hyperparams: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
   def train(self) -> Outcome:
     """Trains, evaluates and writes the run's files."""
@@ -452,6 +456,13 @@ class _Trainer:
         state = self.cluster.attempt(
           lambda: checkpoint.read_state(files.workdir, step, state)
         )
+        self.hyperparams = progress.get('hyperparams', {})
+        if self.hyperparams:
+          variables = checkpoint.learner_of(state).variables
+          own = {k: np.array(x, 'f') for k, x in self.hyperparams.items()}
+          own = spmd.like(own, variables.hyperparams)
+          variables = variables._replace(hyperparams=own)
+          state = checkpoint.change_learner(state, variables=variables)
       if files.is_resumed:
         if self.cluster.process == 0:
           with workdir.write_errors('config.json', OSError):
@@ -489,6 +500,8 @@ class _Trainer:
       'num_resumes': self.files.num_resumes,
       'num_devices': len(run.devices),
     }
+    if self.hyperparams:
+      progress['hyperparams'] = self.hyperparams
     best = recorder.best and recorder.best[1]
     number, state = recorder.num_updates, run.driver.state
     self.checkpoints.save(number, state, progress, best)
@@ -520,6 +533,8 @@ class _Trainer:
         if is_save:
           self._save()
           self.saved_seconds = time.perf_counter()
+        if recorder.num_updates and self._is_due(self.run.evolve_every_updates):
+          self._evolve()
         if recorder.num_updates >= self.profile_end:
           profile.close()
         reports = meter.measure(lambda: driver.advance(num_updates, plan))
@@ -549,11 +564,26 @@ class _Trainer:
       or (every_seconds and seconds >= every_seconds)
       or (recorder.best and recorder.best[1] == num_updates)
     )
-    periods = config.log.every_updates, run.eval_every_updates, save_period
+    periods = [config.log.every_updates, run.eval_every_updates, save_period]
+    periods.append(run.evolve_every_updates)
     ends = [num_updates - num_updates % x + x for x in periods if x]
     ends += [x for x in (run.num_updates, self.profile_end) if x > num_updates]
     num_updates = min(self.updates_per_round, *(x - num_updates for x in ends))
     return self.signals.exit_code, is_save, num_updates, self.run.driver.plan()
+
+  def _evolve(self) -> None:
+    """Replaces the worst members of a population; see `core.population`."""
+    recorder, driver = self.recorder, self.run.driver
+    assert isinstance(driver, Anakin)
+    scores = self.cluster.decide(recorder.take_scores)
+    # No other key of the run is folded with this number.
+    rng_key = jax.random.fold_in(
+      jax.random.key(self.config.seed), _EVOLVE_STREAM
+    )
+    rng_key = jax.random.fold_in(rng_key, recorder.num_updates)
+    parents, self.hyperparams = driver.exploit(scores, rng_key)
+    decision = {'scores': scores, 'parents': parents}
+    recorder.decide(decision | {'hyperparams': self.hyperparams})
 
   def _gather(self, value: Any) -> list[Any]:
     """Gathers JSON values in process 0; notes the signals of all processes."""

@@ -1,7 +1,8 @@
 """Trains an agent with many settings, as many as possible in one program.
 
   podrl sweep [SUITE:]NAME --axis=FIELD=VALUES [--axis=...] [--seeds=N]
-      [--random=N] [--per_program=N] [--workdir=DIR] [--resume]
+      [--random=N] [--evolve_every=STEPS] [--per_program=N]
+      [--workdir=DIR] [--resume]
       [--agent=ppo] [--steps=1e6] [--config.FIELD=VALUE ...]
   podrl sweep EXPERIMENT.py --axis=FIELD=VALUES ...
 
@@ -10,6 +11,10 @@ for N numbers. The command trains every combination of the values of all axes
 with every seed. With --random=N, it trains N settings; each takes a random
 value from every axis, and a range has no number of values: log:LOW:HIGH. The
 settings depend on --seed.
+
+With --evolve_every=STEPS, the members are a population: after every STEPS steps
+of each member, the worst fifth continues from copies of the best fifth, and
+changes the values that come from a range.
 
 The members of a sweep are its settings with their seeds. Members that differ
 only in hyperparameters of the agent and in the learning rate share a program.
@@ -280,6 +285,33 @@ def _experiment(
   )
 
 
+def _population(axes: Sequence[Axis], values: flags.FlagValues) -> Setting:
+  """Returns the section `population` of the configuration, if there is one."""
+  if not values.evolve_every:
+    return {}
+  ranges = tuple(
+    (x.field, x.low, x.high, x.is_log) for x in axes if not x.values
+  )
+  return {'every_env_steps': values.evolve_every, 'ranges': ranges}
+
+
+def _check_population(
+  programs: Sequence[Program], population: Setting, config: ConfigDict
+) -> None:
+  """Raises a ValueError if the members cannot evolve together."""
+  if not population['ranges']:
+    raise ValueError(
+      '--evolve_every needs --random and an axis with a range, for example '
+      '--random=8 --axis=optimizer.learning_rate=log:1e-5:1e-1'
+    )
+  if len(programs) > 1 or not programs[0].members:
+    own = ', '.join(sorted(configs.member_fields(config.agent.name) - {'seed'}))
+    raise ValueError(
+      '--evolve_every needs one program with several members; use an Anakin '
+      f'environment, no --per_program, and only axes of {own}'
+    )
+
+
 def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
   """Trains the members, prints and draws their returns."""
   if not values.axis:
@@ -303,11 +335,13 @@ def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
       )
   settings = make_settings(axes, values.random, config.seed)
   programs = make_programs(settings, config, values.per_program)
+  if population := _population(axes, values):
+    _check_population(programs, population, config)
   path = command_line.flags.workdir or workdir.default_path(config).replace(
     f'{config.agent.name}-', f'sweep-{config.agent.name}-'
   )
   own = [f'--axis={x}' for x in values.axis]
-  for name in ('random', 'per_program'):
+  for name in ('random', 'evolve_every', 'per_program'):
     if values[name].present:
       own.append(f'--{name}={values[name].value}')
   number = len(settings) * config.num_seeds
@@ -324,11 +358,14 @@ def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
       print(f'{directory} is finished', file=sys.stderr)
       continue
     outcome = train.execute(
-      _with_members(get_config, program),
+      _with_members(get_config, program, population),
       _for_program(command_line, program, path, directory, own),
     )
     if outcome.exit_code:
       return train.report(outcome)
+  if population:
+    _conclude_population(directories[0], path)
+    return DONE
   results = read_results(directories, settings)
   task = f'{config.env.name}, {config.agent.name}'
   draw(results, task, os.path.join(path, 'sweep.png'))
@@ -349,13 +386,147 @@ def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
   return DONE
 
 
+class Population(NamedTuple):
+  """What a population did."""
+
+  fields: list[str]  # The fields that evolve.
+  steps: (
+    np.ndarray
+  )  # `[P]`, the steps at which members changed; the first is 0.
+  values: dict[
+    str, np.ndarray
+  ]  # `[M, P]`, the values of each field from then on.
+  parents: np.ndarray  # Int `[M, P]`; the first column has the members.
+  returns: np.ndarray  # `[M]`, the last evaluations.
+
+
+def read_population(directory: str) -> Population:
+  """Reads the run of a population."""
+  config = workdir.read_config(directory)
+  agents = workdir.agents(directory, config)
+  decisions = workdir.read_records(directory, 'decisions.jsonl')
+  fields = [field for field, *_ in config.population.ranges]
+  first = [workdir.flatten(x) for x in agents.values()]
+  values = {
+    field: np.array(
+      [[x[field] for x in first]]
+      + [x['hyperparams'][field.rpartition('.')[2]] for x in decisions]
+    ).T
+    for field in fields
+  }
+  number = len(agents)
+  parents = [list(range(number)), *(x['parents'] for x in decisions)]
+  steps = [0, *(x['env_steps'] for x in decisions)]
+  returns = [workdir.read_records(x)[-1]['eval_return'] for x in agents]
+  return Population(
+    fields, np.array(steps), values, np.array(parents).T, np.array(returns)
+  )
+
+
+def ancestors(population: Population) -> list[int]:
+  """Returns the first ancestor of each member."""
+  found = []
+  for member in range(len(population.returns)):
+    for parents in population.parents[:, ::-1].T:
+      member = int(parents[member])
+    found.append(member)
+  return found
+
+
+def population_table(population: Population) -> Table:
+  """Makes a table with a row for each member, the best one first."""
+  names = [x.rpartition('.')[2] for x in population.fields]
+  ends = [f'{x} ({when})' for x in names for when in ('first', 'last')]
+  rows = tools.make_table('member', 'return', 'copies', 'ancestor', *ends)
+  own = np.arange(len(population.returns))[:, None]
+  num_copies = np.sum(population.parents != own, axis=1)
+  first = ancestors(population)
+  for i in np.argsort(-population.returns, kind='stable'):
+    cells = [
+      _text(float(population.values[field][i, column]))
+      for field in population.fields
+      for column in (0, -1)
+    ]
+    score = f'{population.returns[i]:,.2f}'
+    rows.add_row(str(i), score, str(num_copies[i]), str(first[i]), *cells)
+  return rows
+
+
+def draw_population(
+  population: Population, directory: str, title: str, path: str
+) -> None:
+  """Draws returns, and the values of the fields that evolve, into a file."""
+  from matplotlib import colormaps
+  from matplotlib.ticker import EngFormatter
+
+  config = workdir.read_config(directory)
+  number = len(population.returns)
+  colors = colormaps['viridis'](np.linspace(0.0, 0.9, number))
+  size = 1 + len(population.fields)
+  with tools.figure(path, 7.0, 2.6 * size + 0.4) as figure:
+    panels = figure.subplots(size, 1, sharex=True, squeeze=False)[:, 0]
+    for i, agent in enumerate(workdir.agents(directory, config)):
+      records = workdir.read_records(agent)
+      points = [
+        (x['env_steps'], x['episode_return'])
+        for x in records
+        if x.get('episode_return') is not None
+      ]
+      panels[0].plot(*np.array(points).T, color=colors[i], lw=1.2)
+    end = records[-1]['env_steps']
+    panels[0].set_ylabel('episode return')
+    steps = np.append(population.steps, end)
+    for (field, _, _, is_log), axes in zip(
+      config.population.ranges, panels[1:]
+    ):
+      values = population.values[field]
+      for i, own in enumerate(values):
+        axes.stairs(own, steps, baseline=None, color=colors[i], lw=1.6)
+        for t in np.flatnonzero(population.parents[i] != i):
+          ends = values[population.parents[i, t], t - 1], own[t]
+          axes.plot([steps[t]] * 2, ends, ':', color=colors[i], lw=1)
+          axes.plot(steps[t], own[t], 'o', color=colors[i], ms=3)
+      axes.set_yscale('log' if is_log else 'linear')
+      axes.set_ylabel(field)
+    panels[-1].set_xlabel('environment steps of a member')
+    panels[-1].xaxis.set_major_formatter(EngFormatter(sep=''))
+    figure.suptitle(title, fontsize=10)
+    text = 'a line per member; dots: copies, with a dotted line from the parent'
+    figure.supxlabel(text, fontsize=8, color='#606060')
+
+
+def _conclude_population(directory: str, path: str) -> None:
+  """Prints, draws and writes what a population did."""
+  population = read_population(directory)
+  config = workdir.read_config(directory)
+  out = os.path.join(path, 'population')
+  title = f'{config.env.name}, {config.agent.name}, population of '
+  title += str(len(population.returns))
+  draw_population(population, directory, title, f'{out}.png')
+  contents = {
+    'returns': population.returns.tolist(),
+    'ancestors': ancestors(population),
+    'steps': population.steps.tolist(),
+    'parents': population.parents.tolist(),
+    'values': {k: x.tolist() for k, x in population.values.items()},
+  }
+  workdir.write_json(f'{out}.json', contents)
+  _CONSOLE.print(population_table(population))
+  median, best = np.median(population.returns), population.returns.argmax()
+  _CONSOLE.print(
+    f'median return: {median:,.2f}; best: {directory}/member_{best}',
+    soft_wrap=True,
+  )
+  _CONSOLE.print(f'written: {out}.json, {out}.png', soft_wrap=True)
+
+
 def _is_finished(directory: str, total_env_steps: int) -> bool:
   is_run = workdir.is_run(directory)
   return is_run and workdir.is_finished(directory, total_env_steps)
 
 
 def _with_members(
-  get_config: Callable[..., ConfigDict], program: Program
+  get_config: Callable[..., ConfigDict], program: Program, population: Setting
 ) -> Callable[..., ConfigDict]:
   """Returns a `get_config` for one program of a sweep."""
 
@@ -365,6 +536,8 @@ def _with_members(
     if program.members:
       with config.unlocked():
         config.members = program.members
+        if population:
+          config.population = population
     return config
 
   return get
@@ -398,6 +571,8 @@ def run(argv: Sequence[str]) -> int:
   flags.DEFINE_multi_string('axis', [], text, flag_values=values)
   text = 'The number of random settings; 0 means all combinations.'
   flags.DEFINE_integer('random', 0, text, 0, 2**16, values)
+  text = 'Steps of a member after which the population evolves; 0 means never.'
+  flags.DEFINE_integer('evolve_every', 0, text, 0, 2**40, values)
   text = 'The largest number of members in a program; 0 means no limit.'
   flags.DEFINE_integer('per_program', 0, text, 0, 2**16, values)
   flags.DEFINE_bool('help', False, 'Show this text.', values, short_name='h')

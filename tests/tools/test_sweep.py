@@ -207,3 +207,101 @@ def test_a_mistake_is_one_line_and_exit_code_2(
   stderr = capsys.readouterr().err.splitlines()
   assert message in stderr[-1] and stderr[-1].startswith('error: ')
   assert not (tmp_path / 'run' / 'program_0' / 'metrics.jsonl').exists()
+
+
+_EVOLVING = [
+  '--random=4',
+  '--evolve_every=128',
+  '--axis=optimizer.learning_rate=log:1e-4:1e30',
+  '--axis=agent.gamma=0.9,0.99',
+]
+
+
+def _decisions(path):
+  lines = (path / 'program_0' / 'decisions.jsonl').read_text().splitlines()
+  kept = 'num_updates', 'env_steps', 'scores', 'parents', 'hyperparams'
+  return [{k: json.loads(x)[k] for k in kept} for x in lines]
+
+
+def test_a_population_evolves_and_resumes_bit_for_bit(
+  tmp_path, monkeypatch, capfd
+):
+  assert _sweep(tmp_path / 'whole', *_EVOLVING) == 0
+  out = capfd.readouterr().out
+  assert 'median return: ' in out and 'ancestor' in out
+  decisions = _decisions(tmp_path / 'whole')
+  # 8 updates of 64 steps; nothing evolves at the end.
+  assert [x['num_updates'] for x in decisions] == [2, 4, 6]
+  for x in decisions:
+    assert np.sum(np.array(x['parents']) != range(4)) == 1
+  gammas = {*decisions[-1]['hyperparams']['gamma']}
+  assert gammas <= {float(np.float32(x)) for x in (0.9, 0.99)}
+  contents = json.loads((tmp_path / 'whole' / 'population.json').read_text())
+  rates = np.array(contents['values']['optimizer.learning_rate'])
+  assert rates.shape == (4, 4)
+  np.testing.assert_allclose(
+    rates[:, -1], decisions[-1]['hyperparams']['learning_rate']
+  )
+  assert os.path.getsize(tmp_path / 'whole' / 'population.png') > 10_000
+  advance, calls = Anakin.advance, iter(range(100))
+
+  def interrupted(self, *arguments):
+    reports = advance(self, *arguments)
+    if next(calls) == 4:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return reports
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Anakin, 'advance', interrupted)
+    assert _sweep(tmp_path / 'cut', *_EVOLVING) == train.PREEMPTED
+  assert '--evolve_every=128' in capfd.readouterr().out
+  assert _sweep(tmp_path / 'cut', *_EVOLVING, '--resume') == 0
+  again = json.loads((tmp_path / 'cut' / 'population.json').read_text())
+  assert again == contents
+  assert _decisions(tmp_path / 'cut') == decisions
+  for i in range(4):
+    both = [
+      jax.tree.leaves(
+        podrl.load(tmp_path / x / 'program_0' / f'member_{i}').variables.params
+      )
+      for x in ('whole', 'cut')
+    ]
+    for x, y in zip(*both, strict=True):
+      np.testing.assert_array_equal(x, y)
+
+
+def test_members_on_several_devices_evolve_in_the_same_way(tmp_path):
+  arguments = [*_EVOLVING, '--config.optimizer.name=sgd', '--agent=impala']
+  arguments[2] = '--axis=optimizer.learning_rate=log:1e-4:1e-2'
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  assert _sweep(one, *arguments) == 0
+  assert _sweep(two, *arguments, '--config.num_devices=2') == 0
+  for x, y in zip(_decisions(one), _decisions(two), strict=True):
+    assert x['parents'] == y['parents']
+    is_copy = [i for i, parent in enumerate(x['parents']) if parent != i]
+    assert is_copy == [np.argmin(x['scores'])]
+    np.testing.assert_allclose(x['scores'], y['scores'], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'arguments,message',
+  [
+    (
+      ['--axis=agent.gamma=0.9,0.99'],
+      'needs --random and an axis with a range',
+    ),
+    (
+      ['--random=2', '--axis=num_epochs=linear:1:2'],
+      'only axes of agent.clip, agent.entropy_cost',
+    ),
+    (
+      ['--random=2', '--per_program=1', '--axis=agent.gamma=linear:0:1'],
+      'needs one program with several members',
+    ),
+  ],
+)
+def test_members_that_cannot_evolve_are_refused(
+  arguments, message, tmp_path, capsys
+):
+  assert _sweep(tmp_path / 'run', '--evolve_every=128', *arguments) == 2
+  assert message in capsys.readouterr().err
