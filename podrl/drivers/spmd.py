@@ -260,22 +260,24 @@ def fetch(tree: Tree) -> Tree:
   def to_numpy(x: jax.Array) -> np.ndarray:
     if x.is_fully_addressable or x.is_fully_replicated:
       return np.asarray(x)
-    return _join({s.index: np.asarray(s.data) for s in x.addressable_shards}, 0)
+    parts = {  # By the place of their first element.
+      tuple(i.start or 0 for i in shard.index): np.asarray(shard.data)
+      for shard in x.addressable_shards
+    }
+    return _join(parts, 0)
 
   for x in jax.tree.leaves(tree):
     x.copy_to_host_async()
   return jax.tree.map(to_numpy, tree)
 
 
-def _join(
-  parts: Mapping[tuple[slice, ...], np.ndarray], axis: int
-) -> np.ndarray:
+def _join(parts: Mapping[tuple[int, ...], np.ndarray], axis: int) -> np.ndarray:
   """Joins the parts of an array along the axes from `axis` on."""
   if len(parts) == 1:
     return next(iter(parts.values()))
-  groups: dict[int, dict[tuple[slice, ...], np.ndarray]] = {}
-  for index, part in parts.items():
-    groups.setdefault(index[axis].start or 0, {})[index] = part
+  groups: dict[int, dict[tuple[int, ...], np.ndarray]] = {}
+  for place, part in parts.items():
+    groups.setdefault(place[axis], {})[place] = part
   joined = [_join(groups[start], axis + 1) for start in sorted(groups)]
   return np.concatenate(joined, axis)
 
