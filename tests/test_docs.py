@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from podrl.agents import AGENTS
+from podrl.core import meta
 from podrl.records import workdir
 from podrl.run import train
 from podrl.run.config import FIELDS
@@ -66,9 +67,9 @@ def test_the_tutorials_code_runs_and_learns(home):
   derived = scope['host_driver'].describe({name: 1.0 for name in measured})
   assert derived.keys() <= _metrics_page()
   # The page names nothing else except metrics of SAC and other agents with
-  # values, of sweeps, and energy, which few machines measure.
+  # values, of sweeps, of meta-gradients, and energy, which few measure.
   others = {'value', 'temperature', 'joules_per_second', 'frames_per_joule'}
-  others |= {'is_frozen'}
+  others |= {'is_frozen', 'outer_loss', 'meta_grad_norm', *meta.NAMES}
   assert _metrics_page() <= measured | recorded | derived.keys() | others
 
 

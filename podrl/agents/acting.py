@@ -47,6 +47,17 @@ CHANGEABLE = tuple(
   f'agent.{x}' for x in ('gamma', 'lambda_', 'entropy_cost', 'value_cost')
 )
 
+# What the hyperparameters learn from; see `core.meta`.
+META = {
+  'meta.learning_rate': 0.0,
+  'meta.params': 'gamma,lambda_,entropy_cost,value_cost',
+  'meta.decay': 0.0,
+  'meta.gamma': 0.99,
+  'meta.lambda_': 1.0,
+  'meta.entropy_cost': 0.01,
+  'meta.value_cost': 0.5,
+}
+
 
 def with_network(
   make_agent: Callable[..., Agent],

@@ -13,6 +13,7 @@ from podrl.networks.actor_critic import Network
 from podrl.types import Agent, Array, LossOutput, Sample, Tree, Variables
 
 DEFAULTS = {
+  **acting.META,
   'unroll_length': 32,
   'num_epochs': 1,
   'num_minibatches': 1,

@@ -16,6 +16,7 @@ from podrl.networks.actor_critic import Network
 from podrl.types import Agent, Array, LossOutput, Sample, Tree, Variables
 
 DEFAULTS = {
+  **acting.META,
   'unroll_length': 64,
   'num_epochs': 2,
   'num_minibatches': 4,
@@ -102,7 +103,8 @@ def normalize(
   share, first, second = mean([jnp.mean(weight * x) for x in powers])
   share = jnp.maximum(share, 1e-8)  # Avoids 0 / 0 if all slots are joints.
   first, second = first / share, second / share
-  deviation = jnp.sqrt(jnp.maximum(second - jnp.square(first), 0.0))
+  # The root has no derivative at 0, which meta-gradients would need.
+  deviation = jnp.sqrt(jnp.maximum(second - jnp.square(first), 1e-16))
   return (advantage - first) / (deviation + 1e-8)
 
 

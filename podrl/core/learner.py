@@ -100,7 +100,7 @@ def row_keys(rng_key: chex.PRNGKey, row: Array) -> chex.PRNGKey:
   return jax.vmap(jax.random.fold_in, (None, 0))(rng_key, row)
 
 
-def _global_rows(num_rows: int) -> Array:
+def global_rows(num_rows: int) -> Array:
   """Returns the global indices of this device's rows, int32 `[num_rows]`."""
   first = jax.lax.axis_index(DEVICE_AXIS) * num_rows
   return first + jnp.arange(num_rows, dtype=jnp.int32)
@@ -209,7 +209,7 @@ def make_learner(
     """Takes all optimiser steps of an update without a memory."""
     num_steps = num_epochs * num_minibatches
     size = jax.tree.leaves(batch)[0].shape[0]
-    rows = _global_rows(size)
+    rows = global_rows(size)
     if num_steps == 1:
       keys = row_keys(rng_key, rows)
       return sgd_step(state, unravel, batch, measured, keys)[:2]
@@ -246,7 +246,7 @@ def make_learner(
     sample: Sample,
     rng_key: chex.PRNGKey,
   ) -> Tree:
-    keys = row_keys(rng_key, _global_rows(len(sample.weight)))
+    keys = row_keys(rng_key, global_rows(len(sample.weight)))
     with jax.named_scope('prepare'):
       return agent.prepare(variables, target_params, sample, keys, all_mean)
 
@@ -271,7 +271,7 @@ def make_learner(
       variables, target_params, *_ = _convert_params(state, unravel)
       batch = prepare(variables, target_params, sample, prepare_key)
       size = jax.tree.leaves(batch)[0].shape[0]
-      keys = row_keys(loss_key, _global_rows(size))
+      keys = row_keys(loss_key, global_rows(size))
       state, (metrics, _), priority = sgd_step(state, unravel, batch, (), keys)
       if jax.tree.leaves(priority):
         new = memory.prioritise(state.memory, sample.index, priority)

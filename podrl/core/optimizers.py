@@ -8,9 +8,14 @@ import optax
 
 from podrl.types import Array, Hyperparams, Tree
 
+# The derivative of a step, for meta-gradients, would be NaN at a gradient of 0.
+# A number under the root of the second moment avoids this, and changes nothing
+# else: it is far below `eps` squared.
+_EPS_ROOT = 1e-16
+
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-  'adam': lambda: optax.scale_by_adam(eps=1e-5),
-  'radam': optax.scale_by_radam,
+  'adam': lambda: optax.scale_by_adam(eps=1e-5, eps_root=_EPS_ROOT),
+  'radam': lambda: optax.scale_by_radam(eps_root=_EPS_ROOT),
   'rmsprop': lambda: optax.scale_by_rms(decay=0.99, eps=1e-5),
   'sgd': optax.identity,
 }

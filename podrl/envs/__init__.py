@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, NamedTuple
 
-from podrl.envs import envpool, gymnasium, gymnax
+from podrl.envs import envpool, functions, gymnasium, gymnax
 from podrl.messages import similar
 from podrl.types import EnvSpec
 
@@ -70,6 +70,7 @@ SUITES = {
     small_options=envpool.small_options,
   ),
   'gymnasium': _suite(gymnasium, 'sebulba', training_options=_INCOMPARABLE),
+  'jax': _suite(functions, 'anakin')._replace(package='jax'),
 }
 
 
@@ -90,7 +91,7 @@ def similar_names(text: str) -> str:
 
 
 def find_task(text: str) -> Task:
-  """Finds the environment `[SUITE:]NAME` or `MODULE:NAME`.
+  """Finds the environment `[SUITE:]NAME` or, of gymnasium, `MODULE:NAME`.
 
   Without a prefix, a name that no suite has is a ValueError.
   """

@@ -1,6 +1,5 @@
 """gymnasium environments as a `HostEnv`."""
 
-import importlib
 import inspect
 from multiprocessing import resource_tracker
 import signal
@@ -25,15 +24,8 @@ def _registered_spec(name: str) -> Any:
   import gymnasium
 
   module, _, identifier = name.rpartition(':')
-  try:
-    if module:
-      importlib.import_module(module)
-  # The module's code can raise anything, and can also call `sys.exit`.
-  except (Exception, SystemExit) as error:
-    raise ValueError(
-      f'env.name={name}: the module {module} cannot be imported: '
-      f'{one_line(error, with_kind=True)}'
-    ) from error
+  if module:
+    spaces.import_module(name, module)
   try:
     return gymnasium.spec(identifier)
   except gymnasium.error.Error as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 import functools
+import importlib
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.core.observations import without_mask
-from podrl.messages import suggest
+from podrl.messages import one_line, suggest
 from podrl.types import (
   Array,
   Box,
@@ -26,6 +27,18 @@ from podrl.types import (
 _MAX_CATEGORIES = 2**14
 # A dict with these keys is a `Masked` observation, as in PettingZoo.
 _MASKED = {'observation', 'action_mask'}
+
+
+def import_module(name: str, module: str) -> Any:
+  """Imports the user's module of the environment `name`."""
+  try:
+    return importlib.import_module(module)
+  # The module's code can raise anything, and can also call `sys.exit`.
+  except (Exception, SystemExit) as error:
+    raise ValueError(
+      f'env.name={name}: the module {module} cannot be imported: '
+      f'{one_line(error, with_kind=True)}'
+    ) from error
 
 
 def _check(what: str, space: Any) -> None:

@@ -95,7 +95,7 @@ def recurrent(
   return Network(init, initial_carry, unroll, obs, is_recurrent=True)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _narrow_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Multiplies `[..., F]` by `[F, N]`, for a small N above 1.
 
@@ -105,27 +105,23 @@ def _narrow_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
   return x @ kernel
 
 
-def _narrow_product_forward(x: jax.Array, kernel: jax.Array) -> Any:
-  return x @ kernel, (x, kernel)
+@_narrow_product.defjvp
+def _narrow_product_jvp(primals: Any, tangents: Any) -> Any:
+  x, kernel = primals
+  x_tangent, kernel_tangent = tangents
 
+  def sums(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    # Reverse differentiation only transposes this: the gradient of a column is
+    # a sum over all rows.
+    rows = x.reshape(-1, x.shape[-1])
+    columns = jnp.split(kernel.T, kernel.shape[1])
+    products = [jnp.sum(rows * column, axis=1) for column in columns]
+    return jnp.stack(products, axis=1).reshape(*x.shape[:-1], -1)
 
-def _narrow_product_backward(inputs: Any, grad: jax.Array) -> Any:
-  x, kernel = inputs
-
-  def sums(x: jax.Array, grad: jax.Array) -> jax.Array:
-    columns = jnp.split(grad, grad.shape[1], axis=1)
-    return jnp.stack([jnp.sum(x * column, 0) for column in columns], axis=1)
-
-  kernel_grad = jax.lax.platform_dependent(
-    x.reshape(-1, x.shape[-1]),
-    grad.reshape(-1, grad.shape[-1]),
-    cpu=sums,
-    default=lambda x, grad: x.T @ grad,
+  tangent = jax.lax.platform_dependent(
+    x, kernel_tangent, cpu=sums, default=jnp.matmul
   )
-  return grad @ kernel.T, kernel_grad
-
-
-_narrow_product.defvjp(_narrow_product_forward, _narrow_product_backward)
+  return x @ kernel, x_tangent @ kernel + tangent
 
 
 def _dot_general(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
+import optax
 
 from podrl import types
 from podrl.agents import AGENTS, sgd_steps_per_update
-from podrl.core import learner, memory, population
+from podrl.core import learner, memory, meta, population
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES, Suite, add_current_directory, add_to_path
 from podrl.records.workdir import agents, as_config, flatten, num_agents
 from podrl.run import devices, evaluation
-from podrl.run.config import check, check_choice
+from podrl.run.config import check, check_choice, meta_params
 from podrl.run.devices import Machine
 from podrl.run.evaluation import Evaluation
 
@@ -164,13 +165,14 @@ def make_learner(
   optimizer = make_optimizer(**config.optimizer.to_dict())
   target_update = entry.target_update and entry.target_update(fields)
   if entry.sequence_length is None:
-    return learner.make_learner(
+    own = learner.make_learner(
       agent,
       optimizer,
       num_epochs=config.num_epochs,
       num_minibatches=config.num_minibatches,
       target_update=target_update,
     )
+    return _add_meta_gradients(own, agent, config)
   batch_size = config.replay.batch_size
   if batch_size % num_devices:
     raise ValueError(
@@ -192,6 +194,22 @@ def make_learner(
     num_epochs=config.replay.sgd_steps_per_update,
     target_update=target_update,
     memory=ring,
+  )
+
+
+def _add_meta_gradients(
+  own: types.Learner, agent: types.Agent, config: ConfigDict
+) -> types.Learner:
+  """Makes hyperparameters learn too, if the configuration asks for it."""
+  if not config.get('meta', {}).get('learning_rate'):
+    return own
+  fixed = {name: jnp.float32(config.meta[name]) for name in meta.NAMES}
+  return meta.make_meta_learner(
+    own,
+    meta.make_outer_loss(agent, fixed),
+    optax.adam(config.meta.learning_rate),
+    names=meta_params(config),
+    decay=config.meta.decay,
   )
 
 

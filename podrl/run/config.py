@@ -21,6 +21,7 @@ import jax
 from ml_collections import ConfigDict
 
 from podrl.agents import ACTOR_CRITICS, AGENTS
+from podrl.core import meta
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
 from podrl.envs import add_current_directory, module_directory
@@ -275,7 +276,29 @@ _SEARCH = {
     0.0, 'Part of each batch whose targets come from new searches.', _FRACTION
   ),
 }
-FIELDS |= _REPLAY | _SEARCH
+# The fields of meta-gradients, which only the actor-critic agents have.
+_META = {
+  'meta.learning_rate': Field(
+    0.0,
+    'Learning rate of hyperparameters (meta-gradients); 0 keeps them fixed.',
+    _FROM_0,
+  ),
+  'meta.params': Field('', 'The hyperparameters that learn, with commas.'),
+  'meta.decay': Field(
+    0.0,
+    'Weight of each update in the meta-gradient, relative to the next update.',
+    _FRACTION,
+  ),
+  'meta.gamma': Field(0.0, 'Discount of the outer loss.', _FRACTION),
+  'meta.lambda_': Field(0.0, 'Lambda of the outer loss.', _FRACTION),
+  'meta.entropy_cost': Field(
+    0.0, 'Weight of the entropy bonus in the outer loss.', _FROM_0
+  ),
+  'meta.value_cost': Field(
+    0.0, 'Weight of the value loss in the outer loss.', _FROM_0
+  ),
+}
+FIELDS |= _REPLAY | _SEARCH | _META
 # The settings of all agents by kind; `AgentEntry.kinds` has those of one agent.
 KINDS: Mapping[str, Mapping[str, Any]] = {
   'numbers': {
@@ -332,7 +355,7 @@ def _make_config(agent: str, architecture: str) -> ConfigDict:
   """Makes an architecture's defaults; only `env.options` accepts new fields."""
   check_choice('agent', agent, AGENTS)
   entry = AGENTS[agent]
-  absent = {*entry.unused, *_REPLAY, *_SEARCH} - entry.defaults.keys()
+  absent = {*entry.unused, *_REPLAY, *_SEARCH, *_META} - entry.defaults.keys()
   values = {k: x.default for k, x in FIELDS.items() if k not in absent}
   values |= {'agent.name': agent, **entry.defaults}
   nested: dict[str, Any] = {}
@@ -404,6 +427,9 @@ def check(config: ConfigDict) -> None:
     raise ValueError('config.network.hidden_sizes=() needs one or more widths')
   check_choice('config.agent.name', fields['agent.name'], AGENTS)
   AGENTS[fields['agent.name']].check(fields)
+  if 'meta.params' in fields:
+    for name in meta_params(config):
+      check_choice('config.meta.params', name, meta.NAMES)
   _check_members(config)
   # Environment i on the host has the seed `seed` + i, which is an int32.
   bound = 2**31 - fields['env.num_envs']
@@ -422,6 +448,11 @@ def check(config: ConfigDict) -> None:
       'config.log.wandb=True needs the package wandb; install it with '
       "pip install -e '.[wandb]'"
     )
+
+
+def meta_params(config: ConfigDict) -> list[str]:
+  """Returns the names of the hyperparameters that learn."""
+  return config.meta.params.split(',')
 
 
 def member_fields(agent: str) -> set[str]:

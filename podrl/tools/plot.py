@@ -1,9 +1,11 @@
 """Draws the learning curves of runs and prints their final returns.
 
-  podrl plot RUN [RUN ...] [--x=env_steps|wall_seconds] [--out=FILE]
+  podrl plot RUN [RUN ...] [--x=env_steps|wall_seconds] [--y=METRIC,...]
+      [--out=FILE]
 
 RUN may be a directory that contains runs, at any depth. The command skips a run
-that it cannot draw. Each task has a panel. Runs that differ only in the seed,
+that it cannot draw. Each task has a panel for each METRIC of `metrics.jsonl`;
+the default is the return. Runs that differ only in the seed,
 or in settings of evaluation and records, form one group. A group's line is the
 mean of its runs, and the band is a bootstrap 95 % interval of that mean. Dots
 are evaluations. FILE ends in .png or .svg. By default, FILE is curve.png in the
@@ -26,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
+from podrl.messages import suggest
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run.evaluation import bootstrap
@@ -146,13 +149,13 @@ def _task(config: dict[str, Any]) -> tuple[str, str]:
 
 
 def training_curve(
-  runs: Sequence[Run], x: str
+  runs: Sequence[Run], x: str, y: str = _RETURNS[0]
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Interpolates the training returns of a group's runs at common points.
+  """Interpolates a metric of a group's runs at common points.
 
-  Returns the points `[P]` that all runs have reached, and the returns `[N, P]`.
+  Returns the points `[P]` that all runs have reached, and the values `[N, P]`.
   """
-  series = [run.series(x, 'episode_return') for run in runs]
+  series = [run.series(x, y) for run in runs]
   series = [s for s in series if len(s[0])]
   if not series:
     return np.zeros(0), np.zeros((0, 0))
@@ -164,15 +167,23 @@ def training_curve(
   return points, np.stack([np.interp(points, *s) for s in series])
 
 
-def draw(groups: Sequence[Group], x: str, path: str) -> None:
-  """Draws the curves of the groups, one panel per task, into a file."""
+def draw(
+  groups: Sequence[Group],
+  x: str,
+  path: str,
+  metrics: Sequence[str] = _RETURNS[:1],
+) -> None:
+  """Draws the groups' curves into a file, a panel per task and metric."""
   import matplotlib
   from matplotlib.ticker import EngFormatter
   from matplotlib.transforms import ScaledTranslation
 
   matplotlib.rcParams['text.parse_math'] = False  # Names may contain a $.
   tasks = list(dict.fromkeys(group.task for group in groups))
-  num_columns = 1 if len(tasks) < 4 else min(4, math.ceil(len(tasks) ** 0.5))
+  panels = [(task, y) for y in metrics for task in tasks]
+  num_columns = 1 if len(panels) < 4 else min(4, math.ceil(len(panels) ** 0.5))
+  if min(len(tasks), len(metrics)) > 1:  # A row for each metric.
+    num_columns = len(tasks)
   labels = []
   for group in groups:
     number = f', mean of {len(group.runs)} runs' if len(group.runs) > 1 else ''
@@ -180,19 +191,21 @@ def draw(groups: Sequence[Group], x: str, path: str) -> None:
   num_lines = dict.fromkeys(tasks, 0)
   for group, label in zip(groups, labels):
     num_lines[group.task] += 1 + label.count('\n')
-  rows = [tasks[i : i + num_columns] for i in range(0, len(tasks), num_columns)]
-  height = sum(3.1 + 0.17 * max(num_lines[x] for x in row) for row in rows)
+  rows = [
+    panels[i : i + num_columns] for i in range(0, len(panels), num_columns)
+  ]
+  height = sum(3.1 + 0.17 * max(num_lines[x] for x, _ in row) for row in rows)
   with tools.figure(path, 6.4 * num_columns, height + 0.2) as figure:
-    panels = figure.subplots(len(rows), num_columns, squeeze=False)
-    for axes in panels.flat[len(tasks) :]:
+    grid = figure.subplots(len(rows), num_columns, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
       axes.remove()
     below = ScaledTranslation(0, -0.5, figure.dpi_scale_trans)  # In inches.
-    for task, axes in zip(tasks, panels.flat):
+    for (task, y), axes in zip(panels, grid.flat):
       members = [(g, x) for g, x in zip(groups, labels) if g.task == task]
       for i, (group, label) in enumerate(members):
-        _draw_group(axes, group, x, label, i)
+        _draw_group(axes, group, x, y, label, i)
       axes.set_title(task, fontsize=10)
-      axes.set(xlabel=_AXES[x], ylabel='episode return', xlim=(0, None))
+      axes.set(xlabel=_AXES[x], ylabel=y.replace('_', ' '), xlim=(0, None))
       axes.xaxis.set_major_formatter(EngFormatter(sep=''))
       axes.ticklabel_format(axis='y', useOffset=False)
       axes.legend(
@@ -207,18 +220,19 @@ def draw(groups: Sequence[Group], x: str, path: str) -> None:
     if any(len(group.runs) > 1 for group in groups):
       text += '; bands: 95 % intervals of the mean'
     runs = [run for group in groups for run in group.runs]
-    if any(len(run.series(x, 'eval_return')[0]) for run in runs):
+    has_dots = any(len(run.series(x, 'eval_return')[0]) for run in runs)
+    if has_dots and _RETURNS[0] in metrics:
       text += '; dots: evaluation'
     figure.supxlabel(text, fontsize=8, color='#606060')
 
 
 def _draw_group(
-  axes: Any, group: Group, x: str, label: str, index: int
+  axes: Any, group: Group, x: str, y: str, label: str, index: int
 ) -> None:
-  """Draws a group's training curve, its interval and its evaluations."""
+  """Draws a group's curve, its interval and, of returns, its evaluations."""
   style, number = divmod(index, len(_COLORS))
   color, styles = _COLORS[number], ('-', '--', ':', '-.')
-  points, returns = training_curve(group.runs, x)
+  points, returns = training_curve(group.runs, x, y)
   axes.plot(
     points,
     returns.mean(0) if len(points) else [],
@@ -231,6 +245,8 @@ def _draw_group(
   if len(returns) > 1:
     band = bootstrap(returns)
     axes.fill_between(points, *band, color=color, alpha=0.2, lw=0)
+  if y != _RETURNS[0]:
+    return
   evaluated = np.concatenate(
     [r.series(x, 'eval_return') for r in group.runs], 1
   )
@@ -292,10 +308,14 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     print(f'skipped: {problem}', file=sys.stderr)
   if not runs:
     raise ValueError('none of these runs can be drawn')
+  known = sorted(set().union(*(x for run in runs for x in run.records)))
+  for name in values.y:
+    if not any(len(run.series(values.x, name)[0]) for run in runs):
+      raise ValueError(f'--y={name} is in no record; {suggest(name, known)}')
   tools.check_out(out)
   groups = group_runs(runs)
   with tools.writing(out):
-    draw(groups, values.x, out)
+    draw(groups, values.x, out, values.y)
   console = Console(highlight=False, markup=False)
   console.print(table(groups))
   console.print(f'drawn: {out}', soft_wrap=True)
@@ -306,6 +326,8 @@ def run(argv: Sequence[str]) -> int:
   values = flags.FlagValues()
   text = 'The horizontal axis.'
   flags.DEFINE_enum('x', 'env_steps', list(_AXES), text, flag_values=values)
+  text = 'The metrics on the vertical axis.'
+  flags.DEFINE_list('y', [_RETURNS[0]], text, flag_values=values)
   text = 'The .png or .svg file to write.'
   flags.DEFINE_string('out', '', text, flag_values=values)
   return tools.run_command(argv, __doc__, values, _act)

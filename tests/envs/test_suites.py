@@ -19,6 +19,7 @@ from podrl.envs import SUITES, find_task
     ('envpool:CartPole-v1', 'envpool', 'CartPole-v1'),
     ('my_package.envs:Walk-v0', 'gymnasium', 'my_package.envs:Walk-v0'),
     ('gymnasium:my_envs:Walk-v0', 'gymnasium', 'my_envs:Walk-v0'),
+    ('jax:my_envs:walk', 'jax', 'my_envs:walk'),
   ],
 )
 def test_a_name_means_one_environment(text, suite, name):

@@ -255,3 +255,16 @@ def test_a_single_point_is_drawn(num_seeds, tmp_path):
   runs = [plot.read_run(str(tmp_path / str(i))) for i in range(num_seeds)]
   points, returns = plot.training_curve(runs, 'env_steps')
   assert points == [100.0] and returns.shape == (num_seeds, 1)
+
+
+def test_other_metrics_have_panels_of_their_own(tmp_path, monkeypatch):
+  drawn = []
+
+  def draw_group(axes, group, x, y, label, index):
+    del group, x, label, index
+    drawn.append((axes.get_subplotspec().rowspan.start, y))
+
+  monkeypatch.setattr(plot, '_draw_group', draw_group)
+  path = _write(tmp_path / 'run')
+  assert plot.run(['podrl plot', path, '--y=num_updates,episode_return']) == 0
+  assert drawn == [(0, 'num_updates'), (1, 'episode_return')]

@@ -1,0 +1,64 @@
+"""Tests the user's own functions as environments."""
+
+import numpy as np
+import pytest
+
+from podrl.envs import functions
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+  text = """
+import jax, jax.numpy as jnp
+from podrl.envs import joints
+from podrl.types import Discrete, EnvSpec
+number = 3
+
+def count(length=4):
+  def reset(rng_key):
+    return jnp.zeros(1), jnp.int32(0)
+
+  def step(rng_key, x, action):
+    x = x + 1
+    return jnp.ones(1) * x, x, action + 0.5, x == length, False
+
+  obs = jax.ShapeDtypeStruct((1,), jnp.float32)
+  spec = EnvSpec(obs, False, Discrete(2), 1, length)
+  return joints.make_device_env(spec, reset, step)
+
+def wrong():
+  return 1
+"""
+  (tmp_path / 'counting_envs.py').write_text(text)
+  monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_an_option_is_an_argument_of_the_function(module):
+  import jax
+
+  assert functions.make_spec('counting_envs:count').max_episode_steps == 4
+  env = functions.make('counting_envs:count', length=2)
+  state, _ = env.reset(jax.random.split(jax.random.key(0), 3))
+  steps = []
+  for _ in range(3):
+    state, timestep = env.step(state, np.ones(3, np.int32))
+    steps.append(timestep)
+  np.testing.assert_array_equal([x.reward[0] for x in steps], [1.5, 1.5, 0.0])
+  np.testing.assert_array_equal([x.discount[0] for x in steps], [1, 0, 1])
+  np.testing.assert_array_equal([x.is_first[0] for x in steps], [0, 0, 1])
+
+
+@pytest.mark.parametrize(
+  'name,options,message',
+  [
+    ('counting_envs', {}, 'must be MODULE:FUNCTION'),
+    ('no_such_module:walk', {}, 'no_such_module cannot be imported'),
+    ('counting_envs:counts', {}, 'has no function counts.*count'),
+    ('counting_envs:number', {}, 'has no function number'),
+    ('counting_envs:wrong', {}, 'must return a DeviceEnv, not a int'),
+    ('counting_envs:count', {'size': 1}, 'count failed: TypeError'),
+  ],
+)
+def test_a_mistake_is_explained(module, name, options, message):
+  with pytest.raises(ValueError, match=message):
+    functions.make(name, **options)
