@@ -18,6 +18,7 @@ import numpy as np
 
 from podrl.drivers import spmd
 from podrl.drivers.actor import make_actor_functions
+from podrl.records.workdir import num_agents
 from podrl.run import build
 from podrl.run.config import check_choice
 from podrl.run.devices import Machine, make_layout, on_all_hosts
@@ -325,10 +326,10 @@ def lower(config: ConfigDict, machine: Machine) -> Lowered:
     driver = run.driver
     train = driver.programs.train.lower(jax.eval_shape(init), np.int32(1))
     programs, overlaps = {'train': Program(train, len(run.devices), 1)}, False
+  num_steps = run.steps_per_update
+  num_steps *= num_agents(config) if build.has_axis(config) else 1
   num_params = sum(x.size for x in jax.tree.leaves(run.variables.params))
-  return Lowered(
-    programs, run.steps_per_update, num_params, overlaps, run.warnings
-  )
+  return Lowered(programs, num_steps, num_params, overlaps, run.warnings)
 
 
 def _lower_sebulba(

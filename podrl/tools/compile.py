@@ -1,14 +1,15 @@
 """The `podrl compile` command: compiles a run for other machines.
 
   podrl compile EXPERIMENT|NAME [FLAGS] --target=v5e-16[,v4-8 ...] [--scale]
-      [--out=DIR]
+      [--members=N] [--out=DIR]
 
 EXPERIMENT is a file such as experiments/anakin_breakout.py, and NAME is an
 environment as for podrl train. FLAGS are those of the run, such as --agent. The
 names of the targets are those of Google Cloud, such as v2-8, v3-2048, v4-8,
 v5e-256, v5p-8, v6e-8 or tpu7x-8. 2xv5e-256 means two slices, and h100:8 means
 eight GPUs. --scale multiplies config.env.num_envs by the number of devices of
-the target. A core is a device of JAX.
+the target. --members compiles the program of a sweep with N members; each has
+config.env.num_envs environments. A core is a device of JAX.
 
 The command prints the memory that the run needs on each core, the collectives
 of the run, and an estimate of the time of one update. For TPUs, the estimate is
@@ -552,12 +553,16 @@ def draw(reports: Sequence[Report], title: str, path: str) -> None:
 
 
 def compile_command(
-  arguments: Sequence[str], target: Target, scale: bool = True
+  arguments: Sequence[str],
+  target: Target,
+  scale: bool = True,
+  num_members: int = 0,
 ) -> tuple[ConfigDict, Report, dict[str, str]]:
   """Compiles a run for a target; `arguments` are those of a training command.
 
-  If `scale` is true, each device has config.env.num_envs environments. The
-  function returns the configuration, and the results of `compile_for`.
+  If `scale` is true, each device has config.env.num_envs environments. If
+  `num_members` is not 0, the run is a program of a sweep. The function returns
+  the configuration, and the results of `compile_for`.
   """
   argv = ['podrl compile', *arguments]
   command_line = configs.parse_command_line(argv, has_task=True)
@@ -574,6 +579,11 @@ def compile_command(
       configs.apply_overrides(config, overrides)
     factor = target.num_devices if scale else 1
     config.env.num_envs *= factor
+    if num_members:
+      if 'sebulba' in config:
+        raise ValueError('--members does not work with Sebulba')
+      with config.unlocked():
+        config.members = tuple({'seed': i} for i in range(num_members))
     return config, *compile_for(config, target, factor=factor)
 
 
@@ -596,10 +606,14 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
     tools.make_directory(values.out)
   reports, task, path = [], '', ''
   for target in all_targets:
-    config, report, texts = compile_command(arguments, target, values.scale)
+    config, report, texts = compile_command(
+      arguments, target, values.scale, values.members
+    )
     reports.append(report)
     task = f'{config.env.name}, {config.agent.name}'
     title = f'{task}, {config.env.num_envs:,} environments, {target.name}'
+    if values.members:
+      title = f'{values.members:,} members: {title}'
     console.print(title, style='bold')
     for warning in report.warnings:
       console.print(f'warning: {warning}')
@@ -628,6 +642,8 @@ def run(argv: Sequence[str]) -> int:
   values = flags.FlagValues()
   text = 'the machines, for example v5e-16,h100:8.'
   flags.DEFINE_list('target', 'v5e-16', text, flag_values=values)
+  text = 'Members of a sweep; 0 compiles a run.'
+  flags.DEFINE_integer('members', 0, text, 0, flag_values=values)
   text = "multiplies config.env.num_envs by the target's number of devices."
   flags.DEFINE_bool('scale', False, text, flag_values=values)
   text = 'directory for the results; empty means runs/compile/TASK-AGENT.'

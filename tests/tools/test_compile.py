@@ -200,6 +200,19 @@ def test_anakin_compiles_for_a_tpu_slice():
 
 
 @_needs_libtpu
+def test_the_members_of_a_sweep_compile_for_a_tpu_slice():
+  arguments = ['Catch-bsuite', '--config.env.num_envs=16', '--agent=impala']
+  target = targets.parse('v3-16')
+  compile.set_up_process([target])
+  _, report, _ = compile.compile_command(arguments, target, False, 32)
+  _, one, _ = compile.compile_command(arguments, target, False, 0)
+  assert report.num_steps == 32 * one.num_steps
+  # Each of 8 groups of members has 2 devices, which average gradients.
+  sizes = [x.num_bytes for x in report.programs['train'].collectives]
+  assert max(sizes) > 4 * one.num_params * 32 // 8
+
+
+@_needs_libtpu
 def test_sebulba_compiles_for_a_tpu_slice():
   config = sebulba_cartpole.get_config()
   config.unroll_length, config.env.num_envs = 4, 64
