@@ -1,6 +1,6 @@
 """Learns an update rule, and lets it train an agent on Catch.
 
-python experiments/anakin_lpg.py [--meta_steps=200] [--out=lpg.png]
+python experiments/anakin_lpg.py [--meta_steps=200] [--image=lpg.png]
 
 A population of agents learns small random environments. They share an update
 rule: a network that reads an unroll backwards and says how the policy and a
@@ -26,7 +26,7 @@ from podrl.drivers import anakin, spmd
 from podrl.envs import gymnax, joints
 
 _META_STEPS = flags.DEFINE_integer('meta_steps', 200, 'Steps of the rule.', 1)
-_OUT = flags.DEFINE_string('out', 'lpg.png', 'The picture to write.')
+_IMAGE = flags.DEFINE_string('image', 'lpg.png', 'The picture to write.')
 
 _NUM_AGENTS, _NUM_ENVS, _UNROLL, _NUM_UPDATES = 48, 16, 20, 4
 _LIFETIME = 50  # Meta-steps after which an agent begins again in a new task.
@@ -237,13 +237,13 @@ def main(_):
   spmd.set_num_cpu_devices(os.cpu_count() or 1)
   rule, rewards = learn_rule(_META_STEPS.value)
   curve = train_on_catch(rule)
-  with tools.figure(_OUT.value, 9, 3.2) as figure:
+  with tools.figure(_IMAGE.value, 9, 3.2) as figure:
     left, right = figure.subplots(1, 2)
     left.plot(rewards.mean(1), lw=1)
     left.set(xlabel='meta-steps', ylabel='reward per step of the population')
     right.plot(np.arange(_CATCH_UPDATES) * _CATCH_ENVS * _UNROLL, curve)
     right.set(xlabel='environment steps', ylabel='episode return on Catch')
-  print(f'return on Catch: {curve[-50:].mean():.2f}; drawn: {_OUT.value}')
+  print(f'return on Catch: {curve[-50:].mean():.2f}; drawn: {_IMAGE.value}')
 
 
 if __name__ == '__main__':

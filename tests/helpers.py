@@ -14,6 +14,12 @@ from podrl.run.config import base_config
 from podrl.types import Sample
 
 ROOT = pathlib.Path(__file__).parents[1]
+# The experiments that train an agent by its configuration.
+EXPERIMENTS = [
+  path
+  for path in sorted((ROOT / 'experiments').glob('*.py'))
+  if 'def get_config' in path.read_text()
+]
 # On two CPU devices, this makes 512 / (8 x 8) = 8 updates.
 TINY = [
   '--config.total_env_steps=512',

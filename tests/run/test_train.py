@@ -17,8 +17,7 @@ from podrl.drivers import spmd
 from podrl.run import build, train
 from podrl.run import config as configs
 
-_SCRIPTS = sorted((helpers.ROOT / 'experiments').glob('anakin_*.py'))
-
+_SCRIPTS = [x for x in helpers.EXPERIMENTS if x.name.startswith('anakin_')]
 
 _TINY_HOST = [
   '--config.total_env_steps=512',
@@ -76,7 +75,7 @@ def test_every_host_experiment_runs_tiny(name, agent, tmp_path):
 @pytest.mark.parametrize('agent', ['ppo', 'impala'])
 @pytest.mark.parametrize(
   'path',
-  sorted((helpers.ROOT / 'experiments').glob('*.py')),
+  helpers.EXPERIMENTS,
   ids=lambda p: p.stem,
 )
 def test_every_experiment_is_built(path, agent):
@@ -488,6 +487,7 @@ class _RecordingDict(dict):
 @pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
 def test_every_field_is_read(name, tmp_path, monkeypatch):
   config = helpers.get_config(name)('ppo')
+  config.meta.learning_rate = 0.01
   is_anakin = name.startswith('anakin')
   configs.apply_overrides(config, helpers.TINY if is_anakin else _TINY_HOST)
   reads = {}
