@@ -7,7 +7,19 @@ import os
 import sys
 from typing import Any, NamedTuple
 
-from podrl.envs import envpool, functions, gymnasium, gymnax
+from podrl.envs import (
+  brax,
+  craftax,
+  envpool,
+  functions,
+  gymnasium,
+  gymnax,
+  jumanji,
+  navix,
+  pgx,
+  playground,
+  xminigrid,
+)
 from podrl.messages import similar
 from podrl.types import EnvSpec
 
@@ -70,8 +82,27 @@ SUITES = {
     small_options=envpool.small_options,
   ),
   'gymnasium': _suite(gymnasium, 'sebulba', training_options=_INCOMPARABLE),
+  'pgx': _suite(pgx, 'anakin'),
+  'navix': _suite(navix, 'anakin'),
+  'xminigrid': _suite(xminigrid, 'anakin', needs_memory=xminigrid.needs_memory),
+  'jumanji': _suite(jumanji, 'anakin'),
+  'brax': _suite(brax, 'anakin'),
+  'craftax': _suite(craftax, 'anakin'),
+  'playground': _suite(playground, 'anakin'),
   'jax': _suite(functions, 'anakin')._replace(package='jax'),
 }
+
+
+# Suites that are installed by an extra of the same name.
+EXTRAS = (
+  'pgx',
+  'navix',
+  'xminigrid',
+  'jumanji',
+  'brax',
+  'craftax',
+  'playground',
+)
 
 
 class Task(NamedTuple):

@@ -48,11 +48,10 @@ def make_device_env(
     [chex.PRNGKey, Tree, Array], tuple[Tree, Tree, Array, Array, Array]
   ],
   observe: Callable[[Tree], Tree] = lambda obs: obs,
+  *,
+  reset_chunk: int = 0,
 ) -> DeviceEnv:
   """Builds a batch of environments from the functions of one environment.
-
-  Each step of the batch computes both a step and a reset of every environment,
-  and selects one of the two results.
 
   Args:
     spec: describes the environment.
@@ -63,6 +62,10 @@ def make_device_env(
     observe: `(obs) -> obs`, converts an observation of `reset` or `step` to the
       format of `spec.obs`. Only the selected observation is converted, because
       this is faster.
+    reset_chunk: with 0, each step of the batch computes a reset of every
+      environment, and selects; this is fast where a reset is cheap. Otherwise,
+      a loop resets only the environments whose episode has ended, so many at a
+      time. Both give the same results.
   """
 
   def reset_one(rng_key: chex.PRNGKey) -> tuple[JointState, TimeStep]:
@@ -75,16 +78,20 @@ def make_device_env(
     timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(True))
     return state, timestep
 
-  def step_one(state: JointState, action: Array) -> tuple[JointState, TimeStep]:
+  def advance(state: JointState, action: Array) -> tuple[chex.PRNGKey, Tree]:
     # The step and the reset may use the same key: only one of them counts.
     rng_key = jax.random.fold_in(state.rng_key, state.num_steps)
+    return rng_key, step(rng_key, state.env_state, action)
+
+  def arrive(
+    state: JointState, results: Tree, begun: Tree
+  ) -> tuple[JointState, TimeStep]:
+    obs, env_state, reward, terminated, truncated = results
     is_first = state.is_last
-    obs, env_state, reward, terminated, truncated = step(
-      rng_key, state.env_state, action
-    )
-    obs, env_state = jax.tree.map(
-      lambda x, y: jnp.where(is_first, x, y), reset(rng_key), (obs, env_state)
-    )
+    if begun:
+      obs, env_state = jax.tree.map(
+        lambda x, y: jnp.where(is_first, x, y), begun, (obs, env_state)
+      )
     env_state = jax.tree.map(
       lambda new, old: jnp.asarray(new, old.dtype), env_state, state.env_state
     )
@@ -99,6 +106,10 @@ def make_device_env(
     num_steps = state.num_steps + 1
     return JointState(env_state, state.rng_key, num_steps, is_last), timestep
 
+  def step_one(state: JointState, action: Array) -> tuple[JointState, TimeStep]:
+    rng_key, results = advance(state, action)
+    return arrive(state, results, reset(rng_key))
+
   def step_on_platform(
     state: JointState, action: Array
   ) -> tuple[JointState, TimeStep]:
@@ -106,7 +117,54 @@ def make_device_env(
       state, action, tpu=compare_indices(step_one), default=step_one
     )
 
-  return DeviceEnv(spec, jax.vmap(reset_one), jax.vmap(step_on_platform))
+  def step_batch(
+    state: JointState, action: Array
+  ) -> tuple[JointState, TimeStep]:
+    rng_key, (obs, env_state, *others) = jax.vmap(advance)(state, action)
+    obs, env_state = _reset_some(
+      jax.vmap(reset), rng_key, state.is_last, (obs, env_state), reset_chunk
+    )
+    results = obs, env_state, *others
+    return jax.vmap(arrive, (0, 0, None))(state, results, ())
+
+  return DeviceEnv(
+    spec,
+    jax.vmap(reset_one),
+    step_batch if reset_chunk else jax.vmap(step_on_platform),
+  )
+
+
+def _reset_some(
+  reset: Callable[[chex.PRNGKey], Tree],
+  rng_key: chex.PRNGKey,
+  is_first: Array,
+  others: Tree,
+  chunk: int,
+) -> Tree:
+  """Returns `others[B]`, with `reset(rng_key)` where `is_first[B]` is true."""
+  chunk = min(chunk, len(is_first))
+  order, count = jnp.argsort(~is_first), jnp.sum(is_first)
+
+  def reset_chunk(carry: tuple[Array, Tree]) -> tuple[Array, Tree]:
+    start, result = carry
+    # The last chunk is moved back to fit, and then resets some rows again.
+    rows = jax.lax.dynamic_slice_in_dim(order, start, chunk)
+
+    def put(new: jax.Array, x: jax.Array) -> jax.Array:
+      shape = chunk, *[1] * (x.ndim - 1)
+      new = jnp.where(is_first[rows].reshape(shape), new, x[rows])
+      return x.at[rows].set(new)
+
+    return start + chunk, jax.tree.map(put, reset(rng_key[rows]), result)
+
+  first = jax.tree.map(
+    lambda x, like: jnp.asarray(x, like.dtype),
+    others,
+    jax.eval_shape(reset, rng_key),
+  )
+  return jax.lax.while_loop(
+    lambda carry: carry[0] < count, reset_chunk, (jnp.int32(0), first)
+  )[1]
 
 
 def _fail(name: str, method: str, error: BaseException) -> NoReturn:

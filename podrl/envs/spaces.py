@@ -1,9 +1,12 @@
 """Functions for spaces, names and options that several adapters use."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 import functools
 import importlib
+import importlib.util
 import math
+import pathlib
+import re
 from typing import Any
 
 import jax
@@ -203,3 +206,81 @@ def check_options(
         f'env.options.{key} is not an option of {name}; '
         f'{suggest(key, sorted(known))}'
       )
+
+
+def names_in(package: str, file: str, pattern: str) -> list[str]:
+  """Finds names in the source text of a package, which need not be imported.
+
+  Args:
+    file: path inside the package; it can contain `*`.
+    pattern: a regular expression whose first group is a name.
+
+  Returns:
+    The names in order; none if the package is not installed.
+  """
+  spec = importlib.util.find_spec(package)
+  if spec is None or not spec.submodule_search_locations:
+    return []
+  root = pathlib.Path(spec.submodule_search_locations[0])
+  texts = [path.read_text() for path in sorted(root.glob(file))]
+  return sorted({x for text in texts for x in re.findall(pattern, text)})
+
+
+def import_library(suite: Any, name: str) -> Any:
+  """Imports the library of an adapter that makes the environment `name`.
+
+  A library that is not installed, or a name that it lacks, is a ValueError.
+
+  Args:
+    suite: the adapter, a module with `PACKAGE` and `names`.
+  """
+  short = suite.__name__.rpartition('.')[2]
+  if importlib.util.find_spec(suite.PACKAGE) is None:
+    raise ValueError(
+      f'env.suite={short} is not installed; install it with: pip install '
+      f"'podrl[{short}]'"
+    )
+  known = suite.names()
+  if name not in known:
+    raise ValueError(
+      f'env.name={name} is not an environment of {short}; '
+      f'{suggest(name, known)}'
+    )
+  return importlib.import_module(suite.PACKAGE)
+
+
+def device_spec(
+  reset: Callable[[Any], tuple[Tree, Tree]],
+  action: Discrete | MultiDiscrete | Box,
+  max_episode_steps: int,
+  observe: Callable[[Tree], Tree] = lambda obs: obs,
+) -> EnvSpec:
+  """Describes an environment whose functions are written in JAX.
+
+  Args:
+    reset: see `joints.make_device_env`.
+    observe: see `joints.make_device_env`.
+  """
+  obs = jax.eval_shape(lambda key: observe(reset(key)[0]), jax.random.key(0))
+  return EnvSpec(
+    obs,
+    channels_first=False,
+    action=action,
+    frame_skip=1,
+    max_episode_steps=max_episode_steps,
+    observe=observe,
+  )
+
+
+def one_hot_grid(grid: Array, sizes: Sequence[int]) -> Array:
+  """Converts a grid of categories to bool `[..., H, W, sum(sizes)]`.
+
+  Args:
+    grid: integers `[..., H, W, len(sizes)]`.
+    sizes: the number of categories of each channel.
+  """
+  parts = [
+    jax.nn.one_hot(grid[..., i], size, dtype=bool)
+    for i, size in enumerate(sizes)
+  ]
+  return jnp.concatenate(parts, axis=-1)

@@ -67,6 +67,11 @@ def _describe(tree: Tree) -> dict[str, str]:
   }
 
 
+def _without_empty(tree: Tree) -> Tree:
+  """Leaves out the arrays without elements, which orbax does not save."""
+  return jax.tree.map(lambda x: x if x.size else (), tree)
+
+
 def _digests(directory: str) -> dict[str, str]:
   """Maps the relative path of each file in a subdirectory to its digest."""
   digests = {}
@@ -159,9 +164,10 @@ class Checkpoints:
         'arrays': _describe(variables),
         'memory': _describe(memory),
       }
+      others = _without_empty(change_learner(state, variables=()))
       items = {
         'variables': ocp.args.StandardSave(variables),
-        'state': ocp.args.StandardSave(change_learner(state, variables=())),
+        'state': ocp.args.StandardSave(others),
         'progress': ocp.args.JsonSave(progress),
       }
       if jax.tree.leaves(memory):
@@ -364,9 +370,11 @@ def read_state(path: str, step: int, like: Tree) -> Tree:
   Raises:
     IncompatibleError: if the checkpoint has another memory.
   """
-  state = _read(
-    path, step, 'state', change_learner(like, variables=(), memory=())
+  others = change_learner(like, variables=(), memory=())
+  read = iter(
+    jax.tree.leaves(_read(path, step, 'state', _without_empty(others)))
   )
+  state = jax.tree.map(lambda x: next(read) if x.size else x, others)
   ours = learner_of(like).variables
   variables = _read(path, step, 'variables', ours._replace(hyperparams={}))
   variables = variables._replace(hyperparams=ours.hyperparams)

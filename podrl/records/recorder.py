@@ -284,9 +284,15 @@ class Wandb:
     import wandb  # The extra `wandb` installs it.
 
     name = os.path.abspath(path).strip(os.sep).replace(os.sep, '-')[-120:]
-    names = {'project': project, 'name': name, 'id': name, 'dir': path}
-    options = {'config': config, 'resume': 'allow', 'reinit': 'create_new'}
-    self._run = wandb.init(**names, **options)
+    self._run = wandb.init(
+      project=project,
+      name=name,
+      id=name,
+      dir=path,
+      config=config,
+      resume='allow',
+      reinit='create_new',
+    )
 
   def write(self, record: Record) -> None:
     self._run.log(record, step=record['env_steps'])

@@ -4,7 +4,8 @@
 
 With WORD, it lists only names that contain WORD. podrl train accepts each line
 as NAME. If several suites have an environment of this name, podrl train uses
-the first of these suites. Modules can register more gymnasium environments; see
+the first of these suites. A suite that is not installed is named with the
+command that installs it. Modules can register more gymnasium environments; see
 podrl train --help.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from podrl import tools
-from podrl.envs import SUITES, similar_names
+from podrl.envs import EXTRAS, SUITES, similar_names
 
 
 def _act(words: list[str], values: flags.FlagValues) -> None:
@@ -29,6 +30,9 @@ def _act(words: list[str], values: flags.FlagValues) -> None:
       f'no name contains {word}; similar names: {similar_names(word)}'
     )
   for suite, names in found.items():
+    if not SUITES[suite].names() and suite in EXTRAS:
+      print(f"{suite}: not installed; pip install 'podrl[{suite}]'")
+      continue
     architecture = SUITES[suite].architecture.capitalize()
     print(f'{suite} ({architecture}): {len(names)}')
     for name in names:

@@ -82,10 +82,50 @@ def test_the_table_of_suites():
     'gymnax': 'anakin',
     'envpool': 'sebulba',
     'gymnasium': 'sebulba',
-    'jax': 'anakin',
+    **dict.fromkeys(
+      'pgx navix xminigrid jumanji brax craftax playground jax'.split(),
+      'anakin',
+    ),
   }
   for name in ('gymnax', 'envpool', 'gymnasium'):
     suite = SUITES[name]
     assert suite.package == name and 'CartPole-v1' in suite.names()
     spec = suite.make_spec('CartPole-v1')
     assert spec.obs.shape == (4,) and spec.action == Discrete(2)
+
+
+@pytest.mark.parametrize('chunk', [1, 2, 3, 5, 16])
+def test_resets_in_chunks_are_the_same_resets(chunk):
+  """Resets five environments whose episodes end at random times."""
+
+  def reset(rng_key):
+    start = jax.random.randint(rng_key, (), 0, 10**6)
+    return start, (start, jnp.int32(0))
+
+  def step(rng_key, state, action):
+    ends = jax.random.bernoulli(rng_key, 0.4)
+    obs = state[0] + action
+    return obs, (obs, state[1] + 1), obs, ends, state[1] >= 3
+
+  results = []
+  for size in (0, chunk):
+    env = joints.make_device_env(_SPEC, reset, step, reset_chunk=size)
+    state, first = env.reset(jax.random.split(jax.random.key(1), 5))
+    actions = jnp.ones((30, 5), jnp.int32)
+    results.append((first, jax.lax.scan(env.step, state, actions)))
+  (_, (_, steps)), _ = results
+  counts = np.sum(steps.is_first, 1)
+  assert {0, 1, 2, 3} <= set(counts.tolist())
+  jax.tree.map(np.testing.assert_array_equal, *map(_data, results))
+
+
+def _data(tree):
+  """Returns a tree with the numbers of its random keys."""
+  return jax.tree.map(
+    lambda x: (
+      jax.random.key_data(x)
+      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+      else x
+    ),
+    tree,
+  )

@@ -1,0 +1,93 @@
+"""brax's environments as a `DeviceEnv`."""
+
+import importlib
+import sys
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+
+from podrl.envs import joints, spaces
+from podrl.messages import suggest
+from podrl.types import Array, Box, DeviceEnv, EnvSpec, Tree
+
+PACKAGE = 'brax'
+_BACKENDS = ('spring', 'generalized', 'positional', 'mjx')
+
+
+def names() -> list[str]:
+  """Returns the registered environments, without importing brax.
+
+  The library's dummy for measurements, 'fast', is missing.
+  """
+  found = spaces.names_in(
+    PACKAGE, 'envs/__init__.py', r"(?m)^    '(\w+)': \w+\."
+  )
+  return [x for x in found if x != 'fast']
+
+
+def make_spec(name: str, **options: Any) -> EnvSpec:
+  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
+  return make(name, **options).spec
+
+
+def make(
+  name: str,
+  *,
+  backend: str = '',
+  episode_length: int = 1000,
+  **options: Any,
+) -> DeviceEnv:
+  """Makes a batch of brax's environments.
+
+  Args:
+    name: the registered name, for example 'ant'.
+    backend: the physics: 'spring' is fast, and the default where the
+      environment has it; 'generalized' is exact; 'mjx' is MuJoCo's.
+    episode_length: the number of steps after which an episode is truncated;
+      brax's environments have no limit of their own.
+    **options: there are no others.
+  """
+  spaces.import_library(sys.modules[__name__], name)
+  spaces.check_options(name, options, ('backend', 'episode_length'))
+  backend = backend or ('generalized' if name == 'swimmer' else 'spring')
+  if backend not in _BACKENDS:
+    raise ValueError(
+      f'env.options.backend={backend} is unknown; {suggest(backend, _BACKENDS)}'
+    )
+  library = importlib.import_module('brax.envs')
+  env = library.get_environment(name, backend=backend)
+  return from_brax(env, env.action_size, episode_length)
+
+
+def from_brax(env: Any, num_actions: int, episode_length: int) -> DeviceEnv:
+  """Makes a batch of environments that have the interface of brax's.
+
+  Args:
+    num_actions: the size of an action; each number is from -1 to 1.
+    episode_length: the number of steps after which an episode is truncated.
+  """
+  if not 1 <= episode_length < 2**31:
+    raise ValueError(
+      f'env.options.episode_length={episode_length} must be between 1 and '
+      '2**31 - 1'
+    )
+
+  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+    state = env.reset(rng_key)
+    return state.obs, (state, jnp.int32(0))
+
+  def step(
+    rng_key: chex.PRNGKey, env_state: Any, action: Array
+  ) -> tuple[Tree, Tree, Array, Array, Array]:
+    del rng_key  # The state has a key of its own, if it needs one.
+    state, num_steps = env_state[0], env_state[1] + 1
+    new = env.step(state, action)
+    ends = new.done > 0, num_steps >= episode_length
+    return new.obs, (new, num_steps), new.reward, *ends
+
+  high = np.ones(num_actions, np.float32)
+  action = Box((num_actions,), -high, high)
+  spec = spaces.device_spec(reset, action, episode_length)
+  return joints.make_device_env(spec, reset, step, reset_chunk=16)

@@ -1,0 +1,157 @@
+"""jumanji's environments as a `DeviceEnv`."""
+
+import copy
+import math
+import sys
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrl.envs import joints, spaces
+from podrl.types import (
+  Array,
+  Box,
+  DeviceEnv,
+  Discrete,
+  EnvSpec,
+  Masked,
+  MultiDiscrete,
+  Tree,
+)
+
+PACKAGE = 'jumanji'
+_DOWNLOADS = 'Sokoban-v0'
+_NO_LIMIT = 2**30
+
+
+def names() -> list[str]:
+  """Returns the registered environments, without importing jumanji.
+
+  One is missing, because it downloads its levels.
+  """
+  found = spaces.names_in(PACKAGE, '__init__.py', r'register\(\s*id="([^"]+)"')
+  return [x for x in found if x != _DOWNLOADS]
+
+
+def make_spec(name: str, **options: Any) -> EnvSpec:
+  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
+  return make(name, **options).spec
+
+
+def _action_space(
+  space: Any, mask_shape: tuple[int, ...] | None
+) -> tuple[Discrete | MultiDiscrete | Box, bool]:
+  """Converts a space; also returns whether several categories become one.
+
+  If a mask has an element for each combination of categories, a combination
+  must be one category, so that no illegal one can be chosen.
+  """
+  if hasattr(space, 'minimum') and not hasattr(space, 'num_values'):
+    if np.issubdtype(space.dtype, np.integer):
+      low, high = np.asarray(space.minimum), np.asarray(space.maximum)
+      sizes = np.broadcast_to(high - low + 1, space.shape).reshape(-1)
+      return MultiDiscrete(tuple(sizes.tolist())), False
+    low, high = (
+      np.broadcast_to(np.asarray(x, np.float32), space.shape)
+      for x in (space.minimum, space.maximum)
+    )
+    return Box(tuple(space.shape), low, high), False
+  sizes = np.asarray(space.num_values)
+  if not sizes.ndim:
+    return Discrete(int(sizes)), False
+  if mask_shape == tuple(sizes.reshape(-1)):
+    return Discrete(math.prod(mask_shape)), True
+  return MultiDiscrete(tuple(sizes.reshape(-1).tolist())), False
+
+
+def make(name: str, **options: Any) -> DeviceEnv:
+  """Makes a batch of jumanji's environments.
+
+  jumanji ends an episode at its time limit with a discount of 0. Here, that
+  episode is truncated, unless it also ends for another reason. The rewards of
+  several agents are added.
+
+  Args:
+    name: the registered name, for example 'Snake-v1'.
+    **options: arguments of the environment's class, for example
+      `time_limit=100`.
+
+  Returns:
+    A `DeviceEnv`. The fields of an observation become a dict, without the
+    number of steps: truncation is told from termination, so the value of a
+    state does not depend on it. If a field is `action_mask`, the observation
+    is `Masked`.
+  """
+  if name == _DOWNLOADS:
+    raise ValueError(
+      f'env.name={name} downloads its levels; choose another environment'
+    )
+  library = spaces.import_library(sys.modules[__name__], name)
+  try:
+    limited = library.make(name, **options)
+  except TypeError as error:
+    raise spaces.UnknownOption(
+      f'env.options of {name} are not accepted: {error}'
+    ) from error
+  max_steps = getattr(limited, 'time_limit', 0)
+  env = copy.copy(limited)
+  if max_steps:
+    env.time_limit = _NO_LIMIT
+  first = jax.eval_shape(env.reset, jax.random.key(0))
+  mask: Any = getattr(first[1].observation, 'action_mask', None)
+  space = limited.action_spec
+  action_space, is_joint = _action_space(space, mask and mask.shape)
+  low = getattr(space, 'minimum', 0)
+  fits = mask is not None and mask.size == _num_logits(action_space)
+
+  def observe(obs: Any) -> Tree:
+    if not hasattr(obs, '_asdict'):
+      return obs
+    fields = obs._asdict()
+    legal = fields.pop('action_mask', None) if fits else None
+    fields.pop('step_count', None)
+    fields = {k: _expand(x) for k, x in fields.items()}
+    if len(fields) == 1:
+      (fields,) = fields.values()
+    return fields if legal is None else Masked(fields, legal.reshape(-1))
+
+  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+    state, timestep = env.reset(rng_key)
+    return observe(timestep.observation), (state, jnp.int32(0))
+
+  def step(
+    rng_key: chex.PRNGKey, env_state: Any, action: Array
+  ) -> tuple[Tree, Tree, Array, Array, Array]:
+    del rng_key  # The state has a key of its own.
+    state, num_steps = env_state
+    if is_joint:
+      action = jnp.stack(jnp.unravel_index(action, mask.shape), axis=-1)
+    elif isinstance(action_space, MultiDiscrete):
+      action = action.reshape(space.shape) + low
+    state, timestep = env.step(state, jnp.asarray(action, space.dtype))
+    num_steps += 1
+    return (
+      observe(timestep.observation),
+      (state, num_steps),
+      jnp.sum(timestep.reward),
+      timestep.last() & jnp.all(timestep.discount == 0),
+      timestep.last() | ((num_steps >= max_steps) if max_steps else False),
+    )
+
+  spec = spaces.device_spec(reset, action_space, max_steps)
+  return joints.make_device_env(spec, reset, step)
+
+
+def _num_logits(space: Discrete | MultiDiscrete | Box) -> int:
+  """Returns the number of elements of a mask; 0 for a box."""
+  return 0 if isinstance(space, Box) else int(np.sum(space.num_actions))
+
+
+def _expand(obs: Any) -> Tree:
+  """Converts nested tuples with names to dicts."""
+  if hasattr(obs, '_asdict'):
+    return {k: _expand(x) for k, x in obs._asdict().items()}
+  return obs

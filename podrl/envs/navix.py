@@ -1,0 +1,88 @@
+"""MiniGrid in navix as a `DeviceEnv`."""
+
+import importlib
+import sys
+from typing import Any
+
+import chex
+
+from podrl.envs import joints, spaces
+from podrl.messages import suggest
+from podrl.types import Array, DeviceEnv, Discrete, EnvSpec, Tree
+
+PACKAGE = 'navix'
+_MAX_STEPS = 100  # The default of `navix.make`.
+# The number of categories of each channel of an observation. The channels are
+# entities, colours, and states or directions.
+_SIZES = {'symbolic': (11, 6, 4), 'categorical': (11,), 'rgb': ()}
+
+
+def names() -> list[str]:
+  """Returns the registered environments, without importing navix."""
+  return spaces.names_in(
+    PACKAGE, 'environments/*.py', r'register_env\(\s*"(Navix-[^"]+)"'
+  )
+
+
+def make_spec(name: str, **options: Any) -> EnvSpec:
+  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
+  return make(name, **options).spec
+
+
+def make(
+  name: str,
+  *,
+  observation: str = 'symbolic',
+  max_steps: int = _MAX_STEPS,
+  **options: Any,
+) -> DeviceEnv:
+  """Makes a batch of navix environments.
+
+  Args:
+    name: the registered name, for example 'Navix-Empty-8x8-v0'.
+    observation: a function of `navix.observations`: 'symbolic' and
+      'categorical' show the whole grid, as bool one-hot vectors of each cell;
+      'rgb' is an image. With '_first_person', they show what the agent sees.
+    max_steps: the number of steps after which an episode is truncated.
+    **options: there are no others.
+  """
+  navix = spaces.import_library(sys.modules[__name__], name)
+  spaces.check_options(name, options, ('observation', 'max_steps'))
+  kinds = [x + y for x in _SIZES for y in ('', '_first_person')]
+  if observation not in kinds:
+    raise ValueError(
+      f'env.options.observation={observation} is unknown; '
+      f'{suggest(observation, kinds)}'
+    )
+  if not 1 <= max_steps < 2**31:
+    raise ValueError(
+      f'env.options.max_steps={max_steps} must be between 1 and 2**31 - 1'
+    )
+  module = importlib.import_module('navix.observations')
+  env = navix.make(
+    name, max_steps=max_steps, observation_fn=getattr(module, observation)
+  )
+  sizes = _SIZES[observation.removesuffix('_first_person')]
+
+  def observe(obs: Array) -> Array:
+    if not sizes:
+      return obs
+    grid = obs if len(sizes) > 1 else obs[..., None]
+    return spaces.one_hot_grid(grid, sizes)
+
+  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+    timestep = env.reset(rng_key)
+    return timestep.observation, timestep
+
+  def step(
+    rng_key: chex.PRNGKey, timestep: Any, action: Array
+  ) -> tuple[Tree, Tree, Array, Array, Array]:
+    del rng_key  # The state has a key of its own.
+    # `step` would reset in the step after the last; joints do this.
+    new = env._step(timestep, action)
+    ends = new.is_termination(), new.is_truncation()
+    return new.observation, new, new.reward, *ends
+
+  actions = Discrete(len(env.action_set))
+  spec = spaces.device_spec(reset, actions, max_steps, observe)
+  return joints.make_device_env(spec, reset, step, observe)

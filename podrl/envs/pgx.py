@@ -1,0 +1,87 @@
+"""The games of pgx as a `DeviceEnv`."""
+
+import sys
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from podrl.envs import joints, spaces
+from podrl.types import Array, DeviceEnv, Discrete, EnvSpec, Masked, Tree
+
+PACKAGE = 'pgx'
+
+
+def names() -> list[str]:
+  """Returns the games, without importing pgx.
+
+  Bridge is missing, because it needs a file of results that is downloaded.
+  """
+  found = spaces.names_in(
+    PACKAGE, 'core.py', r'(?m)^(?:EnvId = Literal\[)?\s+"([\w-]+)",$'
+  )
+  return [x for x in found if x != 'bridge_bidding']
+
+
+def make_spec(name: str, **options: Any) -> EnvSpec:
+  """Returns the `EnvSpec` of a game; raises the errors of `make`."""
+  return make(name, **options).spec
+
+
+def make(name: str, **options: Any) -> DeviceEnv:
+  """Makes a batch of games.
+
+  The agent is player 0. If a game has several players, the others choose legal
+  actions at random; a step of the environment includes their turns, and the
+  reward is the agent's sum. pgx itself draws who begins. An observation is
+  `Masked`, because an illegal action would lose the game. No game is truncated.
+
+  Args:
+    name: the name in pgx, for example '2048'.
+    **options: a game has none.
+  """
+  library = spaces.import_library(sys.modules[__name__], name)
+  spaces.check_options(name, options, ())
+  env = library.make(name)
+
+  def let_others_act(
+    rng_key: chex.PRNGKey, state: Any, reward: Array
+  ) -> tuple[Any, Array]:
+    def act(carry: Tree) -> Tree:
+      rng_key, state, reward = carry
+      rng_key, action_key, step_key = jax.random.split(rng_key, 3)
+      logits = jnp.where(state.legal_action_mask, 0.0, -jnp.inf)
+      action = jax.random.categorical(action_key, logits)
+      state = env.step(state, action, step_key)
+      return rng_key, state, reward + state.rewards[0]
+
+    return jax.lax.while_loop(
+      lambda carry: (carry[1].current_player != 0) & ~carry[1].terminated,
+      act,
+      (rng_key, state, reward),
+    )[1:]
+
+  def observe(state: Any) -> Masked:
+    obs = env.observe(state, jnp.int32(0))
+    return Masked(obs, state.legal_action_mask)
+
+  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+    reset_key, others_key = jax.random.split(rng_key)
+    state = env.init(reset_key)
+    if env.num_players > 1:
+      state, _ = let_others_act(others_key, state, jnp.float32(0))
+    return observe(state), state
+
+  def step(
+    rng_key: chex.PRNGKey, state: Any, action: Array
+  ) -> tuple[Tree, Tree, Array, Array, Array]:
+    own_key, others_key = jax.random.split(rng_key)
+    state = env.step(state, action, own_key)
+    reward = state.rewards[0]
+    if env.num_players > 1:
+      state, reward = let_others_act(others_key, state, reward)
+    return observe(state), state, reward, state.terminated, state.truncated
+
+  spec = spaces.device_spec(reset, Discrete(env.num_actions), 0)
+  return joints.make_device_env(spec, reset, step)

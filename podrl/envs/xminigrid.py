@@ -1,0 +1,78 @@
+"""XLand-MiniGrid as a `DeviceEnv`."""
+
+import importlib
+import sys
+from typing import Any
+
+import chex
+
+from podrl.envs import joints, spaces
+from podrl.types import Array, DeviceEnv, Discrete, EnvSpec, Tree
+
+PACKAGE = 'xminigrid'
+
+
+def names() -> list[str]:
+  """Returns the registered environments, without importing xminigrid."""
+  return spaces.names_in(
+    PACKAGE,
+    '__init__.py',
+    r'(?m)^register\(\s*id="([^"]+)"',
+  )
+
+
+def needs_memory(name: str) -> bool:
+  """See `Suite.needs_memory`."""
+  return 'Memory' in name
+
+
+def make_spec(name: str, **options: Any) -> EnvSpec:
+  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
+  return make(name, **options).spec
+
+
+def make(name: str, **options: Any) -> DeviceEnv:
+  """Makes a batch of environments of XLand-MiniGrid.
+
+  Args:
+    name: the registered name, for example 'MiniGrid-DoorKey-5x5'. The rules and
+      the goal of an 'XLand-MiniGrid' environment are the library's default.
+    **options: whole numbers of `EnvParams`, for example `view_size=5`.
+
+  Returns:
+    A `DeviceEnv`; each cell of the view is a bool one-hot vector of the tile,
+    followed by one of the colour.
+  """
+  library = spaces.import_library(sys.modules[__name__], name)
+  constants = importlib.import_module('xminigrid.core.constants')
+  env, params = library.make(name)
+  known = {k: x for k, x in vars(params).items() if isinstance(x, int)}
+  spaces.check_options(name, options, known)
+  for key, value in options.items():
+    if not isinstance(value, int) or not 1 <= value < 2**31:
+      raise ValueError(
+        f'env.options.{key}={value!r} must be a whole number, 1 or more'
+      )
+  params = params.replace(**options)
+  if params.view_size % 2 == 0:
+    raise ValueError(f'env.options.view_size={params.view_size} must be odd')
+  sizes = constants.NUM_TILES, constants.NUM_COLORS
+
+  def observe(obs: Array) -> Array:
+    return spaces.one_hot_grid(obs, sizes)
+
+  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+    timestep = env.reset(params, rng_key)
+    return timestep.observation, timestep
+
+  def step(
+    rng_key: chex.PRNGKey, timestep: Any, action: Array
+  ) -> tuple[Tree, Tree, Array, Array, Array]:
+    del rng_key  # The state has a key of its own.
+    new = env.step(params, timestep, action)
+    ends = new.discount == 0, new.last()
+    return new.observation, new, new.reward, *ends
+
+  actions = Discrete(env.num_actions(params))
+  spec = spaces.device_spec(reset, actions, params.max_steps, observe)
+  return joints.make_device_env(spec, reset, step, observe)

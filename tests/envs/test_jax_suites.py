@@ -1,0 +1,251 @@
+"""Tests the adapters of the suites that are written in JAX.
+
+A test is skipped where its suite is not installed; the extra `suites` brings
+all.
+"""
+
+import importlib
+import subprocess
+import sys
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.envs import SUITES
+from podrl.types import Box, Discrete, Masked, MultiDiscrete
+
+_PACKAGES = {
+  'pgx': 'pgx',
+  'navix': 'navix',
+  'xminigrid': 'xminigrid',
+  'jumanji': 'jumanji',
+  'brax': 'brax',
+  'craftax': 'craftax',
+  'playground': 'mujoco_playground',
+}
+_ONE = {
+  'pgx': 'minatar-breakout',
+  'navix': 'Navix-Empty-5x5-v0',
+  'xminigrid': 'MiniGrid-Empty-5x5',
+  'jumanji': 'Snake-v1',
+  'brax': 'inverted_pendulum',
+  'craftax': 'Craftax-Classic-Symbolic-v1',
+  'playground': 'CartpoleBalance',
+}
+
+
+@pytest.fixture(autouse=True)
+def _allow_promotion():
+  # The libraries add arrays of different ranks, which tests of podrl forbid.
+  with jax.numpy_rank_promotion('allow'):
+    yield
+
+
+def _make(suite, name='', **options):
+  pytest.importorskip(_PACKAGES[suite])
+  return SUITES[suite].make(name or _ONE[suite], **options)
+
+
+def _unroll(env, actions, num_envs=1, seed=0):
+  """Plays `actions[T]` everywhere; returns time steps `[T + 1, B]` in numpy."""
+  state, first = env.reset(jax.random.split(jax.random.key(seed), num_envs))
+
+  def step(state, action):
+    action = jnp.broadcast_to(action, (num_envs, *action.shape))
+    return env.step(state, action)
+
+  _, rest = jax.jit(lambda x: jax.lax.scan(step, x, actions))(state)
+  return jax.tree.map(lambda x, y: np.concatenate([x[None], y]), first, rest)
+
+
+@pytest.mark.parametrize('suite', _PACKAGES)
+def test_a_suite_that_is_missing_is_named(suite, monkeypatch):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  assert SUITES[suite].names() == []
+  with pytest.raises(ValueError, match=rf"pip install 'podrl\[{suite}\]'"):
+    SUITES[suite].make(_ONE[suite])
+
+
+def test_names_import_no_suite():
+  code = (
+    'import sys; from podrl.envs import SUITES; '
+    'print(sum(len(x.names()) for k, x in SUITES.items() if k != "envpool")); '
+    f'assert not {{*{list(_PACKAGES.values())}}} & {{*sys.modules}}'
+  )
+  subprocess.run([sys.executable, '-c', code], check=True)
+
+
+def _registered(suite):
+  """Returns the names that the library itself lists."""
+  package = pytest.importorskip(_PACKAGES[suite])
+  if suite == 'pgx':
+    return set(package.available_envs())
+  if suite == 'navix':
+    return set(package.registry())
+  if suite == 'xminigrid':
+    return set(package.registered_environments())
+  if suite == 'jumanji':
+    return set(package.registered_environments()) - {'Sokoban-v0'}
+  if suite == 'brax':
+    return set(importlib.import_module('brax.envs')._envs) - {'fast'}
+  if suite == 'playground':
+    return set(package.registry.dm_control_suite.ALL_ENVS)
+  return {
+    f'Craftax-{x}-v1'
+    for x in ('Symbolic', 'Pixels', 'Classic-Symbolic', 'Classic-Pixels')
+  }
+
+
+@pytest.mark.parametrize('suite', _PACKAGES)
+def test_the_names_are_those_of_the_library(suite):
+  assert set(SUITES[suite].names()) == _registered(suite)
+
+
+@pytest.mark.parametrize('suite', _PACKAGES)
+def test_an_unknown_name_or_option_is_said(suite):
+  pytest.importorskip(_PACKAGES[suite])
+  with pytest.raises(ValueError, match=f'not an environment of {suite}; '):
+    SUITES[suite].make('Nothing-v0')
+  with pytest.raises(ValueError, match=r'env\.options'):
+    SUITES[suite].make(_ONE[suite], no_such_option=1)
+
+
+@pytest.mark.parametrize('suite', _PACKAGES)
+def test_one_environment_of_each_suite_trains(suite, tmp_path):
+  pytest.importorskip(_PACKAGES[suite])
+  argv = [
+    f'--config.env.suite={suite}',
+    f'--config.env.name={_ONE[suite]}',
+    '--config.env.num_envs=4',
+    '--config.num_minibatches=1',
+    '--config.total_env_steps=96',
+    '--config.eval.max_episode_steps=4',
+  ]
+  assert helpers.run(tmp_path / 'run', *argv) == 0
+  _, summary = helpers.read(tmp_path / 'run')
+  assert summary['exit'] == 'done' and summary['num_updates'] == 3
+  argv += ['--resume', '--config.total_env_steps=128']
+  assert helpers.run(tmp_path / 'run', *argv) == 0
+  _, summary = helpers.read(tmp_path / 'run')
+  assert summary['exit'] == 'done' and summary['num_updates'] == 4
+
+
+# A limit of the episode, and an action that ends nothing before the limit.
+_LIMITS = [
+  ('navix', {'max_steps': 4}, jnp.int32(0)),
+  ('xminigrid', {'max_steps': 4}, jnp.int32(1)),
+  ('brax', {'episode_length': 4}, jnp.zeros(1)),
+  ('craftax', {'max_timesteps': 4}, jnp.int32(0)),
+  ('playground', {'episode_length': 4}, jnp.zeros(1)),
+]
+
+
+@pytest.mark.parametrize('suite,options,action', _LIMITS)
+def test_a_time_limit_truncates(suite, options, action):
+  env = _make(suite, **options)
+  assert env.spec.max_episode_steps == 4
+  steps = _unroll(env, jnp.broadcast_to(action, (11, *action.shape)), 3)
+  # Four steps, the joint, four steps, the joint.
+  expected = [t % 5 == 0 for t in range(12)]
+  np.testing.assert_array_equal(steps.is_first, np.tile(expected, (3, 1)).T)
+  assert np.all(steps.discount == 1)
+  assert np.all(steps.reward[steps.is_first] == 0)
+
+
+def test_snakes_time_limit_truncates_and_its_death_terminates():
+  # Up: the snake dies at the upper edge, after 12 steps at most.
+  dies = _unroll(_make('jumanji'), jnp.zeros(12, jnp.int32))
+  end = int(np.argmax(dies.is_first[1:, 0]))  # The step before the joint.
+  assert dies.is_first[end + 1, 0] and dies.discount[end, 0] == 0
+  assert np.sum(dies.discount == 0) >= 1
+  # A circle: up, right, down, left. It touches no edge where there is room.
+  circle = jnp.arange(11) % 4
+  for seed in range(10):
+    env = _make('jumanji', time_limit=4)
+    steps = _unroll(env, circle, seed=seed)
+    if not np.any(steps.discount == 0):
+      break
+  first = np.flatnonzero(steps.is_first[:, 0])
+  assert list(first) == [0, 5, 10] and np.all(steps.discount == 1)
+
+
+def test_a_fall_in_brax_terminates():
+  steps = _unroll(_make('brax'), jnp.ones((40, 1)))
+  ends = np.flatnonzero(steps.discount[:, 0] == 0)
+  assert ends.size and np.all(steps.is_first[ends[ends < 40] + 1, 0])
+
+
+def test_a_goal_terminates_and_rewards():
+  # The agent of Empty-5x5 looks right: go twice, turn right, go twice.
+  actions = jnp.asarray([2, 2, 1, 2, 2, 0, 0])
+  steps = _unroll(_make('navix'), actions)
+  assert list(steps.reward[:, 0]) == [0, 0, 0, 0, 0, 1, 0, 0]
+  assert list(steps.discount[:, 0]) == [1, 1, 1, 1, 1, 0, 1, 1]
+  assert list(np.flatnonzero(steps.is_first[:, 0])) == [0, 6]
+  # XLand-MiniGrid: 0 goes forward, 1 turns right; it pays less for more steps.
+  env = _make('xminigrid')
+  steps = _unroll(env, jnp.asarray([0, 0, 1, 0, 0, 2, 2]))
+  reward = 1 - 0.9 * 5 / env.spec.max_episode_steps
+  np.testing.assert_allclose(steps.reward[:, 0], [0] * 5 + [reward, 0, 0])
+  assert steps.discount[5, 0] == 0 and steps.is_first[6, 0]
+
+
+@pytest.mark.parametrize('suite', ['navix', 'xminigrid'])
+def test_cells_are_one_hot(suite):
+  env = _make(suite)
+  sizes = {'navix': (11, 6, 4), 'xminigrid': (13, 12)}[suite]
+  steps = _unroll(env, jnp.arange(6))
+  assert env.spec.obs.dtype == bool and env.spec.obs.shape[-1] == sum(sizes)
+  for part in np.split(steps.obs, np.cumsum(sizes)[:-1], axis=-1):
+    assert np.all(part.sum(-1) == 1)
+
+
+def test_a_combination_of_actions_is_one_legal_action():
+  jumanji = pytest.importorskip('jumanji')
+  env, own = _make('jumanji', 'Tetris-v0'), jumanji.make('Tetris-v0')
+  assert env.spec.action == Discrete(4 * 10)
+  state, steps = env.reset(jax.random.split(jax.random.key(3), 1))
+  own_state = jax.tree.map(lambda x: x[0], state.env_state[0])
+  for _ in range(5):
+    assert isinstance(steps.obs, Masked)
+    action = int(np.flatnonzero(steps.obs.action_mask[0])[-1])
+    pair = np.asarray(divmod(action, 10), np.int32)
+    own_state, own_step = own.step(own_state, pair)
+    state, steps = env.step(state, jnp.asarray([action]))
+    assert float(steps.reward[0]) == float(own_step.reward)
+    mask = own_step.observation.action_mask.reshape(-1)
+    np.testing.assert_array_equal(steps.obs.action_mask[0], mask)
+
+
+def test_kinds_of_actions():
+  assert _make('jumanji', 'Cleaner-v0').spec.action == MultiDiscrete((4, 4, 4))
+  assert _make('jumanji', 'RubiksCube-v0').spec.action == MultiDiscrete(
+    (6, 1, 3)
+  )
+  action = _make('jumanji', 'SearchAndRescue-v0').spec.action
+  assert isinstance(action, Box) and action.shape == (2, 2)
+
+
+def test_the_others_play_legally_between_the_agents_turns():
+  env = _make('pgx', 'tic_tac_toe')
+  batch = 64
+  state, steps = env.reset(jax.random.split(jax.random.key(0), batch))
+  marks = np.asarray(steps.obs.obs).sum((1, 2))
+  # The agent begins in half of the games; else one mark of the other is there.
+  assert {tuple(x) for x in marks.tolist()} == {(0, 0), (0, 1)}
+  assert 16 < np.sum(marks) < 48
+  step, total = jax.jit(env.step), np.zeros(batch)
+  for _ in range(20):
+    action = jnp.argmax(steps.obs.action_mask, -1)
+    ended = np.asarray(steps.discount) == 0
+    state, steps = step(state, action)
+    np.testing.assert_array_equal(steps.is_first, ended)
+    total += np.asarray(steps.reward)
+    assert set(np.unique(steps.reward)) <= {-1.0, 0.0, 1.0}
+    mine, theirs = np.asarray(steps.obs.obs).sum((1, 2)).T
+    going = np.asarray(steps.discount) == 1
+    assert np.all(np.isin((theirs - mine)[going], (0, 1)))
+  assert np.any(total > 0) and np.any(total < 0)
