@@ -78,10 +78,15 @@ def make_device_env(
     timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(True))
     return state, timestep
 
-  def advance(state: JointState, action: Array) -> tuple[chex.PRNGKey, Tree]:
+  def next_key(state: JointState) -> chex.PRNGKey:
     # The step and the reset may use the same key: only one of them counts.
-    rng_key = jax.random.fold_in(state.rng_key, state.num_steps)
-    return rng_key, step(rng_key, state.env_state, action)
+    return jax.random.fold_in(state.rng_key, state.num_steps)
+
+  def advance(state: JointState, action: Array) -> Tree:
+    return step(next_key(state), state.env_state, action)
+
+  def begin(state: JointState) -> Tree:
+    return reset(next_key(state))
 
   def arrive(
     state: JointState, results: Tree, begun: Tree
@@ -107,8 +112,7 @@ def make_device_env(
     return JointState(env_state, state.rng_key, num_steps, is_last), timestep
 
   def step_one(state: JointState, action: Array) -> tuple[JointState, TimeStep]:
-    rng_key, results = advance(state, action)
-    return arrive(state, results, reset(rng_key))
+    return arrive(state, advance(state, action), begin(state))
 
   def step_on_platform(
     state: JointState, action: Array
@@ -120,10 +124,8 @@ def make_device_env(
   def step_batch(
     state: JointState, action: Array
   ) -> tuple[JointState, TimeStep]:
-    rng_key, (obs, env_state, *others) = jax.vmap(advance)(state, action)
-    obs, env_state = _reset_some(
-      jax.vmap(reset), rng_key, state.is_last, (obs, env_state), reset_chunk
-    )
+    obs, env_state, *others = jax.vmap(advance)(state, action)
+    obs, env_state = _reset_some(begin, state, (obs, env_state), reset_chunk)
     results = obs, env_state, *others
     return jax.vmap(arrive, (0, 0, None))(state, results, ())
 
@@ -135,35 +137,31 @@ def make_device_env(
 
 
 def _reset_some(
-  reset: Callable[[chex.PRNGKey], Tree],
-  rng_key: chex.PRNGKey,
-  is_first: Array,
+  begin: Callable[[JointState], Tree],
+  state: JointState,
   others: Tree,
   chunk: int,
 ) -> Tree:
-  """Returns `others[B]`, with `reset(rng_key)` where `is_first[B]` is true."""
-  chunk = min(chunk, len(is_first))
-  order, count = jnp.argsort(~is_first), jnp.sum(is_first)
+  """Returns `others[B]`, with `begin(state)` where an episode has ended."""
+  size = len(state.is_last)
+  begin_all = jax.vmap(begin)
 
-  def reset_chunk(carry: tuple[Array, Tree]) -> tuple[Array, Tree]:
-    start, result = carry
-    # The last chunk is moved back to fit, and then resets some rows again.
-    rows = jax.lax.dynamic_slice_in_dim(order, start, chunk)
-
-    def put(new: jax.Array, x: jax.Array) -> jax.Array:
-      shape = chunk, *[1] * (x.ndim - 1)
-      new = jnp.where(is_first[rows].reshape(shape), new, x[rows])
-      return x.at[rows].set(new)
-
-    return start + chunk, jax.tree.map(put, reset(rng_key[rows]), result)
+  def reset_chunk(carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
+    waiting, result = carry
+    # Places that are left over have the index `size`; nothing is written there.
+    rows = jnp.nonzero(waiting, size=min(chunk, size), fill_value=size)[0]
+    begun = begin_all(jax.tree.map(lambda x: x[rows], state))
+    return waiting.at[rows].set(False), jax.tree.map(
+      lambda x, new: x.at[rows].set(new), result, begun
+    )
 
   first = jax.tree.map(
     lambda x, like: jnp.asarray(x, like.dtype),
     others,
-    jax.eval_shape(reset, rng_key),
+    jax.eval_shape(begin_all, state),
   )
   return jax.lax.while_loop(
-    lambda carry: carry[0] < count, reset_chunk, (jnp.int32(0), first)
+    lambda carry: jnp.any(carry[0]), reset_chunk, (state.is_last, first)
   )[1]
 
 

@@ -85,4 +85,4 @@ def make(
 
   actions = Discrete(len(env.action_set))
   spec = spaces.device_spec(reset, actions, max_steps, observe)
-  return joints.make_device_env(spec, reset, step, observe)
+  return joints.make_device_env(spec, reset, step, observe, reset_chunk=16)

@@ -63,25 +63,31 @@ def make(name: str, **options: Any) -> DeviceEnv:
     )[1:]
 
   def observe(state: Any) -> Masked:
-    obs = env.observe(state, jnp.int32(0))
+    obs = state.observation  # That of the player whose turn it is.
+    if env.num_players > 1:
+      obs = env.observe(state, jnp.int32(0))
     return Masked(obs, state.legal_action_mask)
 
   def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
-    reset_key, others_key = jax.random.split(rng_key)
-    state = env.init(reset_key)
-    if env.num_players > 1:
+    if env.num_players == 1:
+      state = env.init(rng_key)
+    else:
+      reset_key, others_key = jax.random.split(rng_key)
+      state = env.init(reset_key)
       state, _ = let_others_act(others_key, state, jnp.float32(0))
     return observe(state), state
 
   def step(
     rng_key: chex.PRNGKey, state: Any, action: Array
   ) -> tuple[Tree, Tree, Array, Array, Array]:
-    own_key, others_key = jax.random.split(rng_key)
-    state = env.step(state, action, own_key)
-    reward = state.rewards[0]
-    if env.num_players > 1:
-      state, reward = let_others_act(others_key, state, reward)
+    if env.num_players == 1:
+      state = env.step(state, action, rng_key)
+      reward = state.rewards[0]
+    else:
+      own_key, others_key = jax.random.split(rng_key)
+      state = env.step(state, action, own_key)
+      state, reward = let_others_act(others_key, state, state.rewards[0])
     return observe(state), state, reward, state.terminated, state.truncated
 
   spec = spaces.device_spec(reset, Discrete(env.num_actions), 0)
-  return joints.make_device_env(spec, reset, step)
+  return joints.make_device_env(spec, reset, step, reset_chunk=16)

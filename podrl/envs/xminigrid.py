@@ -75,4 +75,4 @@ def make(name: str, **options: Any) -> DeviceEnv:
 
   actions = Discrete(env.num_actions(params))
   spec = spaces.device_spec(reset, actions, params.max_steps, observe)
-  return joints.make_device_env(spec, reset, step, observe)
+  return joints.make_device_env(spec, reset, step, observe, reset_chunk=16)
