@@ -146,7 +146,7 @@ def _reset_some(
   size = len(state.is_last)
   begin_all = jax.vmap(begin)
 
-  def reset_chunk(carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
+  def reset_chunk(carry: Tree) -> Tree:
     waiting, result = carry
     # Places that are left over have the index `size`; nothing is written there.
     rows = jnp.nonzero(waiting, size=min(chunk, size), fill_value=size)[0]
