@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.core import distributions
+from podrl.core import distributions, meta
 from podrl.core.distributions import Distribution
 from podrl.networks import actor_critic, torsos
 from podrl.networks.actor_critic import Network
@@ -43,14 +43,12 @@ class Extras(NamedTuple):
   value: Array | tuple[()]  # Float32, the value of the time step, or `()`.
 
 
-CHANGEABLE = tuple(
-  f'agent.{x}' for x in ('gamma', 'lambda_', 'entropy_cost', 'value_cost')
-)
+CHANGEABLE = tuple(f'agent.{x}' for x in meta.NAMES)
 
 # What the hyperparameters learn from; see `core.meta`.
 META = {
   'meta.learning_rate': 0.0,
-  'meta.params': 'gamma,lambda_,entropy_cost,value_cost',
+  'meta.params': ','.join(meta.NAMES),
   'meta.decay': 0.0,
   'meta.gamma': 0.99,
   'meta.lambda_': 1.0,

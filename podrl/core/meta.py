@@ -29,7 +29,7 @@ from podrl.types import (
 # `(variables, trajectory, rng_key) -> loss`, a mean over this device's shard.
 OuterLoss = Callable[[Variables, Trajectory, chex.PRNGKey], Array]
 
-# The meta-parameters that `agents.acting` knows.
+# The hyperparameters that can learn.
 NAMES = ('gamma', 'lambda_', 'entropy_cost', 'value_cost')
 _FRACTIONS = ('gamma', 'lambda_')  # Between 0 and 1; all others are above 0.
 _SMALLEST = 1e-4  # The distance that a meta-parameter keeps from its bounds.

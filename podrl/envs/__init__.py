@@ -20,8 +20,8 @@ from podrl.envs import (
   playground,
   xminigrid,
 )
-from podrl.messages import similar
-from podrl.types import EnvSpec
+from podrl.messages import similar, suggest
+from podrl.types import DeviceEnv, EnvSpec
 
 
 class Suite(NamedTuple):
@@ -36,9 +36,11 @@ class Suite(NamedTuple):
       `(name, num_envs, seed, *, num_threads, render=False, **options) ->
       HostEnv` for Sebulba. Environment i has the seed `seed` + i. `render`
       says whether `HostEnv.render` will be called.
-    make_spec: `(name, **options) -> EnvSpec`.
-    names: `() -> list[str]`, the names that `make` accepts.
-    package: the Python package of the library; a run records its version.
+    make_spec: `(name, **options) -> EnvSpec`; raises the errors of `make`.
+    names: `() -> list[str]`, the names that `make` accepts; imports no library
+      that is written in JAX, and returns none if `is_installed` is false.
+    package: the distribution of the library; a run records its version.
+    is_installed: `() -> bool`; if not, the extra of the suite's name brings it.
     training_options: options that evaluation does not use, because they change
       the return of an episode.
     has_env_threads: whether several threads can step the environments of one
@@ -54,6 +56,7 @@ class Suite(NamedTuple):
   make_spec: Callable[..., EnvSpec]
   names: Callable[[], list[str]]
   package: str
+  is_installed: Callable[[], bool] = lambda: True
   training_options: tuple[str, ...] = ()
   has_env_threads: bool = False
   needs_memory: Callable[[str], bool] = lambda name: False
@@ -63,46 +66,75 @@ class Suite(NamedTuple):
 _INCOMPARABLE = ('episodic_life', 'reward_clip')
 
 
-def _suite(module: Any, architecture: str, **fields: Any) -> Suite:
+def _host_suite(module: Any, **fields: Any) -> Suite:
   """Builds the row of an adapter; its module has the name of the package."""
   package = module.__name__.rpartition('.')[2]
   makers = module.make, module.make_spec, module.names
-  return Suite(architecture, *makers, package, **fields)
+  return Suite('sebulba', *makers, package, **fields)
+
+
+def _device_suite(module: Any, package: str = '', **fields: Any) -> Suite:
+  """Builds the row of an adapter for Anakin.
+
+  Args:
+    module: the adapter. Its `UNUSABLE` says why podrl lacks some environments.
+    package: what the adapter imports; the default is the name of the module.
+  """
+  suite = module.__name__.rpartition('.')[2]
+  unusable = getattr(module, 'UNUSABLE', {})
+
+  def is_installed() -> bool:
+    return importlib.util.find_spec(package or suite) is not None
+
+  def names() -> list[str]:
+    return [x for x in module.names() if x not in unusable]
+
+  def make(name: str, **options: Any) -> DeviceEnv:
+    if not is_installed():
+      raise ValueError(
+        f'env.suite={suite} is not installed; install it with: pip install '
+        f"'podrl[{suite}]'"
+      )
+    if name in unusable:
+      raise ValueError(
+        f'env.name={name} {unusable[name]}; choose another environment'
+      )
+    if name not in names():
+      raise ValueError(
+        f'env.name={name} is not an environment of {suite}; '
+        f'{suggest(name, names())}'
+      )
+    return module.make(name, **options)
+
+  return Suite(
+    'anakin', make, _spec_of(make), names, suite, is_installed, **fields
+  )
+
+
+def _spec_of(make: Callable[..., DeviceEnv]) -> Callable[..., EnvSpec]:
+  return lambda name, **options: make(name, **options).spec
 
 
 # If several suites have an environment of one name, podrl uses the first.
 SUITES = {
-  'gymnax': _suite(gymnax, 'anakin', needs_memory=gymnax.needs_memory),
-  'envpool': _suite(
+  'gymnax': _device_suite(gymnax, needs_memory=gymnax.needs_memory),
+  'envpool': _host_suite(
     envpool,
-    'sebulba',
     training_options=_INCOMPARABLE,
     has_env_threads=True,
     needs_memory=envpool.needs_memory,
     small_options=envpool.small_options,
   ),
-  'gymnasium': _suite(gymnasium, 'sebulba', training_options=_INCOMPARABLE),
-  'pgx': _suite(pgx, 'anakin'),
-  'navix': _suite(navix, 'anakin'),
-  'xminigrid': _suite(xminigrid, 'anakin', needs_memory=xminigrid.needs_memory),
-  'jumanji': _suite(jumanji, 'anakin'),
-  'brax': _suite(brax, 'anakin'),
-  'craftax': _suite(craftax, 'anakin'),
-  'playground': _suite(playground, 'anakin'),
-  'jax': _suite(functions, 'anakin')._replace(package='jax'),
+  'gymnasium': _host_suite(gymnasium, training_options=_INCOMPARABLE),
+  'pgx': _device_suite(pgx),
+  'navix': _device_suite(navix),
+  'xminigrid': _device_suite(xminigrid, needs_memory=xminigrid.needs_memory),
+  'jumanji': _device_suite(jumanji),
+  'brax': _device_suite(brax),
+  'craftax': _device_suite(craftax),
+  'playground': _device_suite(playground, 'mujoco_playground'),
+  'jax': Suite('anakin', functions.make, _spec_of(functions.make), list, 'jax'),
 }
-
-
-# Suites that are installed by an extra of the same name.
-EXTRAS = (
-  'pgx',
-  'navix',
-  'xminigrid',
-  'jumanji',
-  'brax',
-  'craftax',
-  'playground',
-)
 
 
 class Task(NamedTuple):

@@ -1,7 +1,5 @@
 """brax's environments as a `DeviceEnv`."""
 
-import importlib
-import sys
 from typing import Any
 
 import chex
@@ -10,9 +8,9 @@ import numpy as np
 
 from podrl.envs import joints, spaces
 from podrl.messages import suggest
-from podrl.types import Array, Box, DeviceEnv, EnvSpec, Tree
+from podrl.types import Array, Box, DeviceEnv, Tree
 
-PACKAGE = 'brax'
+UNUSABLE = {'fast': 'is a dummy for measurements'}
 _BACKENDS = ('spring', 'generalized', 'positional', 'mjx')
 # The environments that lack 'spring', or that agents do not solve with it: PPO
 # reached 205 of 1,000 on the inverted pendulum with it, and 1,000 with 'mjx'.
@@ -24,19 +22,8 @@ _DEFAULTS = {
 
 
 def names() -> list[str]:
-  """Returns the registered environments, without importing brax.
-
-  The library's dummy for measurements, 'fast', is missing.
-  """
-  found = spaces.names_in(
-    PACKAGE, 'envs/__init__.py', r"(?m)^    '(\w+)': \w+\."
-  )
-  return [x for x in found if x != 'fast']
-
-
-def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
-  return make(name, **options).spec
+  """See `Suite.names`."""
+  return spaces.names_in('brax', 'envs/__init__.py', r"(?m)^    '(\w+)': \w+\.")
 
 
 def make(
@@ -56,15 +43,15 @@ def make(
       brax's environments have no limit of their own.
     **options: there are no others.
   """
-  spaces.import_library(sys.modules[__name__], name)
+  from brax import envs
+
   spaces.check_options(name, options, ('backend', 'episode_length'))
   backend = backend or _DEFAULTS.get(name, 'spring')
   if backend not in _BACKENDS:
     raise ValueError(
       f'env.options.backend={backend} is unknown; {suggest(backend, _BACKENDS)}'
     )
-  library = importlib.import_module('brax.envs')
-  env = library.get_environment(name, backend=backend)
+  env = envs.get_environment(name, backend=backend)
   return from_brax(env, env.action_size, episode_length)
 
 
@@ -75,11 +62,7 @@ def from_brax(env: Any, num_actions: int, episode_length: int) -> DeviceEnv:
     num_actions: the size of an action; each number is from -1 to 1.
     episode_length: the number of steps after which an episode is truncated.
   """
-  if not 1 <= episode_length < 2**31:
-    raise ValueError(
-      f'env.options.episode_length={episode_length} must be between 1 and '
-      '2**31 - 1'
-    )
+  episode_length = spaces.check_limit('episode_length', episode_length)
 
   def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
     state = env.reset(rng_key)

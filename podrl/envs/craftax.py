@@ -1,26 +1,17 @@
 """Craftax as a `DeviceEnv`."""
 
-import importlib
-import sys
 from typing import Any
 
 import chex
 
 from podrl.envs import joints, spaces
-from podrl.types import Array, DeviceEnv, Discrete, EnvSpec, Tree
-
-PACKAGE = 'craftax'
+from podrl.types import Array, DeviceEnv, Discrete, Tree
 
 
 def names() -> list[str]:
-  """Returns the environments, without importing craftax."""
-  found = spaces.names_in(PACKAGE, 'craftax_env.py', r'name == "([\w-]+)"')
+  """See `Suite.names`."""
+  found = spaces.names_in('craftax', 'craftax_env.py', r'name == "([\w-]+)"')
   return [x for x in found if 'AutoReset' not in x]
-
-
-def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
-  return make(name, **options).spec
 
 
 def make(name: str, **options: Any) -> DeviceEnv:
@@ -33,18 +24,11 @@ def make(name: str, **options: Any) -> DeviceEnv:
     name: for example 'Craftax-Classic-Symbolic-v1'.
     **options: numbers of `EnvParams`, for example `max_timesteps=1000`.
   """
-  spaces.import_library(sys.modules[__name__], name)
-  library = importlib.import_module('craftax.craftax_env')
-  env = library.make_craftax_env_from_name(name, auto_reset=False)
-  params = env.default_params
-  known = {k: x for k, x in vars(params).items() if isinstance(x, int | float)}
-  spaces.check_options(name, options, known)
-  params = params.replace(**options)
-  max_steps = int(params.max_timesteps)
-  if not 1 <= max_steps < 2**31:
-    raise ValueError(
-      f'env.options.max_timesteps={max_steps} must be between 1 and 2**31 - 1'
-    )
+  from craftax import craftax_env
+
+  env = craftax_env.make_craftax_env_from_name(name, auto_reset=False)
+  params = spaces.replace_numbers(name, env.default_params, options)
+  max_steps = spaces.check_limit('max_timesteps', params.max_timesteps)
   unlimited = params.replace(max_timesteps=2**31 - 1)
 
   def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:

@@ -4,17 +4,7 @@ from typing import Any
 
 from podrl.envs import spaces
 from podrl.messages import one_line, suggest
-from podrl.types import DeviceEnv, EnvSpec
-
-
-def names() -> list[str]:
-  """Returns no name, because podrl does not know the user's modules."""
-  return []
-
-
-def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
-  return make(name, **options).spec
+from podrl.types import DeviceEnv
 
 
 def make(name: str, **options: Any) -> DeviceEnv:

@@ -10,18 +10,16 @@ from typing import Any
 
 import chex
 import jax
-import numpy as np
 
 from podrl.envs import joints, spaces
-from podrl.messages import suggest
-from podrl.types import Array, Box, DeviceEnv, Discrete, EnvSpec, Tree
+from podrl.types import Array, Box, DeviceEnv, Discrete, Tree
 
 # These environments return images of zeros and ones, in float32.
 _BINARY_OBS = frozenset(
   'Asterix-MinAtar Breakout-MinAtar Freeway-MinAtar Seaquest-MinAtar '
   'SpaceInvaders-MinAtar Catch-bsuite DeepSea-bsuite Pong-misc'.split()
 )
-_DOWNLOADS = 'MNISTBandit-bsuite'
+UNUSABLE = {'MNISTBandit-bsuite': 'downloads a data set'}
 # Here, the best action depends on earlier observations and rewards.
 _HIDDEN_STATE = frozenset(
   'MemoryChain-bsuite BernoulliBandit-misc GaussianBandit-misc '
@@ -32,11 +30,7 @@ _HIDDEN_STATE = frozenset(
 def _action_space(space: Any) -> Discrete | Box:
   if hasattr(space, 'n'):
     return Discrete(int(space.n))
-  low, high = (
-    np.broadcast_to(np.asarray(x, np.float32), space.shape)
-    for x in (space.low, space.high)
-  )
-  return Box(tuple(space.shape), low, high)
+  return spaces.box(space, space.low, space.high)
 
 
 class _Deferred(types.ModuleType):
@@ -64,11 +58,7 @@ def import_gymnax() -> Any:
 
 
 def names() -> list[str]:
-  """Returns gymnax's environments, except the one that downloads a data set.
-
-  The function does not import gymnax: the import takes seconds, and uses a
-  device.
-  """
+  """See `Suite.names`; the import takes seconds, and uses a device."""
   if 'gymnax' in sys.modules:
     known = sys.modules['gymnax'].registered_envs
   else:
@@ -76,17 +66,12 @@ def names() -> list[str]:
     text = pathlib.Path(spec.origin).with_name('registration.py').read_text()
     found: Any = re.search(r'_BUILTIN_ENV_IDS = (\[.*?\])', text, re.DOTALL)
     known = ast.literal_eval(found[1])
-  return sorted(set(known) - {_DOWNLOADS})
+  return sorted(known)
 
 
 def needs_memory(name: str) -> bool:
   """See `Suite.needs_memory`."""
   return name in _HIDDEN_STATE
-
-
-def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
-  return make(name, **options).spec
 
 
 def make(name: str, **options: Any) -> DeviceEnv:
@@ -102,31 +87,10 @@ def make(name: str, **options: Any) -> DeviceEnv:
     are bool one-hot vectors, and rewards are float32.
   """
   gymnax = import_gymnax()
-  known = gymnax.registered_envs
-  if name not in known:
-    advice = suggest(name, known)
-    raise ValueError(f'env.name={name} is not a gymnax environment; {advice}')
-  if name == _DOWNLOADS:
-    raise ValueError(
-      f'env.name={name} downloads a data set; choose another environment'
-    )
   env, params = gymnax.make(name)
-  spaces.check_options(name, options, vars(params))
-  for key, value in options.items():
-    default, option = getattr(params, key), f'env.options.{key}={value!r}'
-    if not isinstance(value, int | float) or np.ndim(default):
-      raise ValueError(
-        f'{option} cannot be set: this value or the default, {default}, is '
-        'not a number'
-      )
-    if not abs(value) < 2**31:
-      raise ValueError(f'{option} must be between -2**31 and 2**31')
-  params = params.replace(**options)
-  max_steps = int(params.max_steps_in_episode)
-  if max_steps < 1:
-    raise ValueError(
-      f'env.options.max_steps_in_episode={max_steps} must be at least 1'
-    )
+  params = spaces.replace_numbers(name, params, options)
+  limit = params.max_steps_in_episode
+  max_steps = spaces.check_limit('max_steps_in_episode', limit)
   num_categories = getattr(env.observation_space(params), 'n', None)
 
   def observe(obs: Tree) -> Tree:
@@ -148,13 +112,6 @@ def make(name: str, **options: Any) -> DeviceEnv:
     truncated = env.is_truncated(env_state, params)
     return obs, env_state, reward, terminated, truncated
 
-  spec = EnvSpec(
-    # Some environments return dtypes that differ from those of their spaces.
-    obs=jax.eval_shape(lambda key: observe(reset(key)[0]), jax.random.key(0)),
-    channels_first=False,
-    action=_action_space(env.action_space(params)),
-    frame_skip=1,
-    max_episode_steps=max_steps,
-    observe=observe,
-  )
+  actions = _action_space(env.action_space(params))
+  spec = spaces.device_spec(reset, actions, max_steps, observe)
   return joints.make_device_env(spec, reset, step, observe)

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 from typing import Any
 
 import chex
@@ -16,29 +15,18 @@ from podrl.types import (
   Box,
   DeviceEnv,
   Discrete,
-  EnvSpec,
   Masked,
   MultiDiscrete,
   Tree,
 )
 
-PACKAGE = 'jumanji'
-_DOWNLOADS = 'Sokoban-v0'
+UNUSABLE = {'Sokoban-v0': 'downloads its levels'}
 _NO_LIMIT = 2**30
 
 
 def names() -> list[str]:
-  """Returns the registered environments, without importing jumanji.
-
-  One is missing, because it downloads its levels.
-  """
-  found = spaces.names_in(PACKAGE, '__init__.py', r'register\(\s*id="([^"]+)"')
-  return [x for x in found if x != _DOWNLOADS]
-
-
-def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
-  return make(name, **options).spec
+  """See `Suite.names`."""
+  return spaces.names_in('jumanji', '__init__.py', r'register\(\s*id="([^"]+)"')
 
 
 def _action_space(
@@ -54,11 +42,7 @@ def _action_space(
       low, high = np.asarray(space.minimum), np.asarray(space.maximum)
       sizes = np.broadcast_to(high - low + 1, space.shape).reshape(-1)
       return MultiDiscrete(tuple(sizes.tolist())), False
-    low, high = (
-      np.broadcast_to(np.asarray(x, np.float32), space.shape)
-      for x in (space.minimum, space.maximum)
-    )
-    return Box(tuple(space.shape), low, high), False
+    return spaces.box(space, space.minimum, space.maximum), False
   sizes = np.asarray(space.num_values)
   if not sizes.ndim:
     return Discrete(int(sizes)), False
@@ -85,19 +69,16 @@ def make(name: str, **options: Any) -> DeviceEnv:
     state does not depend on it. If a field is `action_mask`, the observation
     is `Masked`.
   """
-  if name == _DOWNLOADS:
-    raise ValueError(
-      f'env.name={name} downloads its levels; choose another environment'
-    )
-  library = spaces.import_library(sys.modules[__name__], name)
+  import jumanji
+
   try:
-    limited = library.make(name, **options)
+    limited = jumanji.make(name, **options)
   except TypeError as error:
     raise spaces.UnknownOption(
       f'env.options of {name} are not accepted: {error}'
     ) from error
   max_steps = getattr(limited, 'time_limit', 0)
-  env = copy.copy(limited)
+  env: Any = copy.copy(limited)
   if max_steps:
     env.time_limit = _NO_LIMIT
   first = jax.eval_shape(env.reset, jax.random.key(0))
@@ -113,7 +94,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
     fields = obs._asdict()
     legal = fields.pop('action_mask', None) if fits else None
     fields.pop('step_count', None)
-    fields = {k: _expand(x) for k, x in fields.items()}
+    fields = _expand(fields)
     if len(fields) == 1:
       (fields,) = fields.values()
     return fields if legal is None else Masked(fields, legal.reshape(-1))
@@ -152,6 +133,5 @@ def _num_logits(space: Discrete | MultiDiscrete | Box) -> int:
 
 def _expand(obs: Any) -> Tree:
   """Converts nested tuples with names to dicts."""
-  if hasattr(obs, '_asdict'):
-    return {k: _expand(x) for k, x in obs._asdict().items()}
-  return obs
+  obs = obs._asdict() if hasattr(obs, '_asdict') else obs
+  return {k: _expand(x) for k, x in obs.items()} if type(obs) is dict else obs

@@ -1,16 +1,14 @@
 """MiniGrid in navix as a `DeviceEnv`."""
 
 import importlib
-import sys
 from typing import Any
 
 import chex
 
 from podrl.envs import joints, spaces
 from podrl.messages import suggest
-from podrl.types import Array, DeviceEnv, Discrete, EnvSpec, Tree
+from podrl.types import Array, DeviceEnv, Discrete, Tree
 
-PACKAGE = 'navix'
 _MAX_STEPS = 100  # The default of `navix.make`.
 # The number of categories of each channel of an observation. The channels are
 # entities, colours, and states or directions.
@@ -18,15 +16,10 @@ _SIZES = {'symbolic': (11, 6, 4), 'categorical': (11,), 'rgb': ()}
 
 
 def names() -> list[str]:
-  """Returns the registered environments, without importing navix."""
+  """See `Suite.names`."""
   return spaces.names_in(
-    PACKAGE, 'environments/*.py', r'register_env\(\s*"(Navix-[^"]+)"'
+    'navix', 'environments/*.py', r'register_env\(\s*"(Navix-[^"]+)"'
   )
-
-
-def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
-  return make(name, **options).spec
 
 
 def make(
@@ -46,7 +39,8 @@ def make(
     max_steps: the number of steps after which an episode is truncated.
     **options: there are no others.
   """
-  navix = spaces.import_library(sys.modules[__name__], name)
+  import navix
+
   spaces.check_options(name, options, ('observation', 'max_steps'))
   kinds = [x + y for x in _SIZES for y in ('', '_first_person')]
   if observation not in kinds:
@@ -54,10 +48,7 @@ def make(
       f'env.options.observation={observation} is unknown; '
       f'{suggest(observation, kinds)}'
     )
-  if not 1 <= max_steps < 2**31:
-    raise ValueError(
-      f'env.options.max_steps={max_steps} must be between 1 and 2**31 - 1'
-    )
+  max_steps = spaces.check_limit('max_steps', max_steps)
   module = importlib.import_module('navix.observations')
   env = navix.make(
     name, max_steps=max_steps, observation_fn=getattr(module, observation)

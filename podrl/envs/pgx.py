@@ -1,6 +1,5 @@
 """The games of pgx as a `DeviceEnv`."""
 
-import sys
 from typing import Any
 
 import chex
@@ -8,25 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from podrl.envs import joints, spaces
-from podrl.types import Array, DeviceEnv, Discrete, EnvSpec, Masked, Tree
+from podrl.types import Array, DeviceEnv, Discrete, Masked, Tree
 
-PACKAGE = 'pgx'
+UNUSABLE = {'bridge_bidding': 'downloads results'}
 
 
 def names() -> list[str]:
-  """Returns the games, without importing pgx.
-
-  Bridge is missing, because it needs a file of results that is downloaded.
-  """
-  found = spaces.names_in(
-    PACKAGE, 'core.py', r'(?m)^(?:EnvId = Literal\[)?\s+"([\w-]+)",$'
+  """See `Suite.names`."""
+  return spaces.names_in(
+    'pgx', 'core.py', r'(?m)^(?:EnvId = Literal\[)?\s+"([\w-]+)",$'
   )
-  return [x for x in found if x != 'bridge_bidding']
-
-
-def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns the `EnvSpec` of a game; raises the errors of `make`."""
-  return make(name, **options).spec
 
 
 def make(name: str, **options: Any) -> DeviceEnv:
@@ -41,9 +31,10 @@ def make(name: str, **options: Any) -> DeviceEnv:
     name: the name in pgx, for example '2048'.
     **options: a game has none.
   """
-  library = spaces.import_library(sys.modules[__name__], name)
+  import pgx
+
   spaces.check_options(name, options, ())
-  env = library.make(name)
+  env = pgx.make(name)
 
   def let_others_act(
     rng_key: chex.PRNGKey, state: Any, reward: Array

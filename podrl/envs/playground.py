@@ -1,27 +1,21 @@
 """MuJoCo Playground's environments as a `DeviceEnv`."""
 
-import sys
 from typing import Any
 
 from podrl.envs import brax, spaces
-from podrl.types import DeviceEnv, EnvSpec
-
-PACKAGE = 'mujoco_playground'
+from podrl.types import DeviceEnv
 
 
 def names() -> list[str]:
-  """Returns the tasks of the DeepMind Control Suite, without importing any.
+  """See `Suite.names`; only the tasks of the DeepMind Control Suite.
 
-  The other tasks are missing, because the library clones a repository for them.
+  The library clones a repository for the others.
   """
   return spaces.names_in(
-    PACKAGE, '_src/dm_control_suite/__init__.py', r'(?m)^    "(\w+)": [a-z]'
+    'mujoco_playground',
+    '_src/dm_control_suite/__init__.py',
+    r'(?m)^    "(\w+)": [a-z]',
   )
-
-
-def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
-  return make(name, **options).spec
 
 
 def make(name: str, *, episode_length: int = 0, **options: Any) -> DeviceEnv:
@@ -34,11 +28,12 @@ def make(name: str, *, episode_length: int = 0, **options: Any) -> DeviceEnv:
     **options: fields of the environment's configuration, for example
       `sim_dt=0.005`.
   """
-  library = spaces.import_library(sys.modules[__name__], name)
-  config = library.registry.get_default_config(name)
+  from mujoco_playground import registry
+
+  config = registry.get_default_config(name)
   known = {k: x for k, x in config.items() if isinstance(x, bool | int | float)}
   spaces.check_options(name, options, known)
   overrides = {**options, 'impl': 'jax'}  # The default needs CUDA.
-  env = library.registry.load(name, config_overrides=overrides)
+  env = registry.load(name, config_overrides=overrides)
   length = episode_length or int(config.episode_length)
   return brax.from_brax(env, env.action_size, length)

@@ -1,6 +1,12 @@
 """Functions for spaces, names and options that several adapters use."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Mapping,
+  Sequence,
+)
 import functools
 import importlib
 import importlib.util
@@ -226,27 +232,41 @@ def names_in(package: str, file: str, pattern: str) -> list[str]:
   return sorted({x for text in texts for x in re.findall(pattern, text)})
 
 
-def import_library(suite: Any, name: str) -> Any:
-  """Imports the library of an adapter that makes the environment `name`.
-
-  A library that is not installed, or a name that it lacks, is a ValueError.
+def replace_numbers(name: str, params: Any, options: Mapping[str, Any]) -> Any:
+  """Replaces numbers in a library's parameters by a user's options.
 
   Args:
-    suite: the adapter, a module with `PACKAGE` and `names`.
+    params: a dataclass with a method `replace`.
+
+  Raises:
+    ValueError: if a field is unknown, or if it or its new value is no number.
   """
-  short = suite.__name__.rpartition('.')[2]
-  if importlib.util.find_spec(suite.PACKAGE) is None:
+  check_options(name, options, vars(params))
+  for key, value in options.items():
+    default, option = getattr(params, key), f'env.options.{key}={value!r}'
+    if not isinstance(value, int | float) or np.ndim(default):
+      raise ValueError(
+        f'{option} cannot be set: this value or the default, {default}, is '
+        'not a number'
+      )
+    if not abs(value) < 2**31:
+      raise ValueError(f'{option} must be between -2**31 and 2**31')
+  return params.replace(**options)
+
+
+def check_limit(option: str, num_steps: float) -> int:
+  """Returns the time limit of an episode; one below 1 is a ValueError."""
+  if not 1 <= num_steps < 2**31:
     raise ValueError(
-      f'env.suite={short} is not installed; install it with: pip install '
-      f"'podrl[{short}]'"
+      f'env.options.{option}={num_steps} must be at least 1 and below 2**31'
     )
-  known = suite.names()
-  if name not in known:
-    raise ValueError(
-      f'env.name={name} is not an environment of {short}; '
-      f'{suggest(name, known)}'
-    )
-  return importlib.import_module(suite.PACKAGE)
+  return int(num_steps)
+
+
+def box(space: Any, low: Any, high: Any) -> Box:
+  """Converts a box whose bounds may be numbers."""
+  bounds = [np.broadcast_to(np.float32(x), space.shape) for x in (low, high)]
+  return Box(tuple(space.shape), *bounds)
 
 
 def device_spec(
@@ -256,6 +276,9 @@ def device_spec(
   observe: Callable[[Tree], Tree] = lambda obs: obs,
 ) -> EnvSpec:
   """Describes an environment whose functions are written in JAX.
+
+  The observation is that of `reset`: some libraries return dtypes that differ
+  from those of their spaces.
 
   Args:
     reset: see `joints.make_device_env`.

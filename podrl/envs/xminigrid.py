@@ -1,34 +1,23 @@
 """XLand-MiniGrid as a `DeviceEnv`."""
 
-import importlib
-import sys
 from typing import Any
 
 import chex
 
 from podrl.envs import joints, spaces
-from podrl.types import Array, DeviceEnv, Discrete, EnvSpec, Tree
-
-PACKAGE = 'xminigrid'
+from podrl.types import Array, DeviceEnv, Discrete, Tree
 
 
 def names() -> list[str]:
-  """Returns the registered environments, without importing xminigrid."""
+  """See `Suite.names`."""
   return spaces.names_in(
-    PACKAGE,
-    '__init__.py',
-    r'(?m)^register\(\s*id="([^"]+)"',
+    'xminigrid', '__init__.py', r'(?m)^register\(\s*id="([^"]+)"'
   )
 
 
 def needs_memory(name: str) -> bool:
   """See `Suite.needs_memory`."""
   return 'Memory' in name
-
-
-def make_spec(name: str, **options: Any) -> EnvSpec:
-  """Returns the `EnvSpec` of an environment; raises the errors of `make`."""
-  return make(name, **options).spec
 
 
 def make(name: str, **options: Any) -> DeviceEnv:
@@ -43,17 +32,17 @@ def make(name: str, **options: Any) -> DeviceEnv:
     A `DeviceEnv`; each cell of the view is a bool one-hot vector of the tile,
     followed by one of the colour.
   """
-  library = spaces.import_library(sys.modules[__name__], name)
-  constants = importlib.import_module('xminigrid.core.constants')
-  env, params = library.make(name)
-  known = {k: x for k, x in vars(params).items() if isinstance(x, int)}
-  spaces.check_options(name, options, known)
+  import xminigrid
+  from xminigrid.core import constants
+
+  env: Any
+  env, params = xminigrid.make(name)
   for key, value in options.items():
-    if not isinstance(value, int) or not 1 <= value < 2**31:
+    if not isinstance(value, int) or value < 1:
       raise ValueError(
         f'env.options.{key}={value!r} must be a whole number, 1 or more'
       )
-  params = params.replace(**options)
+  params = spaces.replace_numbers(name, params, options)
   if params.view_size % 2 == 0:
     raise ValueError(f'env.options.view_size={params.view_size} must be odd')
   sizes = constants.NUM_TILES, constants.NUM_COLORS

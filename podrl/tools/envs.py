@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from podrl import tools
-from podrl.envs import EXTRAS, SUITES, similar_names
+from podrl.envs import SUITES, similar_names
 
 
 def _act(words: list[str], values: flags.FlagValues) -> None:
@@ -30,7 +30,7 @@ def _act(words: list[str], values: flags.FlagValues) -> None:
       f'no name contains {word}; similar names: {similar_names(word)}'
     )
   for suite, names in found.items():
-    if not SUITES[suite].names() and suite in EXTRAS:
+    if not SUITES[suite].is_installed():
       print(f"{suite}: not installed; pip install 'podrl[{suite}]'")
       continue
     architecture = SUITES[suite].architecture.capitalize()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from podrl.envs import functions
+from podrl.envs import SUITES, functions
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def wrong():
 def test_an_option_is_an_argument_of_the_function(module):
   import jax
 
-  assert functions.make_spec('counting_envs:count').max_episode_steps == 4
+  assert SUITES['jax'].make_spec('counting_envs:count').max_episode_steps == 4
   env = functions.make('counting_envs:count', length=2)
   state, _ = env.reset(jax.random.split(jax.random.key(0), 3))
   steps = []

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from podrl.envs import SUITES
 from podrl.envs import gymnax as adapter
 from podrl.types import Box, Discrete
 
@@ -177,7 +178,7 @@ def test_spaces():
 )
 def test_mistakes_are_named(name, options, message):
   with pytest.raises(ValueError, match=message):
-    adapter.make(name, **options)
+    SUITES['gymnax'].make(name, **options)
 
 
 def test_gymnax_imports_its_drawing_libraries_when_it_draws():

@@ -17,15 +17,6 @@ import pytest
 from podrl.envs import SUITES
 from podrl.types import Box, Discrete, Masked, MultiDiscrete
 
-_PACKAGES = {
-  'pgx': 'pgx',
-  'navix': 'navix',
-  'xminigrid': 'xminigrid',
-  'jumanji': 'jumanji',
-  'brax': 'brax',
-  'craftax': 'craftax',
-  'playground': 'mujoco_playground',
-}
 _ONE = {
   'pgx': 'minatar-breakout',
   'navix': 'Navix-Empty-5x5-v0',
@@ -35,6 +26,7 @@ _ONE = {
   'craftax': 'Craftax-Classic-Symbolic-v1',
   'playground': 'CartpoleBalance',
 }
+_PACKAGES = {**dict(zip(_ONE, _ONE)), 'playground': 'mujoco_playground'}
 
 
 @pytest.fixture(autouse=True)

@@ -46,8 +46,9 @@ def test_an_unknown_name_gets_near_names_of_all_suites(text, near):
 
 def test_the_names_of_gymnax_need_no_import():
   code = (
-    'import sys; from podrl.envs import gymnax; names = gymnax.names(); '
-    'assert "gymnax" not in sys.modules; print(*names)'
+    'import sys; from podrl.envs import SUITES; '
+    'names = SUITES["gymnax"].names(); assert "gymnax" not in sys.modules; '
+    'print(*names)'
   )
   outcome = subprocess.run(
     [sys.executable, '-c', code], capture_output=True, text=True, check=True
