@@ -190,11 +190,14 @@ class DeviceEnv(NamedTuple):
       after an episode's last step ignores the action and returns the first time
       step of the next episode, as in dm_env. `env_state` contains the keys for
       random numbers.
+    render: `(env_state[B]) -> uint8 [H, W, 3]`, draws the first environment, or
+      raises the library's error. It is None if the environment cannot be drawn.
   """
 
   spec: EnvSpec
   reset: Callable[[chex.PRNGKey], tuple[Tree, TimeStep]]
   step: Callable[[Tree, Array], tuple[Tree, TimeStep]]
+  render: Callable[[Tree], np.ndarray] | None = None
 
 
 class XlaEnv(NamedTuple):

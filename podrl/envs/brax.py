@@ -1,5 +1,7 @@
 """brax's environments as a `DeviceEnv`."""
 
+from collections.abc import Callable
+import functools
 from typing import Any
 
 import chex
@@ -10,6 +12,7 @@ from podrl.envs import joints, spaces
 from podrl.messages import suggest
 from podrl.types import Array, Box, DeviceEnv, Tree
 
+_PICTURE = 240, 320  # Height and width of a picture, in pixels.
 UNUSABLE = {'fast': 'is a dummy for measurements'}
 _BACKENDS = ('spring', 'generalized', 'positional', 'mjx')
 # The environments that lack 'spring', or that agents do not solve with it: PPO
@@ -52,16 +55,28 @@ def make(
       f'env.options.backend={backend} is unknown; {suggest(backend, _BACKENDS)}'
     )
   env = envs.get_environment(name, backend=backend)
-  return from_brax(env, env.action_size, episode_length)
+
+  def to_mujoco(state: Any) -> dict[str, Array]:
+    return {'qpos': state.pipeline_state.q, 'qvel': state.pipeline_state.qd}
+
+  return from_brax(env, env.sys.mj_model, to_mujoco, episode_length)
 
 
-def from_brax(env: Any, num_actions: int, episode_length: int) -> DeviceEnv:
+def from_brax(
+  env: Any,
+  mj_model: Any,
+  to_mujoco: Callable[[Any], dict[str, Array]],
+  episode_length: int,
+) -> DeviceEnv:
   """Makes a batch of environments that have the interface of brax's.
 
   Args:
-    num_actions: the size of an action; each number is from -1 to 1.
+    mj_model: MuJoCo's model, to draw.
+    to_mujoco: `(state) -> fields` of `mujoco.MjData`.
     episode_length: the number of steps after which an episode is truncated.
   """
+  import mujoco
+
   episode_length = spaces.check_limit('episode_length', episode_length)
 
   def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
@@ -77,7 +92,22 @@ def from_brax(env: Any, num_actions: int, episode_length: int) -> DeviceEnv:
     ends = new.done > 0, num_steps >= episode_length
     return new.obs, (new, num_steps), new.reward, *ends
 
-  high = np.ones(num_actions, np.float32)
-  action = Box((num_actions,), -high, high)
+  @functools.cache
+  def make_renderer() -> mujoco.Renderer:
+    return mujoco.Renderer(mj_model, *_PICTURE)
+
+  def render(env_state: Any) -> np.ndarray:
+    data = mujoco.MjData(mj_model)
+    for key, value in to_mujoco(env_state[0]).items():
+      setattr(data, key, value)
+    mujoco.mj_forward(mj_model, data)
+    renderer = make_renderer()
+    renderer.update_scene(data, 0 if mj_model.ncam else -1)
+    return renderer.render()
+
+  high = np.ones(env.action_size, np.float32)
+  action = Box(high.shape, -high, high)
   spec = spaces.device_spec(reset, action, episode_length)
-  return joints.make_device_env(spec, reset, step, reset_chunk=16)
+  return joints.make_device_env(
+    spec, reset, step, reset_chunk=16, render=render
+  )

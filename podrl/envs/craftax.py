@@ -1,11 +1,15 @@
 """Craftax as a `DeviceEnv`."""
 
+import importlib
 from typing import Any
 
 import chex
+import numpy as np
 
 from podrl.envs import joints, spaces
 from podrl.types import Array, DeviceEnv, Discrete, Tree
+
+_TILE = 16  # The side of a tile in a picture, in pixels.
 
 
 def names() -> list[str]:
@@ -41,6 +45,14 @@ def make(name: str, **options: Any) -> DeviceEnv:
     terminated = env.is_terminal(state, unlimited)
     return obs, state, reward, terminated, state.timestep >= max_steps
 
+  def render(state: Any) -> np.ndarray:
+    kind = 'craftax_classic' if 'Classic' in name else 'craftax'
+    renderer = importlib.import_module(f'craftax.{kind}.renderer')
+    draw = renderer.make_craftax_pixel_renderer(_TILE)
+    return np.asarray(draw(state), np.uint8)
+
   actions = Discrete(env.action_space(params).n)
   spec = spaces.device_spec(reset, actions, max_steps)
-  return joints.make_device_env(spec, reset, step, reset_chunk=16)
+  return joints.make_device_env(
+    spec, reset, step, reset_chunk=16, render=render
+  )

@@ -1,6 +1,7 @@
 """envpool environments as a `HostEnv`, which envpool's C++ threads step."""
 
 import ctypes
+import os
 import sys
 from typing import Any
 import warnings
@@ -134,11 +135,13 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
 
 
 def load_opengl() -> None:
-  """Lets MuJoCo's tasks draw on Linux; call this before importing envpool.
+  """Lets MuJoCo's tasks draw on Linux; call this before importing a suite.
 
-  To draw, MuJoCo looks for a loaded library with the name libEGL. envpool loads
-  libEGL under another name, so MuJoCo does not find it. If libEGL is loaded
-  after envpool, nothing initialises it. In both cases, MuJoCo ends the process.
+  To draw, envpool's MuJoCo looks for a loaded library with the name libEGL.
+  envpool loads libEGL under another name, so MuJoCo does not find it. If libEGL
+  is loaded after envpool, nothing initialises it. In both cases, MuJoCo ends
+  the process. The package `mujoco`, which other suites use, ends the process
+  too, if it looks for a window: MUJOCO_GL tells it not to.
   """
   global _can_mujoco_draw
   if sys.platform == 'linux' and 'envpool' not in sys.modules:
@@ -147,6 +150,7 @@ def load_opengl() -> None:
       _can_mujoco_draw = True
     except OSError:  # The library is not installed.
       pass
+    os.environ.setdefault('MUJOCO_GL', 'egl' if _can_mujoco_draw else 'disable')
 
 
 def make(

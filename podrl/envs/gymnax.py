@@ -10,6 +10,7 @@ from typing import Any
 
 import chex
 import jax
+import numpy as np
 
 from podrl.envs import joints, spaces
 from podrl.types import Array, Box, DeviceEnv, Discrete, Tree
@@ -25,6 +26,8 @@ _HIDDEN_STATE = frozenset(
   'MemoryChain-bsuite BernoulliBandit-misc GaussianBandit-misc '
   'MetaMaze-misc'.split()
 )
+# gymnax draws these itself, without any other package.
+_DRAWN = ('FourRooms-misc', 'MetaMaze-misc', 'PointRobot-misc')
 
 
 def _action_space(space: Any) -> Discrete | Box:
@@ -112,6 +115,20 @@ def make(name: str, **options: Any) -> DeviceEnv:
     truncated = env.is_truncated(env_state, params)
     return obs, env_state, reward, terminated, truncated
 
+  def render(env_state: Tree) -> np.ndarray:
+    from matplotlib import pyplot
+
+    pyplot.switch_backend('Agg')
+    figure, axes = env.render(jax.tree.map(np.asarray, env_state), params)
+    figure.set_size_inches(4.8, 4.8)
+    axes.set_position((0, 0, 1, 1))
+    figure.canvas.draw()
+    picture = np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
+    pyplot.close(figure)
+    return picture
+
   actions = _action_space(env.action_space(params))
   spec = spaces.device_spec(reset, actions, max_steps, observe)
-  return joints.make_device_env(spec, reset, step, observe)
+  return joints.make_device_env(
+    spec, reset, step, observe, render=render if name in _DRAWN else None
+  )

@@ -50,6 +50,7 @@ def make_device_env(
   observe: Callable[[Tree], Tree] = lambda obs: obs,
   *,
   reset_chunk: int = 0,
+  render: Callable[[Tree], np.ndarray] | None = None,
 ) -> DeviceEnv:
   """Builds a batch of environments from the functions of one environment.
 
@@ -66,6 +67,7 @@ def make_device_env(
       environment, and selects; this is fast where a reset is cheap. Otherwise,
       a loop resets only the environments whose episode has ended, so many at a
       time. Both give the same results.
+    render: `(env_state) -> uint8 [H, W, 3]`, draws an environment on the host.
   """
 
   def reset_one(rng_key: chex.PRNGKey) -> tuple[JointState, TimeStep]:
@@ -129,10 +131,15 @@ def make_device_env(
     results = obs, env_state, *others
     return jax.vmap(arrive, (0, 0, None))(state, results, ())
 
+  def render_first(state: JointState) -> np.ndarray:
+    assert render
+    return render(jax.tree.map(lambda x: x[0], state.env_state))
+
   return DeviceEnv(
     spec,
     jax.vmap(reset_one),
     step_batch if reset_chunk else jax.vmap(step_on_platform),
+    render_first if render else None,
   )
 
 

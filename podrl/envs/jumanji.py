@@ -122,8 +122,18 @@ def make(name: str, **options: Any) -> DeviceEnv:
       timestep.last() | ((num_steps >= max_steps) if max_steps else False),
     )
 
+  def render(env_state: Tree) -> np.ndarray:
+    from jumanji.viewer import MatplotlibViewer
+    from matplotlib import pyplot
+
+    pyplot.switch_backend('Agg')
+    fields = vars(env).values()
+    viewer = next(x for x in fields if isinstance(x, MatplotlibViewer))
+    viewer._display = viewer._display_rgb_array
+    return np.asarray(viewer.render(env_state[0]))[..., :3].copy()
+
   spec = spaces.device_spec(reset, action_space, max_steps)
-  return joints.make_device_env(spec, reset, step)
+  return joints.make_device_env(spec, reset, step, render=render)
 
 
 def _num_logits(space: Discrete | MultiDiscrete | Box) -> int:

@@ -1,9 +1,9 @@
 """MiniGrid in navix as a `DeviceEnv`."""
 
-import importlib
 from typing import Any
 
 import chex
+import numpy as np
 
 from podrl.envs import joints, spaces
 from podrl.messages import suggest
@@ -40,6 +40,7 @@ def make(
     **options: there are no others.
   """
   import navix
+  from navix import observations
 
   spaces.check_options(name, options, ('observation', 'max_steps'))
   kinds = [x + y for x in _SIZES for y in ('', '_first_person')]
@@ -49,9 +50,8 @@ def make(
       f'{suggest(observation, kinds)}'
     )
   max_steps = spaces.check_limit('max_steps', max_steps)
-  module = importlib.import_module('navix.observations')
   env = navix.make(
-    name, max_steps=max_steps, observation_fn=getattr(module, observation)
+    name, max_steps=max_steps, observation_fn=getattr(observations, observation)
   )
   sizes = _SIZES[observation.removesuffix('_first_person')]
 
@@ -74,6 +74,11 @@ def make(
     ends = new.is_termination(), new.is_truncation()
     return new.observation, new, new.reward, *ends
 
+  def render(timestep: Any) -> np.ndarray:
+    return np.asarray(observations.rgb(timestep.state))
+
   actions = Discrete(len(env.action_set))
   spec = spaces.device_spec(reset, actions, max_steps, observe)
-  return joints.make_device_env(spec, reset, step, observe, reset_chunk=16)
+  return joints.make_device_env(
+    spec, reset, step, observe, reset_chunk=16, render=render
+  )

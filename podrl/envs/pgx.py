@@ -1,14 +1,20 @@
 """The games of pgx as a `DeviceEnv`."""
 
+import io
+import os
+import re
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
+from PIL import Image
 
 from podrl.envs import joints, spaces
 from podrl.types import Array, DeviceEnv, Discrete, Masked, Tree
 
+_FONT = 'DejaVu Sans'
 UNUSABLE = {'bridge_bidding': 'downloads results'}
 
 
@@ -80,5 +86,19 @@ def make(name: str, **options: Any) -> DeviceEnv:
       state, reward = let_others_act(others_key, state, state.rewards[0])
     return observe(state), state, reward, state.terminated, state.truncated
 
+  def render(state: Any) -> np.ndarray:
+    import matplotlib
+    import resvg_py
+
+    # The machine may lack the fonts that pgx names; matplotlib brings one.
+    svg = re.sub(
+      'font-family="[^"]*"', f'font-family="{_FONT}"', state.to_svg()
+    )
+    fonts = os.path.join(matplotlib.get_data_path(), 'fonts', 'ttf')
+    png = resvg_py.svg_to_bytes(svg_string=svg, dpi=96, font_dirs=[fonts])
+    return np.asarray(Image.open(io.BytesIO(bytes(png))).convert('RGB'))
+
   spec = spaces.device_spec(reset, Discrete(env.num_actions), 0)
-  return joints.make_device_env(spec, reset, step, reset_chunk=16)
+  return joints.make_device_env(
+    spec, reset, step, reset_chunk=16, render=render
+  )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from podrl.envs import brax, spaces
-from podrl.types import DeviceEnv
+from podrl.types import Array, DeviceEnv
 
 
 def names() -> list[str]:
@@ -36,4 +36,9 @@ def make(name: str, *, episode_length: int = 0, **options: Any) -> DeviceEnv:
   overrides = {**options, 'impl': 'jax'}  # The default needs CUDA.
   env = registry.load(name, config_overrides=overrides)
   length = episode_length or int(config.episode_length)
-  return brax.from_brax(env, env.action_size, length)
+
+  def to_mujoco(state: Any) -> dict[str, Array]:
+    names = ('qpos', 'qvel', 'mocap_pos', 'mocap_quat')
+    return {name: getattr(state.data, name) for name in names}
+
+  return brax.from_brax(env, env.mj_model, to_mujoco, length)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import chex
+import numpy as np
 
 from podrl.envs import joints, spaces
 from podrl.types import Array, DeviceEnv, Discrete, Tree
@@ -62,6 +63,12 @@ def make(name: str, **options: Any) -> DeviceEnv:
     ends = new.discount == 0, new.last()
     return new.observation, new, new.reward, *ends
 
+  def render(timestep: Any) -> np.ndarray:
+    drawn = params.replace(render_mode='rgb_array')
+    return np.asarray(env.render(drawn, timestep))
+
   actions = Discrete(env.num_actions(params))
   spec = spaces.device_spec(reset, actions, params.max_steps, observe)
-  return joints.make_device_env(spec, reset, step, observe, reset_chunk=16)
+  return joints.make_device_env(
+    spec, reset, step, observe, reset_chunk=16, render=render
+  )

@@ -30,8 +30,6 @@ from podrl.messages import one_line
 from podrl.run import build, policy
 from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree, Variables
 
-# gymnax draws these tasks itself, without any other package.
-_DRAWN_BY_GYMNAX = ('FourRooms-misc', 'MetaMaze-misc', 'PointRobot-misc')
 _MAX_PICTURES = 600  # A file has at most about this many pictures.
 _MAX_FPS = 25  # More frames per second make the file larger, not better.
 _MIN_SIDE, _MAX_SIDE = 240, 320  # Pictures are scaled to about this size.
@@ -141,7 +139,7 @@ def _make_env(
 def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
   """Makes a JAX environment, with the interface of a host environment."""
   env = build.make_env(config)
-  reset, step = jax.jit(env.reset), jax.jit(env.step)
+  reset, step, draw = jax.jit(env.reset), jax.jit(env.step), env.render
   state: Any = None
 
   def keep(stepped: tuple[Any, TimeStep]) -> TimeStep:
@@ -149,31 +147,12 @@ def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
     state, timestep = stepped
     return timestep
 
-  def render() -> np.ndarray:
-    import gymnax
-    import matplotlib
-
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
-
-    library_env, params = gymnax.make(config.env.name)
-    env_state = jax.tree.map(lambda x: np.asarray(x[0]), state.env_state)
-    figure, axes = library_env.render(
-      env_state, params.replace(**config.env.options)
-    )
-    figure.set_size_inches(4.8, 4.8)
-    axes.set_position((0, 0, 1, 1))
-    figure.canvas.draw()
-    picture = np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
-    pyplot.close(figure)
-    return picture
-
   return HostEnv(
     env.spec._replace(observe=lambda obs: obs),
     reset=lambda: keep(reset(reset_keys)),
     step=lambda action: keep(step(state, action)),
     close=lambda: None,
-    render=render if config.env.name in _DRAWN_BY_GYMNAX else None,
+    render=(lambda: draw(state)) if draw else None,
   )
 
 

@@ -4,6 +4,7 @@ A test is skipped where its suite is not installed; the extra `suites` brings
 all.
 """
 
+import ctypes.util
 import importlib
 import subprocess
 import sys
@@ -241,3 +242,30 @@ def test_the_others_play_legally_between_the_agents_turns():
     going = np.asarray(steps.discount) == 1
     assert np.all(np.isin((theirs - mine)[going], (0, 1)))
   assert np.any(total > 0) and np.any(total < 0)
+
+
+_DRAWS = """
+import sys, jax, numpy as np
+from podrl.envs import SUITES, envpool
+envpool.load_opengl()
+env = SUITES[sys.argv[1]].make(sys.argv[2])
+state, _ = env.reset(jax.random.split(jax.random.key(1), 2))
+pictures = [env.render(state)]
+shape = getattr(env.spec.action, 'shape', ())
+dtype = np.float32 if shape else np.int32
+for action in range(4):
+  state, _ = env.step(state, np.full((2, *shape), action, dtype))
+  pictures.append(env.render(state))
+assert all(x.dtype == np.uint8 and x.shape[2] == 3 for x in pictures)
+assert len({x.shape for x in pictures}) == 1
+assert len({x.tobytes() for x in pictures}) > 1
+"""
+
+
+@pytest.mark.parametrize('suite', _PACKAGES)
+def test_a_suite_draws_its_environments(suite):
+  pytest.importorskip(_PACKAGES[suite])
+  if suite in ('brax', 'playground') and not ctypes.util.find_library('EGL'):
+    pytest.skip('MuJoCo needs libEGL to draw')
+  command = [sys.executable, '-c', _DRAWS, suite, _ONE[suite]]
+  subprocess.run(command, check=True)
