@@ -1,10 +1,11 @@
 """The suites: a table of environment libraries, with one file for each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import importlib.util
 import itertools
 import os
 import sys
+import types
 from typing import Any, NamedTuple
 
 from podrl.envs import (
@@ -40,6 +41,7 @@ class Suite(NamedTuple):
     names: `() -> list[str]`, the names that `make` accepts; imports no library
       that is written in JAX, and returns none if `is_installed` is false.
     package: the distribution of the library; a run records its version.
+    unusable: maps environments that `names` lacks to the reason.
     is_installed: `() -> bool`; if not, the extra of the suite's name brings it.
     training_options: options that evaluation does not use, because they change
       the return of an episode.
@@ -56,6 +58,7 @@ class Suite(NamedTuple):
   make_spec: Callable[..., EnvSpec]
   names: Callable[[], list[str]]
   package: str
+  unusable: Mapping[str, str] = types.MappingProxyType({})
   is_installed: Callable[[], bool] = lambda: True
   training_options: tuple[str, ...] = ()
   has_env_threads: bool = False
@@ -107,7 +110,14 @@ def _device_suite(module: Any, package: str = '', **fields: Any) -> Suite:
     return module.make(name, **options)
 
   return Suite(
-    'anakin', make, _spec_of(make), names, suite, is_installed, **fields
+    'anakin',
+    make,
+    _spec_of(make),
+    names,
+    suite,
+    unusable,
+    is_installed,
+    **fields,
   )
 
 

@@ -1,19 +1,22 @@
-"""Every single-agent task of gymnax and envpool trains, given only its name.
+"""Every single-agent task trains, given only its name.
+
+gymnasium's tasks are those of envpool and what the user's modules register.
 
 The slow tests write docs/coverage.csv: a row for each task, with its outcome.
 """
 
+import collections
 import csv
 import fcntl
 import json
 import pathlib
 
 import envpool
-import gymnax
 import helpers
 import jax
 import pytest
 
+from podrl.envs import SUITES
 from podrl.run import build, train
 from podrl.types import Box
 
@@ -47,8 +50,6 @@ def _exemption(task):
     return "runs the user's own scenario file"
   if family == 'vizdoom':  # Some tasks pass at times.
     return 'at times envpool hangs or crashes while it makes one'
-  if name == 'MNISTBandit-bsuite':
-    return 'downloads a data set when made'
   return ''
 
 
@@ -57,19 +58,36 @@ _ENVPOOL = [
   for x in sorted(envpool.list_all_envs())
   if not _has_players(x)
 ]
-_GYMNAX = [
-  ('gymnax', x.rpartition('-')[2], x) for x in sorted(gymnax.registered_envs)
+# The suites in JAX that are installed; the extra `suites` installs them all.
+_JAX_SUITES = {
+  suite: row
+  for suite, row in SUITES.items()
+  if row.architecture == 'anakin' and row.names()
+}
+_JAX = [
+  (suite, x.rpartition('-')[2] if suite == 'gymnax' else '', x)
+  for suite, row in _JAX_SUITES.items()
+  for x in row.names()
 ]
-_EXEMPT = {x: _exemption(x) for x in _ENVPOOL + _GYMNAX if _exemption(x)}
-_RUN = [x for x in _ENVPOOL + _GYMNAX if x not in _EXEMPT]
+_EXEMPT = {x: _exemption(x) for x in _ENVPOOL if _exemption(x)} | {
+  (suite, 'bsuite' if suite == 'gymnax' else '', x): reason
+  for suite, row in _JAX_SUITES.items()
+  for x, reason in row.unusable.items()
+}
+_RUN = [x for x in _ENVPOOL + _JAX if x not in _EXEMPT]
 
 
 def test_how_many_there_are():
-  # envpool 1.2.5 and gymnax 1.0.1 have these; later versions may have more.
-  assert len(_ENVPOOL) >= 1629 and len(_GYMNAX) >= 26
-  # Procgen has 50 exempt tasks, Sudoku 4, VizDoom 21, and gymnax 1.
-  assert len(_EXEMPT) == 50 + 4 + 21 + 1
-  assert len(_EXEMPT) - 1 < 0.05 * len(_ENVPOOL)
+  # The versions of November 2026 have these; later ones may have more.
+  least = {'gymnax': 25, 'pgx': 20, 'navix': 41, 'xminigrid': 44}
+  least |= {'jumanji': 25, 'brax': 11, 'craftax': 4, 'playground': 25}
+  found = collections.Counter(suite for suite, *_ in _RUN)
+  assert all(found[suite] >= least[suite] for suite in _JAX_SUITES)
+  # Procgen has 50 exempt tasks, Sudoku 4, and VizDoom 21.
+  exempt = collections.Counter(suite for suite, *_ in _EXEMPT)
+  assert exempt['envpool'] == 50 + 4 + 21
+  assert found['envpool'] + exempt['envpool'] >= 1629
+  assert exempt.total() <= 0.05 * found.total()
 
 
 def _read_table():
@@ -150,6 +168,7 @@ def test_three_updates(task, tmp_path, monkeypatch):
     f'{experiment}.py',
     f'--workdir={tmp_path / "run"}',
     '--agent=impala',
+    f'--config.env.suite={suite}',
     f'--config.env.name={name}',
     *_TINY,
     *(_TINY_HOST if is_host else ()),
@@ -161,8 +180,9 @@ def test_three_updates(task, tmp_path, monkeypatch):
     return configs[0]
 
   _note(*task, '', '', 'failed')  # This row remains after a crash.
-  # gymnax's Swimmer adds arrays of different ranks.
-  with jax.numpy_rank_promotion('allow' if name == 'Swimmer-misc' else 'raise'):
+  # Most suites add arrays of different ranks, and so does gymnax's Swimmer.
+  is_strict = suite in ('envpool', 'gymnax') and name != 'Swimmer-misc'
+  with jax.numpy_rank_promotion('raise' if is_strict else 'allow'):
     assert train.run(get_config, argv) == 0
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 3 and summary['eval_episodes'] == 1
