@@ -49,6 +49,10 @@ class Suite(NamedTuple):
       actor; if not, `make` ignores `num_threads`.
     needs_memory: `(name) -> bool`, whether only a policy with a memory can
       solve the environment.
+    has_large_rewards: `(name) -> bool`, whether rewards are far above 1, so
+      that agents learn better from normalised ones.
+    policy_options: options that name a run. `make` gets its policy instead, as
+      a function `(rng_key, obs) -> action` of one observation.
     small_options: `(name) -> options` that make large images small enough for
       a machine without an accelerator.
   """
@@ -63,6 +67,8 @@ class Suite(NamedTuple):
   training_options: tuple[str, ...] = ()
   has_env_threads: bool = False
   needs_memory: Callable[[str], bool] = lambda name: False
+  has_large_rewards: Callable[[str], bool] = lambda name: False
+  policy_options: tuple[str, ...] = ()
   small_options: Callable[[str], dict[str, Any]] = lambda name: {}
 
 
@@ -136,10 +142,14 @@ SUITES = {
     small_options=envpool.small_options,
   ),
   'gymnasium': _host_suite(gymnasium, training_options=_INCOMPARABLE),
-  'pgx': _device_suite(pgx),
+  'pgx': _device_suite(
+    pgx, has_large_rewards=pgx.has_large_rewards, policy_options=('opponent',)
+  ),
   'navix': _device_suite(navix),
   'xminigrid': _device_suite(xminigrid, needs_memory=xminigrid.needs_memory),
-  'jumanji': _device_suite(jumanji),
+  'jumanji': _device_suite(
+    jumanji, has_large_rewards=jumanji.has_large_rewards
+  ),
   'brax': _device_suite(brax),
   'craftax': _device_suite(craftax),
   'playground': _device_suite(playground, 'mujoco_playground'),

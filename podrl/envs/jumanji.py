@@ -29,6 +29,11 @@ def names() -> list[str]:
   return spaces.names_in('jumanji', '__init__.py', r'register\(\s*id="([^"]+)"')
 
 
+def has_large_rewards(name: str) -> bool:
+  """See `Suite.has_large_rewards`."""
+  return name.startswith('Game2048')
+
+
 def _action_space(
   space: Any, mask_shape: tuple[int, ...] | None
 ) -> tuple[Discrete | MultiDiscrete | Box, bool]:

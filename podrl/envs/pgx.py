@@ -1,5 +1,6 @@
 """The games of pgx as a `DeviceEnv`."""
 
+from collections.abc import Callable
 import io
 import os
 import re
@@ -15,7 +16,15 @@ from podrl.envs import joints, spaces
 from podrl.types import Array, DeviceEnv, Discrete, Masked, Tree
 
 _FONT = 'DejaVu Sans'
+# `(rng_key, obs) -> action`, for one player's observation.
+Opponent = Callable[[chex.PRNGKey, Masked], Array]
+
 UNUSABLE = {'bridge_bidding': 'downloads results'}
+
+
+def _choose_at_random(rng_key: chex.PRNGKey, obs: Masked) -> Array:
+  logits = jnp.where(obs.action_mask, 0.0, -jnp.inf)
+  return jax.random.categorical(rng_key, logits)
 
 
 def names() -> list[str]:
@@ -25,22 +34,34 @@ def names() -> list[str]:
   )
 
 
-def make(name: str, **options: Any) -> DeviceEnv:
+def has_large_rewards(name: str) -> bool:
+  """See `Suite.has_large_rewards`."""
+  return name == '2048'
+
+
+def make(
+  name: str, *, opponent: Opponent | None = None, **options: Any
+) -> DeviceEnv:
   """Makes a batch of games.
 
-  The agent is player 0. If a game has several players, the others choose legal
-  actions at random; a step of the environment includes their turns, and the
-  reward is the agent's sum. pgx itself draws who begins. An observation is
-  `Masked`, because an illegal action would lose the game. No game is truncated.
+  The agent is player 0. If a game has several players, a step of the
+  environment includes the turns of the others, and the reward is the agent's
+  sum. pgx itself draws who begins. An observation is `Masked`, because an
+  illegal action would lose the game. No game is truncated.
 
   Args:
     name: the name in pgx, for example '2048'.
-    **options: a game has none.
+    opponent: chooses the actions of the other players; the default is a random
+      legal action.
+    **options: there are no others.
   """
   import pgx
 
-  spaces.check_options(name, options, ())
   env = pgx.make(name)
+  known = ('opponent',) if env.num_players > 1 else ()
+  given = {'opponent': opponent} if opponent else {}
+  spaces.check_options(name, {**options, **given}, known)
+  choose = opponent or _choose_at_random
 
   def let_others_act(
     rng_key: chex.PRNGKey, state: Any, reward: Array
@@ -48,8 +69,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
     def act(carry: Tree) -> Tree:
       rng_key, state, reward = carry
       rng_key, action_key, step_key = jax.random.split(rng_key, 3)
-      logits = jnp.where(state.legal_action_mask, 0.0, -jnp.inf)
-      action = jax.random.categorical(action_key, logits)
+      action = choose(action_key, observe(state, state.current_player))
       state = env.step(state, action, step_key)
       return rng_key, state, reward + state.rewards[0]
 
@@ -59,10 +79,10 @@ def make(name: str, **options: Any) -> DeviceEnv:
       (rng_key, state, reward),
     )[1:]
 
-  def observe(state: Any) -> Masked:
+  def observe(state: Any, player: Array) -> Masked:
     obs = state.observation  # That of the player whose turn it is.
     if env.num_players > 1:
-      obs = env.observe(state, jnp.int32(0))
+      obs = env._observe(state, player)  # `observe` would warn.
     return Masked(obs, state.legal_action_mask)
 
   def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
@@ -72,7 +92,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
       reset_key, others_key = jax.random.split(rng_key)
       state = env.init(reset_key)
       state, _ = let_others_act(others_key, state, jnp.float32(0))
-    return observe(state), state
+    return observe(state, jnp.int32(0)), state
 
   def step(
     rng_key: chex.PRNGKey, state: Any, action: Array
@@ -84,7 +104,8 @@ def make(name: str, **options: Any) -> DeviceEnv:
       own_key, others_key = jax.random.split(rng_key)
       state = env.step(state, action, own_key)
       state, reward = let_others_act(others_key, state, state.rewards[0])
-    return observe(state), state, reward, state.terminated, state.truncated
+    ends = state.terminated, state.truncated
+    return observe(state, jnp.int32(0)), state, reward, *ends
 
   def render(state: Any) -> np.ndarray:
     import matplotlib

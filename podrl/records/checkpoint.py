@@ -21,6 +21,7 @@ from typing import Any
 from absl import logging
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
@@ -380,3 +381,19 @@ def read_state(path: str, step: int, like: Tree) -> Tree:
   variables = variables._replace(hyperparams=ours.hyperparams)
   memory = _read_memory(path, step, learner_of(like).memory)
   return change_learner(state, variables=variables, memory=memory)
+
+
+def read_agent(
+  path: str, config: ConfigDict, seed: int | None, step: int, like: Variables
+) -> Variables:
+  """Reads the variables of one agent; see `read_variables`.
+
+  `workdir.find_agent` returns the first three arguments. If `seed` is None, the
+  result contains all agents of the run.
+  """
+  number = workdir.num_agents(config)
+  if number == 1 or seed is None:
+    return read_variables(path, step, like)
+  like = jax.tree.map(lambda x: x.update(shape=(number, *x.shape)), like)
+  variables = read_variables(path, step, like)
+  return jax.tree.map(lambda x: x[seed], variables)

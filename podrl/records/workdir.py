@@ -390,3 +390,35 @@ def restore_config(
         f'{path}/config.json has {name}={value!r}: {error}'
       ) from error
   return messages
+
+
+def find_agent(
+  path: str, seed: int | None = None
+) -> tuple[str, ConfigDict, int]:
+  """Returns a run's path and configuration, and the index of its agent.
+
+  Args:
+    path: a run, or `seed_N` in a run of several agents.
+    seed: index of the agent.
+
+  Raises:
+    ValueError: if there is no such agent, or `seed` is None for several agents.
+  """
+  path = os.path.normpath(path)
+  if parent := run_of_agent(path):
+    path, seed = parent, int(path.rpartition('_')[2])
+  config = read_config(path)
+  paths = [*agents(path, config)]
+  number = len(paths)
+  if seed is None and number > 1:
+    raise ValueError(
+      f'{path} has {number} agents; name one, for example {paths[0]}'
+    )
+  seed = seed or 0
+  if not 0 <= seed < number:
+    raise ValueError(
+      f'{path} has no agent {seed}; use a number from 0 to {number - 1}'
+    )
+  if is_series(config):
+    return find_agent(paths[seed])
+  return path, config, seed

@@ -1,8 +1,8 @@
 """Builds the objects of a run from its configuration."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -18,6 +18,7 @@ from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES, Suite, add_current_directory, add_to_path
+from podrl.records import checkpoint, workdir
 from podrl.records.workdir import agents, as_config, flatten, num_agents
 from podrl.run import devices, evaluation
 from podrl.run.config import check, check_choice, meta_params
@@ -104,12 +105,45 @@ def _suite(config: ConfigDict) -> Suite:
 
 def make_spec(config: ConfigDict) -> types.EnvSpec:
   """Makes the environment's spec; raises a ValueError for a user's mistake."""
-  return _suite(config).make_spec(config.env.name, **config.env.options)
+  suite = _suite(config)
+  options = _without(config.env.options, suite.policy_options)
+  return suite.make_spec(config.env.name, **options)
 
 
 def make_env(config: ConfigDict) -> types.DeviceEnv:
-  """Makes an Anakin run's environments; raises the errors of `make_spec`."""
-  return _suite(config).make(config.env.name, **config.env.options)
+  """Makes an Anakin run's environments; raises a user's mistake."""
+  suite = _suite(config)
+  options = dict(config.env.options)
+  for name in filter(options.get, suite.policy_options):
+    options[name] = _load_player(options[name], config)
+  return suite.make(config.env.name, **options)
+
+
+def _without(
+  options: Mapping[str, Any], omitted: Collection[str]
+) -> dict[str, Any]:
+  return {k: x for k, x in options.items() if k not in omitted}
+
+
+def _load_player(
+  path: str, config: ConfigDict
+) -> Callable[[chex.PRNGKey, types.Tree], types.Array]:
+  """Loads a policy that plays in an environment; see `Suite.policy_options`."""
+  own, _, agent, variables, _ = load_agent(str(path))
+  names = [f'{x.env.suite}:{x.env.name}' for x in (config, own)]
+  if names[0] != names[1]:
+    raise ValueError(f'{path} has learned {names[1]}, not {names[0]}')
+  variables = jax.tree.map(np.asarray, variables)  # For any device.
+  carry = agent.initial_carry(np.zeros(1, np.int32))
+  if jax.tree.leaves(carry):
+    raise ValueError(f'{path} has a policy with a memory, which cannot play')
+
+  def act(rng_key: chex.PRNGKey, obs: types.Tree) -> types.Array:
+    batch = types.TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(False))
+    batch = jax.tree.map(lambda x: x[None], batch)
+    return agent.act(variables, rng_key[None], batch, carry)[0][0]
+
+  return act
 
 
 def make_host_env(
@@ -128,7 +162,7 @@ def make_host_env(
   """
   suite = _suite(config)
   omitted = suite.training_options if evaluation else ()
-  options = {k: v for k, v in config.env.options.items() if k not in omitted}
+  options = _without(config.env.options, omitted)
   options |= {'num_threads': num_threads, 'render': render}
   return suite.make(config.env.name, num_envs, seed, **options)
 
@@ -238,6 +272,23 @@ def hyperparams(
   values['learning_rate'] = config.optimizer.learning_rate
   values['anneal_steps'] = max(1, num_sgd_steps)
   return {name: np.asarray(value, np.float32) for name, value in values.items()}
+
+
+def load_agent(
+  path: str, which: str = 'last', seed: int | None = None
+) -> tuple[ConfigDict, types.EnvSpec, types.Agent, types.Variables, int]:
+  """Loads the fields of a `Policy` from a run; see `podrl.load`."""
+  path, config, seed = workdir.find_agent(path, seed)
+  step = checkpoint.find(path, which)
+  spec = make_spec(config)
+  agent = make_agent(config, spec)
+  like = jax.eval_shape(agent.init, jax.random.key(0))
+  variables = checkpoint.read_agent(path, config, seed, step, like)
+  config = as_config([*agents(path, config).values()][seed])
+  # Schedules depend on the number of updates of the whole run.
+  num_updates = -(-config.total_env_steps // checkpoint.last_progress(path)[2])
+  values = hyperparams(config, agent, num_updates)
+  return config, spec, agent, variables._replace(hyperparams=values), step
 
 
 def _count_updates(config: ConfigDict, steps_per_update: int) -> int:

@@ -318,6 +318,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     'network.recurrent': 'gru',
     'unroll_length': 32,
   },
+  'large rewards': {'agent.normalize_reward': True},  # Added to another kind.
   'sparse image': {'network.name': 'mlp'},
   'small image': {
     'total_env_steps': 2_000_000,

@@ -41,6 +41,8 @@ def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
     found.append('continuous')
   if SUITES[task.suite].needs_memory(task.name):
     found.append('memory')
+  if SUITES[task.suite].has_large_rewards(task.name):
+    found.append('large rewards')
   return found
 
 

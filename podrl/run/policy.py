@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.drivers.limits import count
-from podrl.records import checkpoint, workdir
 from podrl.run import build
 from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree, Variables
 
@@ -138,67 +137,8 @@ class Policy:
     return act
 
 
-def find_agent(
-  path: str, seed: int | None = None
-) -> tuple[str, ConfigDict, int]:
-  """Returns a run's path and configuration, and the index of its agent.
-
-  Args:
-    path: a run, or `seed_N` in a run of several agents.
-    seed: index of the agent.
-
-  Raises:
-    ValueError: if there is no such agent, or `seed` is None for several agents.
-  """
-  path = os.path.normpath(path)
-  if parent := workdir.run_of_agent(path):
-    path, seed = parent, int(path.rpartition('_')[2])
-  config = workdir.read_config(path)
-  agents = workdir.agents(path, config)
-  paths, number = [*agents], len(agents)
-  if seed is None and number > 1:
-    raise ValueError(
-      f'{path} has {number} agents; name one, for example {paths[0]}'
-    )
-  seed = seed or 0
-  if not 0 <= seed < number:
-    raise ValueError(
-      f'{path} has no agent {seed}; use a number from 0 to {number - 1}'
-    )
-  if workdir.is_series(config):
-    return find_agent(paths[seed])
-  return path, config, seed
-
-
-def read_agent(
-  path: str, config: ConfigDict, seed: int | None, step: int, like: Variables
-) -> Variables:
-  """Reads the variables of one agent; see `checkpoint.read_variables`.
-
-  `find_agent` returns the first three arguments. If `seed` is None, the result
-  contains all agents of the run.
-  """
-  number = workdir.num_agents(config)
-  if number == 1 or seed is None:
-    return checkpoint.read_variables(path, step, like)
-  like = jax.tree.map(lambda x: x.update(shape=(number, *x.shape)), like)
-  variables = checkpoint.read_variables(path, step, like)
-  return jax.tree.map(lambda x: x[seed], variables)
-
-
 def load(
   path: str | os.PathLike, which: str = 'last', seed: int | None = None
 ) -> Policy:
   """Loads the policy of a run; see `podrl.load`."""
-  path, config, seed = find_agent(os.fspath(path), seed)
-  step = checkpoint.find(path, which)
-  spec = build.make_spec(config)
-  agent = build.make_agent(config, spec)
-  like = jax.eval_shape(agent.init, jax.random.key(0))
-  variables = read_agent(path, config, seed, step, like)
-  config = workdir.as_config([*workdir.agents(path, config).values()][seed])
-  # Schedules depend on the number of updates of the whole run.
-  num_updates = -(-config.total_env_steps // checkpoint.last_progress(path)[2])
-  hyperparams = build.hyperparams(config, agent, num_updates)
-  variables = variables._replace(hyperparams=hyperparams)
-  return Policy(config, spec, agent, variables, step)
+  return Policy(*build.load_agent(os.fspath(path), which, seed))

@@ -29,7 +29,7 @@ from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
-from podrl.run import build, policy
+from podrl.run import build
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
 from podrl.run.config import FIELDS, Files
@@ -252,7 +252,7 @@ def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
   """
   num_agents = workdir.num_agents(config)
   if num_agents == 1:
-    path, theirs, seed = policy.find_agent(path)
+    path, theirs, seed = workdir.find_agent(path)
   else:
     theirs, seed = workdir.read_config(path), None
     number = workdir.num_agents(theirs)
@@ -262,7 +262,9 @@ def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
         f'has {num_agents}; use config.num_seeds={number}'
       )
   try:
-    return policy.read_agent(path, theirs, seed, checkpoint.find(path), like)
+    return checkpoint.read_agent(
+      path, theirs, seed, checkpoint.find(path), like
+    )
   except checkpoint.IncompatibleError as error:
     there, here = (workdir.flatten(x.to_dict()) for x in (theirs, config))
     differing = [

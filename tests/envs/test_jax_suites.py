@@ -244,6 +244,44 @@ def test_the_others_play_legally_between_the_agents_turns():
   assert np.any(total > 0) and np.any(total < 0)
 
 
+def test_an_opponent_plays_from_its_own_side():
+  pytest.importorskip('pgx')
+
+  def choose(rng_key, obs):  # The first square, if the other has begun.
+    del rng_key
+    mine, theirs = jnp.sum(obs.obs, (0, 1))  # The planes of tic-tac-toe.
+    order = jnp.where(theirs > mine, jnp.arange(9), jnp.arange(9)[::-1])
+    return jnp.argmin(jnp.where(obs.action_mask, order, 9))
+
+  env = SUITES['pgx'].make('tic_tac_toe', opponent=choose)
+  state, steps = env.reset(jax.random.split(jax.random.key(0), 32))
+  begins = np.asarray(steps.obs.obs[..., 1]).sum((1, 2)) == 0
+  assert 0 < begins.sum() < 32
+  _, steps = env.step(state, jnp.full(32, 4))  # The middle.
+  theirs = np.asarray(steps.obs.obs[..., 1]).reshape(-1, 9)
+  assert np.all(theirs[begins] == np.eye(9)[0])
+  # Where the other begins, it takes the last two squares.
+  assert np.all(theirs[~begins] == np.eye(9)[7] + np.eye(9)[8])
+
+
+def test_a_saved_run_is_an_opponent(tmp_path, capsys):
+  pytest.importorskip('pgx')
+  argv = [
+    '--config.env.suite=pgx',
+    '--config.env.name=tic_tac_toe',
+    '--config.env.num_envs=8',
+    '--config.total_env_steps=1024',
+  ]
+  assert helpers.run(tmp_path / 'first', *argv) == 0
+  argv.append(f'--config.env.options.opponent={tmp_path / "first"}')
+  assert helpers.run(tmp_path / 'second', *argv) == 0
+  _, summary = helpers.read(tmp_path / 'second')
+  assert summary['exit'] == 'done'
+  argv[1] = '--config.env.name=connect_four'
+  assert helpers.run(tmp_path / 'third', *argv) != 0
+  assert 'has learned pgx:tic_tac_toe, not' in capsys.readouterr().err
+
+
 _DRAWS = """
 import sys, jax, numpy as np
 from podrl.envs import SUITES, envpool

@@ -184,7 +184,7 @@ def test_three_updates(task, tmp_path, monkeypatch):
   is_strict = suite in ('envpool', 'gymnax') and name != 'Swimmer-misc'
   with jax.numpy_rank_promotion('raise' if is_strict else 'allow'):
     assert train.run(get_config, argv) == 0
+    spec = build.make_spec(configs[0])
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 3 and summary['eval_episodes'] == 1
-  spec = build.make_spec(configs[0])
   _note(*task, *_describe(spec), 'passed')

@@ -46,6 +46,21 @@ def test_the_kind_follows_from_the_specification(suite, spec, expected):
 @pytest.mark.parametrize(
   'suite,name,expected',
   [
+    ('pgx', '2048', True),
+    ('pgx', 'minatar-breakout', False),
+    ('jumanji', 'Game2048-v1', True),
+    ('gymnax', 'Breakout-MinAtar', False),
+  ],
+)
+def test_large_rewards_are_normalised(suite, name, expected):
+  spec = _spec(_image(10, 10, 4, dtype=bool))
+  config = defaults.make_config(Task(suite, name), 'ppo', spec)
+  assert config.agent.normalize_reward == expected
+
+
+@pytest.mark.parametrize(
+  'suite,name,expected',
+  [
     ('gymnax', 'MemoryChain-bsuite', True),
     ('gymnax', 'UmbrellaChain-bsuite', False),
     ('envpool', 'MiniGrid-MemoryS7-v0', True),
