@@ -13,12 +13,14 @@ from podrl.messages import suggest
 from podrl.types import Array, Box, DeviceEnv, Tree
 
 _PICTURE = 240, 320  # Height and width of a picture, in pixels.
-UNUSABLE = {'fast': 'is a dummy for measurements'}
+UNUSABLE = {
+  'fast': 'is a dummy for measurements',
+  'swimmer': 'does not run with present versions of JAX',
+}
 _BACKENDS = ('spring', 'generalized', 'positional', 'mjx')
-# The environments that lack 'spring', or that agents do not solve with it: PPO
-# reached 205 of 1,000 on the inverted pendulum with it, and 1,000 with 'mjx'.
+# Agents do not solve these with 'spring': PPO reached 205 of 1,000 on the
+# inverted pendulum with it, and 1,000 with 'mjx'.
 _DEFAULTS = {
-  'swimmer': 'generalized',
   'inverted_pendulum': 'mjx',
   'inverted_double_pendulum': 'mjx',
 }
@@ -41,7 +43,7 @@ def make(
   Args:
     name: the registered name, for example 'ant'.
     backend: the physics: 'spring' is fast, and the default except for the
-      pendulums and the swimmer; 'generalized' is exact; 'mjx' is MuJoCo's.
+      pendulums; 'generalized' is exact; 'mjx' is MuJoCo's.
     episode_length: the number of steps after which an episode is truncated;
       brax's environments have no limit of their own.
     **options: there are no others.

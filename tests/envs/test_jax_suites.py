@@ -83,7 +83,7 @@ def _registered(suite):
   if suite == 'jumanji':
     return set(package.registered_environments()) - {'Sokoban-v0'}
   if suite == 'brax':
-    return set(importlib.import_module('brax.envs')._envs) - {'fast'}
+    return set(importlib.import_module('brax.envs')._envs) - {'fast', 'swimmer'}
   if suite == 'playground':
     return set(package.registry.dm_control_suite.ALL_ENVS)
   return {
