@@ -160,8 +160,14 @@ def device_map(
   """
   # check_vma=False: with the default, pmean(grad(...)) of replicated
   # parameters returns the sum of the per-device gradients.
+  # The inner `jit` keeps constants inside: with JAX 0.11.2, a constant without
+  # elements that enters `shard_map` from outside crashes the compiler.
   mapped = jax.shard_map(
-    function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    jax.jit(function),
+    mesh=mesh,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    check_vma=False,
   )
   return jax.jit(mapped, donate_argnums=donate)
 

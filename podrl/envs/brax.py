@@ -31,6 +31,11 @@ def names() -> list[str]:
   return spaces.names_in('brax', 'envs/__init__.py', r"(?m)^    '(\w+)': \w+\.")
 
 
+def default_backend(name: str) -> str:
+  """Returns the physics that `make` uses unless a user names another."""
+  return _DEFAULTS.get(name, 'spring')
+
+
 def make(
   name: str,
   *,
@@ -51,7 +56,7 @@ def make(
   from brax import envs
 
   spaces.check_options(name, options, ('backend', 'episode_length'))
-  backend = backend or _DEFAULTS.get(name, 'spring')
+  backend = backend or default_backend(name)
   if backend not in _BACKENDS:
     raise ValueError(
       f'env.options.backend={backend} is unknown; {suggest(backend, _BACKENDS)}'

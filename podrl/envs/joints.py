@@ -5,6 +5,7 @@ ignored, and it returns the first time step of the next episode, as in dm_env.
 """
 
 from collections.abc import Callable
+import functools
 import signal
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,7 +34,10 @@ class EnvironmentFailed(RuntimeError):
 class JointState(NamedTuple):
   """The state of one environment."""
 
-  env_state: Tree  # The state in the environment's library.
+  # The state in the environment's library. `()` replaces each array without
+  # elements: with JAX 0.11.2, several of them in the results of a program for
+  # several devices crash the compiler, and orbax does not save them.
+  env_state: Tree
   rng_key: chex.PRNGKey  # Fixed; each step folds `num_steps` into it.
   num_steps: Array  # Int32 `[]`, steps since the first reset, joints included.
   # Bool `[]`, whether the last step ended an episode. If true, the next step
@@ -70,9 +74,13 @@ def make_device_env(
     render: `(env_state) -> uint8 [H, W, 3]`, draws an environment on the host.
   """
 
+  @functools.cache
+  def shapes() -> Tree:
+    return jax.eval_shape(reset, jax.random.key(0))[1]
+
   def reset_one(rng_key: chex.PRNGKey) -> tuple[JointState, TimeStep]:
     reset_key, step_key = jax.random.split(rng_key)
-    obs, env_state = reset(reset_key)
+    obs, env_state = _without_empty(reset(reset_key))
     # Some leaves of the state are Python numbers.
     env_state = jax.tree.map(jnp.asarray, env_state)
     state = JointState(env_state, step_key, jnp.int32(0), jnp.bool(False))
@@ -85,10 +93,11 @@ def make_device_env(
     return jax.random.fold_in(state.rng_key, state.num_steps)
 
   def advance(state: JointState, action: Array) -> Tree:
-    return step(next_key(state), state.env_state, action)
+    env_state = _with_empty(state.env_state, shapes())
+    return _without_empty(step(next_key(state), env_state, action))
 
   def begin(state: JointState) -> Tree:
-    return reset(next_key(state))
+    return _without_empty(reset(next_key(state)))
 
   def arrive(
     state: JointState, results: Tree, begun: Tree
@@ -133,13 +142,27 @@ def make_device_env(
 
   def render_first(state: JointState) -> np.ndarray:
     assert render
-    return render(jax.tree.map(lambda x: x[0], state.env_state))
+    env_state = jax.tree.map(lambda x: x[0], state.env_state)
+    return render(_with_empty(env_state, shapes()))
 
   return DeviceEnv(
     spec,
     jax.vmap(reset_one),
     step_batch if reset_chunk else jax.vmap(step_on_platform),
     render_first if render else None,
+  )
+
+
+def _without_empty(tree: Tree) -> Tree:
+  """Replaces the arrays without elements by `()`."""
+  return jax.tree.map(lambda x: x if np.size(x) else (), tree)
+
+
+def _with_empty(tree: Tree, shapes: Tree) -> Tree:
+  """Reverses `_without_empty`; `shapes` describes the result."""
+  leaves = iter(jax.tree.leaves(tree))
+  return jax.tree.map(
+    lambda x: next(leaves) if x.size else jnp.zeros(x.shape, x.dtype), shapes
   )
 
 

@@ -9,7 +9,6 @@ from podrl.envs import joints, spaces
 from podrl.messages import suggest
 from podrl.types import Array, DeviceEnv, Discrete, Tree
 
-_MAX_STEPS = 100  # The default of `navix.make`.
 # The number of categories of each channel of an observation. The channels are
 # entities, colours, and states or directions.
 _SIZES = {'symbolic': (11, 6, 4), 'categorical': (11,), 'rgb': ()}
@@ -18,7 +17,7 @@ _SIZES = {'symbolic': (11, 6, 4), 'categorical': (11,), 'rgb': ()}
 def names() -> list[str]:
   """See `Suite.names`."""
   return spaces.names_in(
-    'navix', 'environments/*.py', r'register_env\(\s*"(Navix-[^"]+)"'
+    'navix', 'environments/*.py', r'register\w*\(\s*"(Navix-[^"]+)"'
   )
 
 
@@ -26,7 +25,7 @@ def make(
   name: str,
   *,
   observation: str = 'symbolic',
-  max_steps: int = _MAX_STEPS,
+  max_steps: int = 0,
   **options: Any,
 ) -> DeviceEnv:
   """Makes a batch of navix environments.
@@ -36,7 +35,8 @@ def make(
     observation: a function of `navix.observations`: 'symbolic' and
       'categorical' show the whole grid, as bool one-hot vectors of each cell;
       'rgb' is an image. With '_first_person', they show what the agent sees.
-    max_steps: the number of steps after which an episode is truncated.
+    max_steps: the number of steps after which an episode is truncated; 0 means
+      the library's default.
     **options: there are no others.
   """
   import navix
@@ -49,9 +49,11 @@ def make(
       f'env.options.observation={observation} is unknown; '
       f'{suggest(observation, kinds)}'
     )
-  max_steps = spaces.check_limit('max_steps', max_steps)
+  limit: dict[str, Any] = {}
+  if max_steps:
+    limit = {'max_steps': spaces.check_limit('max_steps', max_steps)}
   env = navix.make(
-    name, max_steps=max_steps, observation_fn=getattr(observations, observation)
+    name, observation_fn=getattr(observations, observation), **limit
   )
   sizes = _SIZES[observation.removesuffix('_first_person')]
 
@@ -78,7 +80,7 @@ def make(
     return np.asarray(observations.rgb(timestep.state))
 
   actions = Discrete(len(env.action_set))
-  spec = spaces.device_spec(reset, actions, max_steps, observe)
+  spec = spaces.device_spec(reset, actions, int(env.max_steps), observe)
   return joints.make_device_env(
     spec, reset, step, observe, reset_chunk=16, render=render
   )

@@ -68,11 +68,6 @@ def _describe(tree: Tree) -> dict[str, str]:
   }
 
 
-def _without_empty(tree: Tree) -> Tree:
-  """Leaves out the arrays without elements, which orbax does not save."""
-  return jax.tree.map(lambda x: x if x.size else (), tree)
-
-
 def _digests(directory: str) -> dict[str, str]:
   """Maps the relative path of each file in a subdirectory to its digest."""
   digests = {}
@@ -165,7 +160,7 @@ class Checkpoints:
         'arrays': _describe(variables),
         'memory': _describe(memory),
       }
-      others = _without_empty(change_learner(state, variables=()))
+      others = change_learner(state, variables=())
       items = {
         'variables': ocp.args.StandardSave(variables),
         'state': ocp.args.StandardSave(others),
@@ -372,10 +367,7 @@ def read_state(path: str, step: int, like: Tree) -> Tree:
     IncompatibleError: if the checkpoint has another memory.
   """
   others = change_learner(like, variables=(), memory=())
-  read = iter(
-    jax.tree.leaves(_read(path, step, 'state', _without_empty(others)))
-  )
-  state = jax.tree.map(lambda x: next(read) if x.size else x, others)
+  state = _read(path, step, 'state', others)
   ours = learner_of(like).variables
   variables = _read(path, step, 'variables', ours._replace(hyperparams={}))
   variables = variables._replace(hyperparams=ours.hyperparams)

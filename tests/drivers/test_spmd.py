@@ -34,6 +34,22 @@ def test_shards_are_split_on_the_batch():
   assert shapes == {(3, 2)}
 
 
+def test_a_constant_may_be_without_elements():
+  # JAX 0.11.2 crashes here if the constant enters `shard_map` from outside.
+  code = """
+jax.config.update("jax_num_cpu_devices", 2)
+none = jax.numpy.zeros(0)
+add = spmd.device_map(
+  lambda x: x + none.sum(),
+  spmd.make_mesh(jax.devices()),
+  (spmd.BATCH,),
+  spmd.BATCH,
+)
+print(add(jax.numpy.arange(4)).tolist())
+"""
+  assert _print_on_cpu(code) == '[0.0, 1.0, 2.0, 3.0]'
+
+
 def test_a_copy_outlives_the_donation_of_its_source():
   mesh = spmd.make_mesh(jax.devices()[:2])
   x = spmd.place(jnp.arange(4.0), mesh, spmd.REPLICATED)

@@ -119,6 +119,31 @@ def test_resets_in_chunks_are_the_same_resets(chunk):
   jax.tree.map(np.testing.assert_array_equal, *map(_data, results))
 
 
+def test_arrays_without_elements_are_not_in_the_state():
+  def reset(rng_key):
+    return jnp.int32(0), {'none': jnp.zeros((0, 3)), 'steps': jnp.int32(0)}
+
+  def step(rng_key, state, action):
+    del rng_key, action
+    assert state['none'].shape == (0, 3)
+    steps = state['steps'] + 1
+    return steps, {**state, 'steps': steps}, steps, False, steps == 3
+
+  def render(state):
+    return np.full((1, 1, 3), state['steps'] + state['none'].size, np.uint8)
+
+  for chunk in (0, 2):
+    env = joints.make_device_env(
+      _SPEC, reset, step, reset_chunk=chunk, render=render
+    )
+    state, _ = env.reset(jax.random.split(jax.random.key(0), 2))
+    for _ in range(2):
+      state, steps = jax.jit(env.step)(state, jnp.zeros(2, jnp.int32))
+    assert all(x.size for x in jax.tree.leaves(state))
+    np.testing.assert_array_equal(steps.obs, [2, 2])
+    np.testing.assert_array_equal(env.render(state), [[[2, 2, 2]]])
+
+
 def _data(tree):
   """Returns a tree with the numbers of its random keys."""
   return jax.tree.map(
