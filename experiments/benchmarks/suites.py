@@ -1,134 +1,161 @@
-"""Measures the cost of automatic resets; a benchmark, not a test.
+"""Compares podrl's resets with those of the suites; a benchmark, not a test.
 
-  python experiments/benchmarks/suites.py [--tasks=pgx:minatar-breakout,...]
+  python experiments/benchmarks/suites.py [--tasks=pgx:2048,brax:ant]
       [--num_envs=64] [--num_steps=256] [--repeats=7]
 
-For one environment of each suite, the program compares two compiled loops with
-random actions. One uses the suite's own functions and its own automatic reset,
-under `jax.vmap`. The other steps podrl's `DeviceEnv`. The loops run in turn. The
-program prints the median steps per second of each, and the median ratio. Above
-1, podrl is faster.
+For each task, the program measures two compiled loops with random actions. The
+first uses the suite's own functions, `jax.vmap` and the suite's own automatic
+reset. The second steps podrl's `DeviceEnv`, which also converts observations.
+The loops run in turn. The program prints the median steps per second of both,
+and the median ratio. Above 1, podrl is faster.
 """
 
 from collections.abc import Callable
 import itertools
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import app, flags
 import jax
-import jax.numpy as jnp
 
 from podrl.envs import SUITES, brax, find_task
 from podrl.types import Array, Box, Tree
 
-_DEFAULTS = [
-  'pgx:minatar-breakout',
-  'navix:Navix-Empty-8x8-v0',
-  'xminigrid:MiniGrid-Empty-8x8',
-  'jumanji:Snake-v1',
-  'brax:ant',
-  'craftax:Craftax-Classic-Symbolic-v1',
-  'playground:CartpoleBalance',
-]
-_TASKS = flags.DEFINE_list('tasks', _DEFAULTS, 'environments to measure')
+_TASKS = flags.DEFINE_list(
+  'tasks',
+  [
+    'pgx:minatar-breakout',
+    'navix:Navix-Empty-8x8-v0',
+    'xminigrid:MiniGrid-Empty-8x8',
+    'jumanji:Snake-v1',
+    'brax:ant',
+    'craftax:Craftax-Classic-Symbolic-v1',
+    'playground:CartpoleBalance',
+  ],
+  'SUITE:NAME of each environment; games of pgx must have one player',
+)
 _NUM_ENVS = flags.DEFINE_integer('num_envs', 64, 'number of environments', 1)
-_NUM_STEPS = flags.DEFINE_integer('num_steps', 256, 'steps of one repeat', 1)
+_NUM_STEPS = flags.DEFINE_integer('num_steps', 256, 'steps of a repeat', 1)
 _REPEATS = flags.DEFINE_integer('repeats', 7, 'number of repeats', 1)
 
-Step = Callable[[Tree, Array, Array], tuple[Tree, Tree]]
 
+class Loop(NamedTuple):
+  """A batch of environments that resets itself.
 
-def own_loop(suite: str, name: str) -> tuple[Callable[[Array], Tree], Step]:
-  """Returns the functions of a suite that resets its environments itself.
-
-  Returns:
-    `(rng_key[B]) -> state[B]` and `(state[B], action[B], rng_key[B]) ->
-    (state[B], outputs)`, where `outputs` is what a user reads.
+  Attributes:
+    reset: `(rng_key[B]) -> state[B]`.
+    step: `(state[B], action[B], rng_key[B]) -> (state[B], outputs)`. `outputs`
+      is what a user reads.
   """
-  if suite == 'pgx':
-    import pgx
-    from pgx.experimental import auto_reset
 
-    env: Any = pgx.make(name)
-    step = auto_reset(env.step, env.init)
+  reset: Callable[[Array], Tree]
+  step: Callable[[Tree, Array, Array], tuple[Tree, Tree]]
 
-    def step_pgx(state: Any, action: Array, key: Array) -> tuple[Tree, Tree]:
-      state = step(state, action, key)
-      return state, (state.observation, state.rewards, state.terminated)
 
-    return jax.vmap(env.init), jax.vmap(step_pgx)
-  if suite == 'navix':
-    import navix
+def pgx(name: str) -> Loop:
+  import pgx
+  from pgx.experimental import auto_reset
 
-    env = navix.make(name)
-    return jax.vmap(env.reset), _batch_step(
-      env.step, lambda x: (x.observation, x.reward, x.step_type)
-    )
-  if suite == 'xminigrid':
-    import xminigrid
-    from xminigrid.wrappers import GymAutoResetWrapper
+  env: Any = pgx.make(name)
+  advance = auto_reset(env.step, env.init)
 
-    env, params = xminigrid.make(name)
-    env = GymAutoResetWrapper(env)
-    return jax.vmap(lambda key: env.reset(params, key)), _batch_step(
-      lambda state, action: env.step(params, state, action),
-      lambda x: (x.observation, x.reward, x.discount),
-    )
-  if suite == 'jumanji':
-    import jumanji
-    from jumanji.wrappers import VmapAutoResetWrapper
+  def step(state: Any, action: Array, rng_key: Array) -> tuple[Tree, Tree]:
+    state = advance(state, action, rng_key)
+    return state, (state.observation, state.rewards, state.terminated)
 
-    env = VmapAutoResetWrapper(jumanji.make(name))
-    return lambda keys: env.reset(keys)[0], lambda state, action, key: env.step(
-      state, action
-    )
-  if suite == 'craftax':
-    from craftax import craftax_env
+  return Loop(jax.vmap(env.init), jax.vmap(step))
 
-    env = craftax_env.make_craftax_env_from_name(name, auto_reset=True)
 
-    def step_craftax(
-      state: Any, action: Array, key: Array
-    ) -> tuple[Tree, Tree]:
-      obs, state, *outputs, _ = env.step(key, state, action)
-      return state, (obs, *outputs)
+def navix(name: str) -> Loop:
+  import navix
 
-    return jax.vmap(lambda key: env.reset(key)[1]), jax.vmap(step_craftax)
-  if suite == 'brax':
-    from brax import envs
-    from brax.envs.wrappers import training
+  env = navix.make(name)
 
-    env = envs.get_environment(name, backend=brax.default_backend(name))
-    env = training.wrap(env, episode_length=1000)
-  else:
-    from mujoco_playground import registry, wrapper
+  def step(state: Any, action: Array, rng_key: Array) -> tuple[Tree, Tree]:
+    state = env.step(state, action)
+    return state, (state.observation, state.reward, state.step_type)
 
-    env = registry.load(name, config_overrides={'impl': 'jax'})
-    env = wrapper.wrap_for_brax_training(env)
-  # brax's wrappers accept only keys of the old kind.
-  return lambda keys: env.reset(jax.random.key_data(keys)), lambda state, action, key: _read(
-    env.step(state, action), lambda x: (x.obs, x.reward, x.done)
+  return Loop(jax.vmap(env.reset), jax.vmap(step))
+
+
+def xminigrid(name: str) -> Loop:
+  import xminigrid
+  from xminigrid import wrappers
+
+  env, params = xminigrid.make(name)
+  env = wrappers.GymAutoResetWrapper(env)
+
+  def step(state: Any, action: Array, rng_key: Array) -> tuple[Tree, Tree]:
+    state = env.step(params, state, action)
+    return state, (state.observation, state.reward, state.discount)
+
+  return Loop(jax.vmap(lambda key: env.reset(params, key)), jax.vmap(step))
+
+
+def jumanji(name: str) -> Loop:
+  import jumanji
+  from jumanji import wrappers
+
+  env = wrappers.AutoResetWrapper(jumanji.make(name))
+  return Loop(
+    jax.vmap(lambda rng_key: env.reset(rng_key)[0]),
+    jax.vmap(lambda state, action, rng_key: env.step(state, action)),
   )
 
 
-def _read(state: Any, outputs: Callable[[Any], Tree]) -> tuple[Any, Tree]:
-  return state, outputs(state)
+def craftax(name: str) -> Loop:
+  from craftax import craftax_env
+
+  env = craftax_env.make_craftax_env_from_name(name, auto_reset=True)
+
+  def step(state: Any, action: Array, rng_key: Array) -> tuple[Tree, Tree]:
+    obs, state, reward, done, _ = env.step(rng_key, state, action)
+    return state, (obs, reward, done)
+
+  return Loop(jax.vmap(lambda rng_key: env.reset(rng_key)[1]), jax.vmap(step))
 
 
-def _batch_step(
-  step: Callable[[Any, Array], Any], outputs: Callable[[Any], Tree]
-) -> Step:
-  return lambda state, action, key: _read(
-    jax.vmap(step)(state, action), outputs
-  )
+def _wrapped(env: Any) -> Loop:
+  """Uses an environment in the wrappers of brax, or of MuJoCo Playground."""
+
+  def step(state: Any, action: Array, rng_key: Array) -> tuple[Tree, Tree]:
+    state = env.step(state, action)
+    return state, (state.obs, state.reward, state.done)
+
+  # The wrappers accept only keys that are arrays of numbers.
+  return Loop(lambda rng_key: env.reset(jax.random.key_data(rng_key)), step)
 
 
-def measure(text: str) -> tuple[float, float, float]:
+def own_brax(name: str) -> Loop:
+  from brax import envs
+  from brax.envs.wrappers import training
+
+  env = envs.get_environment(name, backend=brax.default_backend(name))
+  return _wrapped(training.wrap(env, episode_length=1000))
+
+
+def playground(name: str) -> Loop:
+  from mujoco_playground import registry, wrapper
+
+  env = registry.load(name, config_overrides={'impl': 'jax'})
+  return _wrapped(wrapper.wrap_for_brax_training(env))
+
+
+OWN = {
+  'pgx': pgx,
+  'navix': navix,
+  'xminigrid': xminigrid,
+  'jumanji': jumanji,
+  'brax': own_brax,
+  'craftax': craftax,
+  'playground': playground,
+}
+
+
+def measure(suite: str, name: str) -> tuple[float, float, float]:
   """Returns the median rates of the suite and of podrl, and the ratio."""
-  task = find_task(text)
-  env = SUITES[task.suite].make(task.name)
+  env = SUITES[suite].make(name)
   batch, length = _NUM_ENVS.value, _NUM_STEPS.value
   space = env.spec.action
 
@@ -137,10 +164,11 @@ def measure(text: str) -> tuple[float, float, float]:
       return jax.random.uniform(rng_key, (batch, *space.shape), minval=-1.0)
     return jax.random.randint(rng_key, (batch,), 0, space.num_actions)
 
-  def loop(step: Step) -> Callable[[Tree, Array], Tree]:
+  def compile_steps(loop: Loop) -> Callable[[Tree, Array], Tree]:
     def advance(state: Tree, rng_key: Array) -> tuple[Tree, None]:
       action_key, step_key = jax.random.split(rng_key)
-      result = step(state, act(action_key), jax.random.split(step_key, batch))
+      keys = jax.random.split(step_key, batch)
+      result = loop.step(state, act(action_key), keys)
       # Without this barrier, the compiler would remove the unused outputs.
       return jax.lax.optimization_barrier(result)[0], None
 
@@ -150,25 +178,29 @@ def measure(text: str) -> tuple[float, float, float]:
       )[0]
     )
 
-  reset, own_step = own_loop(*task[:2])
+  ours = Loop(lambda keys: env.reset(keys)[0], lambda s, a, _: env.step(s, a))
+  loops = [OWN[suite](name), ours]
+  functions = [compile_steps(loop) for loop in loops]
   keys = jax.random.split(jax.random.key(0), batch)
-  loops = [loop(own_step), loop(lambda s, a, _: env.step(s, a))]
-  states = [jax.jit(reset)(keys), jax.jit(env.reset)(keys)[0]]
+  states = [jax.jit(loop.reset)(keys) for loop in loops]
   rates: list[list[float]] = [[], []]
   for repeat, i in itertools.product(range(_REPEATS.value + 1), range(2)):
     start = time.perf_counter()
-    states[i] = jax.block_until_ready(loops[i](states[i], jax.random.key(repeat)))
+    states[i] = functions[i](states[i], jax.random.key(repeat))
+    jax.block_until_ready(states[i])
     if repeat:  # The first one compiles.
       rates[i].append(batch * length / (time.perf_counter() - start))
-  own, ours = rates
-  ratio = statistics.median(y / x for x, y in zip(own, ours, strict=True))
-  return statistics.median(own), statistics.median(ours), ratio
+  ratios = [own / base for base, own in zip(*rates, strict=True)]
+  return *map(statistics.median, rates), statistics.median(ratios)
 
 
 def main(_: list[str]) -> None:
   for text in _TASKS.value:
-    own, ours, ratio = measure(text)
-    print(f'{text}: {own:,.0f} and {ours:,.0f} steps/s, ratio {ratio:.2f}', flush=True)
+    task = find_task(text)
+    if task.suite not in OWN:
+      raise app.UsageError(f'--tasks={text}: suites are {", ".join(OWN)}')
+    own, ours, ratio = measure(task.suite, task.name)
+    print(f'| `{text}` | {own:,.0f} | {ours:,.0f} | {ratio:.2f} |', flush=True)
 
 
 if __name__ == '__main__':
