@@ -20,7 +20,7 @@ from absl import app, flags
 import jax
 
 from podrl.envs import SUITES, brax, find_task
-from podrl.types import Array, Box, Tree
+from podrl.types import Array, Box, MultiDiscrete, Tree
 
 _TASKS = flags.DEFINE_list(
   'tasks',
@@ -142,6 +142,13 @@ def playground(name: str) -> Loop:
   return _wrapped(wrapper.wrap_for_brax_training(env))
 
 
+def is_single_player(name: str) -> bool:
+  import pgx
+
+  env: Any = pgx.make(name)
+  return env.num_players == 1
+
+
 OWN = {
   'pgx': pgx,
   'navix': navix,
@@ -158,6 +165,8 @@ def measure(suite: str, name: str) -> tuple[float, float, float]:
   env = SUITES[suite].make(name)
   batch, length = _NUM_ENVS.value, _NUM_STEPS.value
   space = env.spec.action
+  if isinstance(space, MultiDiscrete):
+    raise app.UsageError(f'--tasks={suite}:{name}: an action has several parts')
 
   def act(rng_key: Array) -> Array:
     if isinstance(space, Box):
@@ -199,6 +208,8 @@ def main(_: list[str]) -> None:
     task = find_task(text)
     if task.suite not in OWN:
       raise app.UsageError(f'--tasks={text}: suites are {", ".join(OWN)}')
+    if task.suite == 'pgx' and not is_single_player(task.name):
+      raise app.UsageError(f'--tasks={text}: this game has several players')
     own, ours, ratio = measure(task.suite, task.name)
     print(f'| `{text}` | {own:,.0f} | {ours:,.0f} | {ratio:.2f} |', flush=True)
 

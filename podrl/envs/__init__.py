@@ -183,6 +183,8 @@ def find_task(text: str) -> Task:
     is_suite = prefix in SUITES
     return Task(prefix, name) if is_suite else Task('gymnasium', text)
   owners = [suite for suite, row in SUITES.items() if text in row.names()]
+  # The error of `make` then says why podrl lacks the environment.
+  owners = owners or [k for k, row in SUITES.items() if text in row.unusable]
   if not owners:
     raise ValueError(
       f'no suite has an environment {text}; similar names: '

@@ -84,7 +84,7 @@ def from_brax(
   """
   import mujoco
 
-  episode_length = spaces.check_limit('episode_length', episode_length)
+  episode_length = spaces.check_whole('episode_length', episode_length)
 
   def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
     state = env.reset(rng_key)

@@ -32,7 +32,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
 
   env = craftax_env.make_craftax_env_from_name(name, auto_reset=False)
   params = spaces.replace_numbers(name, env.default_params, options)
-  max_steps = spaces.check_limit('max_timesteps', params.max_timesteps)
+  max_steps = spaces.check_whole('max_timesteps', params.max_timesteps)
   unlimited = params.replace(max_timesteps=2**31 - 1)
 
   def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:

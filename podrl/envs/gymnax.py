@@ -93,7 +93,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
   env, params = gymnax.make(name)
   params = spaces.replace_numbers(name, params, options)
   limit = params.max_steps_in_episode
-  max_steps = spaces.check_limit('max_steps_in_episode', limit)
+  max_steps = spaces.check_whole('max_steps_in_episode', limit)
   num_categories = getattr(env.observation_space(params), 'n', None)
 
   def observe(obs: Tree) -> Tree:

@@ -70,7 +70,8 @@ def make_device_env(
     reset_chunk: with 0, each step of the batch computes a reset of every
       environment, and selects; this is fast where a reset is cheap. Otherwise,
       a loop resets only the environments whose episode has ended, so many at a
-      time. Both give the same results.
+      time. Both give the same results. With chunks, a TPU does not replace
+      indices by comparisons.
     render: `(env_state) -> uint8 [H, W, 3]`, draws an environment on the host.
   """
 
@@ -80,7 +81,7 @@ def make_device_env(
 
   def reset_one(rng_key: chex.PRNGKey) -> tuple[JointState, TimeStep]:
     reset_key, step_key = jax.random.split(rng_key)
-    obs, env_state = _without_empty(reset(reset_key))
+    obs, env_state = first(reset_key)
     # Some leaves of the state are Python numbers.
     env_state = jax.tree.map(jnp.asarray, env_state)
     state = JointState(env_state, step_key, jnp.int32(0), jnp.bool(False))
@@ -94,10 +95,16 @@ def make_device_env(
 
   def advance(state: JointState, action: Array) -> Tree:
     env_state = _with_empty(state.env_state, shapes())
-    return _without_empty(step(next_key(state), env_state, action))
+    obs, new, *others = step(next_key(state), env_state, action)
+    _check_dtypes(new, shapes())
+    return obs, _without_empty(new), *others
+
+  def first(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+    obs, env_state = reset(rng_key)
+    return obs, _without_empty(env_state)
 
   def begin(state: JointState) -> Tree:
-    return _without_empty(reset(next_key(state)))
+    return first(next_key(state))
 
   def arrive(
     state: JointState, results: Tree, begun: Tree
@@ -151,6 +158,21 @@ def make_device_env(
     step_batch if reset_chunk else jax.vmap(step_on_platform),
     render_first if render else None,
   )
+
+
+def _check_dtypes(new: Tree, old: Tree) -> None:
+  """Raises a ValueError if a whole number of `reset` becomes fractional."""
+
+  def check(path: Any, x: Array, y: Array) -> None:
+    is_fraction = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    if is_fraction and not jnp.issubdtype(y.dtype, jnp.floating):
+      raise ValueError(
+        f'{jax.tree_util.keystr(path)} of the environment state is {y.dtype} '
+        'after `reset`, but a fraction after `step`; begin with a fraction, '
+        'for example 0.0'
+      )
+
+  jax.tree_util.tree_map_with_path(check, new, old)
 
 
 def _without_empty(tree: Tree) -> Tree:

@@ -1,6 +1,7 @@
 """jumanji's environments as a `DeviceEnv`."""
 
 import copy
+import inspect
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.envs import joints, spaces
+from podrl.messages import one_line
 from podrl.types import (
   Array,
   Box,
@@ -69,24 +71,36 @@ def make(name: str, **options: Any) -> DeviceEnv:
       `time_limit=100`.
 
   Returns:
-    A `DeviceEnv`. The fields of an observation become a dict, without the
-    number of steps: truncation is told from termination, so the value of a
-    state does not depend on it. If a field is `action_mask`, the observation
-    is `Masked`.
+    A `DeviceEnv`. The fields of an observation become a dict, without
+    `step_count`: truncation is told from termination, so the value of a state
+    does not depend on it. If a field is `action_mask`, the observation is
+    `Masked`.
   """
   import jumanji
 
+  limited: Any = jumanji.make(name)
+  known = {*inspect.signature(type(limited)).parameters} - {'viewer'}
+  spaces.check_options(name, options, known)
+  if 'time_limit' in options:
+    spaces.check_whole('time_limit', options['time_limit'])
   try:
     limited = jumanji.make(name, **options)
-  except TypeError as error:
-    raise spaces.UnknownOption(
-      f'env.options of {name} are not accepted: {error}'
+    first = jax.eval_shape(limited.reset, jax.random.key(0))
+    action = limited.action_spec.generate_value()
+    jax.eval_shape(limited.step, first[0], action)
+  except Exception as error:  # Each class fails in its own way.
+    raise ValueError(
+      f'env.options of {name} are not accepted: '
+      f'{one_line(error, with_kind=True)}'
     ) from error
   max_steps = getattr(limited, 'time_limit', 0)
   env: Any = copy.copy(limited)
   if max_steps:
     env.time_limit = _NO_LIMIT
-  first = jax.eval_shape(env.reset, jax.random.key(0))
+  if name.startswith('SearchAndRescue'):
+    # Its rewards fall to 0 towards the time limit.
+    pay = limited._reward_fn
+    env._reward_fn = lambda found, step, _: pay(found, step, max_steps)
   mask: Any = getattr(first[1].observation, 'action_mask', None)
   space = limited.action_spec
   action_space, is_joint = _action_space(space, mask and mask.shape)

@@ -51,7 +51,7 @@ def make(
     )
   limit: dict[str, Any] = {}
   if max_steps:
-    limit = {'max_steps': spaces.check_limit('max_steps', max_steps)}
+    limit = {'max_steps': spaces.check_whole('max_steps', max_steps)}
   env = navix.make(
     name, observation_fn=getattr(observations, observation), **limit
   )

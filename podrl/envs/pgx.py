@@ -46,8 +46,10 @@ def make(
 
   The agent is player 0. If a game has several players, a step of the
   environment includes the turns of the others, and the reward is the agent's
-  sum. pgx itself draws who begins. An observation is `Masked`, because an
-  illegal action would lose the game. No game is truncated.
+  sum. pgx itself draws who begins. A game that ends before the agent's first
+  turn does not count: another one begins. An observation is `Masked`, because
+  an illegal action would lose the game. No game is truncated: a limit of moves
+  is one of its rules.
 
   Args:
     name: the name in pgx, for example '2048'.
@@ -85,13 +87,19 @@ def make(
       obs = env._observe(state, player)  # `observe` would warn.
     return Masked(obs, state.legal_action_mask)
 
+  def begin(carry: Tree) -> Tree:
+    rng_key, reset_key, others_key = jax.random.split(carry[0], 3)
+    state = env.init(reset_key)
+    state, _ = let_others_act(others_key, state, jnp.float32(0))
+    return rng_key, state
+
   def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
     if env.num_players == 1:
       state = env.init(rng_key)
     else:
-      reset_key, others_key = jax.random.split(rng_key)
-      state = env.init(reset_key)
-      state, _ = let_others_act(others_key, state, jnp.float32(0))
+      _, state = jax.lax.while_loop(
+        lambda carry: carry[1].terminated, begin, begin((rng_key, None))
+      )
     return observe(state, jnp.int32(0)), state
 
   def step(

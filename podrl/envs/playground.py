@@ -5,6 +5,9 @@ from typing import Any
 from podrl.envs import brax, spaces
 from podrl.types import Array, DeviceEnv
 
+# Only MuJoCo Warp, which needs CUDA, or the library's wrappers read these.
+_UNUSED = ('vision', 'naconmax', 'njmax', 'action_repeat')
+
 
 def names() -> list[str]:
   """See `Suite.names`; only the tasks of the DeepMind Control Suite.
@@ -31,8 +34,14 @@ def make(name: str, *, episode_length: int = 0, **options: Any) -> DeviceEnv:
   from mujoco_playground import registry
 
   config = registry.get_default_config(name)
-  known = {k: x for k, x in config.items() if isinstance(x, bool | int | float)}
-  spaces.check_options(name, options, known)
+  known = {k: x for k, x in config.items() if k not in _UNUSED}
+  spaces.check_numbers(name, options, known)
+  steps = {k: options.get(k, config[k]) for k in ('sim_dt', 'ctrl_dt')}
+  if not 0 < steps['sim_dt'] <= steps['ctrl_dt']:
+    raise ValueError(
+      f'env.options.sim_dt={steps["sim_dt"]} must be above 0, and at most '
+      f'env.options.ctrl_dt={steps["ctrl_dt"]}'
+    )
   overrides = {**options, 'impl': 'jax'}  # The default needs CUDA.
   env = registry.load(name, config_overrides=overrides)
   length = episode_length or int(config.episode_length)

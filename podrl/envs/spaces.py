@@ -208,9 +208,9 @@ def check_options(
   """Raises an `UnknownOption`, with similar names, for an unknown option."""
   for key in options:
     if key not in known:
+      advice = suggest(key, sorted(known)) if known else 'it has no options'
       raise UnknownOption(
-        f'env.options.{key} is not an option of {name}; '
-        f'{suggest(key, sorted(known))}'
+        f'env.options.{key} is not an option of {name}; {advice}'
       )
 
 
@@ -232,6 +232,30 @@ def names_in(package: str, file: str, pattern: str) -> list[str]:
   return sorted({x for text in texts for x in re.findall(pattern, text)})
 
 
+def check_numbers(
+  name: str, options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+  """Checks options whose defaults are numbers, or true or false.
+
+  Raises:
+    UnknownOption: if an option has no such default.
+    ValueError: if its value is not of the same kind as the default.
+  """
+  known = {k: np.asarray(x).dtype.kind for k, x in defaults.items()}
+  known = {k: x for k, x in known.items() if x in 'biuf'}
+  known = {k: x for k, x in known.items() if not np.ndim(defaults[k])}
+  check_options(name, options, known)
+  for key, value in options.items():
+    option, is_bool = f'env.options.{key}={value!r}', isinstance(value, bool)
+    if known[key] == 'b':
+      if not is_bool:
+        raise ValueError(f'{option} must be True or False')
+    elif is_bool or not isinstance(value, int | float):
+      raise ValueError(f'{option} must be a number')
+    elif not abs(value) < 2**31:
+      raise ValueError(f'{option} must be between -2**31 and 2**31')
+
+
 def replace_numbers(name: str, params: Any, options: Mapping[str, Any]) -> Any:
   """Replaces numbers in a library's parameters by a user's options.
 
@@ -239,28 +263,21 @@ def replace_numbers(name: str, params: Any, options: Mapping[str, Any]) -> Any:
     params: a dataclass with a method `replace`.
 
   Raises:
-    ValueError: if a field is unknown, or if it or its new value is no number.
+    ValueError: see `check_numbers`.
   """
-  check_options(name, options, vars(params))
-  for key, value in options.items():
-    default, option = getattr(params, key), f'env.options.{key}={value!r}'
-    if not isinstance(value, int | float) or np.ndim(default):
-      raise ValueError(
-        f'{option} cannot be set: this value or the default, {default}, is '
-        'not a number'
-      )
-    if not abs(value) < 2**31:
-      raise ValueError(f'{option} must be between -2**31 and 2**31')
+  check_numbers(name, options, vars(params))
   return params.replace(**options)
 
 
-def check_limit(option: str, num_steps: float) -> int:
-  """Returns the time limit of an episode; one below 1 is a ValueError."""
-  if not 1 <= num_steps < 2**31:
+def check_whole(option: str, value: Any) -> int:
+  """Returns a whole number; one below 1 or of 2**31 or more is a ValueError."""
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  if not is_number or not 1 <= value < 2**31 or value != int(value):
     raise ValueError(
-      f'env.options.{option}={num_steps} must be at least 1 and below 2**31'
+      f'env.options.{option}={value!r} must be a whole number, at least 1 and '
+      'below 2**31'
     )
-  return int(num_steps)
+  return int(value)
 
 
 def box(space: Any, low: Any, high: Any) -> Box:
@@ -283,8 +300,17 @@ def device_spec(
   Args:
     reset: see `joints.make_device_env`.
     observe: see `joints.make_device_env`.
+
+  Raises:
+    ValueError: if a part of the observation contains no number.
   """
   obs = jax.eval_shape(lambda key: observe(reset(key)[0]), jax.random.key(0))
+  for path, x in jax.tree_util.tree_leaves_with_path(obs):
+    if not x.size:
+      raise ValueError(
+        f'the observation{jax.tree_util.keystr(path)} has the shape {x.shape}, '
+        'which contains no number; leave it out'
+      )
   return EnvSpec(
     obs,
     channels_first=False,

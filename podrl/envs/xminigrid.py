@@ -8,6 +8,8 @@ import numpy as np
 from podrl.envs import joints, spaces
 from podrl.types import Array, DeviceEnv, Discrete, Tree
 
+_MIN_SIDE = 5  # Of a grid; a smaller one may have no room for a wall or a door.
+
 
 def names() -> list[str]:
   """See `Suite.names`."""
@@ -38,12 +40,14 @@ def make(name: str, **options: Any) -> DeviceEnv:
 
   env: Any
   env, params = xminigrid.make(name)
-  for key, value in options.items():
-    if not isinstance(value, int) or value < 1:
+  spaces.check_numbers(name, options, vars(params))
+  options = {k: spaces.check_whole(k, x) for k, x in options.items()}
+  params = params.replace(**options)
+  for key in ('height', 'width'):
+    if getattr(params, key) < _MIN_SIDE:
       raise ValueError(
-        f'env.options.{key}={value!r} must be a whole number, 1 or more'
+        f'env.options.{key}={getattr(params, key)} must be at least {_MIN_SIDE}'
       )
-  params = spaces.replace_numbers(name, params, options)
   if params.view_size % 2 == 0:
     raise ValueError(f'env.options.view_size={params.view_size} must be odd')
   sizes = constants.NUM_TILES, constants.NUM_COLORS

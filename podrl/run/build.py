@@ -115,7 +115,10 @@ def make_env(config: ConfigDict) -> types.DeviceEnv:
   suite = _suite(config)
   options = dict(config.env.options)
   for name in filter(options.get, suite.policy_options):
-    options[name] = _load_player(options[name], config)
+    try:
+      options[name] = _load_player(options[name], config)
+    except ValueError as error:
+      raise ValueError(f'env.options.{name}: {error}') from error
   return suite.make(config.env.name, **options)
 
 

@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import shlex
 import sys
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from podrl.agents import ACTOR_CRITICS, AGENTS
 from podrl.core import meta
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
-from podrl.envs import add_current_directory, module_directory
+from podrl.envs import SUITES, add_current_directory, module_directory
 from podrl.messages import similar, suggest
 from podrl.networks.cores import CORES
 from podrl.networks.torsos import ACTIVATIONS, TORSOS
@@ -777,6 +778,10 @@ def resolve_config(
       if values.resume:
         print(f'{path} contains no run, so a new run starts', file=sys.stderr)
       config.env.path = config.env.path or module_directory(config.env.name)
+      options = config.env.options
+      for name in filter(options.get, SUITES[config.env.suite].policy_options):
+        # The run may be resumed in another directory.
+        options[name] = os.path.abspath(str(options[name]))
       return config.to_dict(), Files(path, values.init_from)
     if parent := workdir.run_of_agent(path, or_series=True):
       raise ValueError(

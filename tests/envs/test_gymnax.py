@@ -173,7 +173,7 @@ def test_spaces():
     ('MNISTBandit-bsuite', {}, 'downloads'),
     ('CartPole-v1', {'max_steps_in_episode': 0}, 'at least 1'),
     ('CartPole-v1', {'max_steps': 3}, 'max_steps_in_episode'),
-    ('CartPole-v1', {'gravity': 'high'}, 'not a number'),
+    ('CartPole-v1', {'gravity': 'high'}, 'must be a number'),
   ],
 )
 def test_mistakes_are_named(name, options, message):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from podrl.envs import SUITES
+from podrl.records import workdir
 from podrl.types import Box, Discrete, Masked, MultiDiscrete
 
 _ONE = {
@@ -102,8 +103,33 @@ def test_an_unknown_name_or_option_is_said(suite):
   pytest.importorskip(_PACKAGES[suite])
   with pytest.raises(ValueError, match=f'not an environment of {suite}; '):
     SUITES[suite].make('Nothing-v0')
-  with pytest.raises(ValueError, match=r'env\.options'):
-    SUITES[suite].make(_ONE[suite], no_such_option=1)
+  with pytest.raises(ValueError, match=r'no_such_option is not an option of'):
+    SUITES[suite].make(_ONE[suite], no_such_option=0)
+
+
+@pytest.mark.parametrize(
+  'suite,options,message',
+  [
+    ('navix', {'max_steps': 'abc'}, "max_steps='abc' must be a whole number"),
+    ('navix', {'max_steps': True}, 'max_steps=True must be a whole number'),
+    ('xminigrid', {'view_size': 4}, 'view_size=4 must be odd'),
+    ('xminigrid', {'view_size': True}, 'view_size=True must be a number'),
+    ('xminigrid', {'height': 1}, 'height=1 must be at least 5'),
+    ('xminigrid', {'render_mode': 3}, 'render_mode is not an option'),
+    ('jumanji', {'time_limit': -3}, 'time_limit=-3 must be a whole number'),
+    ('jumanji', {'num_rows': 0}, 'options of Snake-v1 are not accepted: Index'),
+    ('jumanji', {'time_limit': 2.5}, 'time_limit=2.5 must be a whole number'),
+    ('jumanji', {'viewer': 3}, 'viewer is not an option'),
+    ('brax', {'episode_length': 2.5}, 'episode_length=2.5 must be a whole'),
+    ('craftax', {'day_length': 'x'}, "day_length='x' must be a number"),
+    ('playground', {'sim_dt': 0}, 'sim_dt=0 must be above 0'),
+    ('playground', {'ctrl_dt': -1}, 'ctrl_dt=-1'),
+    ('playground', {'vision': True}, 'vision is not an option'),
+  ],
+)
+def test_a_wrong_option_is_said(suite, options, message):
+  with pytest.raises(ValueError, match=message):
+    _make(suite, **options)
 
 
 @pytest.mark.parametrize('suite', _PACKAGES)
@@ -163,6 +189,38 @@ def test_snakes_time_limit_truncates_and_its_death_terminates():
       break
   first = np.flatnonzero(steps.is_first[:, 0])
   assert list(first) == [0, 5, 10] and np.all(steps.discount == 1)
+
+
+def test_a_death_in_craftax_terminates():
+  env = _make('craftax')
+  state, _ = env.reset(jax.random.split(jax.random.key(0), 2))
+  health = jnp.asarray([0, 9])
+  inner = state.env_state.replace(player_health=health)
+  step, idle = jax.jit(env.step), jnp.zeros(2, jnp.int32)
+  state, steps = step(state._replace(env_state=inner), idle)
+  assert list(steps.discount) == [0, 1]
+  _, steps = step(state, idle)
+  assert list(steps.is_first) == [True, False]
+
+
+def test_rewards_that_depend_on_the_time_limit_are_kept():
+  jumanji = pytest.importorskip('jumanji')
+  name = 'SearchAndRescue-v0'
+  env, own = _make('jumanji', name), jumanji.make(name)
+  state, _ = env.reset(jax.random.split(jax.random.key(0), 1))
+  own_state = jax.tree.map(lambda x: x[0], state.env_state[0])
+
+  def step(carry, rng_key):
+    state, own_state = carry
+    action = jax.random.uniform(rng_key, (1, 2, 2), minval=-1)
+    own_state, own_step = own.step(own_state, action[0])
+    state, steps = env.step(state, action)
+    return (state, own_state), (steps.reward[0], own_step.reward.sum())
+
+  keys = jax.random.split(jax.random.key(1), own.time_limit - 1)
+  _, (ours, theirs) = jax.lax.scan(step, (state, own_state), keys)
+  np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+  assert len(np.unique(theirs)) > 2
 
 
 def test_a_fall_in_brax_terminates():
@@ -244,6 +302,15 @@ def test_the_others_play_legally_between_the_agents_turns():
   assert np.any(total > 0) and np.any(total < 0)
 
 
+def test_no_game_ends_before_the_agents_first_turn():
+  env = _make('pgx', 'sparrow_mahjong')
+  # Of games that are not drawn again, about 1 in 70 ends too early.
+  state, steps = jax.jit(env.reset)(jax.random.split(jax.random.key(0), 512))
+  assert not np.any(state.env_state.terminated)
+  assert np.all(state.env_state.current_player == 0)
+  assert np.all(steps.obs.action_mask.any(1))
+
+
 def test_an_opponent_plays_from_its_own_side():
   pytest.importorskip('pgx')
 
@@ -264,7 +331,7 @@ def test_an_opponent_plays_from_its_own_side():
   assert np.all(theirs[~begins] == np.eye(9)[7] + np.eye(9)[8])
 
 
-def test_a_saved_run_is_an_opponent(tmp_path, capsys):
+def test_a_saved_run_is_an_opponent(tmp_path, monkeypatch, capsys):
   pytest.importorskip('pgx')
   argv = [
     '--config.env.suite=pgx',
@@ -273,10 +340,14 @@ def test_a_saved_run_is_an_opponent(tmp_path, capsys):
     '--config.total_env_steps=1024',
   ]
   assert helpers.run(tmp_path / 'first', *argv) == 0
-  argv.append(f'--config.env.options.opponent={tmp_path / "first"}')
+  monkeypatch.chdir(tmp_path)
+  argv.append('--config.env.options.opponent=first')
   assert helpers.run(tmp_path / 'second', *argv) == 0
   _, summary = helpers.read(tmp_path / 'second')
   assert summary['exit'] == 'done'
+  # The path is absolute, so that the run can be used in another directory.
+  saved = workdir.read_config(str(tmp_path / 'second')).env.options.opponent
+  assert saved == str(tmp_path / 'first')
   argv[1] = '--config.env.name=connect_four'
   assert helpers.run(tmp_path / 'third', *argv) != 0
   assert 'has learned pgx:tic_tac_toe, not' in capsys.readouterr().err

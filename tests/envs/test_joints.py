@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.envs import SUITES, joints
+from podrl.envs import SUITES, joints, spaces
 from podrl.types import Discrete, EnvSpec
 
 _SPEC = EnvSpec(jax.ShapeDtypeStruct((), jnp.int32), False, Discrete(2), 1, 0)
@@ -119,6 +119,14 @@ def test_resets_in_chunks_are_the_same_resets(chunk):
   jax.tree.map(np.testing.assert_array_equal, *map(_data, results))
 
 
+def test_an_observation_without_elements_is_said():
+  def reset(rng_key):
+    return {'x': jnp.zeros(3), 'y': jnp.zeros((0, 2))}, ()
+
+  with pytest.raises(ValueError, match=r"observation\['y'\] has the shape"):
+    spaces.device_spec(reset, Discrete(2), 0)
+
+
 def test_arrays_without_elements_are_not_in_the_state():
   def reset(rng_key):
     return jnp.int32(0), {'none': jnp.zeros((0, 3)), 'steps': jnp.int32(0)}
@@ -142,6 +150,20 @@ def test_arrays_without_elements_are_not_in_the_state():
     assert all(x.size for x in jax.tree.leaves(state))
     np.testing.assert_array_equal(steps.obs, [2, 2])
     np.testing.assert_array_equal(env.render(state), [[[2, 2, 2]]])
+
+
+@pytest.mark.parametrize('chunk', [0, 2])
+def test_a_state_that_becomes_fractional_is_said(chunk):
+  def reset(rng_key):
+    return jnp.int32(0), {'x': 0}
+
+  def step(rng_key, state, action):
+    return action, {'x': state['x'] + 0.5}, 0.0, False, False
+
+  env = joints.make_device_env(_SPEC, reset, step, reset_chunk=chunk)
+  state, _ = env.reset(jax.random.split(jax.random.key(0), 2))
+  with pytest.raises(ValueError, match=r"\['x'\] .* is int32 after `reset`"):
+    env.step(state, jnp.zeros(2, jnp.int32))
 
 
 def _data(tree):
