@@ -67,8 +67,9 @@ def names() -> list[str]:
   else:
     spec: Any = importlib.util.find_spec('gymnax')
     text = pathlib.Path(spec.origin).with_name('registration.py').read_text()
-    found: Any = re.search(r'_BUILTIN_ENV_IDS = (\[.*?\])', text, re.DOTALL)
-    known = ast.literal_eval(found[1])
+    found = re.search(r'_BUILTIN_ENV_IDS = (\[.*?\])', text, re.DOTALL)
+    # Another package can replace the module by an older version.
+    known = ast.literal_eval(found[1]) if found else []
   return sorted(known)
 
 

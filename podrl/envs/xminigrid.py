@@ -39,6 +39,7 @@ def make(name: str, **options: Any) -> DeviceEnv:
   from xminigrid.core import constants
 
   env: Any
+  params: Any
   env, params = xminigrid.make(name)
   spaces.check_numbers(name, options, vars(params))
   options = {k: spaces.check_whole(k, x) for k, x in options.items()}
