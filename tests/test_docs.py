@@ -4,8 +4,13 @@ import importlib
 import pathlib
 import re
 import runpy
+import sys
+import types
+from typing import NamedTuple
 
 import anakin_cartpole
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -129,9 +134,74 @@ def test_podrl_train_in_a_program_learns(tmp_path, monkeypatch):
   assert (tmp_path / scope['path'] / 'summary.json').exists()
 
 
+class _Limit(NamedTuple):
+  max_timesteps: int
+
+  def replace(self, **fields):
+    return self._replace(**fields)
+
+
+def test_the_adapters_of_other_suites_tell_a_time_limit_apart(monkeypatch):
+  """Runs them with an imitation of both suites, which are not installed.
+
+  Its episodes end after four steps, and also when the action is 1.
+  """
+
+  class State(NamedTuple):
+    timestep: int
+
+  def reset(rng_key, params):
+    return jnp.zeros(3), State(jnp.int32(0))
+
+  def step(rng_key, state, action, params):
+    state = State(state.timestep + 1)
+    truncated = state.timestep >= params.max_timesteps
+    info = {'terminated': action == 1, 'truncated': truncated}
+    return jnp.zeros(3), state, 1.0, (action == 1) | truncated, info
+
+  env = types.SimpleNamespace(
+    reset=reset,
+    step=step,
+    reset_env=reset,
+    step_env=step,
+    action_space=lambda params: types.SimpleNamespace(n=2),
+  )
+  limit = _Limit(4)
+  modules = {
+    'kinetix': {},
+    'kinetix.environment': {
+      'ActionType': types.SimpleNamespace(DISCRETE=0),
+      'ObservationType': types.SimpleNamespace(SYMBOLIC_FLAT=0),
+      'make_kinetix_env': lambda *_, auto_reset: env,
+    },
+    'kinetix.util': {
+      'saving': types.SimpleNamespace(
+        load_from_json_file=lambda path: (None, None, limit)
+      )
+    },
+    'popgym_arcade': {'make': lambda name: (env, limit)},
+  }
+  for name, contents in modules.items():
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    monkeypatch.setitem(sys.modules, name, module)
+  scope = {}
+  _execute(scope, 'reference/environments.md')
+  for make in (scope['kinetix'], scope['popgym']):
+    device_env = make()
+    state, _ = device_env.reset(jax.random.split(jax.random.key(0), 1))
+    seen = []
+    for action in (0, 0, 0, 0, 0, 0, 1, 0):
+      state, steps = device_env.step(state, jnp.full(1, action, jnp.int32))
+      seen.append((bool(steps.is_first[0]), float(steps.discount[0])))
+    limited = [(False, 1.0)] * 4 + [(True, 1.0)]
+    assert seen == [*limited, (False, 1.0), (False, 0.0), (True, 1.0)]
+
+
 def test_every_example_is_tested():
   tested = {'README.md', 'first-run.md', 'environment.md', 'agent.md'}
   tested |= {'policy.md', 'getting-started.md', 'q-learning.md'}
+  tested.add('environments.md')
   assert {page.name for page in _PAGES if _code(page)} == tested
 
 

@@ -778,8 +778,8 @@ def resolve_config(
       if values.resume:
         print(f'{path} contains no run, so a new run starts', file=sys.stderr)
       config.env.path = config.env.path or module_directory(config.env.name)
-      options = config.env.options
-      for name in filter(options.get, SUITES[config.env.suite].policy_options):
+      options, suite = config.env.options, SUITES.get(config.env.suite)
+      for name in filter(options.get, suite.policy_options if suite else ()):
         # The run may be resumed in another directory.
         options[name] = os.path.abspath(str(options[name]))
       return config.to_dict(), Files(path, values.init_from)
