@@ -58,6 +58,22 @@ def _action_space(
   return MultiDiscrete(tuple(sizes.reshape(-1).tolist())), False
 
 
+def _make_with(name: str, options: dict[str, Any]) -> Any:
+  """Makes jumanji's environment; an option that it rejects is a ValueError."""
+  import jumanji
+
+  try:
+    env: Any = jumanji.make(name, **options)
+    state, _ = jax.eval_shape(env.reset, jax.random.key(0))
+    jax.eval_shape(env.step, state, env.action_spec.generate_value())
+  except Exception as error:  # Each class fails in its own way.
+    raise ValueError(
+      f'env.options of {name} are not accepted: '
+      f'{one_line(error, with_kind=True)}'
+    ) from error
+  return env
+
+
 def make(name: str, **options: Any) -> DeviceEnv:
   """Makes a batch of jumanji's environments.
 
@@ -79,20 +95,13 @@ def make(name: str, **options: Any) -> DeviceEnv:
   import jumanji
 
   limited: Any = jumanji.make(name)
-  known = {*inspect.signature(type(limited)).parameters} - {'viewer'}
-  spaces.check_options(name, options, known)
-  if 'time_limit' in options:
-    spaces.check_whole('time_limit', options['time_limit'])
-  try:
-    limited = jumanji.make(name, **options)
-    first = jax.eval_shape(limited.reset, jax.random.key(0))
-    action = limited.action_spec.generate_value()
-    jax.eval_shape(limited.step, first[0], action)
-  except Exception as error:  # Each class fails in its own way.
-    raise ValueError(
-      f'env.options of {name} are not accepted: '
-      f'{one_line(error, with_kind=True)}'
-    ) from error
+  if options:
+    known = {*inspect.signature(type(limited)).parameters} - {'viewer'}
+    spaces.check_options(name, options, known)
+    if 'time_limit' in options:
+      spaces.check_whole('time_limit', options['time_limit'])
+    limited = _make_with(name, options)
+  first = jax.eval_shape(limited.reset, jax.random.key(0))
   max_steps = getattr(limited, 'time_limit', 0)
   env: Any = copy.copy(limited)
   if max_steps:

@@ -36,7 +36,8 @@ def run_command(
 
   Returns:
     0 after success; 2 after a user's mistake (a wrong flag, or any ValueError
-    or OSError), which is printed as one line; 130 after Ctrl-C.
+    or OSError), which is printed as one line; 130 after Ctrl-C; 141 if the
+    reader of the output ended first, as `head` does.
   """
   flags.DEFINE_bool('help', False, 'Show this text.', values, short_name='h')
   try:
@@ -45,6 +46,11 @@ def run_command(
       print(f'{doc}\n{values.get_help(include_special_flags=False)}')
     else:
       act(paths, values)
+    sys.stdout.flush()
+  except BrokenPipeError:
+    # Python flushes the rest of the output at its end, and would complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
   except (flags.Error, ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2

@@ -10,7 +10,6 @@ podrl train --help.
 """
 
 from collections.abc import Sequence
-import signal
 
 from absl import flags
 
@@ -21,8 +20,6 @@ from podrl.envs import SUITES, similar_names
 def _act(words: list[str], values: flags.FlagValues) -> None:
   """Prints the names of each suite."""
   del values
-  # End quietly if the reader of a pipe ends, such as `head`.
-  signal.signal(signal.SIGPIPE, signal.SIG_DFL)
   word = tools.single_path(words, 'word', 'envs Pong') if words else ''
   found = {
     suite: [x for x in row.names() if word.lower() in x.lower()]

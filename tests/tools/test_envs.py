@@ -1,5 +1,9 @@
 """Tests `podrl envs`."""
 
+import os
+import subprocess
+import sys
+
 from podrl.tools import envs
 
 
@@ -14,3 +18,12 @@ def test_an_unknown_word_gets_near_names(capsys):
   said = capsys.readouterr().err
   assert said.startswith('error: no name contains CartPloe; similar names: ')
   assert 'gymnax:CartPole-v1' in said
+
+
+def test_a_reader_that_ends_first_is_no_mistake():
+  reader, writer = os.pipe()
+  os.close(reader)
+  command = [sys.executable, '-m', 'podrl', 'envs']
+  outcome = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+  os.close(writer)
+  assert outcome.returncode == 141 and outcome.stderr == b''
