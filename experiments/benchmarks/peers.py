@@ -1,6 +1,6 @@
 """Compares agents of podrl with those of rejax: speed, and learning curves.
 
-  python experiments/benchmarks/peers.py [--compare=speed|learning]
+  python experiments/benchmarks/peers.py [--compare=speed|acting|learning]
       [--agent=ppo|pqn|dqn] [--tasks=CartPole-v1,Breakout-MinAtar]
       [--num_envs=64] [--repeats=7] [--num_seeds=20]
       [--total_env_steps=500000] [--directory=runs/peers]
@@ -11,13 +11,14 @@ in `directory`. This needs access to a package index.
 
 `speed` measures the two in turn, and prints the medians of the steps per
 second, of the CPU time per step, and of the ratios. CPU time changes less than
-wall time if other programs use the same cores.
+wall time if other programs use the same cores. `acting` does the same for
+unrolls without updates, with the agent PPO.
 
 `learning` trains `num_seeds` agents of PPO with each, and prints the mean area
 under the learning curves, which is the mean return during training.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import json
 import os
 import pathlib
@@ -29,20 +30,23 @@ import venv
 
 from absl import app, flags
 import jax
+from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.drivers.anakin import make_unroll
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build
 from podrl.run.config import base_config
 from podrl.run.evaluation import bootstrap
 from podrl.tools import plot
+from podrl.types import Driver
 
 _COMPARE = flags.DEFINE_enum(
-  'compare', 'speed', ['speed', 'learning'], 'what to compare'
+  'compare', 'speed', ['speed', 'acting', 'learning'], 'what to compare'
 )
 _AGENT = flags.DEFINE_enum(
-  'agent', 'ppo', ['ppo', 'pqn', 'dqn'], 'agent; `learning` needs ppo'
+  'agent', 'ppo', ['ppo', 'pqn', 'dqn'], 'agent; only `speed` takes others'
 )
 _TASKS = flags.DEFINE_list(
   'tasks',
@@ -153,6 +157,26 @@ class Rejax:
     self._process.communicate('end\n')
 
 
+def _make_act(config: ConfigDict, driver: Driver) -> Callable[[int], None]:
+  """Makes a function that acts for some unrolls, without updates."""
+  env = build.make_env(config)
+  agent = build.make_agent(config, env.spec)
+  unroll = make_unroll(env, agent, config.unroll_length)
+  variables, actors = driver.state.learner.variables, driver.state.actors
+
+  @jax.jit
+  def act(num_unrolls):
+    # The result contains the last trajectory, or the compiler would remove it.
+    return jax.lax.fori_loop(
+      1,
+      num_unrolls,
+      lambda i, last: unroll(variables, last[0], i),
+      unroll(variables, actors, 0),
+    )
+
+  return lambda num_unrolls: jax.block_until_ready(act(num_unrolls))
+
+
 def _speed(task: str, num_envs: int) -> tuple[str, ...]:
   """Measures both in turn; returns a row of the table."""
   settings = _settings(task, num_envs)
@@ -172,15 +196,19 @@ def _speed(task: str, num_envs: int) -> tuple[str, ...]:
       f'podrl has {num_params} parameters, rejax {rejax.num_params}'
     )
 
-  def train(num_updates: int) -> dict[str, float]:
+  is_acting = _COMPARE.value == 'acting'
+  function = _make_act(config, driver) if is_acting else driver.advance
+  command = 'act' if is_acting else 'train'
+
+  def call(num_updates: int) -> dict[str, float]:
     seconds, cpu_seconds = time.perf_counter(), time.process_time()
-    driver.advance(num_updates)
+    function(num_updates)
     return {
       'seconds': time.perf_counter() - seconds,
       'cpu_seconds': time.process_time() - cpu_seconds,
     }
 
-  sides = [train, lambda num_updates: rejax.ask('train', num_updates)]
+  sides = [call, lambda num_updates: rejax.ask(command, num_updates)]
   num_first = 1 + settings.get('replay.min_steps', 0) // steps
   counts = []
   for side in sides:
@@ -255,17 +283,19 @@ def _learning(task: str, num_envs: int) -> tuple[str, ...]:
   return tuple(cells)
 
 
+_SPEED_COLUMNS = (
+  'environments',
+  'parameters',
+  'podrl, steps/s',
+  'rejax, steps/s',
+  'ratio',
+  'podrl, CPU us/step',
+  'rejax, CPU us/step',
+  'ratio',
+)
 _COLUMNS = {
-  'speed': (
-    'environments',
-    'parameters',
-    'podrl, steps/s',
-    'rejax, steps/s',
-    'ratio',
-    'podrl, CPU us/step',
-    'rejax, CPU us/step',
-    'ratio',
-  ),
+  'speed': _SPEED_COLUMNS,
+  'acting': _SPEED_COLUMNS,
   'learning': (
     'environment',
     'seeds',
@@ -281,9 +311,9 @@ _COLUMNS = {
 def main(argv: Sequence[str]) -> None:
   """Measures, and prints a table of Markdown."""
   del argv
-  if _COMPARE.value == 'learning' and _AGENT.value != 'ppo':
-    raise app.UsageError('--compare=learning needs --agent=ppo')
-  measure = {'speed': _speed, 'learning': _learning}[_COMPARE.value]
+  if _COMPARE.value != 'speed' and _AGENT.value != 'ppo':
+    raise app.UsageError(f'--compare={_COMPARE.value} needs --agent=ppo')
+  measure = _learning if _COMPARE.value == 'learning' else _speed
   columns = _COLUMNS[_COMPARE.value]
   print(f'| {" | ".join(columns)} |\n|{"---|" * len(columns)}', flush=True)
   for task in _TASKS.value:

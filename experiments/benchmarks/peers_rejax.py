@@ -8,6 +8,7 @@ its standard input, and answers each line with one line of JSON:
 
 - `train K`: trains for K updates; prints the seconds and the CPU seconds. The
   first call also compiles.
+- `act K`: the same for K unrolls without updates; only PPO.
 - `curves N M K`: trains N seeds for K updates, with M evaluations; prints the
   evaluated returns, `[N, M]`.
 """
@@ -95,12 +96,24 @@ def main(agent: str, settings: dict) -> None:
 
     return jax.lax.fori_loop(0, num_updates * per_update, body, state)
 
+  @jax.jit
+  def act(state, num_unrolls):
+    # The result contains the last unroll, or the compiler would remove it.
+    return jax.lax.fori_loop(
+      1,
+      num_unrolls,
+      lambda _, last: algorithm.collect_trajectories(last[0]),
+      algorithm.collect_trajectories(state),
+    )
+
   while True:
     print(json.dumps(answer), flush=True)
     command, *numbers = sys.stdin.readline().split() or ['end']
-    if command == 'train':
+    if command in ('train', 'act'):
+      function = train if command == 'train' else act
       seconds, cpu_seconds = time.perf_counter(), time.process_time()
-      state = jax.block_until_ready(train(state, int(numbers[0])))
+      result = jax.block_until_ready(function(state, int(numbers[0])))
+      state = result if command == 'train' else result[0]
       answer = {
         'seconds': time.perf_counter() - seconds,
         'cpu_seconds': time.process_time() - cpu_seconds,
