@@ -30,6 +30,13 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
     config.num_minibatches = 8
     # A high learning rate improves the policy quickly at the start.
     config.optimizer.learning_rate = 5e-3
+  elif agent == 'a2c':
+    # With less entropy, the policy soon becomes certain, and stays near 6.
+    config.env.num_envs = 32
+    config.unroll_length = 16
+    config.agent.lambda_ = 0.95
+    config.agent.entropy_cost = 0.05
+    config.optimizer.learning_rate = 5e-3
   if config.network.name == 'conv':
     config.network.hidden_sizes = (128,)  # One layer after the convolution.
     config.network.shared_torso = True  # Both heads use the same features.

@@ -4,6 +4,8 @@ The specification and the suite of an environment determine its kinds. No
 environment has special settings.
 """
 
+import math
+
 import jax
 from ml_collections import ConfigDict
 
@@ -39,6 +41,8 @@ def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
     found = ['small image' if size else 'numbers']
   if isinstance(spec.action, Box):
     found.append('continuous')
+    if math.prod(spec.action.shape) > 1:
+      found.append('several actions')
   if SUITES[task.suite].needs_memory(task.name):
     found.append('memory')
   if SUITES[task.suite].has_large_rewards(task.name):

@@ -10,7 +10,11 @@ from podrl.run import defaults
 from podrl.run.config import check
 from podrl.types import Box, Discrete, EnvSpec
 
-_BOX = Box((2,), -np.ones(2, np.float32), np.ones(2, np.float32))
+
+def _box(size):
+  return Box((size,), -np.ones(size, np.float32), np.ones(size, np.float32))
+
+
 _VECTOR = jax.ShapeDtypeStruct((4,), np.float32)
 
 
@@ -26,12 +30,21 @@ def _spec(obs, action=Discrete(3)):
 _SPECS = [
   ('gymnax', _spec(_VECTOR), ['numbers']),
   ('envpool', _spec({'a': _VECTOR, 'b': _image(7, 7, 3)}), ['numbers']),
-  ('gymnax', _spec(_VECTOR, _BOX), ['numbers', 'continuous']),
+  ('gymnax', _spec(_VECTOR, _box(1)), ['numbers', 'continuous']),
+  (
+    'gymnax',
+    _spec(_VECTOR, _box(2)),
+    ['numbers', 'continuous', 'several actions'],
+  ),
   ('gymnax', _spec(_image(10, 10, 4, dtype=bool)), ['small image']),
   ('gymnax', _spec(_image(30, 40, 3, dtype=bool)), ['sparse image']),
   ('envpool', _spec(_image(30, 40, 3)), ['small image']),
   ('envpool', _spec(_image(4, 84, 84)), ['large image']),
-  ('gymnasium', _spec(_image(96, 96, 3), _BOX), ['large image', 'continuous']),
+  (
+    'gymnasium',
+    _spec(_image(96, 96, 3), _box(2)),
+    ['large image', 'continuous', 'several actions'],
+  ),
 ]
 
 

@@ -119,9 +119,12 @@ def test_without_a_memory_there_is_nothing_to_recall(agent, tmp_path):
   [
     (['anakin_pendulum'], -250),  # A random policy gets about -1,200.
     (['anakin_pendulum', '--config.env.name=MountainCarContinuous-v0'], 85),
+    (['anakin_pendulum', '--agent=impala'], -250),
     (['anakin_pendulum', '--config.network.distribution=tanh_gaussian'], -250),
     (['anakin_memory_chain', '--agent=impala'], 0.9),
     (['sebulba_half_cheetah'], 1500),
+    (['sebulba_half_cheetah', '--agent=impala'], 1500),
+    (['sebulba_half_cheetah', '--agent=a2c'], 1500),
     (['anakin_cartpole', '--agent=ppo'], 475),
     (['anakin_cartpole', '--agent=impala'], 475),
     (['anakin_cartpole', '--agent=a2c'], 475),
