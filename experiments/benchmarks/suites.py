@@ -168,18 +168,17 @@ def measure(suite: str, name: str) -> tuple[float, float, float]:
       return jax.random.uniform(rng_key, (batch, *space.shape), minval=-1.0)
     return jax.random.randint(rng_key, (batch,), 0, space.num_actions)
 
-  def compile_steps(loop: Loop) -> Callable[[Tree, Array], Tree]:
-    def advance(state: Tree, rng_key: Array) -> tuple[Tree, None]:
+  def compile_steps(loop: Loop) -> Callable[[Tree, Array], tuple[Tree, Tree]]:
+    def step(state: Tree, rng_key: Array) -> tuple[Tree, Tree]:
       action_key, step_key = jax.random.split(rng_key)
       keys = jax.random.split(step_key, batch)
-      result = loop.step(state, act(action_key), keys)
-      # Without this barrier, the compiler would remove the unused outputs.
-      return jax.lax.optimization_barrier(result)[0], None
+      return loop.step(state, act(action_key), keys)
 
+    # The result contains all outputs, or the compiler would remove them.
     return jax.jit(
       lambda state, rng_key: jax.lax.scan(
-        advance, state, jax.random.split(rng_key, length)
-      )[0]
+        step, state, jax.random.split(rng_key, length)
+      )
     )
 
   ours = Loop(lambda keys: env.reset(keys)[0], lambda s, a, _: env.step(s, a))
@@ -190,8 +189,8 @@ def measure(suite: str, name: str) -> tuple[float, float, float]:
   rates: list[list[float]] = [[], []]
   for repeat, i in itertools.product(range(_REPEATS.value + 1), range(2)):
     start = time.perf_counter()
-    states[i] = functions[i](states[i], jax.random.key(repeat))
-    jax.block_until_ready(states[i])
+    result = functions[i](states[i], jax.random.key(repeat))
+    states[i], _ = jax.block_until_ready(result)
     if repeat:  # The first one compiles.
       rates[i].append(batch * length / (time.perf_counter() - start))
   ratios = [own / base for base, own in zip(*rates, strict=True)]

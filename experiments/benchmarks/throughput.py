@@ -46,7 +46,7 @@ from podrl.records.workdir import flatten
 from podrl.run import build, defaults
 from podrl.run import devices as layout
 from podrl.run.config import base_config, check
-from podrl.types import DeviceEnv, Tree
+from podrl.types import DeviceEnv
 
 _ARCHITECTURE = flags.DEFINE_enum(
   'architecture', 'anakin', ['anakin', 'sebulba'], 'architecture to measure'
@@ -148,15 +148,18 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
     env, agent._replace(act=_random_act(env)), config.unroll_length
   )
 
-  def repeat(function: Callable) -> Callable:
-    return lambda num_updates, state, *rest: jax.lax.fori_loop(
-      0, num_updates, lambda i, state: function(i, state, *rest), state
-    )
+  def rollout(act: Callable) -> Callable:
+    def repeat(num_unrolls, actors, variables):
+      # The result contains the last trajectory, or the compiler would remove
+      # it.
+      return jax.lax.fori_loop(
+        1,
+        num_unrolls,
+        lambda i, last: act(variables, last[0], i)[:2],
+        act(variables, actors, 0)[:2],
+      )
 
-  def used(actors: Tree, trajectory: Tree) -> Tree:
-    # Without this barrier, the compiler would remove the unused trajectory.
-    actors, _ = jax.lax.optimization_barrier((actors, trajectory))
-    return actors
+    return repeat
 
   def update(i, state, trajectory, rng_key):
     return learner.update(state, trajectory, jax.random.fold_in(rng_key, i))[0]
@@ -173,15 +176,17 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   trajectory = unroll(variables, whole.actors)
   rollouts = {
     name: spmd.device_map(
-      repeat(lambda i, actors, agent, f=f: used(*f(agent, actors, i)[:2])),
+      rollout(f),
       mesh,
       (spmd.REPLICATED, spmd.BATCH, spmd.REPLICATED),
-      spmd.BATCH,
+      (spmd.BATCH, spmd.TRAJECTORY),
     )
     for name, f in (('environment', step), ('acting', act))
   }
   updates = spmd.device_map(
-    repeat(update),
+    lambda num_updates, state, *rest: jax.lax.fori_loop(
+      0, num_updates, lambda i, state: update(i, state, *rest), state
+    ),
     mesh,
     (spmd.REPLICATED, spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED),
     spmd.REPLICATED,
