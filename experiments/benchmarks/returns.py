@@ -267,7 +267,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     points = _SHARES * steps
     axes.plot(points, interquartile_mean(curves), color=color, label=agent)
     axes.fill_between(points, *interval(curves), color=color, alpha=0.2, lw=0)
-    axes.set_title(name, fontsize=10)
+    axes.set_title(name, fontsize=8)
     axes.xaxis.set_major_formatter(lambda x, _: compact(x) if x else '0')
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
