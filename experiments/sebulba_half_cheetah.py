@@ -41,6 +41,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
       config.num_minibatches = 4
     else:  # A2C takes one optimiser step per unroll, so it needs larger steps.
       config.optimizer.learning_rate = 2e-3
+      config.network.initial_scale = 0.3  # With 0.5, 1 of 6 seeds stays at 700.
   return config
 
 
