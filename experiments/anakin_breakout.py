@@ -22,6 +22,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config.network.name = variant or 'conv'  # MinAtar's authors use conv.
   apply_kinds(config, 'small image')
   if is_actor_critic(agent) and variant == 'mlp':
+    # Small layers, separate for policy and value.
     config.network.hidden_sizes = (64, 64)
     config.network.shared_torso = False
     config.total_env_steps = 5_000_000  # conv needs fewer steps than mlp.

@@ -165,7 +165,7 @@ def _make_act(config: ConfigDict, driver: Driver) -> Callable[[int], None]:
   variables, actors = driver.state.learner.variables, driver.state.actors
 
   @jax.jit
-  def act(num_unrolls):
+  def repeat(num_unrolls, actors, variables):
     # The result contains the last trajectory, or the compiler would remove it.
     return jax.lax.fori_loop(
       1,
@@ -174,7 +174,12 @@ def _make_act(config: ConfigDict, driver: Driver) -> Callable[[int], None]:
       unroll(variables, actors, 0),
     )
 
-  return lambda num_unrolls: jax.block_until_ready(act(num_unrolls))
+  def act(num_unrolls: int) -> None:
+    nonlocal actors
+    result = repeat(num_unrolls, actors, variables)
+    actors, *_ = jax.block_until_ready(result)
+
+  return act
 
 
 def _speed(task: str, num_envs: int) -> tuple[str, ...]:

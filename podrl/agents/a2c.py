@@ -9,9 +9,15 @@ from podrl.networks.actor_critic import Network
 from podrl.types import Agent
 
 DEFAULTS = {**impala.DEFAULTS, 'sebulba.max_lag': 0}
-KINDS = {k: {**x, 'num_minibatches': 1} for k, x in impala.KINDS.items()}
-# Without minibatches, small unrolls give more optimiser steps.
-KINDS['small image'] |= {'env.num_envs': 32, 'unroll_length': 16}
+KINDS = {
+  **{k: {**x, 'num_minibatches': 1} for k, x in impala.KINDS.items()},
+  # Without minibatches, small batches give more optimiser steps.
+  'small image': {
+    **impala.KINDS['small image'],
+    'num_minibatches': 1,
+    'env.num_envs': 32,
+  },
+}
 
 
 def check(fields: Mapping[str, Any]) -> None:

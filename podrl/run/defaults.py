@@ -42,7 +42,7 @@ def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
   if isinstance(spec.action, Box):
     found.append('continuous')
     if math.prod(spec.action.shape) > 1:
-      found.append('several actions')
+      found.append('action vector')
   if SUITES[task.suite].needs_memory(task.name):
     found.append('memory')
   if SUITES[task.suite].has_large_rewards(task.name):

@@ -6,7 +6,7 @@ import pytest
 
 from podrl.agents import AGENTS
 from podrl.envs import SUITES, Task
-from podrl.run import defaults
+from podrl.run import defaults, devices
 from podrl.run.config import check
 from podrl.types import Box, Discrete, EnvSpec
 
@@ -34,7 +34,7 @@ _SPECS = [
   (
     'gymnax',
     _spec(_VECTOR, _box(2)),
-    ['numbers', 'continuous', 'several actions'],
+    ['numbers', 'continuous', 'action vector'],
   ),
   ('gymnax', _spec(_image(10, 10, 4, dtype=bool)), ['small image']),
   ('gymnax', _spec(_image(30, 40, 3, dtype=bool)), ['sparse image']),
@@ -43,7 +43,7 @@ _SPECS = [
   (
     'gymnasium',
     _spec(_image(96, 96, 3), _box(2)),
-    ['large image', 'continuous', 'several actions'],
+    ['large image', 'continuous', 'action vector'],
   ),
 ]
 
@@ -105,3 +105,11 @@ def test_the_settings_of_each_kind_fit_each_agent(agent):
     check(defaults.make_config(Task(suite, 'Pong-v5'), agent, spec))
   task = Task('gymnax', 'MemoryChain-bsuite')
   check(defaults.make_config(task, agent, _spec(_VECTOR)))
+
+
+@pytest.mark.parametrize('agent', AGENTS)
+def test_the_settings_of_small_images_fit_eight_devices(agent, monkeypatch):
+  monkeypatch.setattr(devices, 'num_cores', lambda: 8)
+  spec = _spec(_image(10, 10, 4, dtype=bool))
+  config = defaults.make_config(Task('gymnax', 'Freeway-MinAtar'), agent, spec)
+  assert devices.num_cpu_devices(config) == 8

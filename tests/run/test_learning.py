@@ -122,6 +122,8 @@ def test_without_a_memory_there_is_nothing_to_recall(agent, tmp_path):
     (['anakin_pendulum', '--agent=impala'], -250),
     (['anakin_pendulum', '--config.network.distribution=tanh_gaussian'], -250),
     (['anakin_memory_chain', '--agent=impala'], 0.9),
+    (['anakin_breakout', '--agent=impala'], 15),
+    (['anakin_breakout', '--agent=a2c'], 15),
     (['sebulba_half_cheetah'], 1500),
     (['sebulba_half_cheetah', '--agent=impala'], 1500),
     (['sebulba_half_cheetah', '--agent=a2c'], 1500),
