@@ -161,8 +161,15 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
 
     return repeat
 
-  def update(i, state, trajectory, rng_key):
-    return learner.update(state, trajectory, jax.random.fold_in(rng_key, i))[0]
+  def update(num_updates, state, trajectory, rng_key):
+    def once(i, state):
+      key = jax.random.fold_in(rng_key, i)
+      return learner.update(state, trajectory, key)
+
+    # The result contains the metrics, or the compiler would remove them.
+    return jax.lax.fori_loop(
+      1, num_updates, lambda i, last: once(i, last[0]), once(0, state)
+    )
 
   whole = driver.init(jax.random.key(0))
   variables = whole.learner.variables
@@ -184,9 +191,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
     for name, f in (('environment', step), ('acting', act))
   }
   updates = spmd.device_map(
-    lambda num_updates, state, *rest: jax.lax.fori_loop(
-      0, num_updates, lambda i, state: update(i, state, *rest), state
-    ),
+    update,
     mesh,
     (spmd.REPLICATED, spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED),
     spmd.REPLICATED,
