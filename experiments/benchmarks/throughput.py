@@ -148,28 +148,17 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
     env, agent._replace(act=_random_act(env)), config.unroll_length
   )
 
-  def rollout(act: Callable) -> Callable:
-    def repeat(num_unrolls, actors, variables):
-      # The result contains the last trajectory, or the compiler would remove
-      # it.
-      return jax.lax.fori_loop(
-        1,
-        num_unrolls,
-        lambda i, last: act(variables, last[0], i)[:2],
-        act(variables, actors, 0)[:2],
-      )
-
-    return repeat
-
-  def update(num_updates, state, trajectory, rng_key):
-    def once(i, state):
-      key = jax.random.fold_in(rng_key, i)
-      return learner.update(state, trajectory, key)
-
-    # The result contains the metrics, or the compiler would remove them.
-    return jax.lax.fori_loop(
-      1, num_updates, lambda i, last: once(i, last[0]), once(0, state)
+  def repeat(function: Callable) -> Callable:
+    # The result contains the last outputs, or the compiler would remove them.
+    return lambda num_updates, state, *rest: jax.lax.fori_loop(
+      1,
+      num_updates,
+      lambda i, last: function(i, last[0], *rest),
+      function(0, state, *rest),
     )
+
+  def update(i, state, trajectory, rng_key):
+    return learner.update(state, trajectory, jax.random.fold_in(rng_key, i))
 
   whole = driver.init(jax.random.key(0))
   variables = whole.learner.variables
@@ -183,7 +172,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   trajectory = unroll(variables, whole.actors)
   rollouts = {
     name: spmd.device_map(
-      rollout(f),
+      repeat(lambda i, actors, variables, f=f: f(variables, actors, i)[:2]),
       mesh,
       (spmd.REPLICATED, spmd.BATCH, spmd.REPLICATED),
       (spmd.BATCH, spmd.TRAJECTORY),
@@ -191,7 +180,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
     for name, f in (('environment', step), ('acting', act))
   }
   updates = spmd.device_map(
-    update,
+    repeat(update),
     mesh,
     (spmd.REPLICATED, spmd.REPLICATED, spmd.TRAJECTORY, spmd.REPLICATED),
     spmd.REPLICATED,
