@@ -296,8 +296,10 @@ def main(argv: Sequence[str]) -> None:
     if not is_chosen:
       continue
     num_seeds = _NUM_SEEDS.value or task.num_seeds
-    # Several agents with memories in one program are slow.
-    per_run = 1 if AGENTS[agent].sequence_length else num_seeds
+    # On a CPU, several agents with memories or with convolutions are faster one
+    # after the other than in one program.
+    is_slow = AGENTS[agent].sequence_length or task.variant == 'conv'
+    per_run = 1 if is_slow else num_seeds
     last_seed = _FIRST_SEED.value + num_seeds
     for first_seed in range(_FIRST_SEED.value, last_seed, per_run):
       last = str(first_seed + per_run - 1)

@@ -15,7 +15,7 @@ KINDS = {
   'small image': {
     **impala.KINDS['small image'],
     'num_minibatches': 1,
-    'env.num_envs': 32,
+    'env.num_envs': 16,
   },
 }
 

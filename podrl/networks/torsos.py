@@ -130,7 +130,8 @@ def _multiply_patches(
 ) -> jax.Array:
   """Computes a convolution as one matrix product over patches."""
   patches = _extract_patches(x, kernel.shape[0], stride, padding)
-  return patches @ kernel.reshape(-1, kernel.shape[-1]) + bias[None, None, None]
+  rows, columns = (y.reshape(-1, y.shape[-1]) for y in (patches, kernel))
+  return (rows @ columns + bias[None]).reshape(*patches.shape[:-1], -1)
 
 
 def _convolve(
