@@ -10,7 +10,7 @@ rows exist is skipped, and a run that was interrupted is resumed. So the same
 command continues an interrupted benchmark. All tasks together take many hours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import csv
 import itertools
 import pathlib
@@ -85,6 +85,7 @@ class Task(NamedTuple):
   num_seeds: int = 20
   variant: str = ''
   agents: tuple[str, ...] = ACTOR_CRITICS
+  settings: Mapping[str, float] = {}  # Fields of the configuration that change.
 
   @property
   def name(self) -> str:
@@ -106,7 +107,14 @@ _TASKS = (
     agents=(*_WITH_PQN, 'r2d2'),
   ),
   Task('anakin_pendulum', 'Pendulum-v1', -250, agents=_WITH_SAC),
-  Task('anakin_pendulum', 'MountainCarContinuous-v0', 85, agents=_WITH_SAC),
+  Task(
+    'anakin_pendulum',
+    'MountainCarContinuous-v0',
+    85,
+    agents=_WITH_SAC,
+    # Its episodes are too long for the discount of Pendulum-v1.
+    settings={'agent.gamma': 0.99},
+  ),
   Task('anakin_breakout', 'Breakout-MinAtar', 15, 20, 'conv', _WITH_Q),
   Task('anakin_breakout', 'Breakout-MinAtar', 15, 20, 'mlp'),
   Task('anakin_breakout', 'Asterix-MinAtar', 5, 10, 'conv', _WITH_PQN),
@@ -137,6 +145,7 @@ def _train(
     'log.tensorboard': False,
     'eval.every_env_steps': 0,
     'env.name': task.env,
+    **task.settings,
   }
   if is_anakin:
     settings['num_devices'] = num_devices
