@@ -9,13 +9,11 @@ import jax.numpy as jnp
 
 from podrl.core.observations import hide_illegal, without_mask
 from podrl.networks import cores
-from podrl.networks.torsos import MLP, TwinMLP, as_vector
+from podrl.networks.torsos import MLP, TwinMLP, as_vector, dot_general
 from podrl.types import Array, Tree
 
 # For wider observations, `TwinMLP` is faster on a CPU than two `MLP`s.
 _JOIN_WIDTH = 256
-# The widest head for `_narrow_product`.
-_NARROW = 8
 
 
 class Network(NamedTuple):
@@ -95,42 +93,6 @@ def recurrent(
   return Network(init, initial_carry, unroll, obs, is_recurrent=True)
 
 
-@jax.custom_jvp
-def _narrow_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Multiplies `[..., F]` by `[F, N]`, for a small N above 1.
-
-  On a CPU, XLA's product for the gradient of such a kernel takes as long as for
-  a kernel with 64 columns, so N sums compute it.
-  """
-  return x @ kernel
-
-
-@_narrow_product.defjvp
-def _narrow_product_jvp(primals: Any, tangents: Any) -> Any:
-  x, kernel = primals
-  x_tangent, kernel_tangent = tangents
-
-  def sums(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    # Reverse differentiation only transposes this: the gradient of a column is
-    # a sum over all rows.
-    rows = x.reshape(-1, x.shape[-1])
-    columns = jnp.split(kernel.T, kernel.shape[1])
-    products = [jnp.sum(rows * column, axis=1) for column in columns]
-    return jnp.stack(products, axis=1).reshape(*x.shape[:-1], -1)
-
-  tangent = jax.lax.platform_dependent(
-    x, kernel_tangent, cpu=sums, default=jnp.matmul
-  )
-  return x @ kernel, x_tangent @ kernel + tangent
-
-
-def _dot_general(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-  """`lax.dot_general` for `nn.Dense`, with `_narrow_product` where it pays."""
-  if 1 < kernel.shape[1] <= _NARROW:
-    return _narrow_product(x, kernel)
-  return jax.lax.dot_general(x, kernel, *args, **kwargs)
-
-
 class ActorCritic(nn.Module):
   """A policy head and a value head, with one torso for both or one for each."""
 
@@ -188,7 +150,7 @@ class ActorCritic(nn.Module):
     num_outputs = self.num_policy_params - self.num_constant_params
     # With small initial weights, the first policy hardly depends on the state.
     init = orthogonal(0.01)
-    dense = nn.Dense(num_outputs, kernel_init=init, dot_general=_dot_general)
+    dense = nn.Dense(num_outputs, kernel_init=init, dot_general=dot_general)
     policy = dense(policy_features)
     if size := self.num_constant_params:
       zeros = nn.initializers.zeros_init()

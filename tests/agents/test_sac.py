@@ -42,7 +42,7 @@ def _agent(space):
   rng = np.random.default_rng(0)
   params, target = (
     jax.tree.map(
-      lambda x: rng.normal(size=x.shape, scale=0.5).astype(np.float32),
+      lambda x: jnp.float32(rng.normal(size=x.shape, scale=0.5)),
       variables.params,
     )
     for _ in range(2)

@@ -1,6 +1,5 @@
 """Tests networks: heads, memories against plain loops, steps and unrolls."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -216,31 +215,3 @@ def test_constant_parameters_are_the_same_in_all_states():
     head[..., 3:], np.broadcast_to(np.float32([7, 8]), (12, 4, 2))
   )
   assert len(np.unique(head[..., 0])) == 48
-
-
-@pytest.mark.parametrize('num_outputs', [1, 2, 8, 9])
-def test_the_head_has_the_gradient_of_a_matrix_product(num_outputs):
-  rng = np.random.default_rng(0)
-  x, kernel, grad = (
-    rng.normal(size=shape).astype(np.float32)
-    for shape in ((3, 50, 16), (3, 16, num_outputs), (3, 50, num_outputs))
-  )
-
-  # Agents of several seeds have kernels of their own.
-  @jax.vmap
-  def gradients(x, kernel, grad):
-    x, grad = x.reshape(5, 10, 16), grad.reshape(5, 10, num_outputs)
-    dense = nn.Dense(
-      num_outputs, use_bias=False, dot_general=networks._dot_general
-    )
-
-    def loss(x, kernel):
-      return jnp.sum(grad * dense.apply({'params': {'kernel': kernel}}, x))
-
-    return jax.grad(loss, (0, 1))(x, kernel)
-
-  x_grad, kernel_grad = jax.jit(gradients)(x, kernel, grad)
-  expected = np.swapaxes(x, 1, 2).astype(np.float64) @ grad
-  np.testing.assert_allclose(kernel_grad, expected, atol=1e-5)
-  expected = grad @ np.swapaxes(kernel, 1, 2)
-  np.testing.assert_allclose(x_grad.reshape(x.shape), expected, atol=1e-5)
