@@ -4,10 +4,11 @@
       [--agent=ppo] [--first_seed=100] [--num_seeds=0]
       [--num_devices=2] [--workdir=runs/returns]
 
-The program trains each agent on each task. Under Anakin, all seeds train in one
-program. The result of each seed becomes a row of docs/returns.csv. A run whose
-rows exist is skipped, and a run that was interrupted is resumed. So the same
-command continues an interrupted benchmark. All tasks together take many hours.
+The program trains each agent on each task. Under Anakin, the seeds train in one
+program, but agents with convolutions or memories one after the other. The
+result of each seed becomes a row of docs/returns.csv. A run whose rows exist is
+skipped, and a run that was interrupted is resumed. So the same command
+continues an interrupted benchmark. All tasks together take many hours.
 """
 
 from collections.abc import Mapping, Sequence
