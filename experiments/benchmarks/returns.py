@@ -5,9 +5,9 @@
       [--num_devices=2] [--workdir=runs/returns]
 
 The program trains each agent on each task. Under Anakin, the seeds train in one
-program, but agents with convolutions or memories one after the other. The
-result of each seed becomes a row of docs/returns.csv. A run whose rows exist is
-skipped, and a run that was interrupted is resumed. So the same command
+program, but agents with convolutions or replay memories one after the other.
+The result of each seed becomes a row of docs/returns.csv. A run whose rows
+exist is skipped, and a run that was interrupted is resumed. So the same command
 continues an interrupted benchmark. All tasks together take many hours.
 """
 
@@ -137,7 +137,8 @@ def _train(
   """Trains an agent on a task, if it is not trained, and reads the results."""
   num_devices = _NUM_DEVICES.value
   numbers = f'{first_seed}', f'{num_seeds}', f'{num_devices}'
-  name = '-'.join([*task.name.split(), agent, *numbers])
+  fields = [f'{k}={v}' for k, v in task.settings.items()]
+  name = '-'.join([*task.name.split(), agent, *numbers, *fields])
   path = f'{_WORKDIR.value}/{name}'
   is_anakin = task.experiment.startswith('anakin')
   settings = {
@@ -306,10 +307,10 @@ def main(argv: Sequence[str]) -> None:
     if not is_chosen:
       continue
     num_seeds = _NUM_SEEDS.value or task.num_seeds
-    # On a CPU, several agents with memories or with convolutions are faster one
-    # after the other than in one program.
-    is_slow = AGENTS[agent].sequence_length or task.variant == 'conv'
-    per_run = 1 if is_slow else num_seeds
+    # On a CPU, several agents with replay memories or with convolutions are
+    # faster one after the other than in one program.
+    is_separate = AGENTS[agent].sequence_length or task.variant == 'conv'
+    per_run = 1 if is_separate else num_seeds
     last_seed = _FIRST_SEED.value + num_seeds
     for first_seed in range(_FIRST_SEED.value, last_seed, per_run):
       last = str(first_seed + per_run - 1)

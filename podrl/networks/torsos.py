@@ -22,9 +22,9 @@ _ORTHOGONAL = nn.initializers.orthogonal(np.sqrt(2))
 
 
 @jax.custom_jvp
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Multiplies `[..., F]` by `[F, N]`; on a CPU, the gradient is faster."""
-  return x @ kernel
+  return jnp.matmul(x, kernel)
 
 
 def _sum_products(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -40,34 +40,38 @@ def _sum_products(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def _multiply_transposed(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Computes `x @ kernel`; the kernel's gradient multiplies a copy of x.T."""
   # Without the barrier, XLA would not make the copy.
-  columns = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
-  y = jax.lax.dot_general(columns, kernel, (((0,), (0,)), ((), ())))
+  x_transposed = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
+  y = jax.lax.dot_general(x_transposed, kernel, (((0,), (0,)), ((), ())))
   return y.reshape(*x.shape[:-1], -1)
 
 
-@product.defjvp
-def _product_jvp(primals: Any, tangents: Any) -> Any:
+@multiply.defjvp
+def _multiply_jvp(primals: Any, tangents: Any) -> Any:
   x, kernel = primals
   x_tangent, kernel_tangent = tangents
-  # On a CPU, XLA has fast products, but not for the transpose of a product. So
+  # On a CPU, XLA has fast products, but not for a transposed first factor. So
   # the gradient of the kernel would take about twice as long as the product,
-  # and for a few columns as long as for 64.
+  # and for a few outputs as long as for 64. The limits come from measurements:
+  # the copy of wider inputs takes longer than it saves.
   num_inputs, num_outputs = kernel.shape
-  multiply: Callable[..., jax.Array] = jnp.matmul
+  on_cpu: Callable[..., jax.Array] = jnp.matmul
   if 1 < num_outputs <= 8:
-    multiply = _sum_products
+    on_cpu = _sum_products
   elif 16 <= num_inputs <= 256 and num_outputs >= 32:
-    multiply = _multiply_transposed  # The copy of wider inputs takes too long.
+    on_cpu = _multiply_transposed
   tangent = jax.lax.platform_dependent(
-    x, kernel_tangent, cpu=multiply, default=jnp.matmul
+    x, kernel_tangent, cpu=on_cpu, default=jnp.matmul
   )
-  return x @ kernel, x_tangent @ kernel + tangent
+  return jnp.matmul(x, kernel), jnp.matmul(x_tangent, kernel) + tangent
 
 
-def dot_general(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> jax.Array:
-  """`product` with the signature of `lax.dot_general`, for `nn.Dense`."""
-  del args, kwargs
-  return product(x, kernel)
+def dot_general(
+  x: Any, kernel: Any, dimension_numbers: Any, precision: Any = None
+) -> jax.Array:
+  """`multiply` as `lax.dot_general`, for `nn.Dense`."""
+  if precision is not None:
+    return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
+  return multiply(x, kernel)
 
 
 _Dense = functools.partial(
@@ -183,8 +187,9 @@ def _multiply_patches(
 ) -> jax.Array:
   """Computes a convolution as one matrix product over patches."""
   patches = _extract_patches(x, kernel.shape[0], stride, padding)
-  rows, columns = (y.reshape(-1, y.shape[-1]) for y in (patches, kernel))
-  return (product(rows, columns) + bias[None]).reshape(*patches.shape[:-1], -1)
+  rows = patches.reshape(-1, patches.shape[-1])
+  y = multiply(rows, kernel.reshape(-1, kernel.shape[-1])) + bias[None]
+  return y.reshape(*patches.shape[:-1], -1)
 
 
 def _convolve(

@@ -40,6 +40,7 @@ def _agent(space):
   agent = _make(_SPACES[space], target_entropy=_TARGET_ENTROPY)
   variables = jax.jit(agent.init)(jax.random.key(0))
   rng = np.random.default_rng(0)
+  # Under vmap, JAX's custom derivatives do not accept constants of NumPy.
   params, target = (
     jax.tree.map(
       lambda x: jnp.float32(rng.normal(size=x.shape, scale=0.5)),

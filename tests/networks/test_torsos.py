@@ -104,7 +104,7 @@ def test_a_dense_layer_has_the_gradient_of_a_matrix_product(num_outputs):
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 def test_only_a_cpu_copies_the_input_of_a_dense_layer(platform):
   x, kernel = jnp.zeros((5, 16)), jnp.zeros((16, 32))
-  loss = jax.grad(lambda kernel, x: jnp.sum(torsos.product(x, kernel)))
+  loss = jax.grad(lambda kernel, x: jnp.sum(torsos.multiply(x, kernel)))
   lowered = jax.jit(loss).trace(kernel, x).lower(lowering_platforms=(platform,))
   assert ('optimization_barrier' in lowered.as_text()) == (platform == 'cpu')
 
