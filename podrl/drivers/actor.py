@@ -48,7 +48,7 @@ class Unroll(NamedTuple):
   version: int  # Version of the parameters that chose the actions.
   episodes: types.Episodes  # Episodes that ended in the unroll.
   actor: int  # Index of the actor.
-  largest: dict[str, Largest]  # Result of `find_largest`, in numpy.
+  largest: dict[str, Largest]  # Result of `find_largest`, on the actor device.
   first_env: int  # Global index of the actor's first environment.
 
 
@@ -322,7 +322,7 @@ class Actor:
       self._timestep,
       self._carry,
     )
-    return *self._place(shards, largest), *rest
+    return self._place(shards), largest, *rest
 
   def _run_program(self, variables: types.Variables) -> tuple[Any, ...]:
     """Acts for T steps in one program; see `_run_loop`."""
@@ -369,7 +369,7 @@ class Actor:
   ) -> tuple[list[types.Trajectory], dict[str, Largest]]:
     """Returns the shards of an unroll, ready on their learner devices.
 
-    It also returns the largest numbers of the unroll, in numpy.
+    It also returns the result of `find_largest`.
     """
     # Use several stacks: one program for all rows would compile too slowly.
     stacks = [
@@ -377,21 +377,18 @@ class Actor:
       for i in range(0, len(rows), _STACKED)
     ]
     num_steps = np.int32(self._num_steps - len(rows))
-    return self._place(
-      *self.functions.finish(
-        stacks, timesteps, carry, num_steps, self._env_index
-      )
+    shards, largest = self.functions.finish(
+      stacks, timesteps, carry, num_steps, self._env_index
     )
+    return self._place(shards), largest
 
-  def _place(
-    self, shards: list[types.Trajectory], largest: dict[str, Largest]
-  ) -> tuple[list[types.Trajectory], dict[str, Largest]]:
-    """Copies the results of `finish` to the learner devices and to numpy."""
+  def _place(self, shards: list[types.Trajectory]) -> list[types.Trajectory]:
+    """Copies the shards of an unroll to the learner devices, and waits."""
     placed = [
       shard if device == self.device else jax.device_put(shard, device)
       for shard, device in zip(shards, self.learner_devices)
     ]
-    return jax.block_until_ready(placed), jax.device_get(largest)
+    return jax.block_until_ready(placed)
 
   def close(self) -> None:
     """Frees the environments; prints an error instead of raising it."""

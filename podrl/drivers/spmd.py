@@ -17,7 +17,12 @@ import jax
 from jax._src import xla_bridge  # `backends_are_initialized` is not public.
 from jax.extend import backend
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+  SingleDeviceSharding,
+)
 import numpy as np
 
 from podrl.core.memory import SizeError
@@ -412,11 +417,14 @@ def copy_to_first_device(tree: Tree) -> Tree:
 
 def to_device(tree: Tree, device: jax.Device) -> Tree:
   """Returns a replicated tree on `device`; copies it only if necessary."""
+  sharding = SingleDeviceSharding(device)
 
   def part(x: jax.Array) -> jax.Array:
+    first = x.addressable_data(0)
+    if first.sharding == sharding:  # Otherwise, `device_put` is slow.
+      return first
     parts = {shard.device: shard.data for shard in x.addressable_shards}
-    # The part is still an array over the mesh if the mesh has one device.
-    return jax.device_put(parts.get(device, x.addressable_data(0)), device)
+    return jax.device_put(parts.get(device, first), device)
 
   return jax.tree.map(part, tree)
 
