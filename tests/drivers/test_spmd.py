@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 import numpy as np
 import pytest
 
@@ -32,6 +33,22 @@ def test_shards_are_split_on_the_batch():
   x = spmd.place(np.arange(24).reshape(3, 8), mesh, spmd.TRAJECTORY)
   shapes = {shard.data.shape for shard in x.addressable_shards}
   assert shapes == {(3, 2)}
+
+
+@pytest.mark.parametrize('num_learners', [1, 2])
+@pytest.mark.parametrize('target', range(3))
+def test_variables_reach_any_device(num_learners, target):
+  mesh = spmd.make_mesh(jax.devices()[:num_learners])
+  variables = {'w': spmd.place(jnp.arange(4.0), mesh, spmd.REPLICATED)}
+  device = jax.devices()[target]
+  copy = spmd.to_device(variables, device)['w']
+  assert copy.tolist() == [0.0, 1.0, 2.0, 3.0]
+  # An actor's program compiles again if only the kind of sharding changes.
+  assert copy.sharding == SingleDeviceSharding(device)
+  if target < num_learners:  # There is no copy.
+    shards = variables['w'].addressable_shards
+    pointers = [x.data.unsafe_buffer_pointer() for x in shards]
+    assert copy.unsafe_buffer_pointer() == pointers[target]
 
 
 def test_a_constant_may_be_without_elements():
