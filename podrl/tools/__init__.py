@@ -140,12 +140,11 @@ def load_experiment(path: str) -> Callable[..., ConfigDict]:
     raise ValueError(
       f'{path} is not an experiment; try experiments/sebulba_cartpole.py'
     )
-  # Experiments import one another by name, from their directory.
-  sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-  try:
-    module = runpy.run_path(path)
-  finally:
-    del sys.path[0]
+  # As for a script, modules of its directory, such as environments, have names.
+  directory = os.path.dirname(os.path.abspath(path))
+  if directory not in sys.path:
+    sys.path.insert(0, directory)
+  module = runpy.run_path(path)
   if 'get_config' not in module:
     raise ValueError(f'{path} is not an experiment: it has no get_config')
   return module['get_config']

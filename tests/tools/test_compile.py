@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import pathlib
+import sys
 import textwrap
 import types
 
@@ -12,10 +13,12 @@ import jax
 import pytest
 import sebulba_cartpole
 
+from podrl import tools
 from podrl.drivers import spmd
-from podrl.run import devices, targets
+from podrl.run import build, devices, targets
 from podrl.tools import compile
 from podrl.tools.compile import Collective
+from podrl.types import Discrete
 
 pytestmark = pytest.mark.timeout(300)
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -292,6 +295,16 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
   assert [x['target'] for x in reports] == ['v5e-4', 'v4-8']
   assert reports[0]['programs']['train']['collectives']
   assert (out / 'compile.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_an_experiment_may_contain_its_environment(tmp_path, monkeypatch):
+  monkeypatch.setattr(sys, 'path', sys.path[:])
+  text = (_ROOT / 'experiments' / 'anakin_meta.py').read_text()
+  path = tmp_path / 'own_corridor.py'
+  path.write_text(text.replace('anakin_meta:', 'own_corridor:'))
+  config = tools.load_experiment(str(path))('ppo', 'corridor')
+  assert config.env.name == 'own_corridor:corridor'
+  assert build.make_env(config).spec.action == Discrete(2)
 
 
 @pytest.mark.parametrize(
