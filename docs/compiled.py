@@ -45,7 +45,10 @@ def _experiments() -> list[tuple[str, str]]:
   """Returns (name, variant) for each variant of each experiment."""
   found = []
   for path in sorted((_DOCS.parent / 'experiments').glob('*.py')):
-    names = re.search(r'--variant=([\w|]+)', path.read_text())
+    text = path.read_text()
+    if 'def get_config(' not in text:
+      continue  # It does not train one agent, so there is no run to compile.
+    names = re.search(r'--variant=([\w|]+)', text)
     variants = names[1].split('|') if names else ['']
     found += [(path.stem, variant) for variant in variants]
   return found

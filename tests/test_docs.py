@@ -105,6 +105,8 @@ def test_the_page_of_compiled_experiments_has_all_rows():
   rows, page = compiled['read'](), _TEXT[_DOCS / 'reference/compiled.md']
   assert len(rows) >= 4
   assert page == compiled['render'](page, rows), 'run python docs/compiled.py'
+  experiments = {(row['experiment'], row['variant']) for row in rows}
+  assert experiments == set(compiled['_experiments']())
 
 
 def test_the_tutorials_experiment_is_one(tmp_path):
