@@ -421,7 +421,7 @@ def to_device(tree: Tree, device: jax.Device) -> Tree:
 
   def part(x: jax.Array) -> jax.Array:
     first = x.addressable_data(0)
-    if first.sharding == sharding:  # Otherwise, `device_put` is slow.
+    if first.sharding == sharding:  # `device_put` is slow even without a copy.
       return first
     parts = {shard.device: shard.data for shard in x.addressable_shards}
     return jax.device_put(parts.get(device, first), device)
