@@ -128,7 +128,7 @@ _TASKS = (
     'LunarLander-v2',
     200,
     10,
-    # To land takes long. With less foresight, some agents of PPO only hover.
+    # Landing takes many steps. With less foresight, some agents only hover.
     settings={'agent.gamma': 0.999, 'agent.lambda_': 0.98},
   ),
   Task('sebulba_half_cheetah', 'HalfCheetah-v4', 1500, 3, agents=_WITH_SAC),

@@ -293,6 +293,8 @@ class Actor:
     self.enter('inference')
     act = self._run_loop if self._env_state is None else self._run_program
     shards, largest, reward, is_first = act(variables)
+    for x in largest.values():  # The learner reads the values.
+      x.value.copy_to_host_async()
     episodes = self._episodes.add(reward, is_first)
     return Unroll(
       shards, version, episodes, self.index, largest, self.first_env

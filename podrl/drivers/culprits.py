@@ -71,8 +71,8 @@ def find_culprit(
   """Finds a reward, or a part of an observation, that breaks learning.
 
   Args:
-    largest: what `find_largest` returned for one unroll. If all is well, only
-      its values are copied from the device.
+    largest: what `find_largest` returned for one unroll. If all is well, the
+      function reads only the field `value` of each.
     first_env: global index of the first environment of the batch.
     is_failing: whether the loss of this unroll is NaN or infinite. If it is, a
       large finite number may also be the culprit.

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
+from podrl.envs import add_to_path, module_directory
 from podrl.messages import one_line
 from podrl.run.config import CommandLine, apply_overrides
 
@@ -140,11 +141,14 @@ def load_experiment(path: str) -> Callable[..., ConfigDict]:
     raise ValueError(
       f'{path} is not an experiment; try experiments/sebulba_cartpole.py'
     )
-  # As for a script, modules of its directory, such as environments, have names.
+  # Experiments import one another by name, from their directory.
   directory = os.path.dirname(os.path.abspath(path))
-  if directory not in sys.path:
-    sys.path.insert(0, directory)
-  module = runpy.run_path(path)
+  sys.path.insert(0, directory)
+  try:
+    module = runpy.run_path(path)
+  finally:
+    del sys.path[0]
+  add_to_path(directory)  # `env.name` may name a module of this directory.
   if 'get_config' not in module:
     raise ValueError(f'{path} is not an experiment: it has no get_config')
   return module['get_config']
@@ -156,4 +160,5 @@ def read_config(command_line: CommandLine) -> ConfigDict:
   get_config = load_experiment(command_line.task or 'no file')
   config = get_config(values.agent, values.variant)
   apply_overrides(config, command_line.overrides)
+  config.env.path = config.env.path or module_directory(config.env.name)
   return config

@@ -37,9 +37,12 @@ def _trajectory(**bad):
 
 def _culprit(is_failing=True, **bad):
   find = jax.jit(lambda x: culprits.find_largest(x, 20))
-  largest = jax.device_get(find(_trajectory(**bad)))
+  largest = find(_trajectory(**bad))
   assert largest.keys() == {'reward', 'action', "observation['x']"}
-  return culprits.find_culprit(largest, 6, is_failing)
+  culprit = culprits.find_culprit(jax.device_get(largest), 6, is_failing)
+  # Sebulba's learner gets arrays of the actor device.
+  assert culprits.find_culprit(largest, 6, is_failing) == culprit
+  return culprit
 
 
 _X, _NAN, _INF = "observation['x']", float('nan'), float('inf')

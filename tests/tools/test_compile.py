@@ -16,6 +16,7 @@ import sebulba_cartpole
 from podrl import tools
 from podrl.drivers import spmd
 from podrl.run import build, devices, targets
+from podrl.run.config import parse_command_line
 from podrl.tools import compile
 from podrl.tools.compile import Collective
 from podrl.types import Discrete
@@ -302,9 +303,12 @@ def test_an_experiment_may_contain_its_environment(tmp_path, monkeypatch):
   text = (_ROOT / 'experiments' / 'anakin_meta.py').read_text()
   path = tmp_path / 'own_corridor.py'
   path.write_text(text.replace('anakin_meta:', 'own_corridor:'))
-  config = tools.load_experiment(str(path))('ppo', 'corridor')
+  argv = ['podrl compile', str(path), '--variant=corridor']
+  config = tools.read_config(parse_command_line(argv, has_task=True))
   assert config.env.name == 'own_corridor:corridor'
+  assert config.env.path == str(tmp_path)  # For other processes.
   assert build.make_env(config).spec.action == Discrete(2)
+  monkeypatch.delitem(sys.modules, 'own_corridor')
 
 
 @pytest.mark.parametrize(
