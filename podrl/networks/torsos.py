@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.core.observations import without_mask
+from podrl.networks import sparse
 from podrl.types import EnvSpec, Tree
 
 _ORTHOGONAL = nn.initializers.orthogonal(np.sqrt(2))
@@ -85,6 +86,16 @@ def as_vector(obs: Tree, dtype: Any = jnp.float32) -> jax.Array:
   return jnp.concatenate([x.astype(dtype) for x in leaves], axis=-1)
 
 
+def _dot_general_for(obs: Tree, dtype: Any) -> Callable[..., jax.Array]:
+  """Returns the `dot_general` of the layer that takes `as_vector(obs)`."""
+  if dtype != jnp.float32 or any(x.dtype != bool for x in jax.tree.leaves(obs)):
+    return dot_general
+  bits = as_vector(obs, bool)
+  if not sparse.is_fast(bits):
+    return dot_general
+  return lambda x, kernel, *args, **kwargs: sparse.multiply(bits, kernel)
+
+
 def as_image(
   obs: Tree, channels_first: bool, dtype: Any = jnp.float32
 ) -> jax.Array:
@@ -125,8 +136,10 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, obs: Tree) -> jax.Array:
     x = as_vector(obs, self.dtype)
+    product = _dot_general_for(obs, self.dtype)
     for size in self.hidden_sizes:
-      x = _Dense(size, dtype=self.dtype)(x)
+      x = _Dense(size, dtype=self.dtype, dot_general=product)(x)
+      product = dot_general
       x = nn.LayerNorm(dtype=self.dtype)(x) if self.layer_norm else x
       x = self.activation(x)
     return x
@@ -153,7 +166,12 @@ class TwinMLP(nn.Module):
       keys = jax.random.split(rng_key)
       return jnp.concatenate([_ORTHOGONAL(k, half, dtype) for k in keys], 1)
 
-    dense = nn.Dense(2 * first, dtype=self.dtype, kernel_init=init_halves)
+    dense = nn.Dense(
+      2 * first,
+      dtype=self.dtype,
+      kernel_init=init_halves,
+      dot_general=_dot_general_for(obs, self.dtype),
+    )
     x = self.activation(dense(as_vector(obs, self.dtype)))
     outputs = []
     for half in jnp.split(x, 2, axis=-1):
