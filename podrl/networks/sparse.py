@@ -45,8 +45,17 @@ def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
   Returns:
     Floats `[N, M]`, of the dtype of the kernel.
   """
-  columns, count = _find(x)
-  return _product_p.bind(kernel, x, columns, count, is_transposed=False)
+
+  def add_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    columns, count = _find(x)
+    return _product_p.bind(kernel, x, columns, count, is_transposed=False)
+
+  def multiply_matrices(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return x.astype(kernel.dtype) @ kernel
+
+  return lax.platform_dependent(
+    x, kernel, cpu=add_rows, default=multiply_matrices
+  )
 
 
 def _pack(x: jax.Array) -> jax.Array:
@@ -68,8 +77,18 @@ def _lowest(word: jax.Array) -> jax.Array:  # The index of the lowest one.
   return 31 - lax.clz(word & -word).astype(jnp.int32)
 
 
-def _find_ones(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Finds the ones of each row; see `_find`."""
+@sequential_vmap
+def _find(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Finds the ones of each row.
+
+  Args:
+    x: bool `[N, W]`.
+
+  Returns:
+    The columns of the ones, int32 `[_max_count(x), N]`; a row with fewer ones
+    has the column W instead. And the number of ones of the row that has most,
+    int32 `[]`. If it is above `_max_count(x)`, all columns are W.
+  """
   num_rows, width = x.shape
   max_count = _max_count(x)
   words = _pack(x)
@@ -103,23 +122,7 @@ def _find_ones(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   return lax.fori_loop(0, num_loops, find_next, carry)[-1], count
 
 
-@sequential_vmap
-def _find(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Finds the ones of each row of `x`.
-
-  Args:
-    x: bool `[N, W]`.
-
-  Returns:
-    The columns of the ones, int32 `[_max_count(x), N]`; a row with fewer ones
-    has the column W instead. And the number of ones of the row that has most,
-    int32 `[]`. If it is above `_max_count(x)`, all columns are W.
-  """
-  none = jnp.zeros((_max_count(x), len(x)), jnp.int32), jnp.int32(0)
-  return lax.platform_dependent(x, cpu=_find_ones, default=lambda x: none)
-
-
-def _dense_product(
+def _compute_product(
   y: jax.Array,
   x: jax.Array,
   columns: jax.Array,
@@ -127,34 +130,20 @@ def _dense_product(
   *,
   is_transposed: bool,
 ) -> jax.Array:
-  """Multiplies `x`, or its transpose, by `y`."""
-  del columns, count
-  return (x.T if is_transposed else x).astype(y.dtype) @ y
-
-
-def _sparse_product(
-  y: jax.Array,
-  x: jax.Array,
-  columns: jax.Array,
-  count: jax.Array,
-  *,
-  is_transposed: bool,
-) -> jax.Array:
-  """`_dense_product`, by adding the rows of `y` that belong to ones."""
+  """Multiplies `x`, or its transpose, by `y`, with the results of `_find`."""
 
   def sparse(y: jax.Array) -> jax.Array:
-    def body(k: jax.Array, total: jax.Array) -> jax.Array:
+    def add_rows(k: jax.Array, total: jax.Array) -> jax.Array:
       if is_transposed:
         return total.at[columns[k]].add(y, mode='drop')
       return total + y.at[columns[k]].get(mode='fill', fill_value=0)
 
-    num_rows = x.shape[1] if is_transposed else x.shape[0]
-    return lax.fori_loop(
-      0, count, body, jnp.zeros((num_rows, y.shape[1]), y.dtype)
-    )
+    num_rows = x.shape[1 if is_transposed else 0]
+    zeros = jnp.zeros((num_rows, y.shape[1]), y.dtype)
+    return lax.fori_loop(0, count, add_rows, zeros)
 
   def dense(y: jax.Array) -> jax.Array:
-    return _dense_product(y, x, columns, count, is_transposed=is_transposed)
+    return (x.T if is_transposed else x).astype(y.dtype) @ y
 
   return lax.cond(count <= columns.shape[0], sparse, dense, y)
 
@@ -162,7 +151,7 @@ def _sparse_product(
 # JAX can transpose neither loops of unknown length nor, if vectorised, a
 # `linear_call`. So the product is a primitive, whose transpose is known.
 _product_p = Primitive('sparse_product')
-_product_p.def_impl(jax.jit(_sparse_product, static_argnames='is_transposed'))
+_product_p.def_impl(jax.jit(_compute_product, static_argnames='is_transposed'))
 
 
 @_product_p.def_abstract_eval
@@ -205,6 +194,6 @@ ad.defjvp(
 )
 ad.primitive_transposes[_product_p] = _transpose
 batching.primitive_batchers[_product_p] = _vectorize
-for _function, _platform in ((_dense_product, None), (_sparse_product, 'cpu')):
-  _lowering = mlir.lower_fun(_function, multiple_results=False)
-  mlir.register_lowering(_product_p, _lowering, platform=_platform)
+mlir.register_lowering(
+  _product_p, mlir.lower_fun(_compute_product, multiple_results=False)
+)

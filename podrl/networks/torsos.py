@@ -88,7 +88,8 @@ def as_vector(obs: Tree, dtype: Any = jnp.float32) -> jax.Array:
 
 def _dot_general_for(obs: Tree, dtype: Any) -> Callable[..., jax.Array]:
   """Returns the `dot_general` of the layer that takes `as_vector(obs)`."""
-  if dtype != jnp.float32 or any(x.dtype != bool for x in jax.tree.leaves(obs)):
+  is_binary = all(x.dtype == bool for x in jax.tree.leaves(obs))
+  if not is_binary or jnp.dtype(dtype) != jnp.float32:
     return dot_general
   bits = as_vector(obs, bool)
   if not sparse.is_fast(bits):

@@ -89,8 +89,9 @@ def test_products_may_be_vectorized(axes):
 
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 def test_only_a_cpu_adds_rows(platform):
-  x, kernel = jnp.zeros((64, 400), bool), jnp.zeros((400, 8))
-  loss = jax.jit(jax.value_and_grad(lambda k: jnp.sum(sparse.multiply(x, k))))
+  x, kernel = jnp.zeros((3, 64, 400), bool), jnp.zeros((400, 8))
+  multiply = jax.vmap(sparse.multiply, (0, None))
+  loss = jax.jit(jax.value_and_grad(lambda k: jnp.sum(multiply(x, k))))
   lowered = loss.trace(kernel).lower(lowering_platforms=(platform,))
   assert ('stablehlo.while' in lowered.as_text()) == (platform == 'cpu')
 
@@ -98,7 +99,7 @@ def test_only_a_cpu_adds_rows(platform):
 @pytest.mark.parametrize('torso', [torsos.MLP(), torsos.TwinMLP()])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_bools_and_floats_have_the_same_features(torso, dtype):
-  torso = torso.clone(dtype=jnp.dtype(dtype))
+  torso = torso.clone(dtype=dtype)
   obs = {'a': _bits(64, 300, 5).reshape(64, 10, 30), 'b': _bits(64, 30, 3)}
   floats = jax.tree.map(lambda x: x.astype(np.float32), obs)
   params = torso.init(jax.random.key(0), floats)
