@@ -29,7 +29,7 @@ def _loss(x, kernel):
 # The widths have padded words, several words of summary, and no padding.
 @pytest.mark.parametrize('num_rows,width', [(64, 257), (40, 1100), (256, 2048)])
 def test_ones_are_found(num_rows, width):
-  max_ones = width * num_rows // (11 * (num_rows + 128))
+  max_ones = width * num_rows // (10 * (num_rows + 48))
   x = _bits(num_rows, width, max_ones)
   columns, count = jax.jit(sparse._find)(x)
   assert count == max_ones
