@@ -9,6 +9,7 @@ product. Other devices compute the matrix product.
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 from jax import lax
 from jax.custom_batching import sequential_vmap
@@ -45,6 +46,7 @@ def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
   Returns:
     Floats `[N, M]`, of the dtype of the kernel.
   """
+  chex.assert_rank([x, kernel], 2)
 
   def add_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
     columns, count = _find(x)
