@@ -17,24 +17,27 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 
-# For narrower observations, a matrix product is as fast.
-_MIN_WIDTH = 256
+# For fewer or narrower rows, a matrix product is as fast. If a vectorised
+# program has many small products, only matrix products are joined.
+_MIN_ROWS = 32
+_MIN_WIDTH = 257
 
 
 def _max_count(x: jax.Array) -> int:
   """Returns how many ones a row may have; with more, a product is faster."""
-  # Both terms come from measurements: for each possible one, adding rows takes
-  # a constant time, and a time for each row of `x`.
+  # Adding rows takes time in proportion to `count * (num_rows + 48)`, and a
+  # matrix product to `width * num_rows`. Measurements gave the numbers.
   num_rows, width = x.shape
   return width * num_rows // (10 * (num_rows + 48))
 
 
 def is_fast(x: jax.Array) -> bool:
-  """Whether `multiply` may be faster than a matrix product."""
-  return x.dtype == bool and x.shape[1] >= _MIN_WIDTH and _max_count(x) > 0
+  """Returns whether `multiply_bools` may be faster than a matrix product."""
+  num_rows, width = x.shape
+  return x.dtype == bool and num_rows >= _MIN_ROWS and width >= _MIN_WIDTH
 
 
-def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def multiply_bools(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Multiplies zeros and ones by a kernel.
 
   If a row has too many ones, this computes a matrix product.
@@ -75,7 +78,8 @@ def _pack(x: jax.Array) -> jax.Array:
   return lax.optimization_barrier(words)
 
 
-def _lowest(word: jax.Array) -> jax.Array:  # The index of the lowest one.
+def _lowest(word: jax.Array) -> jax.Array:
+  """Returns the index of the lowest bit that is 1, or -1 if none is."""
   return 31 - lax.clz(word & -word).astype(jnp.int32)
 
 
@@ -87,9 +91,9 @@ def _find(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     x: bool `[N, W]`.
 
   Returns:
-    The columns of the ones, int32 `[_max_count(x), N]`; a row with fewer ones
-    has the column W instead. And the number of ones of the row that has most,
-    int32 `[]`. If it is above `_max_count(x)`, all columns are W.
+    `columns`, int32 `[_max_count(x), N]`, has the columns of each row's ones,
+    and W in unused places. `count`, int32 `[]`, is the number of ones of the
+    row that has most. If it is above `_max_count(x)`, all columns are W.
   """
   num_rows, width = x.shape
   max_count = _max_count(x)
@@ -108,8 +112,9 @@ def _find(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       takes = needs_word & (bits != 0)
       index = jnp.where(takes, _lowest(bits) * num_summaries + i, index)
       remaining.append(jnp.where(takes, bits & (bits - 1), bits))
-      word = jnp.where(takes, words[jnp.arange(num_rows), index], word)
       needs_word &= ~takes
+    next_word = words[jnp.arange(num_rows), index]
+    word = jnp.where((word == 0) & ~needs_word, next_word, word)
     column = jnp.where(word == 0, width, _lowest(word) * num_words + index)
     return remaining, index, word & (word - 1), columns.at[k].set(column)
 
@@ -138,7 +143,7 @@ def _compute_product(
     def add_rows(k: jax.Array, total: jax.Array) -> jax.Array:
       if is_transposed:
         return total.at[columns[k]].add(y, mode='drop')
-      return total + y.at[columns[k]].get(mode='fill', fill_value=0)
+      return total + jnp.take(y, columns[k], axis=0, fill_value=0)
 
     num_rows = x.shape[1 if is_transposed else 0]
     zeros = jnp.zeros((num_rows, y.shape[1]), y.dtype)
@@ -157,7 +162,9 @@ _product_p.def_impl(jax.jit(_compute_product, static_argnames='is_transposed'))
 
 
 @_product_p.def_abstract_eval
-def _shape(y: Any, x: Any, columns: Any, count: Any, *, is_transposed: bool):
+def _shape(
+  y: Any, x: Any, columns: Any, count: Any, *, is_transposed: bool
+) -> Any:
   del columns, count
   return y.update(shape=(x.shape[1 if is_transposed else 0], y.shape[1]))
 
@@ -166,22 +173,24 @@ def _transpose(
   cotangent: Any, y: Any, *args: Any, is_transposed: bool
 ) -> Sequence[Any]:
   if type(cotangent) is ad.Zero:
-    return [ad.Zero(y.aval), None, None, None]
-  y = _product_p.bind(cotangent, *args, is_transposed=not is_transposed)
-  return [y, None, None, None]
+    return [ad.Zero(y.aval.to_ct_aval()), None, None, None]
+  # `columns` has the ones of `x`, not of its transpose, in both directions.
+  y_cotangent = _product_p.bind(
+    cotangent, *args, is_transposed=not is_transposed
+  )
+  return [y_cotangent, None, None, None]
 
 
 def _vectorize(args: Any, axes: Any, *, is_transposed: bool) -> Any:
   """Computes the products of a batch one after the other."""
   # A product is large enough, and gathering from a batch would be slower.
-  is_mapped = [axis is not None for axis in axes]
   mapped = [
-    jnp.moveaxis(x, axis, 0) for x, axis, m in zip(args, axes, is_mapped) if m
+    None if axis is None else jnp.moveaxis(x, axis, 0)
+    for x, axis in zip(args, axes)
   ]
 
-  def compute(mapped: Sequence[jax.Array]) -> jax.Array:
-    rest = iter(mapped)
-    values = [next(rest) if m else x for x, m in zip(args, is_mapped)]
+  def compute(mapped: Sequence[Any]) -> jax.Array:
+    values = [x if m is None else m for x, m in zip(args, mapped)]
     return _product_p.bind(*values, is_transposed=is_transposed)
 
   return lax.map(compute, mapped), 0

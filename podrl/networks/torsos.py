@@ -89,12 +89,21 @@ def as_vector(obs: Tree, dtype: Any = jnp.float32) -> jax.Array:
 def _dot_general_for(obs: Tree, dtype: Any) -> Callable[..., jax.Array]:
   """Returns the `dot_general` of the layer that takes `as_vector(obs)`."""
   is_binary = all(x.dtype == bool for x in jax.tree.leaves(obs))
+  # A sum in a smaller dtype would be less exact than a matrix product.
   if not is_binary or jnp.dtype(dtype) != jnp.float32:
     return dot_general
-  bits = as_vector(obs, bool)
-  if not sparse.is_fast(bits):
+  bools = as_vector(obs, bool)
+  if not sparse.is_fast(bools):
     return dot_general
-  return lambda x, kernel, *args, **kwargs: sparse.multiply(bits, kernel)
+
+  def multiply_bools(
+    x: Any, kernel: Any, dimension_numbers: Any, precision: Any = None
+  ) -> jax.Array:
+    del x  # flax has converted `bools` to floats.
+    del dimension_numbers, precision
+    return sparse.multiply_bools(bools, kernel)
+
+  return multiply_bools
 
 
 def as_image(

@@ -23,7 +23,7 @@ def _bits(num_rows, width, max_ones):
 
 
 def _loss(x, kernel):
-  return jnp.sum(jnp.sin(sparse.multiply(x, kernel)))
+  return jnp.sum(jnp.sin(sparse.multiply_bools(x, kernel)))
 
 
 # The widths have padded words, several words of summary, and no padding.
@@ -40,11 +40,12 @@ def test_ones_are_found(num_rows, width):
     np.testing.assert_array_equal(found, [*ones, *rest])
 
 
-@pytest.mark.parametrize('max_ones', [2, 9, 300])  # 300 are too many.
+# 22 is the limit: 400 * 64 // (10 * (64 + 48)).
+@pytest.mark.parametrize('max_ones', [2, 22, 23, 300])
 def test_products_and_gradients_are_those_of_matrices(max_ones):
   x = _bits(64, 400, max_ones)
   kernel = np.random.default_rng(1).normal(size=(400, 24)).astype(np.float32)
-  y = jax.jit(sparse.multiply)(x, kernel)
+  y = jax.jit(sparse.multiply_bools)(x, kernel)
   np.testing.assert_allclose(y, x @ kernel.astype(float), rtol=1e-4, atol=1e-4)
   gradient = jax.jit(jax.grad(_loss, 1))(x, kernel)
   expected = x.T.astype(float) @ np.cos(x @ kernel.astype(float))
@@ -71,26 +72,66 @@ def test_derivatives_of_higher_order_and_forward_mode():
 
 
 # The sums of a vectorised function's results give a shared argument's gradient.
-@pytest.mark.parametrize('axes', [(0, 0), (None, 0), (0, None)])
+@pytest.mark.parametrize('axes', [(0, 0), (None, 0), (0, None), (1, 2)])
 def test_products_may_be_vectorized(axes):
   x = np.stack([_bits(64, 400, 9), _bits(64, 400, 300)])
   kernel = np.random.default_rng(1).normal(size=(2, 400, 8)).astype(np.float32)
-  x, kernel = (v if a == 0 else v[0] for v, a in zip((x, kernel), axes))
+  xs, kernels = (
+    [v[0]] * 2 if a is None else v for v, a in zip((x, kernel), axes)
+  )
+  x, kernel = (
+    v[0] if a is None else np.moveaxis(v, 0, a)
+    for v, a in zip((x, kernel), axes)
+  )
   each = jax.jit(jax.vmap(jax.grad(_loss, 1), axes))(x, kernel)
   whole = jax.jit(jax.grad(lambda k: jnp.sum(jax.vmap(_loss, axes)(x, k))))(
     kernel
   )
-  pairs = zip(*(v if a == 0 else [v, v] for v, a in zip((x, kernel), axes)))
-  expected = np.stack([a.T.astype(float) @ np.cos(a @ b) for a, b in pairs])
+  expected = np.stack(
+    [a.T.astype(float) @ np.cos(a @ b) for a, b in zip(xs, kernels)]
+  )
   np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-4)
-  total = expected if axes[1] == 0 else expected.sum(axis=0)
+  if axes[1] is None:
+    total = expected.sum(axis=0)
+  else:
+    total = np.moveaxis(expected, 0, axes[1])
   np.testing.assert_allclose(whole, total, rtol=1e-4, atol=1e-4)
+
+
+def test_each_device_multiplies_its_rows():
+  x = _bits(128, 400, 22)
+  x[100] = True  # Only the second device has a row with too many ones.
+  kernel = np.random.default_rng(1).normal(size=(400, 8)).astype(np.float32)
+  mesh = jax.sharding.Mesh(jax.devices()[:2], ('d',))
+  gradient = jax.shard_map(
+    lambda k, x: jax.lax.psum(jax.grad(_loss, 1)(x, k), 'd'),
+    mesh=mesh,
+    in_specs=(jax.P(), jax.P('d')),
+    out_specs=jax.P(),
+    check_vma=False,
+  )
+  expected = x.T.astype(float) @ np.cos(x @ kernel.astype(float))
+  found = jax.jit(gradient)(kernel, x)
+  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  'shape,dtype,expected',
+  [
+    ((32, 257), bool, True),
+    ((31, 257), bool, False),
+    ((32, 256), bool, False),
+    ((32, 257), np.uint8, False),
+  ],
+)
+def test_only_large_bools_are_fast(shape, dtype, expected):
+  assert sparse.is_fast(np.zeros(shape, dtype)) == expected
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 def test_only_a_cpu_adds_rows(platform):
   x, kernel = jnp.zeros((3, 64, 400), bool), jnp.zeros((400, 8))
-  multiply = jax.vmap(sparse.multiply, (0, None))
+  multiply = jax.vmap(sparse.multiply_bools, (0, None))
   loss = jax.jit(jax.value_and_grad(lambda k: jnp.sum(multiply(x, k))))
   lowered = loss.trace(kernel).lower(lowering_platforms=(platform,))
   assert ('stablehlo.while' in lowered.as_text()) == (platform == 'cpu')
