@@ -94,6 +94,20 @@ class Task(NamedTuple):
     return ' '.join(filter(None, (self.experiment, self.variant, self.env)))
 
 
+def _lunar_lander(agent: str, settings: Mapping[str, float] = {}) -> Task:
+  # Landing takes many steps. With less foresight, some agents only hover. Both
+  # IMPALA and A2C also need more optimiser steps than in CartPole-v1.
+  foresight = {'agent.gamma': 0.999, 'agent.lambda_': 0.98}
+  return Task(
+    'sebulba_cartpole',
+    'LunarLander-v2',
+    200,
+    10,
+    agents=(agent,),
+    settings={**foresight, **settings},
+  )
+
+
 _WITH_Q = *ACTOR_CRITICS, 'pqn', 'dqn', 'rainbow'
 _WITH_PQN = *ACTOR_CRITICS, 'pqn'
 _WITH_SAC = *ACTOR_CRITICS, 'sac'
@@ -123,14 +137,16 @@ _TASKS = (
   Task('anakin_breakout', 'SpaceInvaders-MinAtar', 50, 10, 'conv', _WITH_PQN),
   Task('anakin_pong', 'Pong-misc', 900, agents=_WITH_PQN),
   Task('sebulba_cartpole', 'CartPole-v1', 475, 10, agents=_WITH_Q),
-  Task(
-    'sebulba_cartpole',
-    'LunarLander-v2',
-    200,
-    10,
-    # Landing takes many steps. With less foresight, some agents only hover.
-    settings={'agent.gamma': 0.999, 'agent.lambda_': 0.98},
+  _lunar_lander('ppo'),
+  _lunar_lander(
+    'impala',
+    {
+      'unroll_length': 32,
+      'num_minibatches': 4,
+      'optimizer.learning_rate': 2e-3,
+    },
   ),
+  _lunar_lander('a2c', {'env.num_envs': 16, 'optimizer.learning_rate': 1e-3}),
   Task('sebulba_half_cheetah', 'HalfCheetah-v4', 1500, 3, agents=_WITH_SAC),
   Task('sebulba_half_cheetah', 'Hopper-v4', 1000, 3, agents=_WITH_SAC),
   Task('sebulba_pong', 'Pong-v5', 15, 3, 'cpu', ('ppo', 'impala', 'pqn')),
