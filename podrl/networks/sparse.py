@@ -17,9 +17,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 
-# For fewer or narrower rows, a matrix product is as fast. If a vectorised
-# program has many small products, only matrix products are joined.
-_MIN_ROWS = 32
+# For smaller observations, a matrix product is as fast. If a vectorised program
+# has many small products, only matrix products are joined.
+_MIN_SIZE = 2**16
 _MIN_WIDTH = 257
 
 
@@ -33,8 +33,7 @@ def _max_count(x: jax.Array) -> int:
 
 def is_fast(x: jax.Array) -> bool:
   """Returns whether `multiply_bools` may be faster than a matrix product."""
-  num_rows, width = x.shape
-  return x.dtype == bool and num_rows >= _MIN_ROWS and width >= _MIN_WIDTH
+  return x.dtype == bool and x.size >= _MIN_SIZE and x.shape[1] >= _MIN_WIDTH
 
 
 def multiply_bools(x: jax.Array, kernel: jax.Array) -> jax.Array:
