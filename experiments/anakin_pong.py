@@ -21,7 +21,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config.network.name = 'mlp'  # These sparse images need no convolution.
   if not is_actor_critic(agent):
     apply_kinds(config, 'sparse image')
-  config.total_env_steps = 800_000  # The run takes a minute on two CPU cores.
+  config.total_env_steps = 800_000  # The run takes 16 s on two CPU cores.
   return config
 
 
