@@ -54,12 +54,13 @@ def multiply_bools(x: jax.Array, kernel: jax.Array) -> jax.Array:
     columns, count = _find(x)
     return _product_p.bind(kernel, x, columns, count, is_transposed=False)
 
-  def multiply_matrices(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return x.astype(kernel.dtype) @ kernel
-
   return lax.platform_dependent(
-    x, kernel, cpu=add_rows, default=multiply_matrices
+    x, kernel, cpu=add_rows, default=_multiply_matrices
   )
+
+
+def _multiply_matrices(x: jax.Array, y: jax.Array) -> jax.Array:
+  return x.astype(y.dtype) @ y
 
 
 def _pack(x: jax.Array) -> jax.Array:
@@ -149,7 +150,7 @@ def _compute_product(
     return lax.fori_loop(0, count, add_rows, zeros)
 
   def dense(y: jax.Array) -> jax.Array:
-    return (x.T if is_transposed else x).astype(y.dtype) @ y
+    return _multiply_matrices(x.T if is_transposed else x, y)
 
   return lax.cond(count <= columns.shape[0], sparse, dense, y)
 

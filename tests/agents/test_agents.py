@@ -1,6 +1,7 @@
 """Tests agents: acting, learning, joints, and the table of agents."""
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,6 @@ from podrl.core import distributions, losses
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
 from podrl.types import Box, Discrete, MultiDiscrete, TimeStep, Trajectory
-from tests import helpers
 
 
 def _slow(*values):

@@ -1,5 +1,6 @@
 """Tests DQN's targets and losses against plain Python, and its learning."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,6 @@ import pytest
 
 from podrl.agents import exploring
 from podrl.types import Discrete, EnvSpec, Sample, TimeStep, Trajectory
-from tests import helpers
 
 _OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
 _SPEC = EnvSpec(_OBS, False, Discrete(4), 1, 0)

@@ -2,6 +2,7 @@
 
 import chex
 import gymnasium
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,6 @@ from podrl.types import (
   TimeStep,
   Trajectory,
 )
-from tests import helpers
 
 _A, _B = 5, 64
 _SLOW = pytest.mark.slow

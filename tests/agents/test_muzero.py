@@ -2,6 +2,7 @@
 
 import functools
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,6 @@ from podrl.types import (
   TimeStep,
   Trajectory,
 )
-from tests import helpers
 
 _OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
 _A, _B, _K, _N_STEPS, _GAMMA = 3, 6, 3, 2, 0.9

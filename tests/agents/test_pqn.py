@@ -1,12 +1,12 @@
 """Tests PQN's targets, loss and joints against plain Python."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from podrl.types import Discrete, EnvSpec, TimeStep, Trajectory
-from tests import helpers
 
 _SPEC = EnvSpec(
   jax.ShapeDtypeStruct((5,), jnp.float32), False, Discrete(3), 1, 0

@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 
 from podrl.agents import exploring, r2d2
 from podrl.types import Discrete, EnvSpec, Sample, TimeStep, Trajectory
-from tests import helpers
 
 _SPEC = EnvSpec(
   jax.ShapeDtypeStruct((5,), jnp.float32), False, Discrete(4), 1, 0

@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,6 @@ from podrl.types import (
   TimeStep,
   Trajectory,
 )
-from tests import helpers
 
 _OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
 _SPACES = {

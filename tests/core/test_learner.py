@@ -3,6 +3,7 @@
 import functools
 import re
 
+import helpers
 import jax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
@@ -29,7 +30,6 @@ from podrl.types import (
   Trajectory,
   Variables,
 )
-from tests import helpers
 
 _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
 _T, _B = 12, 8

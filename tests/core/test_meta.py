@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import test_learner
 
 from podrl.agents import a2c, impala, ppo
 from podrl.core import distributions, meta
@@ -13,7 +14,6 @@ from podrl.core import learner as learner_lib
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import spmd
 from podrl.networks import actor_critic
-from tests.core import test_learner
 
 _OUTER = {
   'gamma': 0.97,

@@ -2,6 +2,7 @@
 
 import functools
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,6 @@ from podrl.core import distributions, normalization
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
 from podrl.types import TimeStep, Trajectory
-from tests import helpers
 
 _OBS = {
   'a': jax.ShapeDtypeStruct((3,), jnp.float32),

@@ -1,5 +1,6 @@
 """Tests Anakin: unrolls, counters, independence of devices, a stop at a NaN."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,6 @@ from podrl.types import (
   TimeStep,
   Variables,
 )
-from tests import helpers
 
 # An episode has n steps with rewards 1, 2 ... n, then a joint; `obs` is t.
 _SPEC = EnvSpec(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,6 @@ from podrl.run import build, train
 from podrl.run import devices as layout
 from podrl.run.config import sebulba_config
 from podrl.types import DEVICE_AXIS, Trajectory
-from tests import helpers
 
 _T, _NUM_ENVS, _EPISODE = 8, 8, 5
 
@@ -696,8 +696,9 @@ def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
 
 def test_a_hanging_actor_is_named_and_the_process_ends(tmp_path):
   # The run needs a separate process, which ends without joining the thread.
+  here = pathlib.Path(__file__).parent
   code = f"""
-import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import sys; sys.path += {[str(x) for x in (here, here.parent)]!r}
 import test_sebulba as t
 t.spmd.set_num_cpu_devices(4)
 t.build.make_host_env = lambda config, num_envs, seed, threads, **kw: (

@@ -4,6 +4,7 @@ import re
 import time
 
 from absl import flags
+import helpers
 import logging_cost
 import numpy as np
 import overlap
@@ -12,7 +13,6 @@ import search
 import throughput
 
 from podrl.tools import train
-from tests import helpers
 
 
 @pytest.fixture(autouse=True)

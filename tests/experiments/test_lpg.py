@@ -2,11 +2,10 @@
 
 import importlib.util
 
+import helpers
 import jax
 import numpy as np
 import pytest
-
-from tests import helpers
 
 
 @pytest.fixture(scope='module')

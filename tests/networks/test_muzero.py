@@ -1,5 +1,6 @@
 """Tests MuZero's network: sizes and ranges of hidden states, and actions."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,6 @@ import pytest
 
 from podrl.networks import muzero
 from podrl.types import Discrete, EnvSpec
-from tests import helpers
 
 _A, _M, _N = 3, 7, 4
 _SHAPES = {

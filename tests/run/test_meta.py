@@ -1,9 +1,9 @@
 """Tests runs whose hyperparameters learn."""
 
+import helpers
 import pytest
 
 from podrl.run.config import base_config, check
-from tests import helpers
 
 _META = '--config.meta.learning_rate=0.1'
 
