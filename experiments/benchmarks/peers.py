@@ -2,12 +2,13 @@
 
   python experiments/benchmarks/peers.py [--compare=speed|acting|learning]
       [--agent=ppo|pqn|dqn] [--tasks=CartPole-v1,Breakout-MinAtar]
-      [--num_envs=64] [--repeats=7] [--num_seeds=20]
+      [--num_envs=64] [--num_devices=1] [--repeats=7] [--num_seeds=20]
       [--total_env_steps=500000] [--directory=runs/peers]
 
-Both train the same network with the same settings, on one device. rejax needs
-an older gymnax, so the program installs rejax into an environment of its own,
-in `directory`. This needs access to a package index.
+Both train the same network with the same settings. rejax has one device. podrl
+has `num_devices` CPU devices, which split the same batches. rejax needs an
+older gymnax, so the program installs rejax into an environment of its own, in
+`directory`. This needs access to a package index.
 
 `speed` measures the two in turn, and prints the medians of the steps per
 second, of the CPU time per step, and of the ratios. CPU time changes less than
@@ -59,6 +60,9 @@ _DIRECTORY = flags.DEFINE_string(
 _NUM_ENVS = flags.DEFINE_list(
   'num_envs', ['64'], 'numbers of environments, with one row for each'
 )
+_NUM_DEVICES = flags.DEFINE_integer(
+  'num_devices', 1, 'devices of podrl; only `speed` takes more', 1
+)
 _REPEATS = flags.DEFINE_integer('repeats', 7, 'measurements of speed', 1)
 _NUM_SEEDS = flags.DEFINE_integer('num_seeds', 20, 'seeds for learning', 1)
 _TOTAL = flags.DEFINE_integer(
@@ -78,7 +82,7 @@ def _settings(task: str, num_envs: int) -> dict[str, Any]:
     'env.num_envs': num_envs,
     'network.name': 'mlp',
     'network.hidden_sizes': (64, 64),
-    'num_devices': 1,
+    'num_devices': _NUM_DEVICES.value,
     'optimizer.anneal': False,
     'agent.gamma': 0.99,
     'agent.normalize_reward': False,
@@ -318,6 +322,8 @@ def main(argv: Sequence[str]) -> None:
   del argv
   if _COMPARE.value != 'speed' and _AGENT.value != 'ppo':
     raise app.UsageError(f'--compare={_COMPARE.value} needs --agent=ppo')
+  if _COMPARE.value != 'speed' and _NUM_DEVICES.value > 1:
+    raise app.UsageError(f'--compare={_COMPARE.value} needs --num_devices=1')
   measure = _learning if _COMPARE.value == 'learning' else _speed
   columns = _COLUMNS[_COMPARE.value]
   print(f'| {" | ".join(columns)} |\n|{"---|" * len(columns)}', flush=True)
