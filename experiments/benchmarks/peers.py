@@ -20,6 +20,7 @@ under the learning curves, which is the mean return during training.
 """
 
 from collections.abc import Callable, Sequence
+import hashlib
 import json
 import os
 import pathlib
@@ -128,16 +129,18 @@ class Rejax:
   """A process that trains an agent of rejax."""
 
   def __init__(self, settings: dict[str, Any]):
-    python = os.path.join(_DIRECTORY.value, 'rejax', 'bin', 'python')
-    if not os.path.exists(python):
-      venv.create(os.path.dirname(os.path.dirname(python)), with_pip=True)
+    directory = pathlib.Path(_DIRECTORY.value, 'rejax')
+    python, is_complete = directory / 'bin' / 'python', directory / 'complete'
+    if not is_complete.exists():
+      venv.create(directory, with_pip=True)
       packages = ['rejax==0.1.3', 'gymnax<1']
       subprocess.run(
         [python, '-m', 'pip', 'install', '-q', *packages], check=True
       )
+      is_complete.touch()
     script = pathlib.Path(__file__).with_name('peers_rejax.py')
     self._process = subprocess.Popen(
-      [python, str(script), _AGENT.value, json.dumps(settings)],
+      [python, script, _AGENT.value, json.dumps(settings)],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
@@ -255,7 +258,6 @@ def _learning(task: str, num_envs: int) -> tuple[str, ...]:
   num_seeds, steps = _NUM_SEEDS.value, num_envs * settings['unroll_length']
   num_updates = -(-_TOTAL.value // (steps * _NUM_POINTS)) * _NUM_POINTS
   total = num_updates * steps
-  path = f'{_DIRECTORY.value}/{task}-{num_envs}-{num_seeds}-{num_updates}'
   fields = settings | {
     'total_env_steps': total,
     'eval.every_env_steps': total // _NUM_POINTS,
@@ -264,6 +266,9 @@ def _learning(task: str, num_envs: int) -> tuple[str, ...]:
     'num_seeds': num_seeds,
     'log.tensorboard': False,
   }
+  # Runs with other settings have other directories.
+  digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:8]
+  path = f'{_DIRECTORY.value}/{task}-{digest}'
   if not workdir.is_finished(path, total):
     subprocess.run(
       [
@@ -274,8 +279,9 @@ def _learning(task: str, num_envs: int) -> tuple[str, ...]:
         *(f'--config.{k}={v}' for k, v in fields.items()),
       ],
       check=True,
+      env=os.environ | {'JAX_PLATFORMS': 'cpu'},
     )
-  paths = [f'{path}/seed_{i}' for i in range(num_seeds)]
+  paths = workdir.agents(path, workdir.read_config(path))
   series = [plot.read_run(x).series('env_steps', 'eval_return') for x in paths]
   grid = np.arange(1, _NUM_POINTS + 1) * (total // _NUM_POINTS)
   ours = np.array([np.interp(grid, *x) for x in series])
@@ -319,11 +325,18 @@ _COLUMNS = {
 
 def main(argv: Sequence[str]) -> None:
   """Measures, and prints a table of Markdown."""
-  del argv
+  if argv[1:]:
+    raise app.UsageError(f'unexpected arguments: {argv[1:]}')
+  if not all(n.isdecimal() and int(n) for n in _NUM_ENVS.value):
+    raise app.UsageError('--num_envs needs positive integers, such as 64,1024')
+  if _AGENT.value == 'dqn' and any(int(n) % 4 for n in _NUM_ENVS.value):
+    # Rejax takes a whole number of optimiser steps per step of all of them.
+    raise app.UsageError('--agent=dqn needs multiples of 4 in --num_envs')
   if _COMPARE.value != 'speed' and _AGENT.value != 'ppo':
     raise app.UsageError(f'--compare={_COMPARE.value} needs --agent=ppo')
   if _COMPARE.value != 'speed' and _NUM_DEVICES.value > 1:
     raise app.UsageError(f'--compare={_COMPARE.value} needs --num_devices=1')
+  jax.config.update('jax_platforms', 'cpu')  # As for rejax.
   measure = _learning if _COMPARE.value == 'learning' else _speed
   columns = _COLUMNS[_COMPARE.value]
   print(f'| {" | ".join(columns)} |\n|{"---|" * len(columns)}', flush=True)

@@ -6,14 +6,20 @@
 
 The program trains each agent on each task. Under Anakin, the seeds train in one
 program, but agents with convolutions or replay memories one after the other.
-The result of each seed becomes a row of docs/returns.csv. A run whose rows
-exist is skipped, and a run that was interrupted is resumed. So the same command
-continues an interrupted benchmark. All tasks together take many hours.
+The result of each seed becomes a row of docs/returns.csv. A seed that has a row
+is skipped, and a run that was interrupted is resumed. So the same command
+continues an interrupted benchmark. Several processes may work at the same time,
+on different tasks or agents. If you change the settings of a task, delete its
+rows. All tasks together take many hours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import csv
+import fcntl
+import hashlib
+import importlib
 import itertools
+import json
 import pathlib
 import subprocess
 import sys
@@ -48,6 +54,7 @@ _WORKDIR = flags.DEFINE_string(
 )
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.append(str(_ROOT / 'experiments'))  # It reads their settings.
 _CSV = _ROOT / 'docs' / 'returns.csv'
 _PAGE = _ROOT / 'docs' / 'reference' / 'returns.md'
 _FIGURE = _ROOT / 'docs' / 'images' / 'returns.png'
@@ -154,18 +161,24 @@ _TASKS = (
 )
 
 
-def _train(
-  task: Task, agent: str, first_seed: int, num_seeds: int
-) -> list[Row]:
+def _run(command: Sequence[str]) -> None:
+  """Runs a program; if it fails, this one ends with the same exit status."""
+  process = subprocess.Popen(command)
+  while process.returncode is None:
+    try:
+      process.wait()
+    except KeyboardInterrupt:  # The program saves its run, and ends.
+      continue
+  if process.returncode:
+    sys.exit(process.returncode)
+
+
+def _train(task: Task, agent: str, seeds: range) -> list[Row]:
   """Trains an agent on a task, if it is not trained, and reads the results."""
-  num_devices = _NUM_DEVICES.value
-  numbers = f'{first_seed}', f'{num_seeds}', f'{num_devices}'
-  fields = [f'{k}={v}' for k, v in task.settings.items()]
-  name = '-'.join([*task.name.split(), agent, *numbers, *fields])
-  path = f'{_WORKDIR.value}/{name}'
+  num_devices, num_seeds = _NUM_DEVICES.value, len(seeds)
   is_anakin = task.experiment.startswith('anakin')
   settings = {
-    'seed': first_seed,
+    'seed': seeds.start,
     'num_seeds': num_seeds,
     'log.tensorboard': False,
     'eval.every_env_steps': 0,
@@ -178,11 +191,19 @@ def _train(
     learners = ','.join(map(str, range(num_devices)))
     settings['sebulba.learner_devices'] = learners
     settings['sebulba.actor_devices'] = 0
+  # Runs with other settings have other directories.
+  experiment = importlib.import_module(task.experiment)
+  config = experiment.get_config(agent, task.variant)
+  text = json.dumps([config.to_dict(), settings], sort_keys=True)
+  digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+  numbers = f'{seeds.start}', f'{num_seeds}', f'{num_devices}'
+  name = '-'.join([*task.name.split(), agent, *numbers, digest])
+  path = f'{_WORKDIR.value}/{name}'
   is_trained = workdir.is_run(path) and workdir.is_finished(
     path, workdir.read_config(path).total_env_steps
   )
   if not is_trained:
-    subprocess.run(
+    _run(
       [
         sys.executable,
         str(_ROOT / 'experiments' / f'{task.experiment}.py'),
@@ -191,8 +212,7 @@ def _train(
         f'--workdir={path}',
         '--resume',
         *(f'--config.{k}={v}' for k, v in settings.items()),
-      ],
-      check=True,
+      ]
     )
   rows = []
   for directory in workdir.agents(path, workdir.read_config(path)):
@@ -213,6 +233,36 @@ def _train(
     )
     rows.append(dict(zip(_FIELDS, map(str, values))))
   return rows
+
+
+def _key(row: Row) -> tuple[str, ...]:
+  """Returns the fields that only one row may have."""
+  return row['task'], row['agent'], row['num_devices'], row['seed']
+
+
+def _read_rows() -> list[Row]:
+  with _CSV.open(newline='') as file:
+    return list(csv.DictReader(file))
+
+
+def _add_rows(new: Iterable[Row]) -> None:
+  """Writes the rows of the seeds that have none yet."""
+  with _CSV.open('r+', newline='') as file:
+    fcntl.flock(file, fcntl.LOCK_EX)  # Another process may add rows, too.
+    known = set(map(_key, csv.DictReader(file)))
+    writer = csv.DictWriter(file, _FIELDS, lineterminator='\n')
+    writer.writerows(row for row in new if _key(row) not in known)
+
+
+def seed_ranges(seeds: Iterable[int], size: int) -> list[range]:
+  """Splits ascending seeds into ranges of at most `size` seeds."""
+  ranges: list[range] = []
+  for seed in seeds:
+    if ranges and seed == ranges[-1].stop and len(ranges[-1]) < size:
+      ranges[-1] = range(ranges[-1].start, seed + 1)
+    else:
+      ranges.append(range(seed, seed + 1))
+  return ranges
 
 
 def interquartile_mean(values: np.ndarray, axis: int = 0) -> np.ndarray:
@@ -247,7 +297,7 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str, int], list[Row]]:
 
 
 def _number(value: float) -> str:
-  return f'{value:,.3g}' if abs(value) < 1000 else f'{value:,.0f}'
+  return f'{value:,.3g}' if abs(value) < 999.5 else f'{value:,.0f}'
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -261,7 +311,7 @@ def table(rows: Sequence[Row]) -> str:
   ]
   for (name, agent, num_devices), group in _groups(rows).items():
     returns = np.array([float(row['eval_return']) for row in group])
-    seconds = np.mean([float(row['seconds']) for row in group])
+    seconds = np.median([float(row['seconds']) for row in group])
     low, high = interval(returns)
     cells = (
       name,
@@ -316,38 +366,49 @@ def draw(rows: Sequence[Row]) -> Figure:
   return figure
 
 
+def _chosen() -> list[tuple[Task, str]]:
+  """Returns the tasks and agents that the flags choose."""
+  texts, names = _TASKS_FLAG.value, {task.name: None for task in _TASKS}
+  for text in texts:
+    if not any(text and text in name for name in names):
+      raise app.UsageError(f'--tasks={text} matches none of {", ".join(names)}')
+  chosen = [
+    (task, agent)
+    for task, agent in itertools.product(_TASKS, _AGENTS.value)
+    if agent in task.agents
+    and (not texts or any(text in task.name for text in texts))
+  ]
+  if not chosen:
+    raise app.UsageError(f'no such task takes {", ".join(_AGENTS.value)}')
+  return chosen
+
+
 def main(argv: Sequence[str]) -> None:
   """Trains what is missing, and writes the rows, the page and the picture."""
   if argv[1:]:
     raise app.UsageError(f'unexpected arguments: {argv[1:]}')
-  with _CSV.open(newline='') as file:
-    rows = list(csv.DictReader(file))
-  known = {(x['task'], x['agent'], x['num_devices'], x['seed']) for x in rows}
-  for task, agent in itertools.product(_TASKS, _AGENTS.value):
-    is_chosen = agent in task.agents and any(
-      text in task.name for text in _TASKS_FLAG.value or ['']
-    )
-    if not is_chosen:
-      continue
-    num_seeds = _NUM_SEEDS.value or task.num_seeds
-    # On a CPU, several agents with replay memories or with convolutions are
-    # faster one after the other than in one program.
-    is_separate = AGENTS[agent].sequence_length or task.variant == 'conv'
-    per_run = 1 if is_separate else num_seeds
-    last_seed = _FIRST_SEED.value + num_seeds
-    for first_seed in range(_FIRST_SEED.value, last_seed, per_run):
-      last = str(first_seed + per_run - 1)
-      if (task.name, agent, str(_NUM_DEVICES.value), last) in known:
-        continue
-      new = _train(task, agent, first_seed, per_run)
-      with _CSV.open('a', newline='') as file:
-        writer = csv.DictWriter(file, _FIELDS, lineterminator='\n')
-        writer.writerows(new)
-      rows += new
-  before, _, rest = _PAGE.read_text().partition(_BEGIN)
-  _, _, after = rest.partition(_END)
-  _PAGE.write_text(f'{before}{_BEGIN}{table(rows)}{_END}{after}')
-  draw(rows).savefig(_FIGURE, dpi=120)
+  num_devices, first_seed = str(_NUM_DEVICES.value), _FIRST_SEED.value
+  chosen = _chosen()
+  try:
+    for task, agent in chosen:
+      known = set(map(_key, _read_rows()))
+      num_seeds = _NUM_SEEDS.value or task.num_seeds
+      missing = [
+        seed
+        for seed in range(first_seed, first_seed + num_seeds)
+        if (task.name, agent, num_devices, str(seed)) not in known
+      ]
+      # On a CPU, several agents with replay memories or with convolutions are
+      # faster one after the other than in one program.
+      is_separate = AGENTS[agent].sequence_length or task.variant == 'conv'
+      for seeds in seed_ranges(missing, 1 if is_separate else num_seeds):
+        _add_rows(_train(task, agent, seeds))
+  finally:
+    rows = _read_rows()
+    before, _, rest = _PAGE.read_text().partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    _PAGE.write_text(f'{before}{_BEGIN}{table(rows)}{_END}{after}')
+    draw(rows).savefig(_FIGURE, dpi=120)
 
 
 if __name__ == '__main__':

@@ -411,6 +411,16 @@ def main(argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # JAX logs each missing backend.
   if len(argv) > 1:
     raise app.UsageError(f'the argument {argv[1]} is unknown')
+  unused = (
+    {'num_devices': _NUM_DEVICES}
+    if _ARCHITECTURE.value == 'sebulba'
+    else {'agent': _AGENT, 'threads': _THREADS}
+  )
+  for name, flag in unused.items():
+    if flag.value != flag.default:
+      raise app.UsageError(
+        f'--architecture={_ARCHITECTURE.value} does not use --{name}'
+      )
   all_names = _NAMES[_ARCHITECTURE.value]
   names = [n for n in all_names if _FILTER.value.lower() in n.lower()]
   if not names:
@@ -432,9 +442,14 @@ def main(argv: Sequence[str]) -> None:
       for name in names
       for n in _NUM_ENVS.value or ['64', '1024', '4096']
     ]
-  build.set_up_jax(configs[0])
   for config in configs:
     check(config)
+  is_sebulba = _is_sebulba(configs[0])
+  # Some numbers of environments do not divide over all devices.
+  largest = (
+    configs[0] if is_sebulba else max(configs, key=layout.num_cpu_devices)
+  )
+  build.set_up_jax(largest)
   for config in configs:
     rows.append(
       {
@@ -451,9 +466,7 @@ def main(argv: Sequence[str]) -> None:
     )
   device = jax.devices()[0]
   num_devices = (
-    len(jax.devices())
-    if _is_sebulba(configs[0])
-    else (len(layout.anakin_devices(configs[0])))
+    len(jax.devices()) if is_sebulba else len(layout.anakin_devices(largest))
   )
   table = Table(
     box=box.SIMPLE,
