@@ -31,7 +31,9 @@ def returns(module, tmp_path, monkeypatch):
   """The benchmark, with files of its own and a row for each of two seeds."""
   for name in ('_CSV', '_PAGE', '_FIGURE'):
     monkeypatch.setattr(module, name, tmp_path / f'{name}.png')
-  module._PAGE.write_text(f'Before.\n{module._BEGIN}stale\n{module._END}After.\n')
+  module._PAGE.write_text(
+    f'Before.\n{module._BEGIN}stale\n{module._END}After.\n'
+  )
   with module._CSV.open('w', newline='') as file:
     writer = csv.DictWriter(file, module._FIELDS, lineterminator='\n')
     writer.writeheader()
