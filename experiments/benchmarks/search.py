@@ -225,6 +225,7 @@ def draw(path: str, tree: mctx.Tree, found: dict[int, Any], title: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+  """Plays with each number of simulations; prints and draws the returns."""
   if len(argv) != 2:
     raise app.UsageError('give one run, as in search.py runs/mine')
   policy = load(argv[1], _CHECKPOINT.value)

@@ -54,6 +54,7 @@ class Loop(NamedTuple):
 
 
 def pgx(name: str) -> Loop:
+  """Steps a batch of environments of pgx, with its own reset."""
   import pgx
   from pgx.experimental import auto_reset
 
@@ -70,6 +71,7 @@ def pgx(name: str) -> Loop:
 
 
 def navix(name: str) -> Loop:
+  """Steps a batch of environments of navix, with its own reset."""
   import navix
 
   env = navix.make(name)
@@ -82,6 +84,7 @@ def navix(name: str) -> Loop:
 
 
 def xminigrid(name: str) -> Loop:
+  """Steps a batch of environments of XLand-MiniGrid, with its own reset."""
   import xminigrid
   from xminigrid import wrappers
 
@@ -96,6 +99,7 @@ def xminigrid(name: str) -> Loop:
 
 
 def jumanji(name: str) -> Loop:
+  """Steps a batch of environments of jumanji, with its own reset."""
   import jumanji
   from jumanji import wrappers
 
@@ -109,6 +113,7 @@ def jumanji(name: str) -> Loop:
 
 
 def craftax(name: str) -> Loop:
+  """Steps a batch of environments of Craftax, with its own reset."""
   from craftax import craftax_env
 
   env = craftax_env.make_craftax_env_from_name(name, auto_reset=True)
@@ -132,6 +137,7 @@ def _wrapped(env: Any) -> Loop:
 
 
 def own_brax(name: str) -> Loop:
+  """Steps a batch of environments of brax, with its own reset."""
   from brax import envs
   from brax.envs.wrappers import training
 
@@ -140,6 +146,7 @@ def own_brax(name: str) -> Loop:
 
 
 def playground(name: str) -> Loop:
+  """Steps a batch of environments of MuJoCo Playground, with its own reset."""
   from mujoco_playground import registry, wrapper
 
   env = registry.load(name, config_overrides={'impl': 'jax'})
@@ -193,17 +200,20 @@ def measure(suite: str, name: str) -> tuple[float, float, float]:
     states[i], _ = jax.block_until_ready(result)
     if repeat:  # The first one compiles.
       rates[i].append(batch * length / (time.perf_counter() - start))
-  ratios = [own / base for base, own in zip(*rates, strict=True)]
+  ratios = [rate / theirs for theirs, rate in zip(*rates, strict=True)]
   return *map(statistics.median, rates), statistics.median(ratios)
 
 
 def main(_: list[str]) -> None:
+  """Measures the tasks, and prints a row of Markdown for each."""
   for text in _TASKS.value:
     task = find_task(text)
     if task.suite not in OWN:
       raise app.UsageError(f'--tasks={text}: suites are {", ".join(OWN)}')
-    own, ours, ratio = measure(task.suite, task.name)
-    print(f'| `{text}` | {own:,.0f} | {ours:,.0f} | {ratio:.2f} |', flush=True)
+    theirs, ours, ratio = measure(task.suite, task.name)
+    print(
+      f'| `{text}` | {theirs:,.0f} | {ours:,.0f} | {ratio:.2f} |', flush=True
+    )
 
 
 if __name__ == '__main__':
