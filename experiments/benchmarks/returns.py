@@ -101,14 +101,18 @@ class Task(NamedTuple):
     return ' '.join(filter(None, (self.experiment, self.variant, self.env)))
 
 
-# Landing takes many steps. With less foresight, some agents only hover.
+# Landing takes many steps, so agents need foresight, and PPO more steps.
 _LUNAR_LANDER = Task(
   'sebulba_cartpole',
   'LunarLander-v2',
   200,
   10,
   agents=('ppo',),
-  settings={'agent.gamma': 0.999, 'agent.lambda_': 0.98},
+  settings={
+    'agent.gamma': 0.999,
+    'agent.lambda_': 0.98,
+    'total_env_steps': 2_000_000,
+  },
 )
 _WITH_Q = *ACTOR_CRITICS, 'pqn', 'dqn', 'rainbow'
 _WITH_PQN = *ACTOR_CRITICS, 'pqn'
