@@ -330,7 +330,8 @@ def main(argv: Sequence[str]) -> None:
   if not all(n.isdecimal() and int(n) for n in _NUM_ENVS.value):
     raise app.UsageError('--num_envs needs positive integers, such as 64,1024')
   if _AGENT.value == 'dqn' and any(int(n) % 4 for n in _NUM_ENVS.value):
-    # Rejax takes a whole number of optimiser steps per step of all of them.
+    # Each time that all environments step, rejax takes `num_envs / 4` optimiser
+    # steps, rounded down.
     raise app.UsageError('--agent=dqn needs multiples of 4 in --num_envs')
   if _COMPARE.value != 'speed' and _AGENT.value != 'ppo':
     raise app.UsageError(f'--compare={_COMPARE.value} needs --agent=ppo')

@@ -54,7 +54,7 @@ _WORKDIR = flags.DEFINE_string(
 )
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-sys.path.append(str(_ROOT / 'experiments'))  # It reads their settings.
+sys.path.append(str(_ROOT / 'experiments'))  # For their settings.
 _CSV = _ROOT / 'docs' / 'returns.csv'
 _PAGE = _ROOT / 'docs' / 'reference' / 'returns.md'
 _FIGURE = _ROOT / 'docs' / 'images' / 'returns.png'
