@@ -18,14 +18,12 @@ as this part, the parts overlap well.
 """
 
 import argparse
-from collections.abc import Callable
-import threading
 import time
 
 import jax
 import numpy as np
+import throughput
 
-from podrl.drivers import actor as actor_lib
 from podrl.drivers import sebulba, spmd
 from podrl.run import build
 from podrl.run.config import sebulba_config
@@ -81,18 +79,14 @@ def slow(learner: Learner, seconds: float) -> Learner:
   return learner._replace(update=update)
 
 
-def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
-  """Returns a function `(num_updates) -> None` for each rate, and `close`."""
+def make_driver(cost: float, mode: str) -> sebulba.Sebulba:
+  """Makes the driver of two actors and a learner that sleep."""
   config = sebulba_config('impala')
   config.optimizer.anneal = False  # The number of updates is not known.
   device = jax.local_devices()[0]
-  mesh = spmd.make_mesh([device])
   spec = make_env(0).spec
   agent = build.make_agent(config, spec)
-  learner = slow(
-    build.make_learner(config, agent, spec, 1),
-    cost * _LENGTH * _STEP_SECONDS,
-  )
+  learner = build.make_learner(config, agent, spec, 1)
   settings = sebulba.Settings(
     num_envs=_NUM_ENVS,
     unroll_length=_LENGTH,
@@ -102,81 +96,15 @@ def parts(cost: float, mode: str) -> tuple[dict[str, Callable], Callable]:
     max_lag=1,
     hang_seconds=60.0,
   )
-  driver = sebulba.Sebulba(
+  return sebulba.Sebulba(
     lambda _: make_env(_STEP_SECONDS),
     agent,
-    learner,
-    mesh,
+    slow(learner, cost * _LENGTH * _STEP_SECONDS),
+    spmd.make_mesh([device]),
     [device],
     settings,
     jax.random.key(0),
   )
-
-  variables = jax.jit(agent.init)(jax.random.key(1))
-  functions = actor_lib.make_actor_functions(agent, lambda x: x, 1)
-  actors = [
-    actor_lib.Actor(
-      i,
-      make_env(0),
-      functions,
-      _LENGTH,
-      device,
-      [device],
-      jax.random.key(2),
-      i * _NUM_ENVS,
-    )
-    for i in range(_NUM_ACTORS)
-  ]
-  shards = [actor.compile(variables) for actor in actors]
-  pools = [make_env(_STEP_SECONDS) for _ in actors]
-  update = spmd.map_update(learner, mesh)
-  trajectories = tuple(
-    spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards
-  )
-  state = spmd.place(
-    learner.init(jax.random.key(3), trajectories[0]), mesh, spmd.REPLICATED
-  )
-  key = spmd.place(jax.random.key(4), mesh, spmd.REPLICATED)
-
-  def in_threads(function: Callable) -> Callable:
-    def run(num_updates: int) -> None:
-      threads = [
-        threading.Thread(target=function, args=(i, num_updates))
-        for i in range(_NUM_ACTORS)
-      ]
-      for thread in threads:
-        thread.start()
-      for thread in threads:
-        thread.join()
-
-    return run
-
-  def step(i: int, num_updates: int) -> None:
-    for _ in range(num_updates * _LENGTH):
-      pools[i].step(np.zeros(_NUM_ENVS, np.int32))
-
-  def act(i: int, num_updates: int) -> None:
-    for _ in range(num_updates):
-      actors[i].unroll(variables, 0)
-
-  def learn(num_updates: int) -> None:
-    nonlocal state
-    for _ in range(num_updates):
-      state, _ = jax.block_until_ready(
-        update(state.variables, state._replace(variables=()), trajectories, key)
-      )
-
-  def train(num_updates: int) -> None:
-    while num_updates > 0:
-      num_updates -= driver.advance(num_updates)[0].num_updates
-
-  driver.start()  # After this, the caller must call `close`.
-  return {
-    'environment': in_threads(step),
-    'acting': in_threads(act),
-    'update': learn,
-    'training': train,
-  }, driver.close
 
 
 def main() -> None:
@@ -209,7 +137,7 @@ def main() -> None:
   print(' '.join(f'{x:>13}' for x in columns))
   for mode in 'deterministic', 'asynchronous':
     for cost in _COSTS:
-      functions, close = parts(cost, mode)
+      functions, _, close = throughput.sebulba_programs(make_driver(cost, mode))
       rates = {name: [] for name in functions}
       try:
         for repeat in range(repeats + 1):

@@ -20,12 +20,10 @@ under the learning curves, which is the mean return during training.
 """
 
 from collections.abc import Callable, Sequence
-import hashlib
 import json
 import os
 import pathlib
 import subprocess
-import sys
 import time
 from typing import Any
 import venv
@@ -34,9 +32,9 @@ from absl import app, flags
 import jax
 from ml_collections import ConfigDict
 import numpy as np
+import training
 
 from podrl.drivers.anakin import make_unroll
-from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build
 from podrl.run.config import base_config
@@ -70,7 +68,6 @@ _TOTAL = flags.DEFINE_integer(
   'total_env_steps', 500_000, 'environment steps for learning', 1
 )
 
-_EXPERIMENTS = pathlib.Path(__file__).resolve().parent.parent
 _NUM_POINTS = 20  # Evaluations of a learning curve.
 _SECONDS = 1.5  # One measurement takes about this long.
 _MAX_UPDATES = 1024  # One measurement has at most this many.
@@ -266,22 +263,9 @@ def _learning(task: str, num_envs: int) -> tuple[str, ...]:
     'num_seeds': num_seeds,
     'log.tensorboard': False,
   }
-  # Runs with other settings have other directories.
-  digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:8]
-  path = f'{_DIRECTORY.value}/{task}-{digest}'
-  if not workdir.is_finished(path, total):
-    subprocess.run(
-      [
-        sys.executable,
-        str(_EXPERIMENTS / 'anakin_cartpole.py'),
-        f'--workdir={path}',
-        '--resume',
-        *(f'--config.{k}={v}' for k, v in fields.items()),
-      ],
-      check=True,
-      env=os.environ | {'JAX_PLATFORMS': 'cpu'},
-    )
-  paths = workdir.agents(path, workdir.read_config(path))
+  paths = training.train(
+    'anakin_cartpole', fields, f'{_DIRECTORY.value}/{task}'
+  )
   series = [plot.read_run(x).series('env_steps', 'eval_return') for x in paths]
   grid = np.arange(1, _NUM_POINTS + 1) * (total // _NUM_POINTS)
   ours = np.array([np.interp(grid, *x) for x in series])
@@ -337,7 +321,8 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f'--compare={_COMPARE.value} needs --agent=ppo')
   if _COMPARE.value != 'speed' and _NUM_DEVICES.value > 1:
     raise app.UsageError(f'--compare={_COMPARE.value} needs --num_devices=1')
-  jax.config.update('jax_platforms', 'cpu')  # As for rejax.
+  os.environ['JAX_PLATFORMS'] = 'cpu'  # As for rejax.
+  jax.config.update('jax_platforms', 'cpu')  # JAX is imported already.
   measure = _learning if _COMPARE.value == 'learning' else _speed
   columns = _COLUMNS[_COMPARE.value]
   print(f'| {" | ".join(columns)} |\n|{"---|" * len(columns)}', flush=True)

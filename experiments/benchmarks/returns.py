@@ -16,13 +16,7 @@ rows. All tasks together take many hours.
 from collections.abc import Iterable, Sequence
 import csv
 import fcntl
-import hashlib
-import importlib
 import itertools
-import json
-import pathlib
-import subprocess
-import sys
 from typing import NamedTuple
 
 from absl import app, flags
@@ -30,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 import numpy as np
 from scipy import stats
+import training
 
 from podrl.agents import ACTOR_CRITICS, AGENTS
 from podrl.records import workdir
@@ -53,11 +48,10 @@ _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/returns', 'directory for the files of the runs'
 )
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-sys.path.append(str(_ROOT / 'experiments'))  # For their settings.
-_CSV = _ROOT / 'docs' / 'returns.csv'
-_PAGE = _ROOT / 'docs' / 'reference' / 'returns.md'
-_FIGURE = _ROOT / 'docs' / 'images' / 'returns.png'
+_DOCS = training.ROOT / 'docs'
+_CSV = _DOCS / 'returns.csv'
+_PAGE = _DOCS / 'reference' / 'returns.md'
+_FIGURE = _DOCS / 'images' / 'returns.png'
 _BEGIN = '<!-- rows: python experiments/benchmarks/returns.py -->\n'
 _END = '<!-- end -->\n'
 _SHARES = np.arange(1, 21) / 20  # Where a learning curve has its points.
@@ -157,18 +151,6 @@ _TASKS = (
 )
 
 
-def _run(command: Sequence[str]) -> None:
-  """Runs a program; if it fails, this one ends with the same exit status."""
-  process = subprocess.Popen(command)
-  while process.returncode is None:
-    try:
-      process.wait()
-    except KeyboardInterrupt:  # The program saves its run, and ends.
-      continue
-  if process.returncode:
-    sys.exit(process.returncode)
-
-
 def _train(task: Task, agent: str, seeds: range) -> list[Row]:
   """Trains an agent on a task, if it is not trained, and reads the results."""
   num_devices, num_seeds = _NUM_DEVICES.value, len(seeds)
@@ -187,31 +169,17 @@ def _train(task: Task, agent: str, seeds: range) -> list[Row]:
     learners = ','.join(map(str, range(num_devices)))
     settings['sebulba.learner_devices'] = learners
     settings['sebulba.actor_devices'] = 0
-  # Runs with other settings have other directories.
-  experiment = importlib.import_module(task.experiment)
-  config = experiment.get_config(agent, task.variant)
-  text = json.dumps([config.to_dict(), settings], sort_keys=True)
-  digest = hashlib.sha256(text.encode()).hexdigest()[:8]
   numbers = f'{seeds.start}', f'{num_seeds}', f'{num_devices}'
-  name = '-'.join([*task.name.split(), agent, *numbers, digest])
-  path = f'{_WORKDIR.value}/{name}'
-  is_trained = workdir.is_run(path) and workdir.is_finished(
-    path, workdir.read_config(path).total_env_steps
+  name = '-'.join([*task.name.split(), agent, *numbers])
+  directories = training.train(
+    task.experiment,
+    settings,
+    f'{_WORKDIR.value}/{name}',
+    agent,
+    task.variant,
   )
-  if not is_trained:
-    _run(
-      [
-        sys.executable,
-        str(_ROOT / 'experiments' / f'{task.experiment}.py'),
-        f'--agent={agent}',
-        f'--variant={task.variant}',
-        f'--workdir={path}',
-        '--resume',
-        *(f'--config.{k}={v}' for k, v in settings.items()),
-      ]
-    )
   rows = []
-  for directory in workdir.agents(path, workdir.read_config(path)):
+  for directory in directories:
     summary = workdir.read_json(f'{directory}/summary.json')
     seconds = summary['wall_seconds'] / (num_seeds if is_anakin else 1)
     run = plot.read_run(directory)

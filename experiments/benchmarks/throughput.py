@@ -40,13 +40,14 @@ from podrl.agents import AGENTS
 from podrl.drivers import actor as actor_lib
 from podrl.drivers import spmd
 from podrl.drivers.anakin import make_programs, make_unroll
+from podrl.drivers.sebulba import Sebulba
 from podrl.envs import Task
 from podrl.records.terminal import compact
 from podrl.records.workdir import flatten
 from podrl.run import build, defaults
 from podrl.run import devices as layout
 from podrl.run.config import base_config, check
-from podrl.types import DeviceEnv
+from podrl.types import DeviceEnv, HostEnv
 
 _ARCHITECTURE = flags.DEFINE_enum(
   'architecture', 'anakin', ['anakin', 'sebulba'], 'architecture to measure'
@@ -224,32 +225,25 @@ def _random_act(env: DeviceEnv) -> Callable:
 
 
 def sebulba_programs(
-  config: ConfigDict,
+  driver: Sebulba,
 ) -> tuple[dict[str, Callable], int, Callable]:
   """Makes a function `(num_updates) -> None` for each part and for training.
 
+  The parts have environments of their own. This starts the driver.
+
   Returns:
     The functions by name, the number of parameters, and a function that frees
-    the resources.
+    the resources and returns the names of actors that hang.
   """
-  spec = build.make_spec(config)
-  plan = layout.make_layout(config, spec)
-  num_envs, length = (
-    config.env.num_envs // plan.num_actors,
-    config.unroll_length,
-  )
-  devices = jax.local_devices()
-  learner_devices = [devices[i] for i in plan.learner_devices]
-  mesh = spmd.make_mesh(learner_devices)
-  agent = build.make_agent(config, spec)
-  learner = build.make_learner(config, agent, spec, mesh.size)
-  pools = [
-    build.make_host_env(config, num_envs, i * num_envs, plan.env_threads)
-    for i in range(plan.num_actors)
+  settings, agent, mesh = driver.settings, driver.agent, driver.mesh
+  length, num_envs = settings.unroll_length, settings.num_envs
+  devices = [
+    x for x in driver.actor_devices for _ in range(settings.actors_per_device)
   ]
+  pools = [driver.make_env(i) for i in range(len(devices))]
   variables = jax.jit(agent.init)(jax.random.key(0))
 
-  def make_still(pool):
+  def make_still(pool: HostEnv) -> HostEnv:
     timestep = pool.reset()
     xla = pool.xla and pool.xla._replace(
       init=lambda begin, end: pool.xla.init(lambda: False, end)
@@ -261,7 +255,7 @@ def sebulba_programs(
   functions = actor_lib.make_actor_functions(
     agent,
     pools[0].spec.observe,
-    len(learner_devices),
+    len(mesh.local_devices),
     pools[0].xla and pools[0].xla.step,
   )
   actors = [
@@ -270,8 +264,8 @@ def sebulba_programs(
       make_still(pool),
       functions,
       length,
-      devices[plan.actor_devices[i // plan.threads]],
-      learner_devices,
+      devices[i],
+      list(mesh.local_devices),
       jax.random.key(1),
       i * num_envs,
     )
@@ -287,40 +281,36 @@ def sebulba_programs(
   trajectories = tuple(
     spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards
   )
-  update = spmd.map_update(learner, mesh)
+  update = spmd.map_update(driver.core, mesh)
   state = spmd.init_learner(
-    learner.init, learner, mesh, jax.random.key(0), trajectories[0]
+    driver.core.init, driver.core, mesh, jax.random.key(0), trajectories[0]
   )
   key = spmd.place(jax.random.key(2), mesh, spmd.REPLICATED)
 
-  def in_threads(function: Callable) -> None:
-    threads = [
-      threading.Thread(target=function, args=(i,))
-      for i in range(plan.num_actors)
-    ]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
+  def in_threads(function: Callable) -> Callable:
+    def run(num_updates: int) -> None:
+      threads = [
+        threading.Thread(target=function, args=(i, num_updates))
+        for i in range(len(pools))
+      ]
+      for thread in threads:
+        thread.start()
+      for thread in threads:
+        thread.join()
 
-  def environment(num_updates: int) -> None:
-    def run(i):
-      rng = np.random.default_rng(i)
-      for _ in range(num_updates * length):
-        pools[i].step(
-          rng.integers(pools[i].spec.action.num_actions, size=num_envs)
-        )
+    return run
 
-    in_threads(run)
+  def step(i: int, num_updates: int) -> None:
+    rng = np.random.default_rng(i)
+    num_actions = pools[i].spec.action.num_actions
+    for _ in range(num_updates * length):
+      pools[i].step(rng.integers(num_actions, size=num_envs))
 
-  def acting(num_updates: int) -> None:
-    def run(i):
-      local = jax.device_put(variables, actors[i].device)
-      with np.errstate(all='ignore'):
-        for _ in range(num_updates):
-          actors[i].unroll(local, 0)
-
-    in_threads(run)
+  def act(i: int, num_updates: int) -> None:
+    local = jax.device_put(variables, actors[i].device)
+    with np.errstate(all='ignore'):
+      for _ in range(num_updates):
+        actors[i].unroll(local, 0)
 
   def learn(num_updates: int) -> None:
     nonlocal state, trajectories
@@ -333,34 +323,32 @@ def sebulba_programs(
         update(state.variables, state._replace(variables=()), trajectories, key)
       )
 
-  run = build.make_run(config)
-
   def train(num_updates: int) -> None:
     while num_updates > 0:
-      num_updates -= run.driver.advance(num_updates)[0].num_updates
+      num_updates -= driver.advance(num_updates)[0].num_updates
 
-  def close() -> None:
-    run.driver.close()
+  def close() -> list[str]:
     for pool in pools:
       pool.close()
+    return driver.close()
 
-  run.driver.start()  # After this, the caller must call `close`.
-  return (
-    {
-      'environment': environment,
-      'acting': acting,
-      'update': learn,
-      'training': train,
-    },
-    sum(x.size for x in jax.tree.leaves(variables.params)),
-    close,
-  )
+  driver.start()  # After this, the caller must call `close`.
+  parts = {
+    'environment': in_threads(step),
+    'acting': in_threads(act),
+    'update': learn,
+    'training': train,
+  }
+  return parts, sum(x.size for x in jax.tree.leaves(variables.params)), close
 
 
 def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
   """Measures one row: median rates, and training divided by its bound."""
-  make = sebulba_programs if _is_sebulba(config) else programs
-  functions, num_params, close = make(config)
+  functions, num_params, close = (
+    sebulba_programs(build.make_run(config).driver)
+    if _is_sebulba(config)
+    else programs(config)
+  )
   try:
     row = _rates(config, functions, repeats)
   finally:

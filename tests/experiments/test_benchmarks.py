@@ -49,7 +49,8 @@ def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
 @pytest.mark.parametrize('mode', ['deterministic', 'asynchronous'])
 def test_overlap_has_parts_and_a_whole(mode, monkeypatch):
   monkeypatch.setattr(overlap, '_STEP_SECONDS', 0.002)
-  functions, close = overlap.parts(0.5, mode)
+  driver = overlap.make_driver(0.5, mode)
+  functions, _, close = throughput.sebulba_programs(driver)
   try:
     for name, least in ('environment', 2 * 10 * 0.002), ('update', 0.02):
       start = time.perf_counter()

@@ -2,12 +2,14 @@
 
 import csv
 import importlib
+import sys
 
 from absl import app, flags
 from absl.testing import flagsaver
 import numpy as np
 import pytest
 from scipy import stats
+import training
 
 _TASK = 'anakin_catch Catch-bsuite'
 _NAMES = ('tasks', 'agent', 'first_seed', 'num_seeds', 'num_devices', 'workdir')
@@ -102,7 +104,7 @@ def test_only_the_missing_seeds_train(returns, monkeypatch):
 def test_a_failed_run_loses_no_row(returns, monkeypatch):
   def train(task, agent, seeds):
     returns._add_rows([_row(7)])
-    returns._run([returns.sys.executable, '-c', 'raise SystemExit(75)'])
+    training.run([sys.executable, '-c', 'raise SystemExit(75)'])
 
   monkeypatch.setattr(returns, '_train', train)
   with pytest.raises(SystemExit) as ended:
