@@ -1,4 +1,4 @@
-"""Writes the table of fields into docs/reference/configuration.md.
+"""Writes the tables of docs/reference/configuration.md.
 
 python docs/tables.py
 """
@@ -10,10 +10,18 @@ from typing import Any
 
 from podrl.agents import AGENTS
 from podrl.records.workdir import flatten
-from podrl.run.config import FIELDS, Field, Range, base_config, sebulba_config
+from podrl.run.config import (
+  FIELDS,
+  KINDS,
+  Field,
+  Range,
+  base_config,
+  sebulba_config,
+)
 
 _PAGE = pathlib.Path(__file__).parent / 'reference' / 'configuration.md'
 _BEGIN, _END = '<!-- fields: python docs/tables.py -->\n', '<!-- end -->\n'
+_KINDS_BEGIN = '<!-- kinds: python docs/tables.py -->\n'
 _HEADER = '| field | default | allowed | meaning |\n|---|---|---|---|'
 
 _SECTIONS = {
@@ -24,6 +32,7 @@ _SECTIONS = {
   'optimizer': 'Optimizer',
   'replay': 'Replay',
   'search': 'Search',
+  'meta': 'Meta-gradients',
   'sebulba': 'Sebulba',
   'eval': 'Evaluation',
   'log': 'Records',
@@ -119,10 +128,24 @@ def make_tables() -> str:
   return '\n'.join(tables)
 
 
+def make_kinds() -> str:
+  """Returns the table of the settings for kinds of environments."""
+  lines = ['| kind | agent | settings |', '|---|---|---|']
+  for kind, general in KINDS.items():
+    own = {x: y.kinds[kind] for x, y in AGENTS.items() if kind in y.kinds}
+    for agent, fields in {'all': general, **own}.items():
+      settings = ', '.join(f'`{k}={v}`' for k, v in fields.items())
+      lines.append(f'| {kind} | {agent} | {settings} |')
+  return '\n'.join([*lines, ''])
+
+
 def render(page: str) -> str:
   """Returns the text of the page with new tables."""
-  before, _, rest = page.partition(_BEGIN)
-  return f'{before}{_BEGIN}\n{make_tables()}\n{_END}{rest.partition(_END)[2]}'
+  tables = {_BEGIN: make_tables(), _KINDS_BEGIN: make_kinds()}
+  for begin, table in tables.items():
+    before, _, rest = page.partition(begin)
+    page = f'{before}{begin}\n{table}\n{_END}{rest.partition(_END)[2]}'
+  return page
 
 
 if __name__ == '__main__':
