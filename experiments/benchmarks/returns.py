@@ -266,7 +266,7 @@ def _number(value: float) -> str:
 
 def table(rows: Sequence[Row]) -> str:
   """Makes the table of the page."""
-  thresholds = {task.name: task.threshold for task in _TASKS}
+  tasks = {task.name: task for task in _TASKS}
   lines = [
     '| task | agent | devices | threshold | seeds that reach it '
     '| interquartile mean | 95 % interval | worst seed | steps '
@@ -277,12 +277,16 @@ def table(rows: Sequence[Row]) -> str:
     returns = np.array([float(row['eval_return']) for row in group])
     seconds = np.median([float(row['seconds']) for row in group])
     low, high = interval(returns)
+    threshold, planned = tasks[name].threshold, tasks[name].num_seeds
+    successes = f'{np.sum(returns >= threshold)} of {len(returns)}'
+    if len(returns) < planned:
+      successes += f' ({planned} planned)'
     cells = (
       name,
       agent,
       str(num_devices),
-      _number(thresholds[name]),
-      f'{np.sum(returns >= thresholds[name])} of {len(returns)}',
+      _number(threshold),
+      successes,
       _number(interquartile_mean(returns)),
       f'{_number(low)} to {_number(high)}',
       _number(returns.min()),

@@ -8,11 +8,11 @@ RUN is an Anakin run of the agent `muzero` with discrete actions. For each
 number of simulations, the program prints:
 
 - the return with greedy actions, and its bootstrap 95 % interval. With one
-  simulation, the action is the most probable one of the bare policy;
+  simulation, the action is the most probable one of the policy alone;
 - the speed of acting, in time steps per second;
-- the search's share of acting: 1 minus the time of the bare policy as a share
+- the search's share of acting: 1 minus the time of the policy alone as a share
   of the time with the search;
-- the ratio of the speed to that of mctx, called bare with the same network.
+- the ratio of the speed to that of mctx alone, with the same network.
 
 The speeds are medians of turns; in each turn, every variant is measured once.
 The program draws the tree of the first search, and the returns, to a file.
@@ -217,7 +217,7 @@ def draw(path: str, tree: mctx.Tree, found: dict[int, Any], title: str) -> None:
   right.fill_between(numbers, low, high, alpha=0.2)
   right.set_xscale('log', base=2)
   right.set_xticks(numbers, [str(n) for n in numbers])
-  right.set_xlabel('simulations (1: the bare policy)')
+  right.set_xlabel('simulations (1: the policy alone)')
   right.set_ylabel(f'return of {_EPISODES.value} episodes')
   right.set_title(title)
   right.grid(alpha=0.3)

@@ -3,9 +3,9 @@
   podrl train [SUITE:]NAME [--agent=ppo] [--steps=1e6] [--seed=0] [--seeds=N]
       [--workdir=DIR] [--resume] [--config.FIELD=VALUE ...]
 
-NAME is an environment of gymnax, envpool or gymnasium, for example CartPole-v1
-or envpool:Pong-v5; podrl envs lists them. If several of these libraries have an
-environment of this name, podrl uses the first of them. MODULE:NAME first
+NAME is an environment, for example CartPole-v1 or envpool:Pong-v5; podrl envs
+lists all names and suites. If several suites have an environment of this name,
+podrl uses the first of them in that list. MODULE:NAME first
 imports MODULE, which registers a gymnasium environment; MODULE may be in the
 current directory. --resume needs no NAME. podrl train NAME --help lists the
 fields of --config.

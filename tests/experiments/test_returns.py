@@ -66,7 +66,7 @@ def test_the_table_has_the_statistics_of_its_seeds(returns):
   cells = [x.strip() for x in line.strip('|').split('|')]
   low, high = map(float, cells.pop(6).split(' to '))
   # Without two seeds at each end, the mean is that of 0.94 to 0.97.
-  first = [_TASK, 'a2c', '2', '0.95', '5 of 8']
+  first = [_TASK, 'a2c', '2', '0.95', '5 of 8 (20 planned)']
   assert cells == [*first, '0.955', '-4', '640', '2 s']
   expected = stats.bootstrap(
     (np.array(values, float),),
@@ -98,7 +98,7 @@ def test_only_the_missing_seeds_train(returns, monkeypatch):
   assert len(calls) == 3 and returns._FIGURE.stat().st_size > 10_000
   page = returns._PAGE.read_text()
   assert page.startswith('Before.\n') and page.endswith('After.\n')
-  assert '| 6 of 6 |' in page and 'stale' not in page
+  assert '| 6 of 6 (20 planned) |' in page and 'stale' not in page
 
 
 def test_a_failed_run_loses_no_row(returns, monkeypatch):
@@ -110,7 +110,7 @@ def test_a_failed_run_loses_no_row(returns, monkeypatch):
   with pytest.raises(SystemExit) as ended:
     _run(returns, '--tasks=Catch', '--agent=a2c')
   assert ended.value.code == 75
-  assert '| 3 of 3 |' in returns._PAGE.read_text()
+  assert '| 3 of 3 (20 planned) |' in returns._PAGE.read_text()
 
 
 def test_seeds_with_replay_train_one_after_the_other(returns, monkeypatch):
