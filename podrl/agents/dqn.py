@@ -188,7 +188,8 @@ def make_agent(
     """Maps outputs `[..., A, N]` to values `[..., A]`."""
     if num_atoms == 1:
       return outputs[..., 0]
-    return jax.nn.softmax(outputs) @ support
+    # By default, a TPU would compute this in bfloat16.
+    return jnp.matmul(jax.nn.softmax(outputs), support, precision='highest')
 
   def evaluate(params: Tree, obs: Tree) -> Array:
     """Maps observations `[N, ...]` to outputs `[N, A, num_atoms]`."""
@@ -256,6 +257,8 @@ def make_agent(
         jax.scipy.special.xlogy(batch.target, batch.target), axis=-1
       )
       priority = jnp.maximum(each - entropy, 0.0)  # The divergence KL.
+    # The loss never changes the error of a joint, so it would never fall.
+    priority = jnp.where(batch.weight > 0.0, priority, 0.0)
     values = hide_illegal(to_values(all_outputs), batch.obs)
     value = jnp.mean(batch.weight * jnp.max(values, axis=-1))
     metrics: Metrics = {'value': value}
