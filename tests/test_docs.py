@@ -73,7 +73,13 @@ def test_the_tutorials_code_runs_and_learns(home):
   assert derived.keys() <= _metrics_page()
   # The page names nothing else except metrics of SAC, MuZero and other agents
   # with values, of sweeps, of meta-gradients, and energy, which few measure.
-  others = {'reward_loss', 'value', 'temperature', 'joules_per_second', 'frames_per_joule'}
+  others = {
+    'reward_loss',
+    'value',
+    'temperature',
+    'joules_per_second',
+    'frames_per_joule',
+  }
   others |= {'is_frozen', 'outer_loss', 'meta_grad_norm', *meta.NAMES}
   assert _metrics_page() <= measured | recorded | derived.keys() | others
 

@@ -42,7 +42,8 @@ class Suite(NamedTuple):
       that is written in JAX, and returns none if `is_installed` is false.
     package: the distribution of the library; a run records its version.
     unusable: maps environments that `names` lacks to the reason.
-    is_installed: `() -> bool`; if not, the extra of the suite's name brings it.
+    is_installed: `() -> bool`, whether the package is installed. If not, `pip
+      install 'podrl[SUITE]'` installs it.
     training_options: options that evaluation does not use, because they change
       the return of an episode.
     has_env_threads: whether several threads can step the environments of one
@@ -98,7 +99,7 @@ def _device_suite(module: Any, package: str = '', **fields: Any) -> Suite:
   def names() -> list[str]:
     return [x for x in module.names() if x not in unusable]
 
-  def make(name: str, **options: Any) -> DeviceEnv:
+  def make(name: str, /, **options: Any) -> DeviceEnv:
     if not is_installed():
       raise ValueError(
         f'env.suite={suite} is not installed; install it with: pip install '
@@ -128,7 +129,7 @@ def _device_suite(module: Any, package: str = '', **fields: Any) -> Suite:
 
 
 def _spec_of(make: Callable[..., DeviceEnv]) -> Callable[..., EnvSpec]:
-  return lambda name, **options: make(name, **options).spec
+  return lambda name, /, **options: make(name, **options).spec
 
 
 # If several suites have an environment of one name, podrl uses the first.

@@ -38,6 +38,7 @@ def default_backend(name: str) -> str:
 
 def make(
   name: str,
+  /,
   *,
   backend: str = '',
   episode_length: int = 1000,

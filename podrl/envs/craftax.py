@@ -18,7 +18,7 @@ def names() -> list[str]:
   return [x for x in found if 'AutoReset' not in x]
 
 
-def make(name: str, **options: Any) -> DeviceEnv:
+def make(name: str, /, **options: Any) -> DeviceEnv:
   """Makes a batch of Craftax's environments.
 
   Craftax ends an episode at its time limit as it does at a death. Here, that

@@ -129,7 +129,7 @@ def _cast(key: str, value: Any, default: Any) -> Any:
   return value
 
 
-def make_spec(name: str, **options: Any) -> EnvSpec:
+def make_spec(name: str, /, **options: Any) -> EnvSpec:
   """Returns the `EnvSpec` of a task such as 'Pong-v5'."""
   return _check(name, options)[0]
 
@@ -157,6 +157,7 @@ def make(
   name: str,
   num_envs: int,
   seed: int,
+  /,
   *,
   num_threads: int = 1,
   render: bool = False,

@@ -7,7 +7,7 @@ from podrl.messages import one_line, suggest
 from podrl.types import DeviceEnv
 
 
-def make(name: str, **options: Any) -> DeviceEnv:
+def make(name: str, /, **options: Any) -> DeviceEnv:
   """Calls a function that makes a batch of environments in JAX.
 
   Args:

@@ -78,9 +78,17 @@ def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
     ) from error
 
 
-def make_spec(name: str, **options: Any) -> EnvSpec:
+def _with_whole_limit(options: dict[str, Any]) -> dict[str, Any]:
+  """Returns the options with a limit of steps that is an integer."""
+  name = 'max_episode_steps'
+  if options.get(name) in (None, -1):  # The usual limit, or none.
+    return options
+  return options | {name: spaces.check_whole(name, options[name])}
+
+
+def make_spec(name: str, /, **options: Any) -> EnvSpec:
   """Returns an environment's `EnvSpec`; see `make` for the arguments."""
-  spec = _registered_spec(name)
+  spec, options = _registered_spec(name), _with_whole_limit(options)
   mode = options.pop('vectorization_mode', _MODES[0])
   if mode not in _MODES:
     raise ValueError(
@@ -89,15 +97,20 @@ def make_spec(name: str, **options: Any) -> EnvSpec:
     )
   env = _make_single(name, spec.entry_point, options)
   env.close()
-  max_steps = options.get('max_episode_steps', spec.max_episode_steps) or 0
+  max_steps = options.get('max_episode_steps')
+  if max_steps is None:
+    max_steps = spec.max_episode_steps or 0
   observation_space, action_space = env.observation_space, env.action_space
-  return spaces.env_spec(name, observation_space, action_space, 1, max_steps)
+  return spaces.env_spec(
+    name, observation_space, action_space, 1, max(max_steps, 0)
+  )
 
 
 def make(
   name: str,
   num_envs: int,
   seed: int,
+  /,
   *,
   num_threads: int = 1,
   render: bool = False,
@@ -114,7 +127,7 @@ def make(
   del num_threads
   if render and _can_draw(name):
     options['render_mode'] = 'rgb_array'
-  spec = make_spec(name, **options)
+  spec, options = make_spec(name, **options), _with_whole_limit(options)
   mode = options.pop('vectorization_mode', _MODES[0])
   vector_kwargs: dict[str, Any] = {
     'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP

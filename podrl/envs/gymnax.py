@@ -78,7 +78,7 @@ def needs_memory(name: str) -> bool:
   return name in _HIDDEN_STATE
 
 
-def make(name: str, **options: Any) -> DeviceEnv:
+def make(name: str, /, **options: Any) -> DeviceEnv:
   """Makes a batch of gymnax environments.
 
   Args:

@@ -74,7 +74,7 @@ def _make_with(name: str, options: dict[str, Any]) -> Any:
   return env
 
 
-def make(name: str, **options: Any) -> DeviceEnv:
+def make(name: str, /, **options: Any) -> DeviceEnv:
   """Makes a batch of jumanji's environments.
 
   jumanji ends an episode at its time limit with a discount of 0. Here, that
@@ -88,9 +88,9 @@ def make(name: str, **options: Any) -> DeviceEnv:
 
   Returns:
     A `DeviceEnv`. The fields of an observation become a dict, without
-    `step_count`: truncation is told from termination, so the value of a state
-    does not depend on it. If a field is `action_mask`, the observation is
-    `Masked`.
+    `step_count`: podrl distinguishes truncation from termination, so the value
+    of a state does not depend on it. If a field is `action_mask`, the
+    observation is `Masked`.
   """
   import jumanji
 
@@ -99,7 +99,8 @@ def make(name: str, **options: Any) -> DeviceEnv:
     known = {*inspect.signature(type(limited)).parameters} - {'viewer'}
     spaces.check_options(name, options, known)
     if 'time_limit' in options:
-      spaces.check_whole('time_limit', options['time_limit'])
+      limit = spaces.check_whole('time_limit', options['time_limit'])
+      options['time_limit'] = limit
     limited = _make_with(name, options)
   first = jax.eval_shape(limited.reset, jax.random.key(0))
   max_steps = getattr(limited, 'time_limit', 0)

@@ -23,6 +23,7 @@ def names() -> list[str]:
 
 def make(
   name: str,
+  /,
   *,
   observation: str = 'symbolic',
   max_steps: int = 0,

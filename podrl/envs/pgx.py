@@ -10,7 +10,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image
 
 from podrl.envs import joints, spaces
 from podrl.types import Array, DeviceEnv, Discrete, Masked, Tree
@@ -40,7 +39,7 @@ def has_large_rewards(name: str) -> bool:
 
 
 def make(
-  name: str, *, opponent: Opponent | None = None, **options: Any
+  name: str, /, *, opponent: Opponent | None = None, **options: Any
 ) -> DeviceEnv:
   """Makes a batch of games.
 
@@ -117,6 +116,7 @@ def make(
 
   def render(state: Any) -> np.ndarray:
     import matplotlib
+    from PIL import Image
     import resvg_py
 
     # The machine may lack the fonts that pgx names; matplotlib brings one.

@@ -21,7 +21,7 @@ def names() -> list[str]:
   )
 
 
-def make(name: str, *, episode_length: int = 0, **options: Any) -> DeviceEnv:
+def make(name: str, /, *, episode_length: int = 0, **options: Any) -> DeviceEnv:
   """Makes a batch of environments of MuJoCo Playground, with MJX in JAX.
 
   Args:

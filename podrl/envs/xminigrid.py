@@ -23,7 +23,7 @@ def needs_memory(name: str) -> bool:
   return 'Memory' in name
 
 
-def make(name: str, **options: Any) -> DeviceEnv:
+def make(name: str, /, **options: Any) -> DeviceEnv:
   """Makes a batch of environments of XLand-MiniGrid.
 
   Args:

@@ -140,6 +140,7 @@ def test_a_category_is_one_hot():
     ('Pong-v5', {'episodic_life': 2}, 'not of type bool'),
     ('Pong-v5', {'num_envs': 3}, 'not an option'),
     ('Pong-v5', {'task': 'foo'}, 'not an option'),
+    ('Pong-v5', {'name': 'foo'}, 'not an option'),
     ('Pong-v5', {'stack_num': 0}, 'from 1'),
     ('Pong-v5', {'frame_skip': 0}, 'from 1'),
     ('Pong-v5', {'noop_max': 0}, 'from 1'),

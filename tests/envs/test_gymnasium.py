@@ -254,12 +254,21 @@ def test_a_discretes_start_is_added():
     ),
     ('Pendulum-v1', {'g': 'x', 'render_mode': 3}, 'cannot be made'),
     ('FrozenLake-v1', {'map_name': 'x'}, 'cannot be made'),
+    ('CartPole-v1', {'max_episode_steps': 2.5}, '=2.5 must be a whole'),
+    ('CartPole-v1', {'max_episode_steps': -2}, '=-2 must be a whole'),
   ],
 )
 def test_mistakes(name, options, message):
   with pytest.raises(ValueError, match=message) as error:
     adapter.make_spec(name, **options)
   assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('steps,expected', [(1e3, 1000), (-1, 0), (None, 500)])
+def test_a_limit_of_steps_is_a_whole_number(steps, expected):
+  spec = adapter.make_spec('CartPole-v1', max_episode_steps=steps)
+  assert spec.max_episode_steps == expected
+  assert isinstance(spec.max_episode_steps, int)
 
 
 _BOX, _TWO = gymnasium.spaces.Box(-1, 1, (3,)), gymnasium.spaces.Discrete(2)

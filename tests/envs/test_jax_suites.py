@@ -105,6 +105,8 @@ def test_an_unknown_name_or_option_is_said(suite):
     SUITES[suite].make('Nothing-v0')
   with pytest.raises(ValueError, match=r'no_such_option is not an option of'):
     SUITES[suite].make(_ONE[suite], no_such_option=0)
+  with pytest.raises(ValueError, match='name is not an option of'):
+    SUITES[suite].make(_ONE[suite], name=0)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +185,11 @@ def test_snakes_time_limit_truncates_and_its_death_terminates():
   # A circle: up, right, down, left. It touches no edge where there is room.
   circle = jnp.arange(11) % 4
   for seed in range(10):
-    env = _make('jumanji', time_limit=4)
+    env = _make('jumanji', time_limit=4.0)
     steps = _unroll(env, circle, seed=seed)
     if not np.any(steps.discount == 0):
       break
+  assert isinstance(env.spec.max_episode_steps, int)
   first = np.flatnonzero(steps.is_first[:, 0])
   assert list(first) == [0, 5, 10] and np.all(steps.discount == 1)
 

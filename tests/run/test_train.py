@@ -220,6 +220,13 @@ def test_parameters_are_bitwise_reproducible():
     (['--config.env.suite=gym'], 'did you mean gymnax'),
     (['--config.env.suite=envpool'], 'works only with sebulba'),
     (['--config.env.options.size=3'], 'max_steps_in_episode'),
+    (['--config.env.options.name=x'], 'name is not an option of'),
+    (['--config.search.num_samples=1'], 'a field of muzero, which'),
+    (['--config.replay.min_steps=1'], 'of dqn, rainbow, r2d2, sac, muzero, wh'),
+    (
+      ['--agent=dqn', '--config.meta.decay=1'],
+      'a field of ppo, impala, a2c, which this run does not use',
+    ),
     (
       [
         '--config.env.name=Pendulum-v1',
