@@ -440,6 +440,8 @@ class Anakin:
     The method also keeps the first culprit of each agent, for later calls.
     `largest` has leaves `[max_updates, num_devices]`.
     """
+    if agent in self._culprits:
+      return None if is_sound else self._culprits[agent]
     values = np.stack([x.value for x in largest.values()])
     if is_sound and np.isfinite(values[:, :num_updates]).all():
       return None
@@ -450,9 +452,9 @@ class Anakin:
       cell = jax.tree.map(lambda x: x[update, device], largest)
       first_env = (jax.process_index() * num_devices + device) * num_envs
       is_failing = update == num_updates
-      culprit = culprits.find_culprit(cell, first_env, is_failing)
-      if culprit and agent not in self._culprits:
+      if culprit := culprits.find_culprit(cell, first_env, is_failing):
         self._culprits[agent] = culprit
+        break
     return None if is_sound else self._culprits.get(agent)
 
   # `Driver` requires the methods below, but Anakin does not need them.

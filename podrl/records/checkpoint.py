@@ -3,13 +3,14 @@
 A checkpoint is a directory `checkpoints/NUM_UPDATES` with these items:
 `variables`, all that a policy needs; `memory`, what a learner remembers, if the
 checkpoint contains it; `state`, the rest of the driver's state; and `progress`,
-all other data as JSON. A checkpoint gets its name only when it
-is complete. It has SHA-256 digests of its files, because orbax does not detect
-damaged data. It has no hyperparameters, because the configuration contains
-them.
+all other data as JSON. A checkpoint gets its name only when it is complete. It
+has SHA-256 digests of its files, because orbax does not detect damaged data. It
+has no hyperparameters, because the configuration contains them. Only those of a
+population, which change during the run, are in `progress`.
 """
 
 import contextlib
+import copy
 import glob
 import hashlib
 import os
@@ -132,8 +133,8 @@ class Checkpoints:
 
     The driver can continue at once, except that `save` waits until a memory is
     written. `progress` is JSON that a resumed run needs in addition to the
-    state. `best` is the number of updates at the best
-    evaluation; orbax keeps that checkpoint.
+    state. `best` is the number of updates at the best evaluation; orbax keeps
+    that checkpoint.
     """
     if best is not None:
       self._policies[1:] = [checkpoint_managers.CustomSteps([best])]
@@ -156,7 +157,8 @@ class Checkpoints:
       self._num_updates = num_updates
       state = _copy(state)  # The next update deletes or overwrites the state.
       variables = learner_of(state).variables._replace(hyperparams={})
-      progress = progress | {
+      # Copied: orbax reads it in a thread, while the run changes its lists.
+      progress = copy.deepcopy(progress) | {
         'arrays': _describe(variables),
         'memory': _describe(memory),
       }
@@ -223,7 +225,8 @@ def find(path: str, which: str = 'last') -> int:
     evaluated = [
       (record['eval_return'], record['num_updates'])
       for record in workdir.read_records(path)
-      if 'eval_return' in record and record['num_updates'] in found
+      if record.get('eval_return') is not None
+      and record['num_updates'] in found
     ]
     if not evaluated:
       raise ValueError(f'{path} has no checkpoint that was evaluated')

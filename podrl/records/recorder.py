@@ -500,7 +500,8 @@ class Recorder:
       last.update(record | times)
       self._writer.write(sinks, record | times)
     score = records[0].get('eval_return')
-    if score is not None and (self.best is None or score > self.best[0]):
+    is_score = score is not None and math.isfinite(score)
+    if is_score and (self.best is None or score > self.best[0]):
       self.best = score, self.num_updates
 
   def progress(self) -> Record:

@@ -305,16 +305,21 @@ def make(path: str, config: ConfigDict) -> None:
 
 
 def update_config(path: str, config: ConfigDict) -> None:
-  """Writes the values of `CHANGEABLE` fields to each `config.json` of a run."""
-  fields = flatten(config.to_dict())
-  values = {name: fields[name] for name in CHANGEABLE if name in fields}
+  """Writes the values of `CHANGEABLE` fields to each `config.json` of a run.
+
+  It raises a `WriteError` if this fails.
+  """
   # Write the run's main file first. If the process is killed before the next
   # file, a resumed run reads the new values and writes the other files.
-  for directory in dict.fromkeys([path, *agents(path, config)]):
-    saved = read_config(directory)
+  for directory, own in (
+    {path: config.to_dict()} | agents(path, config)
+  ).items():
+    fields, saved = flatten(own), read_config(directory)
+    values = {name: fields[name] for name in CHANGEABLE if name in fields}
     if not values.items() <= flatten(saved.to_dict()).items():
       saved.update_from_flattened_dict(values)
-      write_json(os.path.join(directory, 'config.json'), saved.to_dict())
+      with write_errors('config.json', OSError):
+        write_json(os.path.join(directory, 'config.json'), saved.to_dict())
 
 
 @contextlib.contextmanager

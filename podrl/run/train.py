@@ -63,6 +63,7 @@ class Outcome(NamedTuple):
   error: str = ''  # The error in one line, or empty.
   cause: BaseException | None = None  # The exception, if it is unexpected.
   is_hanging: bool = False  # Whether a thread did not end.
+  is_diverged: bool = False  # Whether a loss was NaN or infinite.
 
 
 def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
@@ -198,7 +199,10 @@ def _train_programs(
         exit_stack.enter_context(workdir.lock(root.workdir))
         workdir.make(root.workdir, config)
       if is_writer and is_series:
-        workdir.update_config(root.workdir, config)
+        try:
+          workdir.update_config(root.workdir, config)
+        except WriteError as error:
+          raise ValueError(str(error)) from error
         exit_stack.enter_context(workdir.lock(path))
       return built, variables
 
@@ -292,7 +296,7 @@ class _Trainer:
   saved_seconds: float = 0.0  # When the last periodic checkpoint was written.
   updates_per_round: int = 1
   profile_end: int = 0  # The number of updates at which profiling ends.
-  # Those of a population's members, after it has evolved.
+  # Those that a population's members may differ in, after it has evolved.
   hyperparams: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
   def train(self) -> Outcome:
@@ -373,7 +377,9 @@ class _Trainer:
       if self.recorder.num_updates_since_record:
         self.recorder.write()
     cause = None if is_expected else exception
-    outcome = Outcome(FAILED, self.files.workdir, error, cause)
+    outcome = Outcome(
+      FAILED, self.files.workdir, error, cause, is_diverged=is_nan
+    )
     if watchdog:  # The other processes end too, so no collective can follow.
       if cause:
         traceback.print_exception(cause)
@@ -416,6 +422,8 @@ class _Trainer:
       ending |= limits.summarise(last, _local_devices(run), price)
     if outcome.error:
       ending['error'] = outcome.error
+    if outcome.is_diverged:
+      ending['diverged'] = True
     if run.driver.learner is not None:
       leaves = jax.tree.leaves(run.driver.learner.variables.params)
       ending['num_params'] = sum(x.size for x in leaves) // len(run.eval_keys)
@@ -462,13 +470,12 @@ class _Trainer:
         if self.hyperparams:
           variables = checkpoint.learner_of(state).variables
           own = {k: np.array(x, 'f') for k, x in self.hyperparams.items()}
-          own = spmd.like(own, variables.hyperparams)
-          variables = variables._replace(hyperparams=own)
+          own = spmd.like(own, {k: variables.hyperparams[k] for k in own})
+          variables = variables.with_hyperparams(own)
           state = checkpoint.change_learner(state, variables=variables)
       if files.is_resumed:
         if self.cluster.process == 0:
-          with workdir.write_errors('config.json', OSError):
-            workdir.update_config(files.workdir, self.config)
+          workdir.update_config(files.workdir, self.config)
         self.recorder.open(progress)
     except ValueError as error:
       raise _Mistake(str(error)) from error
@@ -583,7 +590,11 @@ class _Trainer:
       jax.random.key(self.config.seed), _EVOLVE_STREAM
     )
     rng_key = jax.random.fold_in(rng_key, recorder.num_updates)
-    parents, self.hyperparams = driver.exploit(scores, rng_key)
+    parents, values = driver.exploit(scores, rng_key)
+    # The others depend on the run's length, which a resumed run may change.
+    fields = configs.member_fields(self.config.agent.name)
+    own = {x.rpartition('.')[2] for x in fields}
+    self.hyperparams = {k: x for k, x in values.items() if k in own}
     decision = {'scores': scores, 'parents': parents}
     recorder.decide(decision | {'hyperparams': self.hyperparams})
 

@@ -22,7 +22,7 @@ def run_command(
   argv: Sequence[str],
   doc: str,
   values: flags.FlagValues,
-  act: Callable[[list[str], flags.FlagValues], None],
+  act: Callable[[list[str], flags.FlagValues], int | None],
   known_only: bool = False,
 ) -> int:
   """Parses a command line, runs the command and returns its exit code.
@@ -32,21 +32,23 @@ def run_command(
     doc: the text that `--help` prints before the flags.
     values: the command's flags; this function adds `--help`.
     act: the command itself, called with the positional arguments and the flags.
+      It may return an exit code.
     known_only: if true, `act` gets unknown flags among its arguments; if false,
       an unknown flag is a mistake.
 
   Returns:
-    0 after success; 2 after a user's mistake (a wrong flag, or any ValueError
-    or OSError), which is printed as one line; 130 after Ctrl-C; 141 if the
-    reader of the output ended first, as `head` does.
+    0 after success, or the exit code of `act`; 2 after a user's mistake (a
+    wrong flag, or any ValueError or OSError), which is printed as one line; 130
+    after Ctrl-C; 141 if the reader of the output ended first, as `head` does.
   """
   flags.DEFINE_bool('help', False, 'Show this text.', values, short_name='h')
+  exit_code = None
   try:
     paths = values(argv, known_only=known_only)[1:]
     if values.help:
       print(f'{doc}\n{values.get_help(include_special_flags=False)}')
     else:
-      act(paths, values)
+      exit_code = act(paths, values)
     sys.stdout.flush()
   except BrokenPipeError:
     # Python flushes the rest of the output at its end, and would complain.
@@ -58,20 +60,47 @@ def run_command(
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)
     return 130
-  return 0
+  return exit_code or 0
+
+
+class _IntegerParser(flags.IntegerParser):
+  """Accepts 1e6 too, as the fields of a configuration do."""
+
+  def convert(self, argument: Any) -> int:
+    try:
+      return super().convert(argument)
+    except ValueError:
+      value = float(argument)
+      if not value.is_integer():
+        raise
+      return int(value)
+
+
+def define_integer(
+  name: str,
+  default: int | None,
+  text: str,
+  low: int | None,
+  high: int | None,
+  values: flags.FlagValues,
+) -> None:
+  """Defines a flag that is a whole number from `low` to `high`."""
+  parser = _IntegerParser(low, high)
+  serializer: Any = flags.ArgumentSerializer()
+  flags.DEFINE(parser, name, default, text, values, serializer)
 
 
 def policy_flags(default: int, most: int) -> flags.FlagValues:
   """Defines --checkpoint, --greedy, --seed, and --episodes from 1 to `most`."""
   values = flags.FlagValues()
   text = 'The number of episodes.'
-  flags.DEFINE_integer('episodes', default, text, 1, most, values)
+  define_integer('episodes', default, text, 1, most, values)
   text = 'The checkpoint: last, best, or its number of updates.'
   flags.DEFINE_string('checkpoint', 'last', text, values)
   text = "Take the most probable action; the default is the run's eval.greedy."
   flags.DEFINE_bool('greedy', None, text, values)
   text = 'The seed of the environments and the actions.'
-  flags.DEFINE_integer('seed', 0, text, 0, 2**31 - 1, values)
+  define_integer('seed', 0, text, 0, 2**31 - 1, values)
   return values
 
 

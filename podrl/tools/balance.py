@@ -203,6 +203,10 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
   return record | driver.describe(record)
 
 
+class PlanError(ValueError):
+  """A plan cannot run, for example because it needs too much memory."""
+
+
 def search(
   base: Plan,
   neighbours_of: Callable[[Plan], Sequence[Plan]],
@@ -217,7 +221,8 @@ def search(
   Args:
     base: the configured plan, which every round measures.
     neighbours_of: `(plan) -> plans` that differ from a plan in one setting.
-    run: `(plan, seconds) -> record`, which runs a plan for about `seconds`.
+    run: `(plan, seconds) -> record`, which runs a plan for about `seconds`, or
+      raises a PlanError. The search leaves out a plan whose first run fails.
 
   Returns:
     The record of each plan, the best plan first. The configured plan is last,
@@ -232,11 +237,18 @@ def search(
   def ranked(plans: Iterable[Plan]) -> list[Plan]:
     return sorted(plans, key=rate, reverse=True)
 
+  failed: set[Plan] = set()
   plan: Plan | None = base
-  while plan and len(runs) < MAX_PLANS:
-    runs[plan] = run(plan, first)
+  while plan and len(runs) + len(failed) < MAX_PLANS:
+    try:
+      runs[plan] = run(plan, first)
+    except PlanError as error:
+      if plan == base:
+        raise
+      _CONSOLE.print(f'left out: {error}')
+      failed.add(plan)
     near = (x for plan in ranked(runs) for x in neighbours_of(plan))
-    plan = next((x for x in near if x not in runs), None)
+    plan = next((x for x in near if x not in {*runs, *failed}), None)
   others = ranked({*runs} - {base})
   half = max(2, len(others) // 2)
   for plan in (base, *others[:half]):
@@ -259,7 +271,7 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
 
   T and the batch size may differ from the configuration by at most the factor
   `size_range`. A larger factor may need another learning rate. The function
-  raises a ValueError if the configuration does not fit, or a run fails.
+  raises a ValueError if the configuration does not fit, or its run fails.
   """
   build.make_run(config)  # Raises if the configuration does not fit.
   base = from_config(config)
@@ -281,7 +293,7 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
     try:
       return measure(with_fields(config, fields), plan.batch, seconds)
     except Exception as error:  # An environment or XLA can raise any error.
-      raise ValueError(f'{name}: {one_line(error)}') from error
+      raise PlanError(f'{name}: {one_line(error)}') from error
 
   return search(base, candidates, run)
 
@@ -304,14 +316,15 @@ def table(runs: dict[Plan, Record], base: Plan) -> Table:
 
 def _anakin_config(config: ConfigDict, plan: Plan) -> ConfigDict:
   """Converts Sebulba's configuration to Anakin, with the sizes of a plan."""
-  fields = config.to_dict()
   new = base_config(config.agent.name)
-  for name in ('agent', 'network', 'optimizer'):
-    new[name].update(fields[name])
-  for name in ('seed', 'num_epochs', 'num_minibatches', 'compilation_cache'):
-    new[name] = fields[name]
+  fields = workdir.flatten(config.to_dict())
+  known = workdir.flatten(new.to_dict())
+  shared = fields.keys() & known.keys()
+  new.update_from_flattened_dict(
+    {k: fields[k] for k in shared if not k.startswith('env.')}
+  )
   new.env.name, new.env.num_envs = config.env.name, plan.num_envs
-  new.unroll_length = plan.unroll_length
+  new.unroll_length, new.num_seeds = plan.unroll_length, 1
   return new
 
 
@@ -461,6 +474,11 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
   config = workdir.read_config(path)
   if build.architecture(config) == 'anakin':
     raise ValueError(f'{path} is an Anakin run: it has no actors to balance')
+  if workdir.is_series(config):
+    raise ValueError(
+      f'{path} has {workdir.num_agents(config)} runs; name one, for example '
+      f'{path}/seed_0'
+    )
   summary = os.path.join(path, 'summary.json')
   if os.path.exists(summary):
     for name, text in limits.describe(workdir.read_json(summary)):
@@ -540,7 +558,7 @@ def run(argv: Sequence[str]) -> int:
   text = 'Directory for the picture and balance.txt.'
   flags.DEFINE_string('out', None, text, flag_values=values)
   text = 'The largest policy lag of the plans, in updates.'
-  flags.DEFINE_integer('max_lag', None, text, 0, flag_values=values)
+  tools.define_integer('max_lag', None, text, 0, None, values)
   text = 'The unroll length and the batch may change by at most this factor.'
   flags.DEFINE_float('size_range', 2.0, text, flag_values=values)
   flags.DEFINE_bool('apply', False, 'Train with plan 1.', flag_values=values)

@@ -643,7 +643,7 @@ def run(argv: Sequence[str]) -> int:
   text = 'the machines, for example v5e-16,h100:8.'
   flags.DEFINE_list('target', 'v5e-16', text, flag_values=values)
   text = 'Members of a sweep; 0 compiles a run.'
-  flags.DEFINE_integer('members', 0, text, 0, flag_values=values)
+  tools.define_integer('members', 0, text, 0, None, values)
   text = "multiplies config.env.num_envs by the target's number of devices."
   flags.DEFINE_bool('scale', False, text, flag_values=values)
   text = 'directory for the results; empty means runs/compile/TASK-AGENT.'

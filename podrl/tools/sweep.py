@@ -25,6 +25,7 @@ the returns and the best setting, and draws them.
 import ast
 from collections.abc import Callable, Sequence
 import itertools
+import json
 import math
 import os
 import sys
@@ -43,7 +44,7 @@ from podrl.records.terminal import podrl_command
 from podrl.run import build, tasks, train
 from podrl.run import config as configs
 from podrl.run.evaluation import bootstrap
-from podrl.run.signals import DONE, INTERRUPTED, MISTAKE
+from podrl.run.signals import DONE
 
 _CONSOLE = Console(highlight=False, markup=False)
 _COLOR = '#1f5fa8'
@@ -65,8 +66,10 @@ class Axis(NamedTuple):
     if self.values:
       return self.values[rng.integers(len(self.values))]
     if self.is_log:
-      return math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
-    return rng.uniform(self.low, self.high)
+      value = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+    else:
+      value = rng.uniform(self.low, self.high)
+    return float(_text(value))  # The value that the table prints.
 
 
 def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
@@ -91,8 +94,11 @@ def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
     raise ValueError(f'--axis={text} must be {field}={form}, with LOW < HIGH')
   if size < 2:
     raise ValueError(f'--axis={text} needs at least 2 values')
-  if not isinstance(known[field], int | float):
+  default = known[field]
+  if isinstance(default, bool) or not isinstance(default, int | float):
     raise ValueError(f'--axis={text}: {field} is not a number; list its values')
+  if is_random and isinstance(default, int):
+    raise ValueError(f'--axis={text}: {field} is an integer; list its values')
   if is_random:
     return Axis(field, (), low, high, kind == 'log')
   space = np.geomspace if kind == 'log' else np.linspace
@@ -131,7 +137,7 @@ class Program(NamedTuple):
   """The members of a sweep that one run trains."""
 
   fields: Setting  # The same for all members.
-  members: tuple[Setting, ...]  # Empty for a single member, and with Sebulba.
+  members: tuple[Setting, ...]  # Empty for a single member.
 
 
 def make_programs(
@@ -140,9 +146,10 @@ def make_programs(
   """Divides the settings, each with all seeds, into as few runs as possible.
 
   `per_program` is the largest number of members of a run; 0 means no limit.
+  With Sebulba, each run has one member.
   """
   if build.architecture(config) == 'sebulba':
-    return [Program(setting, ()) for setting in settings]
+    per_program = 1
   own = configs.member_fields(config.agent.name)
   groups: dict[tuple, list[Setting]] = {}
   for setting in settings:
@@ -184,22 +191,27 @@ def read_results(
   directories: Sequence[str], settings: Sequence[Setting]
 ) -> list[Result]:
   """Reads the last evaluation of all members in the directories of the runs."""
-  found: dict[str, list[tuple[float, bool, float]]] = {}
+  found: dict[str, list[tuple[float | None, bool, float]]] = {}
   for directory in directories:
     config = workdir.read_config(directory)
     for path, fields in workdir.agents(directory, config).items():
       records = workdir.read_records(path)
-      last = records[-1]
+      last = records[-1] if records else {}
       training = [x['episode_return'] for x in records if 'episode_return' in x]
       flat = workdir.flatten(workdir.as_config(fields).to_dict())
       key = repr({k: flat[k] for k in settings[0]})
-      is_frozen = last.get('is_frozen', 0.0) > 0.0
-      ending = last['eval_return'], is_frozen, float(np.mean(training or [0]))
+      score = last.get('eval_return')
+      is_diverged = (
+        score is None
+        or last.get('is_frozen', 0.0) > 0.0
+        or _read_summary(directory).get('diverged', False)
+      )
+      ending = score, is_diverged, float(np.mean(training or [0]))
       found.setdefault(key, []).append(ending)
   results = []
   for setting in settings:
     endings = found[repr(setting)]
-    returns = np.array([x for x, is_frozen, _ in endings if not is_frozen])
+    returns = np.array([x for x, is_diverged, _ in endings if not is_diverged])
     number, training = len(endings) - len(returns), [x[2] for x in endings]
     results.append(Result(setting, returns, number, float(np.mean(training))))
   return results
@@ -254,7 +266,7 @@ def draw(results: Sequence[Result], title: str, path: str) -> None:
         axes.plot([place] * len(own), own, 'o', color=_COLOR, ms=3, alpha=0.35)
       kept = [i for i, own in enumerate(returns) if own.size]
       means = [returns[i].mean() for i in kept]
-      bands = np.array([bootstrap(returns[i]) for i in kept])
+      bands = np.reshape([bootstrap(returns[i]) for i in kept], (-1, 2))
       axes.plot(places[kept], means, color=_COLOR, lw=1.8)
       axes.fill_between(places[kept], *bands.T, color=_COLOR, alpha=0.2, lw=0)
       if is_number and places.min() > 0 and places.max() / places.min() >= 20:
@@ -312,16 +324,40 @@ def _check_population(
     )
 
 
-def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
-  """Trains the members, prints and draws their returns."""
+class _Plan(NamedTuple):
+  """What the command line asks for."""
+
+  get_config: Callable[..., ConfigDict]
+  command_line: configs.CommandLine
+  config: ConfigDict  # Without the axes.
+  settings: list[Setting]
+  programs: list[Program]
+  population: Setting
+  path: str  # Directory of the sweep.
+  arguments: list[str]  # Those that only `podrl sweep` has.
+
+  @property
+  def directories(self) -> list[str]:
+    """Returns the directory of each program."""
+    numbers = range(len(self.programs))
+    return [os.path.join(self.path, f'program_{i}') for i in numbers]
+
+
+def _make_plan(arguments: list[str], values: flags.FlagValues) -> _Plan:
+  """Parses the command line; raises a ValueError for a mistake."""
   if not values.axis:
     raise ValueError(
       'give an axis, for example --axis=optimizer.learning_rate=1e-4,1e-3'
     )
   get_config, command_line = _experiment(['podrl sweep', *arguments])
-  if command_line.flags.init_from:
+  options = command_line.flags
+  if options.init_from:
     raise ValueError('--init_from does not work with a sweep')
-  config = get_config(command_line.flags.agent, command_line.flags.variant)
+  if options.resume and not options.workdir:
+    raise ValueError(
+      '--resume continues the sweep in --workdir: give --workdir'
+    )
+  config = get_config(options.agent, options.variant)
   configs.apply_overrides(config, command_line.overrides)
   axes = [parse_axis(x, config, values.random > 0) for x in values.axis]
   fields = [axis.field for axis in axes]
@@ -337,39 +373,97 @@ def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
   programs = make_programs(settings, config, values.per_program)
   if population := _population(axes, values):
     _check_population(programs, population, config)
-  path = command_line.flags.workdir or workdir.default_path(config).replace(
+  path = options.workdir or workdir.default_path(config).replace(
     f'{config.agent.name}-', f'sweep-{config.agent.name}-'
   )
   own = [f'--axis={x}' for x in values.axis]
   for name in ('random', 'evolve_every', 'per_program'):
     if values[name].present:
       own.append(f'--{name}={values[name].value}')
-  number = len(settings) * config.num_seeds
+  plan = _Plan(
+    get_config,
+    command_line,
+    config,
+    settings,
+    programs,
+    population,
+    path,
+    own,
+  )
+  _check_directory(plan)
+  return plan
+
+
+def _check_directory(plan: _Plan) -> None:
+  """Raises a ValueError if the directory contains another sweep."""
+  path = plan.path
+  names = os.listdir(path) if os.path.isdir(path) else []
+  found = [os.path.join(path, x) for x in names if x.startswith('program_')]
+  found = [x for x in found if workdir.is_run(x)]
+  if found and not plan.command_line.flags.resume:
+    raise ValueError(
+      f'--workdir={path} already contains a sweep; add --resume to continue '
+      'it, or choose another directory'
+    )
+  programs = dict(zip(plan.directories, plan.programs))
+  for directory in found:
+    is_same = False
+    if program := programs.get(directory):
+      expected = ConfigDict(plan.config.to_dict())
+      _add_members(expected, program, plan.population)
+      saved = workdir.read_config(directory)
+      is_same = _identity(saved, program) == _identity(expected, program)
+    if not is_same:
+      raise ValueError(
+        f'{directory} does not belong to this sweep; repeat the arguments of '
+        'the sweep that began there, or choose another --workdir'
+      )
+
+
+def _identity(config: ConfigDict, program: Program) -> str:
+  """Returns what a program must have in common with its saved run."""
+  fields = workdir.flatten(config.to_dict())
+  names = (
+    'agent.name',
+    'env.suite',
+    'env.name',
+    *program.fields,
+    'members',
+    'population.every_env_steps',
+    'population.ranges',
+  )
+  return json.dumps([fields.get(x) for x in names], sort_keys=True)
+
+
+def _train(plan: _Plan) -> train.Outcome:
+  """Trains all programs; stops if one ends early."""
+  number = len(plan.settings) * plan.config.num_seeds
   print(
-    f'{count(len(settings), "setting")} x {count(config.num_seeds, "seed")} = '
-    f'{count(number, "member")} in {count(len(programs), "program")}',
+    f'{count(len(plan.settings), "setting")} x '
+    f'{count(plan.config.num_seeds, "seed")} = {count(number, "member")} in '
+    f'{count(len(plan.programs), "program")}',
     file=sys.stderr,
   )
-  directories = []
-  for i, program in enumerate(programs):
-    directory = os.path.join(path, f'program_{i}')
-    directories.append(directory)
-    if _is_finished(directory, config.total_env_steps):
+  for directory, program in zip(plan.directories, plan.programs):
+    if _is_finished(directory, plan.config.total_env_steps):
       print(f'{directory} is finished', file=sys.stderr)
       continue
     outcome = train.execute(
-      _with_members(get_config, program, population),
-      _for_program(command_line, program, path, directory, own),
+      _with_members(plan.get_config, program, plan.population),
+      _for_program(
+        plan.command_line, program, plan.path, directory, plan.arguments
+      ),
     )
-    if outcome.exit_code:
-      return train.report(outcome)
-  if population:
-    _conclude_population(directories[0], path)
-    return DONE
-  results = read_results(directories, settings)
-  task = f'{config.env.name}, {config.agent.name}'
-  draw(results, task, os.path.join(path, 'sweep.png'))
-  best = max(results, key=lambda x: x.rank)
+    if outcome.is_diverged:  # The other members go on.
+      print(f'{directory}: {outcome.error.split(";")[0]}', file=sys.stderr)
+    elif outcome.exit_code:
+      return outcome
+  return train.Outcome(DONE)
+
+
+def _conclude(plan: _Plan) -> None:
+  """Writes, prints and draws the returns."""
+  results = read_results(plan.directories, plan.settings)
   contents = [
     {
       'setting': x.setting,
@@ -378,11 +472,29 @@ def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
     }
     for x in results
   ]
-  workdir.write_json(os.path.join(path, 'sweep.json'), {'results': contents})
+  out = os.path.join(plan.path, 'sweep')
+  workdir.write_json(f'{out}.json', {'results': contents})
+  draw(
+    results,
+    f'{plan.config.env.name}, {plan.config.agent.name}',
+    f'{out}.png',
+  )
+  best = max(results, key=lambda x: x.rank)
   _CONSOLE.print(table(results))
   _CONSOLE.print(f'best: {overrides(best.setting)}', soft_wrap=True)
-  out = os.path.join(path, 'sweep')
   _CONSOLE.print(f'written: {out}.json, {out}.png', soft_wrap=True)
+
+
+def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
+  """Trains the members, prints and draws their returns."""
+  plan = _make_plan(arguments, values)
+  outcome = _train(plan)
+  if outcome.exit_code:
+    return train.report(outcome)
+  if plan.population:
+    _conclude_population(plan.directories[0], plan.path)
+  else:
+    _conclude(plan)
   return DONE
 
 
@@ -390,12 +502,10 @@ class Population(NamedTuple):
   """What a population did."""
 
   fields: list[str]  # The fields that evolve.
-  steps: (
-    np.ndarray
-  )  # `[P]`, the steps at which members changed; the first is 0.
-  values: dict[
-    str, np.ndarray
-  ]  # `[M, P]`, the values of each field from then on.
+  # `[P]`, the steps at which members changed; the first is 0.
+  steps: np.ndarray
+  # `[M, P]`, the values of each field from then on.
+  values: dict[str, np.ndarray]
   parents: np.ndarray  # Int `[M, P]`; the first column has the members.
   returns: np.ndarray  # `[M]`, the last evaluations.
 
@@ -521,8 +631,16 @@ def _conclude_population(directory: str, path: str) -> None:
 
 
 def _is_finished(directory: str, total_env_steps: int) -> bool:
-  is_run = workdir.is_run(directory)
-  return is_run and workdir.is_finished(directory, total_env_steps)
+  """Returns whether a program has done all its updates, or has diverged."""
+  if not workdir.is_run(directory):
+    return False
+  is_finished = workdir.is_finished(directory, total_env_steps)
+  return is_finished or _read_summary(directory).get('diverged', False)
+
+
+def _read_summary(directory: str) -> dict[str, Any]:
+  path = os.path.join(directory, 'summary.json')
+  return workdir.read_json(path) if os.path.exists(path) else {}
 
 
 def _with_members(
@@ -532,15 +650,22 @@ def _with_members(
 
   def get(agent: str, variant: str) -> ConfigDict:
     config = get_config(agent, variant)
-    config.update_from_flattened_dict(program.fields)
-    if program.members:
-      with config.unlocked():
-        config.members = program.members
-        if population:
-          config.population = population
+    _add_members(config, program, population)
     return config
 
   return get
+
+
+def _add_members(
+  config: ConfigDict, program: Program, population: Setting
+) -> None:
+  """Adds to a configuration what one program of a sweep trains."""
+  config.update_from_flattened_dict(program.fields)
+  if program.members:
+    with config.unlocked():
+      config.members = program.members
+      if population:
+        config.population = population
 
 
 def _for_program(
@@ -570,21 +695,9 @@ def run(argv: Sequence[str]) -> int:
   text = 'FIELD=VALUES, an axis of the sweep; may be given several times.'
   flags.DEFINE_multi_string('axis', [], text, flag_values=values)
   text = 'The number of random settings; 0 means all combinations.'
-  flags.DEFINE_integer('random', 0, text, 0, 2**16, values)
+  tools.define_integer('random', 0, text, 0, 2**16, values)
   text = 'Steps of a member after which the population evolves; 0 means never.'
-  flags.DEFINE_integer('evolve_every', 0, text, 0, 2**40, values)
+  tools.define_integer('evolve_every', 0, text, 0, 2**40, values)
   text = 'The largest number of members in a program; 0 means no limit.'
-  flags.DEFINE_integer('per_program', 0, text, 0, 2**16, values)
-  flags.DEFINE_bool('help', False, 'Show this text.', values, short_name='h')
-  try:
-    arguments = values(argv, known_only=True)[1:]
-    if values.help:
-      print(f'{__doc__}\n{values.get_help(include_special_flags=False)}')
-      return DONE
-    return _sweep(arguments, values)
-  except (flags.Error, ValueError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return MISTAKE
-  except KeyboardInterrupt:  # Between two programs; a program handles it.
-    print('interrupted; add --resume to continue', file=sys.stderr)
-    return INTERRUPTED
+  tools.define_integer('per_program', 0, text, 0, 2**16, values)
+  return tools.run_command(argv, __doc__, values, _sweep, known_only=True)

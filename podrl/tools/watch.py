@@ -433,7 +433,7 @@ def run(argv: Sequence[str]) -> int:
   values = tools.policy_flags(1, 100)
   flags.DEFINE_string('out', '', 'The .gif or .mp4 file to write.', values)
   text = 'The largest number of steps per episode.'
-  flags.DEFINE_integer('max_steps', 1000, text, 1, 10**9, values)
+  tools.define_integer('max_steps', 1000, text, 1, 10**9, values)
   text = 'Frames per second; 0 means real speed.'
   flags.DEFINE_float('fps', 0.0, text, 0.0, 50.0, values)
   return tools.run_command(argv, __doc__, values, _act)

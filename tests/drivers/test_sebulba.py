@@ -854,6 +854,7 @@ def test_a_learner_has_a_core_unless_images_are_drawn(
     ((), (), 1),
     ((0,), (0,), 1),
     ((1,), (), 2),  # Device 0 learns.
+    ((-1,), (), 1),  # `check` raises the error.
     ((), (0, 1), 2),
     ((0, 1), (1, 2), 3),
     (

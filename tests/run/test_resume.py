@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -289,7 +290,7 @@ def test_sebulba_resumes(tmp_path, monkeypatch):
 
 
 def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
-  returns = iter([1.0, 5.0, 3.0, 2.0])
+  returns = iter([math.nan, 5.0, 3.0, 2.0])
   write = recorder.Recorder.write
 
   def write_return(self, outcomes=()):
@@ -304,6 +305,26 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
   assert helpers.run(tmp_path / 'run', *arguments) == 0
   assert checkpoint.steps(str(tmp_path / 'run')) == [8, 4]
   assert checkpoint.find(str(tmp_path / 'run'), 'best') == 4
+
+
+def test_a_checkpoint_has_the_progress_of_its_time(tmp_path, monkeypatch):
+  # Orbax writes the progress in a thread, while the run changes its lists.
+  found, json_save = [], checkpoint.ocp.args.JsonSave
+  add = recorder.Recorder.add
+
+  def save(progress):
+    found.append((progress, progress['scores'][0].copy()))
+    return json_save(progress)
+
+  def add_and_compare(self, reports):
+    add(self, reports)
+    assert all(progress['scores'][0] == x for progress, x in found)
+
+  monkeypatch.setattr(checkpoint.ocp.args, 'JsonSave', save)
+  monkeypatch.setattr(recorder.Recorder, 'add', add_and_compare)
+  every = '--config.checkpoint.every_env_steps=64'
+  assert helpers.run(tmp_path / 'run', every) == 0
+  assert found[-1][1][0] > found[0][1][0]  # Episodes ended between them.
 
 
 @pytest.fixture(scope='module')

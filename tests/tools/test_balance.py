@@ -104,6 +104,21 @@ def test_rungs_are_halved_and_the_last_takes_turns():
   assert list(slow) == [_PLAN]
 
 
+def test_a_plan_that_fails_is_left_out(capsys):
+  plans = [_PLAN._replace(num_envs=n) for n in (300, 200, 100)]
+
+  def run(plan, seconds):
+    if plan.num_envs == 200:
+      raise balance.PlanError('200 environments: out of memory')
+    return {'steps_per_second': float(plan.num_envs)}
+
+  runs = balance.search(_PLAN, lambda plan: plans, run)
+  assert {*runs} == {_PLAN, plans[0], plans[2]}
+  assert 'left out: 200 environments: out of memory' in capsys.readouterr().out
+  with pytest.raises(balance.PlanError):
+    balance.search(plans[1], lambda plan: plans, run)
+
+
 def test_devices_are_split():
   splits = {x[4:6] for x in balance.neighbours(_PLAN, 4)} - {_PLAN[4:6]}
   every = (0, 1, 2, 3)
@@ -268,6 +283,18 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys, brief):
   assert (directory / 'balance.png').exists()
 
 
+def test_anakin_has_all_settings_that_are_not_sebulbas():
+  config = sebulba_config('sac')
+  config.env.name, config.num_seeds = 'Pendulum-v1', 3
+  config.replay.batch_size, config.replay.sgd_steps_per_update = 7, 5
+  found = balance._anakin_config(config, _PLAN)
+  assert found.replay == config.replay and found.agent == config.agent
+  assert found.network == config.network and found.env.name == 'Pendulum-v1'
+  sizes = found.env.num_envs, found.unroll_length, found.num_seeds
+  assert sizes == (_PLAN.num_envs, _PLAN.unroll_length, 1)
+  assert found.env.suite == 'gymnax' and 'sebulba' not in found
+
+
 @pytest.mark.slow
 def test_anakin_is_measured_in_a_process_of_its_own(brief):
   config = _config(**{'env.num_envs': 8, 'unroll_length': 8})
@@ -362,6 +389,13 @@ def _decision(seconds, tried, is_kept, num_drifts):
     f'"wall_seconds": {seconds}, "tried": {tried}, '
     f'"is_kept": {str(is_kept).lower()}, "num_drifts": {num_drifts}}}\n'
   )
+
+
+def test_a_run_of_several_seeds_names_one(tmp_path, capsys):
+  path = tmp_path / 'run'
+  workdir.make(str(path), _config(num_seeds=2))
+  assert balance.run(['balance', str(path)]) == 2
+  assert f'name one, for example {path}/seed_0' in capsys.readouterr().err
 
 
 def test_the_decisions_of_a_run_are_drawn(tmp_path, capsys):

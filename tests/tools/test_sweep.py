@@ -145,9 +145,15 @@ def test_programs_share_what_they_can():
   assert len(programs) == 4  # The last one of each group has a single member.
   assert last.members == () and last.fields['seed'] == 4
   assert last.fields['agent.gamma'] == 0.99
-  # Sebulba's settings train one after another, and so do its seeds.
-  programs = sweep.make_programs(settings, sebulba_config('ppo'), 0)
-  assert programs == [sweep.Program(x, ()) for x in settings]
+  # With Sebulba, each member has a program of its own.
+  config = sebulba_config('ppo')
+  config.num_seeds = 2
+  programs = sweep.make_programs(settings, config, 0)
+  found = [{**x.fields} for x in programs]
+  assert not any(x.members for x in programs) and len(found) == 8
+  for setting in settings:
+    for seed in (0, 1):
+      assert setting | {'seed': seed, 'num_seeds': 1} in found
 
 
 def test_random_settings_are_in_their_range_and_depend_on_the_seed():
@@ -161,6 +167,7 @@ def test_random_settings_are_in_their_range_and_depend_on_the_seed():
     )
   ]
   settings = sweep.make_settings(axes, 2000, 0)
+  assert all(x == float(f'{x:.6g}') for x in settings[0].values())
   rates, gammas, epochs = np.array([[*x.values()] for x in settings]).T
   # Half of the rates are below the geometric mean of the ends.
   assert np.mean(rates < 1e-3) == pytest.approx(0.5, abs=0.05)
@@ -193,6 +200,8 @@ def test_a_list_of_numbers_is_spaced_evenly():
     (['--axis=agent.gamma=linear:0:1:1'], 'needs at least 2 values'),
     (['--axis=network.name=linear:0:1:2'], 'network.name is not a number'),
     (['--axis=seed=1,2'], 'use --seeds=N'),
+    (['--random=2', '--axis=num_epochs=linear:1:8'], 'num_epochs is an integ'),
+    (['--axis=optimizer.anneal=linear:0:1:2'], 'anneal is not a number'),
     (
       ['--axis=agent.gamma=0.5,0.9', '--config.agent.gamma=0.9'],
       'set a field only once',
@@ -209,9 +218,65 @@ def test_a_mistake_is_one_line_and_exit_code_2(
   assert not (tmp_path / 'run' / 'program_0' / 'metrics.jsonl').exists()
 
 
+def test_a_directory_with_another_sweep_is_refused(tmp_path, capsys):
+  axis = '--axis=agent.gamma=0.9,0.99'
+  env = '--config.env.name=UmbrellaChain-bsuite'
+  assert _sweep(tmp_path, axis, env) == 0
+  results = (tmp_path / 'sweep.json').read_text()
+  for arguments, message in (
+    ([axis, env], 'already contains a sweep; add --resume'),
+    ([axis, '--resume'], 'program_0 does not belong'),
+    (
+      ['--axis=agent.gamma=0.9,0.8', env, '--resume'],
+      'program_0 does not belong',
+    ),
+    ([axis, env, '--agent=impala', '--resume'], 'program_0 does not belong'),
+    (
+      ['--axis=optimizer.max_grad_norm=1,2', env, '--resume'],
+      'program_0 does not belong',
+    ),
+  ):
+    capsys.readouterr()
+    assert _sweep(tmp_path, *arguments) == 2
+    assert message in capsys.readouterr().err
+  command = ['sweep', _CATCH, *_SMALL, axis, '--resume']
+  assert sweep.run(command) == 2
+  assert 'give --workdir' in capsys.readouterr().err
+  assert (tmp_path / 'sweep.json').read_text() == results
+  # A resumed sweep keeps the settings of each member.
+  more = '--resume', '--config.total_env_steps=1024'
+  assert _sweep(tmp_path, axis, env, *more) == 0
+  gammas = [
+    json.loads((tmp_path / f'program_0/member_{i}/config.json').read_text())
+    for i in range(2)
+  ]
+  assert [x['agent']['gamma'] for x in gammas] == [0.9, 0.99]
+
+
+def test_a_program_that_diverges_does_not_end_the_sweep(tmp_path, capsys):
+  rates = '--axis=optimizer.learning_rate=1e30,0.01', '--per_program=1'
+  arguments = *rates, '--config.optimizer.name=sgd', '--agent=impala'
+  assert _sweep(tmp_path, *arguments) == 0
+  err = capsys.readouterr().err
+  assert 'program_0: the loss of seed 0 is NaN or infinite at update 2' in err
+  assert _sweep(tmp_path, *arguments, '--resume') == 0
+  assert 'program_0 is finished' in capsys.readouterr().err
+  results = json.loads((tmp_path / 'sweep.json').read_text())['results']
+  assert [x['num_diverged'] for x in results] == [1, 0]
+  assert [len(x['returns']) for x in results] == [0, 1]
+
+
+def test_a_sweep_whose_members_all_diverge_has_a_table(tmp_path, capsys):
+  arguments = '--axis=optimizer.learning_rate=1e30,1e29', '--agent=impala'
+  assert _sweep(tmp_path, *arguments, '--config.optimizer.name=sgd') == 0
+  results = json.loads((tmp_path / 'sweep.json').read_text())['results']
+  assert [x['num_diverged'] for x in results] == [1, 1]
+  assert os.path.getsize(tmp_path / 'sweep.png') > 1_000
+
+
 _EVOLVING = [
   '--random=4',
-  '--evolve_every=128',
+  '--evolve_every=1.28e2',
   '--axis=optimizer.learning_rate=log:1e-4:1e30',
   '--axis=agent.gamma=0.9,0.99',
 ]
@@ -270,6 +335,23 @@ def test_a_population_evolves_and_resumes_bit_for_bit(
       np.testing.assert_array_equal(x, y)
 
 
+def test_an_extended_population_goes_on_learning(tmp_path):
+  arguments = [*_EVOLVING, '--agent=impala']
+  arguments[2] = '--axis=optimizer.learning_rate=log:1e-3:1e-2'
+  assert _sweep(tmp_path, *arguments) == 0
+  first = podrl.load(tmp_path / 'program_0' / 'member_0').variables
+  assert (
+    _sweep(tmp_path, *arguments, '--resume', '--config.total_env_steps=1024')
+    == 0
+  )
+  last = podrl.load(tmp_path / 'program_0' / 'member_0').variables
+  # Annealed for 512 steps, the learning rate would be 0 from there on.
+  differences = jax.tree.map(lambda x, y: abs(x - y).max(), first, last).params
+  assert max(jax.tree.leaves(differences)) > 1e-4
+  names = {*_decisions(tmp_path)[-1]['hyperparams']}
+  assert 'learning_rate' in names and 'anneal_steps' not in names
+
+
 def test_members_on_several_devices_evolve_in_the_same_way(tmp_path):
   arguments = [*_EVOLVING, '--config.optimizer.name=sgd', '--agent=impala']
   arguments[2] = '--axis=optimizer.learning_rate=log:1e-4:1e-2'
@@ -291,7 +373,7 @@ def test_members_on_several_devices_evolve_in_the_same_way(tmp_path):
       'needs --random and an axis with a range',
     ),
     (
-      ['--random=2', '--axis=num_epochs=linear:1:2'],
+      ['--random=2', '--axis=optimizer.max_grad_norm=linear:1:2'],
       'only axes of agent.clip, agent.entropy_cost',
     ),
     (
