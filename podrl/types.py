@@ -323,7 +323,7 @@ class Agent(NamedTuple):
       Axis 0 of every leaf of `batch` is split into minibatches.
     loss: `(variables, target_params, batch, rng_key) -> (scalar, LossOutput)`.
       `rng_key` has one key for each row of the batch. The scalar is a mean over
-      the slots of the batch. The learner computes the gradient of the scalar
+      the rows of the batch. The learner computes the gradient of the scalar
       with respect to `variables.params`.
     measure: `(variables, trajectory) -> tree`, float32 means over this device's
       shard of the trajectory. The learner averages them over devices and passes

@@ -97,9 +97,11 @@ def _check_mask(spec: EnvSpec) -> None:
   if not isinstance(spec.obs, Masked):
     return
   if isinstance(spec.action, Box):
-    raise ValueError(f'the actions {spec.action} cannot have a mask')
+    raise ValueError('continuous actions cannot have a mask; remove the mask')
   if spec.frame_stack > 1:
-    raise ValueError('observations with a mask cannot have a frame_stack')
+    raise ValueError(
+      'observations with a mask cannot have a frame_stack; use frame_stack=1'
+    )
   size = int(np.sum(spec.action.num_actions))
   mask = spec.obs.action_mask
   if mask.shape != (size,) or mask.dtype != bool:

@@ -65,7 +65,7 @@ class Statistics(NamedTuple):
 
 def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field of the exploration is out of range."""
-  acting.check_fractions(fields, *COMMENTS)
+  acting.check_fractions(fields, *CHANGEABLE)
 
 
 def num_actions(spec: EnvSpec) -> int:

@@ -96,7 +96,8 @@ def check(fields: Mapping[str, Any]) -> None:
   exponent = fields['agent.epsilon_exponent']
   if not 0 <= exponent < 1e6:
     raise ValueError(
-      f'config.agent.epsilon_exponent={exponent} must be at least 0'
+      f'config.agent.epsilon_exponent={exponent} must be at least 0 and below '
+      '1e6'
     )
 
 

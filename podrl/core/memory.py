@@ -85,14 +85,14 @@ def _stack(rows: Rows, row: Array, column: Array, frame_stack: int) -> Tree:
 
 
 def _choose_row(row_sums: Array, uniform: Array) -> Array:
-  """Chooses rows, int32 `[N]`, each with the probability of its part.
+  """Chooses rows, int32 `[N]`, with probabilities proportional to their sums.
 
   Args:
     row_sums: float32 `[R]`.
     uniform: float32 `[N]`, uniform random numbers in [0, 1).
   """
   sums = jnp.cumsum(row_sums)
-  below = jnp.nextafter(sums[-1], 0.0)  # A row after the last has no part.
+  below = jnp.nextafter(sums[-1], 0.0)  # Later rows have the sum 0.
   place = jnp.minimum(uniform * sums[-1], below)
   index = jnp.searchsorted(sums, place, side='right', method='scan_unrolled')
   return jnp.minimum(index, len(sums) - 1).astype(jnp.int32)
@@ -133,7 +133,8 @@ def _choose_column(priorities: Array, uniform: Array) -> Array:
   block, place = _choose_item(parts, uniform * jnp.sum(parts, axis=1))
   columns = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
   column = block * size + _choose_item(columns, place)[0]
-  return jnp.minimum(column, num_columns - 1)  # If all priorities are 0.
+  # If all priorities are 0, `column` can be too large.
+  return jnp.minimum(column, num_columns - 1)
 
 
 def make_ring(
@@ -295,7 +296,7 @@ def make_ring(
       return priorities
     row, column = jnp.divmod(index, priorities.shape[1])
     # A sequence that is not valid keeps the priority 0, and others never get 0.
-    # Bounded, because 0 and infinity are powers of float32 numbers too.
+    # Bounded, because a float32 power can become 0 or infinite.
     new = jnp.maximum(priority, 1e-6) ** priority_exponent
     new = jnp.clip(new, _SMALLEST, _LARGEST)
     new = jnp.where(priorities[row, column] > 0.0, new, 0.0)

@@ -26,7 +26,7 @@ class Range(NamedTuple):
 
   low: float
   high: float
-  is_log: bool = False  # Whether all ratios, not differences, are as likely.
+  is_log: bool = False  # Whether values are drawn evenly on a log scale.
 
   def draw(self, rng_key: chex.PRNGKey) -> Array:
     """Draws a value, float32 `[]`."""

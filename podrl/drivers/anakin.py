@@ -205,7 +205,7 @@ def make_programs(
       first axis of keys, hyperparameters and the state's leaves, and the last
       axis of records. None means one agent, and then arrays do not have this
       axis.
-    freezes: whether an agent whose loss is NaN or infinite stops to learn,
+    freezes: whether an agent whose loss is NaN or infinite stops learning,
       while the others go on. It keeps its last finite parameters, and the
       metric `is_frozen` is 1 from this update on. Needs several agents.
     exploit: how a population evolves, see `core.population`; needs `freezes`.

@@ -40,7 +40,7 @@ from podrl.types import (
 REPLICATED: Any = PartitionSpec()
 BATCH: Any = PartitionSpec(DEVICE_AXIS)  # Axis 0 is the batch.
 TRAJECTORY: Any = PartitionSpec(None, DEVICE_AXIS)  # Axis 1 is the batch.
-# The same for several agents, of which axis 0 is split.
+# For several agents: axis 0 is the agent, and is split.
 MEMBERS: Any = PartitionSpec(MEMBER_AXIS)
 MEMBERS_BATCH: Any = PartitionSpec(MEMBER_AXIS, DEVICE_AXIS)
 
@@ -56,7 +56,8 @@ def make_mesh(devices: Sequence[jax.Device], member_groups: int = 1) -> Mesh:
   each has all agents, and the same number of devices.
 
   Args:
-    devices: those of each process are neighbours.
+    devices: all devices of the mesh. The devices of one process must be next
+      to each other.
     member_groups: into how many groups the agents are split. It divides the
       number of devices of a process.
   """
@@ -105,7 +106,7 @@ def init_learner(
     has_members: whether the arguments and the state have an axis of agents.
 
   Raises:
-    SizeError: if the devices do not have enough memory for the learner's.
+    SizeError: if a device has too little space for the learner's memory.
   """
 
   def without_memory(*arguments: Tree) -> LearnerState:
@@ -144,7 +145,7 @@ def _bytes_per_device() -> float:
   local = jax.local_devices()
   if local[0].platform == 'cpu':
     pages, size = os.sysconf('SC_PHYS_PAGES'), os.sysconf('SC_PAGE_SIZE')
-    return pages * size / len(local)  # The devices share the machine's.
+    return pages * size / len(local)  # They share its memory.
   return (local[0].memory_stats() or {}).get('bytes_limit', math.inf)
 
 

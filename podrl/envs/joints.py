@@ -69,9 +69,9 @@ def make_device_env(
       this is faster.
     reset_chunk: with 0, each step of the batch computes a reset of every
       environment, and selects; this is fast where a reset is cheap. Otherwise,
-      a loop resets only the environments whose episode has ended, so many at a
-      time. Both give the same results. With chunks, a TPU does not replace
-      indices by comparisons.
+      a loop resets `reset_chunk` environments at a time, and only those whose
+      episode has ended. Both give the same results. With chunks, a TPU does not
+      replace indices by comparisons.
     render: `(env_state) -> uint8 [H, W, 3]`, draws an environment on the host.
   """
 

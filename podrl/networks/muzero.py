@@ -178,10 +178,10 @@ def make_network(
 
   Args:
     spec: describes the environment.
-    network_fields: the fields `network.*` by short name. With `channels`, the
-      hidden state is an image with so many channels. With 0, it is a vector,
-      and a torso reads the observations. The last of `hidden_sizes` is the size
-      of this vector and of each head's hidden layer.
+    network_fields: the fields `network.*` by short name. If `channels` is not
+      0, the hidden state is an image with `channels` channels. Otherwise, it is
+      a vector, and a torso reads the observations. The last of `hidden_sizes`
+      is the size of this vector and of each head's hidden layer.
     num_policy_params: width of the policy head.
     num_bins: M, the bins of rewards and values.
 

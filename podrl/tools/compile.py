@@ -402,8 +402,11 @@ def compile_for(
 
   `config.env.num_envs` is `factor` times the number that the user gave.
 
-  It returns the report, and the text of each compiled program by name. For a
-  user's mistake, or if the run needs too much memory, it raises a ValueError.
+  Returns:
+    The report, and the text of each compiled program by name.
+
+  Raises:
+    ValueError: for a user's mistake, or if the run needs too much memory.
   """
   machine = machine or targets.make_machine(target)
   try:
@@ -422,7 +425,7 @@ def compile_for(
 def compile_once(
   config: ConfigDict, target: Target, machine: Machine
 ) -> tuple[Report, dict[str, str]]:
-  """Is like `compile_for`, but raises `TooLarge` if the run does not fit."""
+  """Compiles like `compile_for`; raises `TooLarge` if the run does not fit."""
   lowered = targets.lower(config, machine)
   analyses, texts = {}, {}
   for name, program in lowered.programs.items():
