@@ -81,8 +81,10 @@ class Rule(nn.Module):
   @nn.compact
   def __call__(self, inputs, is_joint):
     def step(cell, carry, row):
-      x, is_joint = row  # Nothing passes from an episode to the one before.
-      return cell(jnp.where(is_joint[..., None], 0.0, carry), x)
+      x, is_joint = row
+      carry, hidden = cell(carry, x)
+      # Nothing passes from an episode to the one before.
+      return jnp.where(is_joint[..., None], 0.0, carry), hidden
 
     x = nn.relu(nn.Dense(32)(inputs))
     options = {'variable_broadcast': 'params', 'split_rngs': {'params': False}}
@@ -152,12 +154,13 @@ def outer_loss(variables, trajectory):
 
 def begin(rng_key, rule):
   """Begins a member of the population: a task, a learner and environments."""
-  *keys, env_key = jax.random.split(rng_key, 3)
+  *keys, reset_key, act_key = jax.random.split(rng_key, 4)
   task = sample_task(keys[0])
   env = make_env(*task)
   state = make_agent(env.spec, rule)[1].init(keys[1], None)
-  keys, index = jax.random.split(env_key, _NUM_ENVS), jnp.arange(_NUM_ENVS)
-  first = index, *env.reset(keys), (), keys, jnp.zeros(_NUM_ENVS), index * 0
+  first = env.reset(jax.random.split(reset_key, _NUM_ENVS))
+  keys, index = jax.random.split(act_key, _NUM_ENVS), jnp.arange(_NUM_ENVS)
+  first = index, *first, (), keys, jnp.zeros(_NUM_ENVS), index * 0
   return task, state, anakin.Actors(*first)
 
 
@@ -183,14 +186,14 @@ def live(rule, member, rng_key):
 
 
 def meta_step(rule, members, rng_key):
-  """Returns the rule's gradient, the members and their rewards."""
+  """Returns the rule's gradient `[1, ...]`, the members and their rewards."""
 
   def loss(rule):
     losses, outputs = jax.vmap(live, (None, 0, 0))(rule, members, rng_key)
     return jnp.mean(losses), outputs
 
   grads, outputs = jax.grad(loss, has_aux=True)(rule)
-  return jax.lax.pmean(grads, types.MEMBER_AXIS), *outputs
+  return jax.tree.map(lambda x: x[None], grads), *outputs
 
 
 def learn_rule(num_steps):
@@ -201,14 +204,16 @@ def learn_rule(num_steps):
   opt_state, rewards = optimizer.init(rule), []
   number = np.gcd(_NUM_AGENTS, jax.local_device_count())
   mesh = spmd.make_mesh(jax.local_devices()[:number], number)
-  specs = spmd.REPLICATED, spmd.MEMBERS, spmd.MEMBERS
-  step = spmd.device_map(meta_step, mesh, specs, specs)
+  inputs = spmd.REPLICATED, spmd.MEMBERS, spmd.MEMBERS
+  step = spmd.device_map(meta_step, mesh, inputs, (spmd.MEMBERS,) * 3)
   begin_all = jax.jit(jax.vmap(begin, (0, None)))
   for i in range(num_steps):
     keys = jax.random.split(jax.random.key(1 + i), _NUM_AGENTS)
     if i % _LIFETIME == 0:
       members = begin_all(keys, rule)
     grads, members, reward = step(rule, members, keys)
+    # The mean over the devices is computed on the host.
+    grads = jax.tree.map(lambda x: x.mean(0), jax.device_get(grads))
     updates, opt_state = optimizer.update(grads, opt_state)
     rule = optax.apply_updates(rule, updates)
     rewards.append(reward)
@@ -241,8 +246,10 @@ def main(_):
     left, right = figure.subplots(1, 2)
     left.plot(rewards.mean(1), lw=1)
     left.set(xlabel='meta-steps', ylabel='reward per step of the population')
-    right.plot(np.arange(_CATCH_UPDATES) * _CATCH_ENVS * _UNROLL, curve)
-    right.set(xlabel='environment steps', ylabel='episode return on Catch')
+    right.plot(np.arange(_CATCH_UPDATES) * _CATCH_ENVS * _UNROLL / 1e3, curve)
+    right.set(
+      xlabel='thousands of environment steps', ylabel='episode return on Catch'
+    )
   print(f'return on Catch: {curve[-50:].mean():.2f}; drawn: {_IMAGE.value}')
 
 

@@ -9,8 +9,8 @@ import optax
 from podrl.types import Array, Hyperparams, Tree
 
 # The derivative of a step, for meta-gradients, would be NaN at a gradient of 0.
-# A number under the root of the second moment avoids this, and changes nothing
-# else: it is far below `eps` squared.
+# A small number under the root of the second moment avoids this. It changes
+# only steps whose gradients are about 1e-8 or smaller.
 _EPS_ROOT = 1e-16
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
