@@ -108,12 +108,20 @@ _LUNAR_LANDER = Task(
     'total_env_steps': 2_000_000,
   },
 )
-_WITH_Q = *ACTOR_CRITICS, 'pqn', 'dqn', 'rainbow'
+_WITH_MEMORY = *ACTOR_CRITICS, 'dqn', 'rainbow'
+_WITH_Q = *_WITH_MEMORY, 'pqn'
 _WITH_PQN = *ACTOR_CRITICS, 'pqn'
 _WITH_SAC = *ACTOR_CRITICS, 'sac'
 _TASKS = (
   Task('anakin_cartpole', 'CartPole-v1', 475, agents=_WITH_Q),
-  Task('anakin_cartpole', 'Acrobot-v1', -100, agents=_WITH_Q),
+  Task('anakin_cartpole', 'Acrobot-v1', -100, agents=_WITH_MEMORY),
+  Task(
+    'anakin_cartpole',
+    'Acrobot-v1',
+    -100,
+    agents=('pqn',),
+    settings={'total_env_steps': 1_000_000},  # As many as PPO has.
+  ),
   Task('anakin_catch', 'Catch-bsuite', 0.95, agents=_WITH_Q),
   Task(
     'anakin_memory_chain',

@@ -10,7 +10,10 @@ from podrl.types import Agent
 
 DEFAULTS = {**impala.DEFAULTS, 'sebulba.max_lag': 0}
 KINDS = {
-  **{k: {**x, 'num_minibatches': 1} for k, x in impala.KINDS.items()},
+  **{
+    k: {**x, 'num_epochs': 1, 'num_minibatches': 1}
+    for k, x in impala.KINDS.items()
+  },
   # Without minibatches, small batches give more optimiser steps.
   'small image': {
     **impala.KINDS['small image'],

@@ -40,6 +40,16 @@ KINDS: dict[str, dict[str, Any]] = {
     'optimizer.learning_rate': 6e-4,
     'optimizer.max_grad_norm': 40.0,
   },
+  # The short run needs more from each step. With the optimiser above and one
+  # pass, Pong-v5 stayed at -20 for 1.5M steps.
+  'large image on a CPU': {
+    'agent.normalize_observation': True,  # See `ppo.KINDS`.
+    'num_epochs': 2,
+    'optimizer.name': 'adam',
+    'optimizer.learning_rate': 5e-4,
+    'optimizer.max_grad_norm': 0.5,
+    'optimizer.anneal': False,
+  },
 }
 
 
