@@ -108,13 +108,13 @@ _LUNAR_LANDER = Task(
     'total_env_steps': 2_000_000,
   },
 )
-_WITH_MEMORY = *ACTOR_CRITICS, 'dqn', 'rainbow'
-_WITH_Q = *_WITH_MEMORY, 'pqn'
+_WITH_DQN = *ACTOR_CRITICS, 'dqn', 'rainbow'
+_WITH_Q = *_WITH_DQN, 'pqn'
 _WITH_PQN = *ACTOR_CRITICS, 'pqn'
 _WITH_SAC = *ACTOR_CRITICS, 'sac'
 _TASKS = (
   Task('anakin_cartpole', 'CartPole-v1', 475, agents=_WITH_Q),
-  Task('anakin_cartpole', 'Acrobot-v1', -100, agents=_WITH_MEMORY),
+  Task('anakin_cartpole', 'Acrobot-v1', -100, agents=_WITH_DQN),
   Task(
     'anakin_cartpole',
     'Acrobot-v1',
