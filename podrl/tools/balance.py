@@ -427,11 +427,12 @@ def draw(runs: dict[Plan, Record], base: Plan, path: str) -> None:
       heights = [runs[plans[i]]['steps_per_second'] for i in group]
       rates.bar(group, heights, color=color, label=label)
     rates.set(ylabel='steps learned per second')
-    for (name, field), style, color in zip(_BUSY.items(), 'o^s', _COLORS):
+    shifts = -0.2, 0.0, 0.2  # Equal values would hide one another.
+    for (name, field), shift, color in zip(_BUSY.items(), shifts, _COLORS):
       values = [runs[x][f'busy_{field}'] for x in plans]
-      shares.plot(places, values, style, color=color, label=name)
+      shares.plot(np.add(places, shift), values, 'o', color=color, label=name)
     ticks = ['{} x {}\nx {}\n{} thr.'.format(*x.sizes) for x in plans]
-    shares.set_xticks(places, ticks, fontsize=7)
+    shares.set_xticks(places, ticks, fontsize=6)
     text = 'actors x environments x T, environment threads'
     shares.set(ylabel='busy', ylim=(0, 1.05), xlabel=text)
 

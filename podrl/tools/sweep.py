@@ -591,7 +591,7 @@ def draw_population(
     ):
       values = population.values[field]
       for i, own in enumerate(values):
-        axes.stairs(own, steps, baseline=None, color=colors[i], lw=1.6)
+        axes.hlines(own, steps[:-1], steps[1:], color=colors[i], lw=1.6)
         for t in np.flatnonzero(population.parents[i] != i):
           ends = values[population.parents[i, t], t - 1], own[t]
           axes.plot([steps[t]] * 2, ends, ':', color=colors[i], lw=1)
