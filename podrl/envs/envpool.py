@@ -155,9 +155,9 @@ def load_opengl() -> None:
 
 def make(
   name: str,
+  /,
   num_envs: int,
   seed: int,
-  /,
   *,
   num_threads: int = 1,
   render: bool = False,

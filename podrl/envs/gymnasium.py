@@ -108,9 +108,9 @@ def make_spec(name: str, /, **options: Any) -> EnvSpec:
 
 def make(
   name: str,
+  /,
   num_envs: int,
   seed: int,
-  /,
   *,
   num_threads: int = 1,
   render: bool = False,
