@@ -68,7 +68,14 @@ CHANGEABLE = (
   *exploring.CHANGEABLE,
   'replay.importance_exponent',
 )
-UNUSED = (*exploring.UNUSED, 'agent.lambda_', 'num_epochs', 'num_minibatches')
+# The fields that no agent with a replay memory has.
+WITHOUT_PASSES = (
+  *exploring.UNUSED,
+  'agent.lambda_',
+  'num_epochs',
+  'num_minibatches',
+)
+UNUSED = (*WITHOUT_PASSES, 'network.recurrent', 'network.memory_steps')
 
 
 def check_targets(fields: Mapping[str, Any]) -> None:
@@ -95,11 +102,6 @@ def check(fields: Mapping[str, Any]) -> None:
     raise ValueError(
       f'config.agent.min_value={low} must be less than '
       f'config.agent.max_value={high}'
-    )
-  if fields['network.recurrent'] != 'none':
-    raise ValueError(
-      f'config.network.recurrent={fields["network.recurrent"]} does not fit '
-      'this agent, which has no memory of an episode; use none, or --agent=r2d2'
     )
 
 
@@ -138,7 +140,7 @@ KINDS: dict[str, dict[str, Any]] = {
     'agent.normalize_observation': False,
     'network.hidden_sizes': (128, 128),
   },
-  'memory': {'network.recurrent': 'none', 'unroll_length': 4},
+  'memory': {'unroll_length': 4},
   'large image': LARGE_IMAGE,
   'large image on a CPU': {  # It learns from each step about twice.
     'network.hidden_sizes': (256,),

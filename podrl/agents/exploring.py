@@ -90,9 +90,9 @@ def build_network(
   """
   count = num_actions(spec)
   fields = dict(network_fields)
-  options['core'] = fields.pop('recurrent')
+  options['core'] = fields.pop('recurrent', 'none')
   options['core_size'] = fields['hidden_sizes'][-1]
-  options['memory_steps'] = fields.pop('memory_steps')
+  options['memory_steps'] = fields.pop('memory_steps', 0)
   return make_network(
     torsos.make_torso(spec=spec, **fields),
     spec.obs,

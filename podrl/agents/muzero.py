@@ -68,7 +68,7 @@ COMMENTS = {
   'network.channels': 'Channels of a hidden state for images; 0: a vector.',
 }
 
-UNUSED = (*dqn.UNUSED, 'network.recurrent', 'network.memory_steps')
+UNUSED = dqn.UNUSED
 CHANGEABLE = (
   'agent.gamma',
   'agent.value_cost',

@@ -62,7 +62,7 @@ COMMENTS = {
   ),
 }
 
-UNUSED = dqn.UNUSED
+UNUSED = dqn.WITHOUT_PASSES
 CHANGEABLE = (
   'agent.gamma',
   'agent.epsilon',

@@ -58,7 +58,7 @@ COMMENTS = {
   'agent.initial_temperature': 'Weight of the entropy at the start; above 0.',
 }
 
-UNUSED = (*dqn.UNUSED, 'network.recurrent', 'network.memory_steps')
+UNUSED = dqn.UNUSED
 CHANGEABLE = ('agent.gamma', 'agent.target_entropy')
 
 # See `AgentEntry.kinds`.

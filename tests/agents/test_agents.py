@@ -306,7 +306,6 @@ def test_every_agent_accepts_its_own_defaults():
     ('dqn', 'agent.target_rate', 0.0),
     ('dqn', 'agent.num_atoms', 0),
     ('dqn', 'agent.min_value', 10.0),
-    ('rainbow', 'network.recurrent', 'gru'),
     ('r2d2', 'agent.n_steps', 0),
     ('r2d2', 'agent.epsilon', 1.5),
     ('r2d2', 'agent.epsilon_exponent', -1.0),
