@@ -137,6 +137,8 @@ def choose(values: Array, action: Array) -> Array:
     values: `[..., A]` float32.
     action: `[...]`, an integer for each choice.
   """
+  chex.assert_rank(values, action.ndim + 1)
+  chex.assert_equal_shape_prefix([values, action], action.ndim)
   return jnp.take_along_axis(values, action[..., None], axis=-1)[..., 0]
 
 

@@ -102,6 +102,7 @@ def normalize(
     weight: `[...]` float32, 0 at joints, so that joints do not count.
     mean: averages a tree over devices.
   """
+  chex.assert_equal_shape([advantage, weight])
   powers = 1.0, advantage, jnp.square(advantage)
   share, first, second = mean([jnp.mean(weight * x) for x in powers])
   share = jnp.maximum(share, 1e-8)  # Avoids 0 / 0 if all slots are joints.

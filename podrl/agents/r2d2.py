@@ -136,6 +136,7 @@ def epsilon(hyperparams: Mapping[str, Array], env_index: Array) -> Array:
 
   Source: Horgan et al. 2018, arXiv:1803.00933, section 4.1.
   """
+  chex.assert_rank(env_index, 1)
   last = jnp.maximum(hyperparams['num_envs'] - 1.0, 1.0)
   share = hyperparams['epsilon_exponent'] * env_index / last
   return hyperparams['epsilon'] ** (1.0 + share)

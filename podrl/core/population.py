@@ -48,6 +48,7 @@ def choose_parents(rng_key: chex.PRNGKey, scores: Array) -> Array:
   Returns:
     int32 `[M]`.
   """
+  chex.assert_rank(scores, 1)
   number = -(-len(scores) // _REPLACED)
   order = jnp.argsort(jnp.nan_to_num(scores, nan=-jnp.inf, neginf=-jnp.inf))
   order = order.astype(jnp.int32)
