@@ -311,9 +311,8 @@ def update_config(path: str, config: ConfigDict) -> None:
   """
   # Write the run's main file first. If the process is killed before the next
   # file, a resumed run reads the new values and writes the other files.
-  for directory, own in (
-    {path: config.to_dict()} | agents(path, config)
-  ).items():
+  contents = {path: config.to_dict()} | agents(path, config)
+  for directory, own in contents.items():
     fields, saved = flatten(own), read_config(directory)
     values = {name: fields[name] for name in CHANGEABLE if name in fields}
     if not values.items() <= flatten(saved.to_dict()).items():

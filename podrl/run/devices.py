@@ -105,7 +105,7 @@ def num_named_devices(config: ConfigDict) -> int:
   fields = {k: config.sebulba[k] for k in ('actor_devices', 'learner_devices')}
   fields = {k: indices for k, indices in fields.items() if indices}
   named = sorted({i for indices in fields.values() for i in indices})
-  num_devices = max(1, 1 + max(named, default=0))  # `check` says what is wrong.
+  num_devices = 1 + max([0, *named])  # `check` refuses negative indices.
   # An empty field uses the devices that the other field does not name, so one
   # index may be missing.
   if fields and num_devices > len(named) + (len(fields) == 1):
