@@ -44,11 +44,12 @@ KINDS: dict[str, dict[str, Any]] = {
   # pass, Pong-v5 stayed at -20 for 1.5M steps.
   'large image on a CPU': {
     'agent.normalize_observation': True,  # See `ppo.KINDS`.
-    'num_epochs': 2,
+    'unroll_length': 64,
+    'num_epochs': 3,
+    'agent.lambda_': 0.95,
     'optimizer.name': 'adam',
     'optimizer.learning_rate': 5e-4,
     'optimizer.max_grad_norm': 0.5,
-    'optimizer.anneal': False,
   },
 }
 
