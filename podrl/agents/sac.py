@@ -12,7 +12,7 @@ import numpy as np
 
 from podrl.agents import acting, dqn, exploring
 from podrl.core import returns
-from podrl.core.observations import hide_illegal, without_mask
+from podrl.core.observations import hide_illegal, without_mask, zeros
 from podrl.networks import torsos
 from podrl.networks.q import TwinValues
 from podrl.types import (
@@ -167,9 +167,7 @@ def make_agent(
 
   def init_params(rng_key: chex.PRNGKey) -> Params:
     policy_key, critic_key = jax.random.split(rng_key)
-    obs = jax.tree.map(
-      lambda x: jnp.zeros((1, *x.shape), x.dtype), without_mask(spec.obs)
-    )
+    obs = zeros(spec.obs, 1)
     action = None if is_discrete else jnp.zeros((1, num_components))
     return Params(
       policy.init(policy_key, obs),

@@ -20,6 +20,13 @@ def without_mask(obs: Tree) -> Tree:
   return obs.obs if isinstance(obs, Masked) else obs
 
 
+def zeros(obs: Tree, *axes: int) -> Tree:
+  """Returns zeros for a network's initialisation, leaves `[*axes, ...]`."""
+  return jax.tree.map(
+    lambda x: jnp.zeros((*axes, *x.shape), x.dtype), without_mask(obs)
+  )
+
+
 def hide_illegal(x: Array, obs: Tree) -> Array:
   """Returns `x` with `ILLEGAL` for illegal actions.
 

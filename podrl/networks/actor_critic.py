@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from podrl.core.observations import hide_illegal, without_mask
+from podrl.core.observations import hide_illegal, without_mask, zeros
 from podrl.networks import cores
 from podrl.networks.torsos import MLP, TwinMLP, as_vector, dot_general
 from podrl.types import Array, Tree
@@ -48,10 +48,7 @@ def feed_forward(module: nn.Module, obs: Tree) -> Network:
   apply: Callable[..., Any] = module.apply
 
   def init(rng_key: jax.Array) -> Tree:
-    example = jax.tree.map(
-      lambda x: jnp.zeros((1, *x.shape), x.dtype), without_mask(obs)
-    )
-    return module.init(rng_key, example)
+    return module.init(rng_key, zeros(obs, 1))
 
   def unroll(
     params: Tree, obs: Tree, is_first: Array, carry: Tree
@@ -78,11 +75,8 @@ def recurrent(
   apply: Callable[..., Any] = module.apply
 
   def init(rng_key: jax.Array) -> Tree:
-    example = jax.tree.map(
-      lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), without_mask(obs)
-    )
     is_first = jnp.ones((1, 1), bool)
-    return module.init(rng_key, example, is_first, initial_carry(1))
+    return module.init(rng_key, zeros(obs, 1, 1), is_first, initial_carry(1))
 
   def unroll(
     params: Tree, obs: Tree, is_first: Array, carry: Tree

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.core.observations import without_mask
+from podrl.core.observations import without_mask, zeros
 from podrl.networks.torsos import Conv, as_image, image_size, make_torso
 from podrl.types import Array, Box, Discrete, EnvSpec, Tree
 
@@ -214,11 +214,8 @@ def make_network(
     model = _VectorModel(*sizes, make_torso(spec=spec, **fields))
 
   def init(rng_key: jax.Array) -> Tree:
-    example = jax.tree.map(
-      lambda x: jnp.zeros((1, *x.shape), x.dtype), without_mask(spec.obs)
-    )
     action = jnp.zeros((1, *getattr(space, 'shape', ())), jnp.int32)
-    return model.init(rng_key, example, _encode(space, action))
+    return model.init(rng_key, zeros(spec.obs, 1), _encode(space, action))
 
   def step(params: Tree, hidden: Array, action: Array) -> tuple[Array, Array]:
     encoded = _encode(space, action)

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from podrl.core.observations import without_mask
+from podrl.core.observations import without_mask, zeros
 from podrl.networks import cores
 from podrl.networks.torsos import MLP
 from podrl.types import Array, Tree
@@ -89,11 +89,8 @@ def make_network(
     return cores.initial_carry(module.core, module.core_size, batch_size)
 
   def init(rng_key: jax.Array) -> Tree:
-    example = jax.tree.map(
-      lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), without_mask(obs)
-    )
     first = jnp.ones((1, 1), bool)
-    params = module.init(rng_key, example, first, initial_carry(1))
+    params = module.init(rng_key, zeros(obs, 1, 1), first, initial_carry(1))
     return cores.lengthen(params, memory_steps)
 
   apply: Callable[..., Any] = module.apply
