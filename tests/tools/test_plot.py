@@ -31,6 +31,7 @@ def _write(path, *, seed=0, agent='ppo', shift=0.0, **fields):
       'num_updates': t,
       'wall_seconds': 2.0 * t,
       'episode_return': shift + 10.0 * t,
+      'limit': 'cores',
     }
     for t in (1, 2, 3)
   ]
