@@ -56,7 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
   },
   'large image on a CPU': {
     # Small images show the ball of Breakout-v5 as one faint pixel. Without
-    # normalisation, the return was 2 after 400k steps; with it, 11 (one seed).
+    # normalisation, the return was 2 after 400k steps; with it, 11.
     'agent.normalize_observation': True,
     'num_epochs': 3,
     'num_minibatches': 8,

@@ -92,7 +92,8 @@ def _choose_row(row_sums: Array, uniform: Array) -> Array:
     uniform: float32 `[N]`, uniform random numbers in [0, 1).
   """
   sums = jnp.cumsum(row_sums)
-  below = jnp.nextafter(sums[-1], 0.0)  # Later rows have the sum 0.
+  # The total itself would choose an empty row after the last one.
+  below = jnp.nextafter(sums[-1], 0.0)
   place = jnp.minimum(uniform * sums[-1], below)
   index = jnp.searchsorted(sums, place, side='right', method='scan_unrolled')
   return jnp.minimum(index, len(sums) - 1).astype(jnp.int32)

@@ -145,7 +145,7 @@ def _bytes_per_device() -> float:
   local = jax.local_devices()
   if local[0].platform == 'cpu':
     pages, size = os.sysconf('SC_PHYS_PAGES'), os.sysconf('SC_PAGE_SIZE')
-    return pages * size / len(local)  # They share its memory.
+    return pages * size / len(local)  # CPU devices share the memory.
   return (local[0].memory_stats() or {}).get('bytes_limit', math.inf)
 
 

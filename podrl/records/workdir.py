@@ -126,13 +126,18 @@ def is_run(path: str) -> bool:
   return os.path.exists(os.path.join(path, 'config.json'))
 
 
+def read_summary(path: str) -> dict[str, Any]:
+  """Reads a run's `summary.json`; it is empty if the run has not ended."""
+  file = os.path.join(path, 'summary.json')
+  return read_json(file) if os.path.exists(file) else {}
+
+
 def is_finished(path: str, total_env_steps: int) -> bool:
   """Returns whether the run in a directory has done all its updates.
 
   Until an extended run ends, its summary still has the earlier total.
   """
-  file = os.path.join(path, 'summary.json')
-  summary = read_json(file) if os.path.exists(file) else {}
+  summary = read_summary(path)
   is_done = summary.get('exit') == 'done'
   return is_done and summary.get('total_env_steps') == total_env_steps
 

@@ -480,9 +480,8 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
       f'{path} has {workdir.num_agents(config)} runs; name one, for example '
       f'{path}/seed_0'
     )
-  summary = os.path.join(path, 'summary.json')
-  if os.path.exists(summary):
-    for name, text in limits.describe(workdir.read_json(summary)):
+  if summary := workdir.read_summary(path):
+    for name, text in limits.describe(summary):
       print(f'{name}: {text}')
   else:
     print(f'{path} has not ended; at the end, summary.json names the limit')

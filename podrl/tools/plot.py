@@ -13,7 +13,6 @@ directory RUN, or in the directory that contains all the runs.
 """
 
 from collections.abc import Sequence
-import itertools
 import json
 import math
 import os
@@ -309,16 +308,22 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     print(f'skipped: {problem}', file=sys.stderr)
   if not runs:
     raise ValueError('none of these runs can be drawn')
-  records = itertools.chain.from_iterable(run.records for run in runs)
-  pairs = itertools.chain.from_iterable(x.items() for x in records)
-  known = sorted({k for k, x in pairs if isinstance(x, int | float)})
+  known = {
+    name
+    for run in runs
+    for record in run.records
+    for name, value in record.items()
+    if isinstance(value, int | float)
+  }
   if not values.y:
     raise ValueError('--y names no metric, for example --y=episode_return')
   for name in values.y:
     if name not in known or not any(
       len(run.series(values.x, name)[0]) for run in runs
     ):
-      raise ValueError(f'--y={name} is in no record; {suggest(name, known)}')
+      raise ValueError(
+        f'--y={name} is in no record; {suggest(name, sorted(known))}'
+      )
   tools.check_out(out)
   groups = group_runs(runs)
   with tools.writing(out):

@@ -204,7 +204,7 @@ def read_results(
       is_diverged = (
         score is None
         or last.get('is_frozen', 0.0) > 0.0
-        or _read_summary(directory).get('diverged', False)
+        or workdir.read_summary(directory).get('diverged', False)
       )
       ending = score, is_diverged, float(np.mean(training or [0]))
       found.setdefault(key, []).append(ending)
@@ -635,12 +635,7 @@ def _is_finished(directory: str, total_env_steps: int) -> bool:
   if not workdir.is_run(directory):
     return False
   is_finished = workdir.is_finished(directory, total_env_steps)
-  return is_finished or _read_summary(directory).get('diverged', False)
-
-
-def _read_summary(directory: str) -> dict[str, Any]:
-  path = os.path.join(directory, 'summary.json')
-  return workdir.read_json(path) if os.path.exists(path) else {}
+  return is_finished or workdir.read_summary(directory).get('diverged', False)
 
 
 def _with_members(

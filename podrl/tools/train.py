@@ -5,10 +5,9 @@
 
 NAME is an environment, for example CartPole-v1 or envpool:Pong-v5; podrl envs
 lists all names and suites. If several suites have an environment of this name,
-podrl uses the first of them in that list. MODULE:NAME first
-imports MODULE, which registers a gymnasium environment; MODULE may be in the
-current directory. --resume needs no NAME. podrl train NAME --help lists the
-fields of --config.
+podrl uses the first of them in that list. MODULE:NAME first imports MODULE,
+which registers a gymnasium environment; MODULE may be in the current directory.
+--resume needs no NAME. podrl train NAME --help lists the fields of --config.
 """
 
 from collections.abc import Sequence
