@@ -210,12 +210,7 @@ def find(path: str, which: str = 'last') -> int:
     path: directory of the run.
     which: 'last', 'best' (by evaluation), or a number of updates.
   """
-  config = workdir.read_config(path)
-  if workdir.is_series(config):
-    raise ValueError(
-      f'{path} has {workdir.num_agents(config)} agents; name one, for example '
-      f'{path}/seed_0'
-    )
+  workdir.refuse_series(path, workdir.read_config(path))
   found = steps(path)
   if not found:
     raise ValueError(f'{path} has no checkpoint yet')

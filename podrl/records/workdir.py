@@ -147,6 +147,15 @@ def is_series(config: ConfigDict) -> bool:
   return 'sebulba' in config and config.get('num_seeds', 1) > 1
 
 
+def refuse_series(path: str, config: ConfigDict) -> None:
+  """Raises a ValueError if a run has its agents in separate runs."""
+  if is_series(config):
+    raise ValueError(
+      f'{path} has {num_agents(config)} agents; name one, for example '
+      f'{path}/seed_0'
+    )
+
+
 def run_of_agent(path: str, *, or_series: bool = False) -> str | None:
   """Returns the run that contains an agent's directory `RUN/seed_N`, or None.
 

@@ -475,11 +475,7 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
   config = workdir.read_config(path)
   if build.architecture(config) == 'anakin':
     raise ValueError(f'{path} is an Anakin run: it has no actors to balance')
-  if workdir.is_series(config):
-    raise ValueError(
-      f'{path} has {workdir.num_agents(config)} runs; name one, for example '
-      f'{path}/seed_0'
-    )
+  workdir.refuse_series(path, config)
   if summary := workdir.read_summary(path):
     for name, text in limits.describe(summary):
       print(f'{name}: {text}')
