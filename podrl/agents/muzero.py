@@ -369,13 +369,13 @@ def make_targets(
   alive = jnp.concatenate(
     [jnp.ones_like(valid[:1]), jnp.cumprod(valid[: num_steps - 1], axis=0)]
   )
-  is_terminal = timestep.discount[:num_steps] == 0.0
-  ends = alive * (1.0 - valid[:num_steps]) * is_terminal
+  goes_on = (timestep.discount[:num_steps] != 0.0).astype(jnp.float32)
+  ends = alive * (1.0 - valid[:num_steps]) * (1.0 - goes_on)
   # Whether the episode terminated before step k.
   absorbed = jnp.cumsum(ends, axis=0) - ends
-  value = targets[:num_steps] * alive * ~is_terminal
+  value = targets[:num_steps] * alive * goes_on
   reward = timestep.reward[1:num_steps] * alive[1:]
-  policy_weight = alive * ~is_terminal
+  policy_weight = alive * goes_on
   policy, samples = jax.tree.map(
     lambda x: x[:num_steps], (extras.policy, extras.samples)
   )

@@ -724,6 +724,60 @@ def print_help(
       print(f'  --config.{name}={value}\n      {comment}')
 
 
+def _new_run(values: flags.FlagValues, config: ConfigDict) -> Files:
+  """Returns the files of a new run; `config` receives its absolute paths."""
+  path = values.workdir or workdir.default_path(config)
+  if source := values.init_from:
+    checkpoint.find(workdir.run_of_agent(source) or source)
+  workdir.check_new(path, config)
+  if values.resume:
+    print(f'{path} contains no run, so a new run starts', file=sys.stderr)
+  # The run may be resumed in another directory.
+  config.env.path = config.env.path or module_directory(config.env.name)
+  options, suite = config.env.options, SUITES.get(config.env.suite)
+  for name in filter(options.get, suite.policy_options if suite else ()):
+    options[name] = os.path.abspath(str(options[name]))
+  return Files(path, values.init_from)
+
+
+def _resume_run(
+  path: str,
+  config: ConfigDict,
+  requested: set[str],
+  exit_stack: contextlib.ExitStack,
+) -> Files:
+  """Returns the files of the run in `path`, which `exit_stack` keeps locked.
+
+  `config` receives the run's own values, except for the fields `requested`.
+  """
+  if parent := workdir.run_of_agent(path, or_series=True):
+    raise ValueError(
+      f'--workdir={path} is one agent of {parent}; use --workdir={parent}'
+    )
+  exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
+  messages = workdir.restore_config(config, path, requested)
+  total = config.total_env_steps
+  if workdir.is_finished(path, total):
+    first = next(iter(workdir.agents(path, config)))
+    raise ValueError(
+      f'--workdir={path} is finished; to extend it, set '
+      f'config.total_env_steps to more than {total}; to start another run '
+      f'with its parameters, use --init_from={first}'
+    )
+  for part, _ in workdir.programs(path, config):
+    num_resumes, num_updates, unit = checkpoint.last_progress(part)
+    if -(-total // unit) < num_updates:
+      raise ValueError(
+        f'config.total_env_steps={total} is less than the '
+        f'{num_updates * unit} steps that {part} has done; set a larger total'
+      )
+  for message in messages:
+    print(message, file=sys.stderr)
+  saved = workdir.read_config(path).env.get('path', '')
+  config.env.path = config.env.path or saved
+  return Files(path, '', True, num_resumes)
+
+
 def resolve_config(
   command_line: CommandLine,
   get_config: Callable[..., ConfigDict],
@@ -775,48 +829,14 @@ def resolve_config(
     fields = flatten(config.to_dict())
     cluster.compare({f'config.{k}': v for k, v in fields.items()})
 
-  # Only process 0 runs this. For a resumed run, this changes `config`.
+  # Only process 0 runs this. It completes `config`.
   def find_files() -> tuple[dict, Files]:
     add_current_directory()
-    path = values.workdir or workdir.default_path(config)
-    if source := values.init_from:
-      checkpoint.find(workdir.run_of_agent(source) or source)
-    if not is_resumed:
-      workdir.check_new(path, config)
-      if values.resume:
-        print(f'{path} contains no run, so a new run starts', file=sys.stderr)
-      config.env.path = config.env.path or module_directory(config.env.name)
-      options, suite = config.env.options, SUITES.get(config.env.suite)
-      for name in filter(options.get, suite.policy_options if suite else ()):
-        # The run may be resumed in another directory.
-        options[name] = os.path.abspath(str(options[name]))
-      return config.to_dict(), Files(path, values.init_from)
-    if parent := workdir.run_of_agent(path, or_series=True):
-      raise ValueError(
-        f'--workdir={path} is one agent of {parent}; use --workdir={parent}'
-      )
-    exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
-    messages = workdir.restore_config(config, path, requested)
-    total = config.total_env_steps
-    if workdir.is_finished(path, total):
-      first = next(iter(workdir.agents(path, config)))
-      raise ValueError(
-        f'--workdir={path} is finished; to extend it, set '
-        f'config.total_env_steps to more than {total}; to start another run '
-        f'with its parameters, use --init_from={first}'
-      )
-    for part, _ in workdir.programs(path, config):
-      num_resumes, num_updates, unit = checkpoint.last_progress(part)
-      if -(-total // unit) < num_updates:
-        raise ValueError(
-          f'config.total_env_steps={total} is less than the '
-          f'{num_updates * unit} steps that {part} has done; set a larger total'
-        )
-    for message in messages:
-      print(message, file=sys.stderr)
-    saved = workdir.read_config(path).env.get('path', '')
-    config.env.path = config.env.path or saved
-    return config.to_dict(), Files(path, '', True, num_resumes)
+    if is_resumed:
+      files = _resume_run(values.workdir, config, requested, exit_stack)
+    else:
+      files = _new_run(values, config)
+    return config.to_dict(), files
 
   fields, files = cluster.decide(find_files)
   if cluster.is_distributed:

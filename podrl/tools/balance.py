@@ -488,6 +488,18 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
     print(f'drawn: {picture}')
 
 
+def _print_limits(config: ConfigDict, best: Record, base: Record) -> None:
+  """Prints the speed of the best plan, and what limits the configured one."""
+  run, rate = build.make_run(config), best['steps_per_second']
+  frames, ratio = rate * run.spec.frame_skip, rate / base['steps_per_second']
+  print(
+    f'plan 1: {frames:,.0f} frames/s, {ratio:.2f} times as fast as configured'
+  )
+  base = base | limits.summarise(base, run.devices, config.price_per_hour)
+  for name, text in limits.describe(base):
+    print(f'as configured, {name}: {text}')
+
+
 def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Searches, prints and draws; with --apply, it also runs the experiment."""
   command_line = parse_command_line(['balance', *arguments], has_task=True)
@@ -520,27 +532,20 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   lines = [to_flags(x.overrides(base) | fixed) for x in ranking[:_NUM_SHOWN]]
   for i, line in enumerate(lines, 1):
     print(f'{i}  {line}')
-  rate, record = runs[best]['steps_per_second'], runs[base]
-  run, ratio = build.make_run(config), rate / record['steps_per_second']
-  frames = rate * run.spec.frame_skip
-  print(
-    f'plan 1: {frames:,.0f} frames/s, {ratio:.2f} times as fast as configured'
-  )
+  _print_limits(config, runs[best], runs[base])
   others = max(map(limits.others, runs.values()))
   if others > limits.OTHERS_WORTH_NAMING:
     print(
       f'Other programs used up to {others:.0%} of the cores; on a quiet '
       'machine, the order of the plans may differ.'
     )
-  record |= limits.summarise(record, run.devices, config.price_per_hour)
-  for name, text in limits.describe(record):
-    print(f'as configured, {name}: {text}')
   picture = os.path.join(directory, 'balance.png')
   draw(runs, base, picture)
   print(f'drawn: {picture}')
   pasted = os.path.join(directory, 'balance.txt')
   workdir.write_text(pasted, lines[0] + '\n')
   print(f'overrides of plan 1: {pasted}')
+  rate = runs[best]['steps_per_second']
   print(*compare(config, best, rate, size_range), sep='\n', flush=True)
   if values.apply:
     # Restart Python, because JAX is already set up in this process.
