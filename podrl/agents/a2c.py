@@ -9,17 +9,19 @@ from podrl.networks.actor_critic import Network
 from podrl.types import Agent
 
 DEFAULTS = {**impala.DEFAULTS, 'sebulba.max_lag': 0}
+# Without minibatches, small batches give more optimiser steps.
+_SMALL_BATCHES: dict[str, dict[str, Any]] = {
+  'small image': {'env.num_envs': 16},
+  'large image on a CPU': {'unroll_length': 8, 'optimizer.learning_rate': 1e-3},
+}
 KINDS = {
-  **{
-    k: {**x, 'num_epochs': 1, 'num_minibatches': 1}
-    for k, x in impala.KINDS.items()
-  },
-  # Without minibatches, small batches give more optimiser steps.
-  'small image': {
-    **impala.KINDS['small image'],
+  kind: {
+    **fields,
+    'num_epochs': 1,
     'num_minibatches': 1,
-    'env.num_envs': 16,
-  },
+    **_SMALL_BATCHES.get(kind, {}),
+  }
+  for kind, fields in impala.KINDS.items()
 }
 
 
