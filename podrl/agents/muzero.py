@@ -369,13 +369,13 @@ def make_targets(
   alive = jnp.concatenate(
     [jnp.ones_like(valid[:1]), jnp.cumprod(valid[: num_steps - 1], axis=0)]
   )
-  goes_on = (timestep.discount[:num_steps] != 0.0).astype(jnp.float32)
-  ends = alive * (1.0 - valid[:num_steps]) * (1.0 - goes_on)
+  not_terminal = jnp.where(timestep.discount[:num_steps] == 0.0, 0.0, 1.0)
+  ends = alive * (1.0 - valid[:num_steps]) * (1.0 - not_terminal)
   # Whether the episode terminated before step k.
   absorbed = jnp.cumsum(ends, axis=0) - ends
-  value = targets[:num_steps] * alive * goes_on
+  value = targets[:num_steps] * alive * not_terminal
   reward = timestep.reward[1:num_steps] * alive[1:]
-  policy_weight = alive * goes_on
+  policy_weight = alive * not_terminal
   policy, samples = jax.tree.map(
     lambda x: x[:num_steps], (extras.policy, extras.samples)
   )
