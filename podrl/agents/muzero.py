@@ -369,13 +369,13 @@ def make_targets(
   alive = jnp.concatenate(
     [jnp.ones_like(valid[:1]), jnp.cumprod(valid[: num_steps - 1], axis=0)]
   )
-  not_terminal = jnp.where(timestep.discount[:num_steps] == 0.0, 0.0, 1.0)
-  ends = alive * (1.0 - valid[:num_steps]) * (1.0 - not_terminal)
+  is_terminal = timestep.discount[:num_steps] == 0.0
+  ends = jnp.where(is_terminal, alive * (1.0 - valid[:num_steps]), 0.0)
   # Whether the episode terminated before step k.
   absorbed = jnp.cumsum(ends, axis=0) - ends
-  value = targets[:num_steps] * alive * not_terminal
+  value = jnp.where(is_terminal, 0.0, targets[:num_steps] * alive)
   reward = timestep.reward[1:num_steps] * alive[1:]
-  policy_weight = alive * not_terminal
+  policy_weight = jnp.where(is_terminal, 0.0, alive)
   policy, samples = jax.tree.map(
     lambda x: x[:num_steps], (extras.policy, extras.samples)
   )
