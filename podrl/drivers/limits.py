@@ -316,8 +316,10 @@ def describe(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(('balance', text))
   if 'frames_per_joule' in summary:
     parts = ' and '.join(x.upper() for x in summary['energy_of'])
+    frames = summary['frames_per_joule']
+    digits = ',.0f' if frames >= 999.5 else '.3g'
     text = (
-      f'{summary["frames_per_joule"]:.3g} frames per joule, '
+      f'{frames:{digits}} frames per joule, '
       f'{summary["joules_per_second"]:.0f} W used by the {parts}'
     )
     rows.append(('energy', text))

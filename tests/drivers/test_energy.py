@@ -143,6 +143,18 @@ def test_frames_per_joule():
   assert record['frames_per_joule'] == pytest.approx(600 * 4 / 30)
 
 
+@pytest.mark.parametrize(
+  'frames, text', [(0.25, '0.25'), (272.82, '273'), (16433.06, '16,433')]
+)
+def test_frames_per_joule_are_readable(frames, text):
+  summary = dict(
+    energy_of=['gpu'], frames_per_joule=frames, joules_per_second=338.8
+  )
+  assert limits.describe(summary) == [
+    ('energy', f'{text} frames per joule, 339 W used by the GPU')
+  ]
+
+
 def test_processes_add_their_energy_and_average_their_shares():
   merged = recorder.merge_processes(
     _report(joules_per_second=30.0, busy_cores=0.5),
