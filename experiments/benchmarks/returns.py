@@ -108,13 +108,18 @@ _LUNAR_LANDER = Task(
     'total_env_steps': 2_000_000,
   },
 )
-_WITH_DQN = *ACTOR_CRITICS, 'dqn', 'rainbow'
-_WITH_Q = *_WITH_DQN, 'pqn'
+_Q_AGENTS = 'dqn', 'rainbow', 'pqn'
+_WITH_Q = *ACTOR_CRITICS, *_Q_AGENTS
 _WITH_PQN = *ACTOR_CRITICS, 'pqn'
 _WITH_SAC = *ACTOR_CRITICS, 'sac'
 _TASKS = (
   Task('anakin_cartpole', 'CartPole-v1', 475, agents=_WITH_Q),
-  Task('anakin_cartpole', 'Acrobot-v1', -100, agents=_WITH_DQN),
+  Task(
+    'anakin_cartpole',
+    'Acrobot-v1',
+    -100,
+    agents=(*ACTOR_CRITICS, 'dqn', 'rainbow'),
+  ),
   Task(
     'anakin_cartpole',
     'Acrobot-v1',
@@ -138,11 +143,15 @@ _TASKS = (
     # Its episodes are too long for the discount of Pendulum-v1.
     settings={'agent.gamma': 0.99},
   ),
-  Task('anakin_breakout', 'Breakout-MinAtar', 15, 20, 'conv', _WITH_Q),
+  Task('anakin_breakout', 'Breakout-MinAtar', 15, 20, 'conv'),
+  Task('anakin_breakout', 'Breakout-MinAtar', 15, 3, 'conv', _Q_AGENTS),
   Task('anakin_breakout', 'Breakout-MinAtar', 15, 20, 'mlp'),
-  Task('anakin_breakout', 'Asterix-MinAtar', 5, 10, 'conv', _WITH_PQN),
-  Task('anakin_breakout', 'Freeway-MinAtar', 40, 10, 'conv', _WITH_PQN),
-  Task('anakin_breakout', 'SpaceInvaders-MinAtar', 50, 10, 'conv', _WITH_PQN),
+  Task('anakin_breakout', 'Asterix-MinAtar', 5, 10, 'conv'),
+  Task('anakin_breakout', 'Asterix-MinAtar', 5, 3, 'conv', ('pqn',)),
+  Task('anakin_breakout', 'Freeway-MinAtar', 40, 10, 'conv'),
+  Task('anakin_breakout', 'Freeway-MinAtar', 40, 3, 'conv', ('pqn',)),
+  Task('anakin_breakout', 'SpaceInvaders-MinAtar', 50, 10, 'conv'),
+  Task('anakin_breakout', 'SpaceInvaders-MinAtar', 50, 3, 'conv', ('pqn',)),
   Task('anakin_pong', 'Pong-misc', 900, agents=_WITH_PQN),
   Task('sebulba_cartpole', 'CartPole-v1', 475, 10, agents=_WITH_Q),
   _LUNAR_LANDER,
@@ -285,7 +294,7 @@ def _number(value: float) -> str:
 
 def table(rows: Sequence[Row]) -> str:
   """Makes the table of the page."""
-  tasks = {task.name: task for task in _TASKS}
+  tasks = {(task.name, agent): task for task in _TASKS for agent in task.agents}
   lines = [
     '| task | agent | devices | threshold | seeds that reach it '
     '| interquartile mean | 95 % interval | worst seed | steps '
@@ -296,15 +305,15 @@ def table(rows: Sequence[Row]) -> str:
     returns = np.array([float(row['eval_return']) for row in group])
     seconds = np.median([float(row['seconds']) for row in group])
     low, high = interval(returns)
-    threshold, planned = tasks[name].threshold, tasks[name].num_seeds
-    successes = f'{np.sum(returns >= threshold)} of {len(returns)}'
-    if len(returns) < planned:
-      successes += f' ({planned} planned)'
+    task = tasks[name, agent]
+    successes = f'{np.sum(returns >= task.threshold)} of {len(returns)}'
+    if len(returns) < task.num_seeds:
+      successes += f' ({task.num_seeds} planned)'
     cells = (
       name,
       agent,
       str(num_devices),
-      _number(threshold),
+      _number(task.threshold),
       successes,
       _number(interquartile_mean(returns)),
       f'{_number(low)} to {_number(high)}',

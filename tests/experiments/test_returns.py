@@ -79,6 +79,13 @@ def test_the_table_has_the_statistics_of_its_seeds(returns):
   assert 0.9 < high < 1 and low < 0.5
 
 
+def test_agents_of_a_task_can_have_different_numbers_of_seeds(returns):
+  task = 'anakin_breakout conv Breakout-MinAtar'
+  rows = [_row(100, '99') | {'task': task, 'agent': x} for x in ('ppo', 'pqn')]
+  ppo, pqn = returns.table(rows).splitlines()[-2:]
+  assert '| 1 of 1 (20 planned) |' in ppo and '| 1 of 1 (3 planned) |' in pqn
+
+
 def test_only_the_missing_seeds_train(returns, monkeypatch):
   calls = []
 
