@@ -254,7 +254,8 @@ _REPLAY = {
 }
 _REPLAY['checkpoint.memory'] = Field(
   True,
-  'Checkpoints contain the memory; otherwise, a resumed run fills it again.',
+  'Checkpoints contain the replay memory; otherwise, a resumed run fills it '
+  'again.',
 )
 # The fields that only agents with a tree search have; see `_REPLAY`.
 _SEARCH = {
@@ -303,6 +304,7 @@ _META = {
 _OPTIONAL = _REPLAY.keys() | _SEARCH.keys() | _META.keys()
 FIELDS |= _REPLAY | _SEARCH | _META
 # The settings of all agents by kind; `AgentEntry.kinds` has those of one agent.
+# An environment can have several kinds. They are applied in this order.
 KINDS: Mapping[str, Mapping[str, Any]] = {
   'numbers': {
     'total_env_steps': 2_000_000,
@@ -311,23 +313,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     # numbers so slowly that a few of 20 seeds stay below 300.
     'agent.normalize_reward': True,
   },
-  # Added to the settings of another kind.
-  'continuous': {'agent.entropy_cost': 0.0},
-  # Added to 'continuous'. With 1.0, three seeds of HalfCheetah-v4 reached
-  # 1,800 instead of 5,300 to 7,600. An action of one number needs more noise:
-  # with 0.5, MountainCarContinuous-v0 never leaves the valley.
-  'action vector': {'network.initial_scale': 0.5},
-  # Added to the settings of another kind. With normalisation and PPO's four
-  # epochs, one of three seeds never learned MemoryChain. With these settings,
-  # all six seeds learned it.
-  'memory': {
-    'total_env_steps': 1_000_000,
-    'agent.normalize_observation': False,
-    'agent.normalize_reward': False,
-    'network.recurrent': 'gru',
-    'unroll_length': 32,
-  },
-  'large rewards': {'agent.normalize_reward': True},  # Added to another kind.
   'sparse image': {'network.name': 'mlp'},
   'small image': {
     'total_env_steps': 2_000_000,
@@ -348,6 +333,23 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     'env.num_envs': 16,
     'network.name': 'conv',
   },
+  # Added to the settings of another kind.
+  'continuous': {'agent.entropy_cost': 0.0},
+  # Added to 'continuous'. With 1.0, three seeds of HalfCheetah-v4 reached
+  # 1,800 instead of 5,300 to 7,600. An action of one number needs more noise:
+  # with 0.5, MountainCarContinuous-v0 never leaves the valley.
+  'action vector': {'network.initial_scale': 0.5},
+  # Added to the settings of another kind. With normalisation and PPO's four
+  # epochs, one of three seeds never learned MemoryChain. With these settings,
+  # all six seeds learned it.
+  'memory': {
+    'total_env_steps': 1_000_000,
+    'agent.normalize_observation': False,
+    'agent.normalize_reward': False,
+    'network.recurrent': 'gru',
+    'unroll_length': 32,
+  },
+  'large rewards': {'agent.normalize_reward': True},  # Added to another kind.
 }
 # The fields that only one architecture has.
 _OWNERS = {'num_devices': 'Anakin'} | {
