@@ -90,7 +90,7 @@ def make_agent(
     variables: Variables, target_params: Tree, sample: Sample, rng_key, mean
   ) -> Tree:
     del variables, target_params, rng_key, mean
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), sample.trajectory)
+    return acting.swap_axes(sample.trajectory)
 
   def loss(
     variables: Variables,
@@ -100,7 +100,7 @@ def make_agent(
   ) -> tuple[Array, LossOutput]:
     del target_params, rng_key
     params, _, hyperparams = variables
-    trajectory = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)
+    trajectory = acting.swap_axes(batch)
     timestep = trajectory.timestep
     carry = jax.tree.map(lambda x: x[0], trajectory.carry)
     head, values, _ = network.unroll(

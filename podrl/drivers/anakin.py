@@ -206,8 +206,8 @@ def make_programs(
       axis of records. None means one agent, and then arrays do not have this
       axis.
     freezes: whether an agent whose loss is NaN or infinite stops learning,
-      while the others go on. It keeps its last finite parameters, and the
-      metric `is_frozen` is 1 from this update on. Needs several agents.
+      while the others go on. It keeps the parameters that it had before, and
+      the metric `is_frozen` is 1 from this update on. Needs several agents.
     exploit: how a population evolves, see `core.population`; needs `freezes`.
   """
 

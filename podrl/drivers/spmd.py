@@ -44,6 +44,7 @@ TRAJECTORY: Any = PartitionSpec(None, DEVICE_AXIS)  # Axis 1 is the batch.
 MEMBERS: Any = PartitionSpec(MEMBER_AXIS)
 MEMBERS_BATCH: Any = PartitionSpec(MEMBER_AXIS, DEVICE_AXIS)
 
+_LIMIT = '/sys/fs/cgroup/memory.max'  # Of a container, in bytes.
 _config: Any = jax.config  # mypy does not know its fields.
 # The platform in `compiling_for`, or empty.
 _target = contextvars.ContextVar('target', default='')
@@ -144,8 +145,12 @@ def _bytes_per_device() -> float:
   """Returns the bytes that a device of this process can have, or infinity."""
   local = jax.local_devices()
   if local[0].platform == 'cpu':
-    pages, size = os.sysconf('SC_PHYS_PAGES'), os.sysconf('SC_PAGE_SIZE')
-    return pages * size / len(local)  # CPU devices share the memory.
+    size = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    # If a container has no limit, the file is missing or contains 'max'.
+    with contextlib.suppress(OSError, ValueError):
+      with open(_LIMIT, encoding='ascii') as file:
+        size = min(size, int(file.read()))
+    return size / len(local)  # CPU devices share the memory.
   return (local[0].memory_stats() or {}).get('bytes_limit', math.inf)
 
 

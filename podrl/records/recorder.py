@@ -472,11 +472,14 @@ class Recorder:
       self._writer.write(self._decisions, now | decision)
 
   def take_scores(self) -> list[float]:
-    """Returns each agent's mean return since the last call.
+    """Returns each agent's mean return since the last scores.
 
-    It is NaN if no episode ended.
+    If an agent has ended no episode since then, there are no scores yet, and
+    the list is empty.
     """
-    scores = [x / n if n else math.nan for n, x in self._scores]
+    if not all(n for n, _ in self._scores):
+      return []
+    scores = [x / n for n, x in self._scores]
     self._scores = [[0.0, 0.0] for _ in scores]
     return scores
 

@@ -219,15 +219,16 @@ def free_name(path: str) -> str:
   return name
 
 
+def as_tuples(value: Any) -> Any:
+  """Makes tuples of the lists in a JSON value, because JSON has no tuples."""
+  if isinstance(value, dict):
+    return {k: as_tuples(v) for k, v in value.items()}
+  return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+
+
 def as_config(fields: dict[str, Any]) -> ConfigDict:
   """Makes a configuration from the contents of `config.json`."""
-
-  def tuples(value: Any) -> Any:  # JSON has no tuples.
-    if isinstance(value, dict):
-      return {k: tuples(v) for k, v in value.items()}
-    return tuple(map(tuples, value)) if isinstance(value, list) else value
-
-  config = ConfigDict(tuples(fields)).lock()
+  config = ConfigDict(as_tuples(fields)).lock()
   config.env.options.unlock()
   return config
 
@@ -363,16 +364,19 @@ def restore_config(
   """Copies the configuration of a run, except `MOVABLE` fields, into `config`.
 
   `overridden` names the fields that the command line sets. Their values must be
-  equal to those of the run, unless the fields are `CHANGEABLE`. The function
-  returns a message for each field that differed.
+  equal to those of the run, unless the fields are `CHANGEABLE`. The members of
+  a population have hyperparameters of their own, so only its total may change.
+  The function returns a message for each field that differed.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
+  is_population = 'population.every_env_steps' in theirs
+  changeable = {'total_env_steps'} if is_population else CHANGEABLE
   differing = [
     name
     for name, value in theirs.items()
     if name in ours and value != ours[name] and not name.startswith(MOVABLE)
   ]
-  changed = overridden & {*differing} & CHANGEABLE
+  changed = overridden & {*differing} & changeable
   is_other_task = not _TASK.isdisjoint(differing)
   if refused := '; '.join(
     f'config.{name} is {theirs[name]} in the run, but {ours[name]} now'

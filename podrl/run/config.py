@@ -498,8 +498,7 @@ def parse_value(name: str, text: str, default: Any) -> Any:
     value = {'true': True, 'false': False}.get(text.lower(), text)
   if default is None:
     with contextlib.suppress(TypeError):
-      json.dumps(value)
-      return value
+      return workdir.as_tuples(json.loads(json.dumps(value)))
     return text
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
   if isinstance(default, str):
@@ -581,6 +580,11 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
         for k, x in AGENTS.items()
         if name in x.defaults or (name in base and name not in x.unused)
       )
+      if name == 'env.options':
+        raise ValueError(
+          f'config.{name} cannot be set as a whole; set single options with '
+          f'--config.{name}.NAME=VALUE'
+        )
       if owner := _OWNERS.get(name) or ', '.join(agents):
         raise ValueError(
           f'config.{name} is a field of {owner}, which this run does not use'
@@ -701,7 +705,8 @@ def parse_command_line(
   # `apply_overrides` says which arguments are unknown.
   arguments = overrides + [x for x in others if x not in tasks]
   task = tasks[0] if tasks else ''
-  return CommandLine(f'python {argv[0]}', values, arguments, task)
+  command = f'python {shlex.quote(argv[0])}'
+  return CommandLine(command, values, arguments, task)
 
 
 def print_help(
@@ -727,7 +732,7 @@ def print_help(
 
 
 def _new_run(values: flags.FlagValues, config: ConfigDict) -> Files:
-  """Returns the files of a new run; `config` receives its absolute paths."""
+  """Returns the files of a new run; `config` receives its module's path."""
   path = values.workdir or workdir.default_path(config)
   if source := values.init_from:
     checkpoint.find(workdir.run_of_agent(source) or source)
@@ -736,9 +741,6 @@ def _new_run(values: flags.FlagValues, config: ConfigDict) -> Files:
     print(f'{path} contains no run, so a new run starts', file=sys.stderr)
   # The run may be resumed in another directory.
   config.env.path = config.env.path or module_directory(config.env.name)
-  options, suite = config.env.options, SUITES.get(config.env.suite)
-  for name in filter(options.get, suite.policy_options if suite else ()):
-    options[name] = os.path.abspath(str(options[name]))
   return Files(path, values.init_from)
 
 
@@ -834,6 +836,9 @@ def resolve_config(
   # Only process 0 runs this. It completes `config`.
   def find_files() -> tuple[dict, Files]:
     add_current_directory()
+    options, suite = config.env.options, SUITES.get(config.env.suite)
+    for name in filter(options.get, suite.policy_options if suite else ()):
+      options[name] = os.path.abspath(str(options[name]))
     if is_resumed:
       files = _resume_run(values.workdir, config, requested, exit_stack)
     else:

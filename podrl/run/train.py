@@ -585,6 +585,8 @@ class _Trainer:
     recorder, driver = self.recorder, self.run.driver
     assert isinstance(driver, Anakin)
     scores = self.cluster.decide(recorder.take_scores)
+    if not scores:  # A member without an ended episode cannot be compared.
+      return
     # No other key of the run is folded with this number.
     rng_key = jax.random.fold_in(
       jax.random.key(self.config.seed), _EVOLVE_STREAM

@@ -197,7 +197,8 @@ def read_results(
     for path, fields in workdir.agents(directory, config).items():
       records = workdir.read_records(path)
       last = records[-1] if records else {}
-      training = [x['episode_return'] for x in records if 'episode_return' in x]
+      training = [x.get('episode_return') for x in records]
+      finite = [x for x in training if x is not None]  # None stands for NaN.
       flat = workdir.flatten(workdir.as_config(fields).to_dict())
       key = repr({k: flat[k] for k in settings[0]})
       score = last.get('eval_return')
@@ -206,14 +207,15 @@ def read_results(
         or last.get('is_frozen', 0.0) > 0.0
         or workdir.read_summary(directory).get('diverged', False)
       )
-      ending = score, is_diverged, float(np.mean(training or [0]))
+      ending = score, is_diverged, float(np.mean(finite or [0]))
       found.setdefault(key, []).append(ending)
   results = []
   for setting in settings:
     endings = found[repr(setting)]
     returns = np.array([x for x, is_diverged, _ in endings if not is_diverged])
-    number, training = len(endings) - len(returns), [x[2] for x in endings]
-    results.append(Result(setting, returns, number, float(np.mean(training))))
+    number = len(endings) - len(returns)
+    mean = float(np.mean([x[2] for x in endings]))
+    results.append(Result(setting, returns, number, mean))
   return results
 
 
@@ -527,9 +529,11 @@ def read_population(directory: str) -> Population:
   number = len(agents)
   parents = [list(range(number)), *(x['parents'] for x in decisions)]
   steps = [0, *(x['env_steps'] for x in decisions)]
-  returns = [workdir.read_records(x)[-1]['eval_return'] for x in agents]
+  last = [workdir.read_records(x)[-1]['eval_return'] for x in agents]
+  # None stands for NaN, which is the lowest.
+  returns = np.array([-math.inf if x is None else x for x in last])
   return Population(
-    fields, np.array(steps), values, np.array(parents).T, np.array(returns)
+    fields, np.array(steps), values, np.array(parents).T, returns
   )
 
 

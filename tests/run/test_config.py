@@ -1,12 +1,14 @@
 """Tests the table of fields, and overrides."""
 
 import contextlib
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from podrl.agents import AGENTS
+from podrl.records import workdir
 from podrl.run import build, devices
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster
@@ -83,6 +85,21 @@ def test_options_are_open():
   assert config.env.options.to_dict() == {'max_steps_in_episode': 7}
 
 
+@pytest.mark.parametrize('value', ["['SF', 'FG']", "{1: ['SF']}", '3', 'x'])
+def test_options_are_what_config_json_gives_back(value):
+  config = base_config('ppo')
+  apply_overrides(config, [f'--config.env.options.map={value}'])
+  text = json.dumps(config.to_dict())
+  assert workdir.as_config(json.loads(text)).env.options == config.env.options
+
+
+def test_a_command_quotes_what_the_shell_would_split():
+  command_line = configs.parse_command_line(['my dir/a.py', '--seed=3'])
+  assert command_line.resume('runs/my run') == (
+    "python 'my dir/a.py' '--workdir=runs/my run' --resume --config.seed=3"
+  )
+
+
 @pytest.mark.parametrize(
   'argument,message',
   [
@@ -101,6 +118,7 @@ def test_options_are_open():
     ('--config.optimizer.anneal=2', 'not of type bool'),
     ('--config.network.hidden_sizes=(8, 9.5)', 'not of type tuple'),
     ('--config.seed', 'has no value'),
+    ('--config.env.options={"a": 1}', 'set single options with --config.env.'),
     ('--config.agent.name=a2c', 'use --agent=a2c'),
     ('--agnt=ppo', 'did you mean --agent'),
     ('seed=3', 'not understood'),

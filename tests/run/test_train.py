@@ -280,6 +280,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(
   assert not (tmp_path / 'run').exists()
 
 
+def test_a_memory_that_does_not_fit_the_container_is_refused(
+  tmp_path, monkeypatch, capsys
+):
+  (tmp_path / 'memory.max').write_text('1000000\n')
+  monkeypatch.setattr(spmd, '_LIMIT', str(tmp_path / 'memory.max'))
+  assert helpers.run(tmp_path / 'run', '--agent=dqn') == train.MISTAKE
+  # The machine's four devices share 1 MB.
+  message = 'each device, which has 0.000233 GiB; divide the capacity by'
+  assert message in capsys.readouterr().err
+
+
 def test_a_workdir_is_never_overwritten(tmp_path, capsys):
   assert helpers.run(tmp_path) == 0
   before = (tmp_path / 'metrics.jsonl').read_text()

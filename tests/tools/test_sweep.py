@@ -264,6 +264,12 @@ def test_a_program_that_diverges_does_not_end_the_sweep(tmp_path, capsys):
   results = json.loads((tmp_path / 'sweep.json').read_text())['results']
   assert [x['num_diverged'] for x in results] == [1, 0]
   assert [len(x['returns']) for x in results] == [0, 1]
+  # A return that is NaN is null in the records.
+  path = tmp_path / 'program_1' / 'metrics.jsonl'
+  first, *rest = map(json.loads, path.read_text().splitlines())
+  first['episode_return'] = None
+  path.write_text('\n'.join(map(json.dumps, [first, *rest])) + '\n')
+  assert _sweep(tmp_path, *arguments, '--resume') == 0
 
 
 def test_a_sweep_whose_members_all_diverge_has_a_table(tmp_path, capsys):
@@ -335,7 +341,25 @@ def test_a_population_evolves_and_resumes_bit_for_bit(
       np.testing.assert_array_equal(x, y)
 
 
-def test_an_extended_population_goes_on_learning(tmp_path):
+def test_a_population_waits_for_an_episode_of_each_member(tmp_path):
+  # Episodes end in the slots 10, 20 ... 50 of an environment. An update has 8
+  # slots, so no episode ends in the updates 1 and 6.
+  arguments = [*_EVOLVING, '--axis=optimizer.learning_rate=log:1e-4:1e-2']
+  arguments[1:3] = ['--evolve_every=64']
+  assert _sweep(tmp_path, *arguments) == 0
+  decisions = _decisions(tmp_path)
+  assert [x['num_updates'] for x in decisions] == [2, 3, 4, 5, 7]
+  assert np.isfinite([x['scores'] for x in decisions]).all()
+  # A return that is NaN is null in the records, and the lowest.
+  program = tmp_path / 'program_0'
+  path = program / 'member_2' / 'metrics.jsonl'
+  *rest, last = map(json.loads, path.read_text().splitlines())
+  last['eval_return'] = None
+  path.write_text('\n'.join(map(json.dumps, [*rest, last])) + '\n')
+  assert sweep.read_population(str(program)).returns[2] == -np.inf
+
+
+def test_an_extended_population_goes_on_learning(tmp_path, capsys):
   arguments = [*_EVOLVING, '--agent=impala']
   arguments[2] = '--axis=optimizer.learning_rate=log:1e-3:1e-2'
   assert _sweep(tmp_path, *arguments) == 0
@@ -350,6 +374,10 @@ def test_an_extended_population_goes_on_learning(tmp_path):
   assert max(jax.tree.leaves(differences)) > 1e-4
   names = {*_decisions(tmp_path)[-1]['hyperparams']}
   assert 'learning_rate' in names and 'anneal_steps' not in names
+  # Members have hyperparameters of their own, so a new value is refused.
+  more = '--config.total_env_steps=2048', '--config.agent.value_cost=0.25'
+  assert _sweep(tmp_path, *arguments, '--resume', *more) == 2
+  assert 'value_cost is 0.5 in the run, but 0.25' in capsys.readouterr().err
 
 
 def test_members_on_several_devices_evolve_in_the_same_way(tmp_path):
