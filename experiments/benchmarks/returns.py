@@ -2,15 +2,16 @@
 
   python experiments/benchmarks/returns.py [--tasks=CartPole,Catch]
       [--agent=ppo] [--first_seed=100] [--num_seeds=0]
-      [--num_devices=2] [--workdir=runs/returns]
+      [--num_devices=2] [--one_program] [--workdir=runs/returns]
 
 The program trains each agent on each task. Under Anakin, the seeds train in one
-program, but agents with convolutions or replay memories one after the other.
-The result of each seed becomes a row of docs/returns.csv. A seed that has a row
-is skipped, and a run that was interrupted is resumed. So the same command
-continues an interrupted benchmark. Several processes may work at the same time,
-on different tasks or agents. If you change the settings of a task, delete its
-rows. All tasks together take many hours.
+program, but agents with convolutions or replay memories one after the other,
+unless you add --one_program. The result of each seed becomes a row of
+docs/returns.csv. A seed that has a row is skipped, and a run that was
+interrupted is resumed. So the same command continues an interrupted benchmark.
+Several processes may work at the same time, on different tasks or agents. If
+you change the settings of a task, delete its rows. All tasks together take many
+hours.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,6 +44,9 @@ _NUM_SEEDS = flags.DEFINE_integer(
 )
 _NUM_DEVICES = flags.DEFINE_integer(
   'num_devices', 2, 'devices of each run; for Sebulba, learner devices', 1
+)
+_ONE_PROGRAM = flags.DEFINE_bool(
+  'one_program', False, 'train all seeds in one program, as is best on a GPU'
 )
 _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/returns', 'directory for the files of the runs'
@@ -396,7 +400,8 @@ def main(argv: Sequence[str]) -> None:
       ]
       # On a CPU, several agents with replay memories or with convolutions are
       # faster one after the other than in one program.
-      is_separate = AGENTS[agent].sequence_length or task.variant == 'conv'
+      is_slow = AGENTS[agent].sequence_length or task.variant == 'conv'
+      is_separate = is_slow and not _ONE_PROGRAM.value
       for seeds in seed_ranges(missing, 1 if is_separate else num_seeds):
         _add_rows(_train(task, agent, seeds))
   finally:

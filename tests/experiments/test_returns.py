@@ -12,7 +12,9 @@ from scipy import stats
 import training
 
 _TASK = 'anakin_catch Catch-bsuite'
-_NAMES = ('tasks', 'agent', 'first_seed', 'num_seeds', 'num_devices', 'workdir')
+_NAMES = (
+  'tasks agent first_seed num_seeds num_devices one_program workdir'.split()
+)
 
 
 @pytest.fixture(scope='module')
@@ -120,13 +122,22 @@ def test_a_failed_run_loses_no_row(returns, monkeypatch):
   assert '| 3 of 3 (20 planned) |' in returns._PAGE.read_text()
 
 
-def test_seeds_with_replay_train_one_after_the_other(returns, monkeypatch):
+@pytest.mark.parametrize(
+  'arguments,expected',
+  [
+    ([], [range(100, 101), range(101, 102)]),
+    (['--one_program'], [range(100, 102)]),
+  ],
+)
+def test_seeds_with_replay_train_one_after_the_other(
+  arguments, expected, returns, monkeypatch
+):
   calls = []
   monkeypatch.setattr(
     returns, '_train', lambda task, agent, seeds: calls.append(seeds) or []
   )
-  _run(returns, '--tasks=Catch', '--agent=dqn', '--num_seeds=2')
-  assert calls == [range(100, 101), range(101, 102)]
+  _run(returns, '--tasks=Catch', '--agent=dqn', '--num_seeds=2', *arguments)
+  assert calls == expected
 
 
 @pytest.mark.parametrize(
