@@ -15,7 +15,7 @@ from podrl.envs import SUITES, find_task
   [
     ('Pong-misc', 'gymnax', 'Pong-misc'),
     ('LunarLander-v2', 'envpool', 'LunarLander-v2'),
-    ('Taxi-v4', 'gymnasium', 'Taxi-v4'),
+    ('GymV26Environment-v0', 'gymnasium', 'GymV26Environment-v0'),
     ('envpool:CartPole-v1', 'envpool', 'CartPole-v1'),
     ('my_package.envs:Walk-v0', 'gymnasium', 'my_package.envs:Walk-v0'),
     ('gymnasium:my_envs:Walk-v0', 'gymnasium', 'my_envs:Walk-v0'),
