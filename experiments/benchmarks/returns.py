@@ -329,6 +329,11 @@ def table(rows: Sequence[Row]) -> str:
   return '\n'.join(lines) + '\n'
 
 
+def _style(agent: str) -> dict[str, str]:
+  # Under Anakin, the curve of A2C covers that of IMPALA.
+  return dict(color=_COLORS[agent], ls='--' if agent == 'a2c' else '-')
+
+
 def draw(rows: Sequence[Row]) -> Figure:
   """Draws learning curves, with a panel for each task.
 
@@ -345,12 +350,14 @@ def draw(rows: Sequence[Row]) -> Figure:
   for axes in panels[len(names) :]:
     axes.remove()
   for (name, agent), group in groups.items():
-    axes, color = panels[names.index(name)], _COLORS[agent]
+    axes, style = panels[names.index(name)], _style(agent)
     curves = np.array([row['curve'].split() for row in group], float)
     steps = np.mean([int(row['env_steps']) for row in group])
     points = _SHARES * steps
-    axes.plot(points, interquartile_mean(curves), color=color, label=agent)
-    axes.fill_between(points, *interval(curves), color=color, alpha=0.2, lw=0)
+    axes.plot(points, interquartile_mean(curves), **style)
+    axes.fill_between(
+      points, *interval(curves), color=style['color'], alpha=0.2, lw=0
+    )
     axes.set_title(name, fontsize=8)
     axes.xaxis.set_major_formatter(lambda x, _: compact(x) if x else '0')
     axes.tick_params(labelsize=8)
@@ -358,7 +365,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes.spines[['top', 'right']].set_visible(False)
   drawn = {agent for _, agent in groups}
   handles = [
-    Line2D([], [], color=x, label=k) for k, x in _COLORS.items() if k in drawn
+    Line2D([], [], label=x, **_style(x)) for x in _COLORS if x in drawn
   ]
   figure.legend(handles=handles, loc='outside upper center', ncols=8)
   figure.supxlabel('environment steps', fontsize=9)
