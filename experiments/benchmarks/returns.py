@@ -91,7 +91,9 @@ class Task(NamedTuple):
   num_seeds: int = 20
   variant: str = ''
   agents: tuple[str, ...] = ACTOR_CRITICS
-  settings: dict[str, float] = {}  # Fields of the configuration that change.
+  settings: dict[
+    str, float | str
+  ] = {}  # Fields of the configuration that change.
 
   @property
   def name(self) -> str:
@@ -100,7 +102,7 @@ class Task(NamedTuple):
 
 
 # Landing takes many steps, so agents need foresight, and PPO more steps.
-_LUNAR_LANDER = Task(
+_LUNAR_PPO = Task(
   'sebulba_cartpole',
   'LunarLander-v2',
   200,
@@ -112,6 +114,11 @@ _LUNAR_LANDER = Task(
     'total_env_steps': 2_000_000,
   },
 )
+# These agents need more optimiser steps than in CartPole-v1.
+_LUNAR_SMALL_BATCHES = _LUNAR_PPO.settings | {
+  'env.num_envs': 16,
+  'optimizer.learning_rate': 1e-3,
+}
 _Q_AGENTS = 'dqn', 'rainbow', 'pqn'
 _WITH_Q = *ACTOR_CRITICS, *_Q_AGENTS
 _WITH_PQN = *ACTOR_CRITICS, 'pqn'
@@ -158,12 +165,16 @@ _TASKS = (
   Task('anakin_breakout', 'SpaceInvaders-MinAtar', 50, 3, 'conv', ('pqn',)),
   Task('anakin_pong', 'Pong-misc', 900, agents=_WITH_PQN),
   Task('sebulba_cartpole', 'CartPole-v1', 475, 10, agents=_WITH_Q),
-  _LUNAR_LANDER,
-  _LUNAR_LANDER._replace(
-    agents=('impala', 'a2c'),
-    # These agents need more optimiser steps than in CartPole-v1.
-    settings=_LUNAR_LANDER.settings
-    | {'env.num_envs': 16, 'optimizer.learning_rate': 1e-3},
+  _LUNAR_PPO,
+  # With tanh, 3 of 10 seeds of IMPALA stayed below 200.
+  _LUNAR_PPO._replace(
+    agents=('impala',),
+    settings=_LUNAR_SMALL_BATCHES | {'network.activation': 'relu'},
+  ),
+  # With 0.01, 2 of 10 seeds of A2C stayed below 200; with relu, 2 of 3.
+  _LUNAR_PPO._replace(
+    agents=('a2c',),
+    settings=_LUNAR_SMALL_BATCHES | {'agent.entropy_cost': 0.02},
   ),
   Task('sebulba_half_cheetah', 'HalfCheetah-v4', 1500, 3, agents=_WITH_SAC),
   Task(
