@@ -91,9 +91,8 @@ class Task(NamedTuple):
   num_seeds: int = 20
   variant: str = ''
   agents: tuple[str, ...] = ACTOR_CRITICS
-  settings: dict[
-    str, float | str
-  ] = {}  # Fields of the configuration that change.
+  # Fields of the configuration that change.
+  settings: dict[str, float | str] = {}
 
   @property
   def name(self) -> str:
