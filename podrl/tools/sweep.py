@@ -28,6 +28,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import sys
 from typing import Any, NamedTuple
 
@@ -291,11 +292,11 @@ def _experiment(
   if command_line.task.endswith('.py'):
     get_config = tools.load_experiment(command_line.task)
     return get_config, command_line._replace(
-      command=f'{name} {command_line.task}'
+      command=f'{name} {shlex.quote(command_line.task)}'
     )
   get_config, command_line = tasks.parse(argv[1:])
   return get_config, command_line._replace(
-    command=f'{name} {command_line.task}'
+    command=f'{name} {shlex.quote(command_line.task)}'
   )
 
 

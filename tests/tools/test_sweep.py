@@ -415,3 +415,11 @@ def test_members_that_cannot_evolve_are_refused(
 ):
   assert _sweep(tmp_path / 'run', '--evolve_every=128', *arguments) == 2
   assert message in capsys.readouterr().err
+
+
+def test_the_command_of_a_program_quotes_its_experiment(tmp_path):
+  path = tmp_path / 'my dir' / 'catch.py'
+  path.parent.mkdir()
+  path.symlink_to(_CATCH)
+  _, command_line = sweep._experiment(['podrl sweep', str(path)])
+  assert command_line.command.endswith(f"podrl sweep '{path}'")
