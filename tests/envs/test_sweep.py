@@ -20,6 +20,7 @@ from podrl.envs import SUITES
 from podrl.run import build, train
 from podrl.types import Box
 
+_ENVPOOL_VERSION = '1.2.5'  # The one that the table was made with.
 _TABLE = pathlib.Path(__file__).parents[2] / 'docs' / 'coverage.csv'
 _COLUMNS = ('suite', 'family', 'task', 'observation', 'action', 'outcome')
 
@@ -104,7 +105,10 @@ def test_the_table_is_complete():
   rows = _read_table()
   passed = [x for x, row in rows.items() if row[-1] == 'passed']
   assert collections.Counter(suite for suite, *_ in passed) == _LEAST
-  assert {rows[x][-1] for x in _RUN if x in rows} == {'passed'}
+  # Later versions of envpool have tasks that the table does not have.
+  is_later = envpool.__version__ != _ENVPOOL_VERSION
+  new = {x for x in _ENVPOOL if is_later and x not in rows}
+  assert {rows[x][-1] for x in _RUN if x not in new} == {'passed'}
   assert {x: rows[x][-1] for x in _EXEMPT} == {
     x: f'exempt: {reason}' for x, reason in _EXEMPT.items()
   }
