@@ -288,16 +288,12 @@ def _experiment(
 ) -> tuple[Callable[..., ConfigDict], configs.CommandLine]:
   """Parses the arguments of a training command; see `tasks.parse`."""
   command_line = configs.parse_command_line(argv, has_task=True)
-  name = f'{podrl_command()} sweep'
   if command_line.task.endswith('.py'):
     get_config = tools.load_experiment(command_line.task)
-    return get_config, command_line._replace(
-      command=f'{name} {shlex.quote(command_line.task)}'
-    )
-  get_config, command_line = tasks.parse(argv[1:])
-  return get_config, command_line._replace(
-    command=f'{name} {shlex.quote(command_line.task)}'
-  )
+  else:
+    get_config, command_line = tasks.parse(argv[1:])
+  command = f'{podrl_command()} sweep {shlex.quote(command_line.task)}'
+  return get_config, command_line._replace(command=command)
 
 
 def _population(axes: Sequence[Axis], values: flags.FlagValues) -> Setting:
