@@ -95,7 +95,7 @@ def _choose_row(row_sums: Array, uniform: Array) -> Array:
   # The total itself would choose an empty row after the last one.
   below = jnp.nextafter(sums[-1], 0.0)
   place = jnp.minimum(uniform * sums[-1], below)
-  index = jnp.searchsorted(sums, place, side='right', method='scan_unrolled')
+  index = jnp.searchsorted(sums, place, side='right')
   return jnp.minimum(index, len(sums) - 1).astype(jnp.int32)
 
 
