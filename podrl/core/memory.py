@@ -9,6 +9,7 @@ Add first, and then sample from the new memory: XLA's CPU backend copies the
 whole memory if a program still reads the old one.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -95,7 +96,14 @@ def _choose_row(row_sums: Array, uniform: Array) -> Array:
   # The total itself would choose an empty row after the last one.
   below = jnp.nextafter(sums[-1], 0.0)
   place = jnp.minimum(uniform * sums[-1], below)
-  index = jnp.searchsorted(sums, place, side='right')
+  search = functools.partial(jnp.searchsorted, side='right')
+  # XLA's CPU backend would compile the unrolled search for minutes.
+  index = jax.lax.platform_dependent(
+    sums,
+    place,
+    cpu=search,
+    default=functools.partial(search, method='scan_unrolled'),
+  )
   return jnp.minimum(index, len(sums) - 1).astype(jnp.int32)
 
 
