@@ -37,6 +37,7 @@ DEFAULTS = {
   'agent.target_entropy': 0.3,
   'agent.target_rate': 0.005,
   'agent.initial_temperature': 1.0,
+  'agent.noise_steps': 1,
   'network.activation': 'relu',
   'network.hidden_sizes': (256, 256),
   'optimizer.learning_rate': 3e-4,
@@ -56,6 +57,10 @@ COMMENTS = {
   ),
   'agent.target_rate': 'Part of the way that target parameters move per step.',
   'agent.initial_temperature': 'Weight of the entropy at the start; above 0.',
+  'agent.noise_steps': (
+    'Steps for which the noise of an action stays the same. If actions with '
+    'new noise at each step never reach a reward, more steps may.'
+  ),
 }
 
 UNUSED = dqn.UNUSED
@@ -78,6 +83,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field is out of range."""
   dqn.check_targets(fields)
+  acting.check_counts(fields, 'agent.noise_steps')
   temperature = fields['agent.initial_temperature']
   if not 0 < temperature < math.inf:
     raise ValueError(
@@ -88,6 +94,13 @@ def check(fields: Mapping[str, Any]) -> None:
       f'config.agent.target_entropy={fields["agent.target_entropy"]} must be '
       'finite'
     )
+
+
+class Noise(NamedTuple):
+  """What each environment keeps of the noise of its actions."""
+
+  key_data: Array  # Uint32 `[B, K]`, the key that the noise is drawn with.
+  steps_left: Array  # Int32 `[B]`, further steps with this key.
 
 
 class Extras(NamedTuple):
@@ -148,7 +161,8 @@ def make_agent(
       action without bounds.
 
   Sources: Haarnoja et al. 2018, arXiv:1812.05905, algorithm 1 and section 5;
-  Christodoulou 2019, arXiv:1910.07207 (discrete actions).
+  Christodoulou 2019, arXiv:1910.07207 (discrete actions); Raffin et al. 2022,
+  arXiv:2005.05719, section 3 (noise that stays for several steps).
   """
   is_discrete = isinstance(spec.action, Discrete)
   outer = inner = acting.bounded_distribution(spec.action)
@@ -198,19 +212,31 @@ def make_agent(
       entropy = -inner.log_prob(head, sample)
     return value + temperature * entropy, entropy
 
+  def initial_carry(env_index: Array) -> Noise:
+    key_data = jax.random.key_data(jax.random.key(0))
+    number = len(env_index)
+    return Noise(
+      jnp.tile(key_data, (number, 1)), jnp.zeros((number,), jnp.int32)
+    )
+
   def act(
     variables: Variables,
     rng_key: chex.PRNGKey,
     timestep: TimeStep,
-    carry: Tree,
+    carry: Noise,
     *,
     greedy: bool = False,
-  ) -> tuple[Array, Extras, Tree]:
+  ) -> tuple[Array, Extras, Noise]:
     head = policy_head(variables.params.policy, timestep.obs)
-    sample = (
-      inner.mode(head) if greedy else jax.vmap(inner.sample)(rng_key, head)
+    is_due = carry.steps_left == 0
+    fresh = jax.random.key_data(rng_key)
+    noise = Noise(
+      jnp.where(is_due[:, None], fresh, carry.key_data),
+      jnp.where(is_due, fields['noise_steps'], carry.steps_left) - 1,
     )
-    return outer.to_action(sample), Extras(sample), carry
+    keys = jax.random.wrap_key_data(noise.key_data)
+    sample = inner.mode(head) if greedy else jax.vmap(inner.sample)(keys, head)
+    return outer.to_action(sample), Extras(sample), noise
 
   def prepare(
     variables: Variables,
@@ -290,7 +316,7 @@ def make_agent(
     init=acting.make_init(
       init_params, **{name: fields[name] for name in names}
     ),
-    initial_carry=lambda env_index: (),
+    initial_carry=initial_carry,
     act=act,
     prepare=prepare,
     loss=loss,

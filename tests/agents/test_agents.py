@@ -312,6 +312,7 @@ def test_every_agent_accepts_its_own_defaults():
     ('r2d2', 'agent.priority_mix', 1.5),
     ('sac', 'agent.target_rate', 2.0),
     ('sac', 'agent.initial_temperature', 0.0),
+    ('sac', 'agent.noise_steps', 0),
     ('sac', 'agent.target_entropy', float('inf')),
   ],
 )

@@ -229,8 +229,9 @@ def test_actions_have_bounds_and_the_greedy_action_is_the_mode(space):
   steps = TimeStep(obs, *(np.zeros(200, np.float32),) * 2, np.zeros(200, bool))
   keys = jax.random.split(jax.random.key(0), 200)
   act = jax.jit(agent.act, static_argnames='greedy')
-  action, extras, _ = act(variables, keys, steps, ())
-  greedy, *_ = act(variables, keys, steps, (), greedy=True)
+  carry = agent.initial_carry(np.arange(200))
+  action, extras, _ = act(variables, keys, steps, carry)
+  greedy, *_ = act(variables, keys, steps, carry, greedy=True)
   assert np.any(action != greedy)
   head = _mlp(variables.params.policy, obs)
   if space == 'discrete':
@@ -246,6 +247,23 @@ def test_actions_have_bounds_and_the_greedy_action_is_the_mode(space):
     np.testing.assert_allclose(action, expected, rtol=1e-5, atol=1e-5)
     expected = middle + half * np.tanh(head[:, :2])
     np.testing.assert_allclose(greedy, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('space', _SPACES)
+def test_the_noise_stays_for_its_number_of_steps(space):
+  agent, variables, _ = _agent(space)
+  slow = _make(_SPACES[space], noise_steps=3)
+  obs = np.random.default_rng(1).normal(size=(50, 3)).astype(np.float32)
+  steps = TimeStep(obs, *(np.zeros(50, np.float32),) * 2, np.zeros(50, bool))
+  carries = [x.initial_carry(np.arange(50)) for x in (agent, slow)]
+  expected, found = [], []
+  for step in range(7):
+    keys = jax.random.split(jax.random.key(step), 50)
+    for i, (x, actions) in enumerate([(agent, expected), (slow, found)]):
+      action, _, carries[i] = jax.jit(x.act)(variables, keys, steps, carries[i])
+      actions.append(np.asarray(action))
+  assert np.any(expected[0] != expected[1])
+  np.testing.assert_array_equal(found, [expected[x // 3 * 3] for x in range(7)])
 
 
 @pytest.mark.parametrize(
