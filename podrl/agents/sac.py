@@ -230,13 +230,11 @@ def make_agent(
     head = policy_head(variables.params.policy, timestep.obs)
     is_due = carry.steps_left == 0
     fresh = jax.random.key_data(rng_key)
-    noise = Noise(
-      jnp.where(is_due[:, None], fresh, carry.key_data),
-      jnp.where(is_due, fields['noise_steps'], carry.steps_left) - 1,
-    )
-    keys = jax.random.wrap_key_data(noise.key_data)
+    key_data = jnp.where(is_due[:, None], fresh, carry.key_data)
+    left = jnp.where(is_due, fields['noise_steps'], carry.steps_left) - 1
+    keys = jax.random.wrap_key_data(key_data)
     sample = inner.mode(head) if greedy else jax.vmap(inner.sample)(keys, head)
-    return outer.to_action(sample), Extras(sample), noise
+    return outer.to_action(sample), Extras(sample), Noise(key_data, left)
 
   def prepare(
     variables: Variables,
