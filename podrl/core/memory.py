@@ -97,7 +97,8 @@ def _choose_row(row_sums: Array, uniform: Array) -> Array:
   below = jnp.nextafter(sums[-1], 0.0)
   place = jnp.minimum(uniform * sums[-1], below)
   search = functools.partial(jnp.searchsorted, side='right')
-  # XLA's CPU backend would compile the unrolled search for minutes.
+  # With jax 0.11 and many rows, XLA's CPU backend would compile the unrolled
+  # search for minutes.
   index = jax.lax.platform_dependent(
     sums,
     place,

@@ -255,13 +255,17 @@ def test_the_noise_stays_for_its_number_of_steps(space):
   slow = _make(_SPACES[space], noise_steps=3)
   obs = np.random.default_rng(1).normal(size=(50, 3)).astype(np.float32)
   steps = TimeStep(obs, *(np.zeros(50, np.float32),) * 2, np.zeros(50, bool))
-  carries = [x.initial_carry(np.arange(50)) for x in (agent, slow)]
-  expected, found = [], []
-  for step in range(7):
-    keys = jax.random.split(jax.random.key(step), 50)
-    for i, (x, actions) in enumerate([(agent, expected), (slow, found)]):
-      action, _, carries[i] = jax.jit(x.act)(variables, keys, steps, carries[i])
+
+  def actions_of(agent):
+    act, actions = jax.jit(agent.act), []
+    carry = agent.initial_carry(np.arange(50))
+    for step in range(7):
+      keys = jax.random.split(jax.random.key(step), 50)
+      action, _, carry = act(variables, keys, steps, carry)
       actions.append(np.asarray(action))
+    return actions
+
+  expected, found = actions_of(agent), actions_of(slow)
   assert np.any(expected[0] != expected[1])
   np.testing.assert_array_equal(found, [expected[x // 3 * 3] for x in range(7)])
 
