@@ -35,7 +35,12 @@ _NUM_PREDICTIONS, _CATCH_UPDATES, _CATCH_ENVS = 16, 400, 64
 
 
 def sample_task(rng_key):
-  """Draws next states, and the rewards and the ends on arrival in states."""
+  """Draws a random task, for `make_env`.
+
+  Returns:
+    The next state of each action `[S, A]`, the reward for reaching each state
+    `[S]`, and whether reaching it ends the episode `[S]`.
+  """
   keys, shape = jax.random.split(rng_key, 4), (_NUM_STATES, _NUM_ACTIONS)
   following = jax.random.randint(keys[0], shape, 0, _NUM_STATES)
   order = jax.random.permutation(keys[1], _NUM_STATES)
@@ -64,7 +69,7 @@ def make_env(following, reward, is_end):
 
 
 class Network(nn.Module):
-  """Observations `[N, ...]` to the logits of actions and of predictions."""
+  """Maps observations `[N, ...]` to logits of actions and of predictions."""
 
   num_actions: int
 
@@ -76,7 +81,7 @@ class Network(nn.Module):
 
 
 class Rule(nn.Module):
-  """Inputs `[T, B, F]` to weights of actions and targets of predictions."""
+  """Maps inputs `[T, B, F]` to weights of actions, targets of predictions."""
 
   @nn.compact
   def __call__(self, inputs, is_joint):
@@ -95,7 +100,12 @@ class Rule(nn.Module):
 
 
 def evaluate(network, variables, trajectory):
-  """Returns log-probabilities `[T+1, B, A]`, those of actions, predictions."""
+  """Returns log-probabilities.
+
+  Returns:
+    Those of all actions `[T+1, B, A]`, of the chosen actions `[T, B]`, and of
+    the predictions `[T+1, B, P]`.
+  """
   obs = trajectory.timestep.obs
   heads = network.apply(variables.params, obs.reshape(-1, *obs.shape[2:]))
   heads = [jax.nn.log_softmax(x.reshape(*obs.shape[:2], -1)) for x in heads]

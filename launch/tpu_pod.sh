@@ -8,10 +8,11 @@ launch/tpu_pod.sh --accelerator=TYPE --project=PROJECT --bucket=gs://BUCKET[/PRE
     [OPTIONS] -- python experiments/NAME.py [FLAGS]
 
 This script creates a TPU slice, installs the last commit on all of its hosts, runs
-the command there and shows the output of the first host. At the end, and after
-Ctrl-C, it fetches the run's files to runs/NAME and deletes the slice. The run's
-files are in the bucket. So if the slice is preempted, the script creates another
-slice, and the run resumes there. In this list, brackets show the defaults:
+the command there and shows the output of the first host. There must be no
+uncommitted changes. At the end, and after Ctrl-C, it fetches the run's files except
+the checkpoints to runs/NAME and deletes the slice. All files are in the bucket. So
+if the slice is preempted, the script creates another slice, and the run resumes
+there. In this list, brackets show the defaults:
 
   --accelerator=TYPE   v4-8, v5e-256, v5p-32, v6e-8, tpu7x-8 ...
   --project=PROJECT    project of Google Cloud
