@@ -16,6 +16,7 @@ import sys
 import jax
 
 from podrl.agents import ACTOR_CRITICS
+from podrl.messages import format_size
 from podrl.records.terminal import compact
 from podrl.run import targets
 from podrl.tools import compile
@@ -95,7 +96,7 @@ def render(page: str, rows: list[Row]) -> str:
         name,
         row['agent'],
         f'{int(row["num_envs"]):,}',
-        compile.format_size(int(row['memory_bytes'])),
+        format_size(int(row['memory_bytes'])),
         f'{int(row["all_reduce_bytes"]):,}',
         ' + '.join(compact(int(x)) for x in cycles),
         compact(int(row['steps_per_second'])),

@@ -190,7 +190,9 @@ def live(rule, member, rng_key):
   carry = state._replace(variables=variables), actors
   keys = jax.random.split(rng_key, _NUM_UPDATES)
   (state, actors), _ = jax.lax.scan(update, carry, keys)
-  actors, trajectory, _ = unroll(state.variables, actors, state.num_updates)
+  # The next update uses the keys of the number `num_updates`.
+  number = jnp.iinfo(jnp.int32).max - state.num_updates
+  actors, trajectory, _ = unroll(state.variables, actors, number)
   loss = outer_loss(state.variables, trajectory)
   return loss, ((task, state, actors), jnp.mean(trajectory.timestep.reward))
 

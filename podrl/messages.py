@@ -1,4 +1,4 @@
-"""Functions for error messages; every other file may use them."""
+"""Functions for messages; every other file may use them."""
 
 from collections.abc import Collection, Iterable
 import difflib
@@ -24,3 +24,16 @@ def one_line(error: BaseException, *, with_kind: bool = False) -> str:
   """Returns an exception's message in one line; without a message, its type."""
   kind, message = type(error).__name__, ' '.join(str(error).split())
   return f'{kind}: {message}' if with_kind and message else message or kind
+
+
+def count(number: int, noun: str) -> str:
+  """Returns a count and its noun, for example '1 actor' or '2 actors'."""
+  return f'{number:,} {noun}{"s" * (number != 1)}'
+
+
+def format_size(value: float) -> str:
+  """Formats a number of bytes, for example as 1.5 GiB."""
+  for unit, power in (('TiB', 40), ('GiB', 30), ('MiB', 20), ('KiB', 10)):
+    if value >= 1000 * 2 ** (power - 10):
+      return f'{value / 2**power:.3g} {unit}'
+  return f'{value:.0f} B'

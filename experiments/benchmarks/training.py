@@ -65,4 +65,4 @@ def train(
         *(f'--config.{k}={v}' for k, v in settings.items()),
       ]
     )
-  return workdir.agents(path, workdir.read_config(path))
+  return list(workdir.agents(path, workdir.read_config(path)))

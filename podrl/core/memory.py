@@ -309,8 +309,10 @@ def make_ring(
     # Bounded, because a float32 power can become 0 or infinite.
     new = jnp.maximum(priority, 1e-6) ** priority_exponent
     new = jnp.clip(new, _SMALLEST, _LARGEST)
-    new = jnp.where(priorities[row, column] > 0.0, new, 0.0)
-    return priorities.at[row, column].set(new)
+    old = priorities[row, column]
+    # A NaN would stay in the memory after a population replaced its agent.
+    is_new = (old > 0.0) & jnp.isfinite(priority)
+    return priorities.at[row, column].set(jnp.where(is_new, new, old))
 
   columns: Any = 1
   same: Any = -1

@@ -27,6 +27,11 @@ def zeros(obs: Tree, *axes: int) -> Tree:
   )
 
 
+def merge_time(obs: Tree) -> Tree:
+  """Reshapes leaves `[T, B, ...]` to `[T * B, ...]`."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)
+
+
 def hide_illegal(x: Array, obs: Tree) -> Array:
   """Returns `x` with `ILLEGAL` for illegal actions.
 

@@ -12,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from podrl.core.learner import row_keys
 from podrl.types import Array, LearnerState
 
 # A fifth of the members, rounded up, is replaced.
@@ -97,9 +98,8 @@ def make_exploit(
     hyperparams = dict(state.variables.hyperparams)
     for i, (name, bounds) in enumerate(sorted(ranges.items())):
       key = jax.random.fold_in(vary_key, i)
-      keys = jax.vmap(jax.random.fold_in, (None, 0))(key, members)
       new = jax.vmap(lambda key, x: vary(key, x, bounds))(
-        keys, hyperparams[name]
+        row_keys(key, members), hyperparams[name]
       )
       hyperparams[name] = jnp.where(is_copy, new, hyperparams[name])
     variables = state.variables._replace(hyperparams=hyperparams)

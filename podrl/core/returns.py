@@ -43,12 +43,10 @@ def vtrace(
   ratios: Array,
   *,
   lambda_: float | Array = 1.0,
-  clip_ratio: float = 1.0,
-  clip_policy_gradient_ratio: float = 1.0,
 ) -> VTrace:
   """V-trace(lambda) errors and policy-gradient advantages.
 
-    delta_t = min(clip_ratio, ratio_t) (r_t + discount_t v_{t+1} - v_t)
+    delta_t = min(1, ratio_t) (r_t + discount_t v_{t+1} - v_t)
     error_t = delta_t + discount_t lambda min(1, ratio_t) error_{t+1}
 
   A ratio of 0 marks a joint. The error of a joint is 0, so errors of the next
@@ -63,8 +61,6 @@ def vtrace(
       a joint. This ratio is the action's probability under the current policy
       divided by its probability under the behaviour policy.
     lambda_: from 0 (one-step returns) to 1 (full returns).
-    clip_ratio: bound of the ratio in the temporal difference delta (rho bar).
-    clip_policy_gradient_ratio: bound of the ratio in the advantages.
 
   Returns:
     A `VTrace`.
@@ -73,9 +69,9 @@ def vtrace(
   section 4.2 (advantages); Schulman et al. 2015, arXiv:1506.02438, eq. 16.
   """
   chex.assert_equal_shape([values[1:], rewards, discounts, ratios])
-  clipped = jnp.minimum(clip_ratio, ratios)
+  clipped = jnp.minimum(1.0, ratios)
   deltas = clipped * (rewards + discounts * values[1:] - values[:-1])
-  decays = discounts * lambda_ * jnp.minimum(1.0, ratios)
+  decays = discounts * lambda_ * clipped
 
   def backward(error, delta_and_decay):
     delta, decay = delta_and_decay
@@ -93,9 +89,7 @@ def vtrace(
   following = values[1:] + lambda_ * jnp.concatenate(
     [errors[1:], jnp.zeros_like(errors[:1])]
   )
-  advantages = jnp.minimum(clip_policy_gradient_ratio, ratios) * (
-    rewards + discounts * following - values[:-1]
-  )
+  advantages = clipped * (rewards + discounts * following - values[:-1])
   return VTrace(errors, advantages)
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl import types
+from podrl.core.learner import row_keys
 from podrl.drivers import culprits, spmd
 from podrl.drivers.culprits import Largest
 from podrl.drivers.exchange import Closed
@@ -53,7 +54,7 @@ class Unroll(NamedTuple):
 
 
 class ActorFunctions(NamedTuple):
-  """The compiled programs of an actor, on one device."""
+  """The functions of an actor, on one device; all but the first compiled."""
 
   initial_carry: Callable[[types.Array], types.Tree]  # `Agent.initial_carry`.
   # `(variables, keys, num_steps, timestep, carry) -> (Row, carry)`, called once
@@ -213,22 +214,6 @@ class Actor:
   def __post_init__(self):
     self.name = f'podrl-actor-{self.index}'
     self._num_steps = 0
-    self._timestep = self.env.reset()
-    num_envs = self._timestep.is_first.size
-    self._episodes = _Episodes(num_envs)
-    index = self.first_env + jnp.arange(num_envs, dtype=jnp.int32)
-    keys = jax.vmap(lambda i: jax.random.fold_in(self.rng_key, i))(index)
-    self._env_index, self._keys, self._carry = jax.device_put(
-      (index, keys, self.functions.initial_carry(index)), self.device
-    )
-    # The state of `XlaEnv`; None means that a loop steps the environments.
-    self._env_state: types.Tree = None
-    if self.device.platform == 'cpu' and self.functions.unroll and self.env.xla:
-      env_state = self.env.xla.init(self._begin_step, self._end_step)
-      if env_state is not None:
-        self._env_state, self._timestep = jax.device_put(
-          (env_state, self._timestep), self.device
-        )
     # Start of a stage that looked late, and the time of the first such check.
     self._seen_late = 0.0, 0.0
     seconds = dict.fromkeys((*STAGES, PARKED), 0.0)
@@ -272,8 +257,32 @@ class Actor:
       f'more than sebulba.hang_seconds={hang_seconds:g}'
     )
 
-  def compile(self, variables: types.Variables) -> list[types.Trajectory]:
-    """Compiles the programs; returns the shards of an example unroll."""
+  def start(self, variables: types.Variables) -> list[types.Trajectory]:
+    """Resets the environments and compiles the programs.
+
+    Returns:
+      The shards of an example unroll.
+    """
+    self._timestep = self.env.reset()
+    num_envs = self._timestep.is_first.size
+    self._episodes = _Episodes(num_envs)
+    index = self.first_env + jnp.arange(num_envs, dtype=jnp.int32)
+    self._env_index, self._keys, self._carry = jax.device_put(
+      (
+        index,
+        row_keys(self.rng_key, index),
+        self.functions.initial_carry(index),
+      ),
+      self.device,
+    )
+    # The state of `XlaEnv`; None means that a loop steps the environments.
+    self._env_state: types.Tree = None
+    if self.device.platform == 'cpu' and self.functions.unroll and self.env.xla:
+      env_state = self.env.xla.init(self._begin_step, self._end_step)
+      if env_state is not None:
+        self._env_state, self._timestep = jax.device_put(
+          (env_state, self._timestep), self.device
+        )
     if self._env_state is not None:
       self.is_stopped = True  # So that the environments do not step.
       shards, *_ = self._call_program(variables)

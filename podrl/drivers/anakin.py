@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.core.learner import row_keys
 from podrl.core.observations import flatten, unflatten
 from podrl.drivers import culprits, spmd
 from podrl.drivers.culprits import Largest
@@ -213,7 +214,7 @@ def make_programs(
 
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
     """Starts the environments whose global indices are `index` `[B]`."""
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng_key, index)
+    keys = row_keys(rng_key, index)
     first = env.reset(_fold_in(keys, _RESET_STREAM))
     env_state, timestep = _strongly_typed(first)
     act_keys = _fold_in(keys, _ACT_STREAM)
@@ -238,7 +239,7 @@ def make_programs(
     after, metrics = learner.update(before, trajectory, update_key)
     if freezes:
       is_frozen |= ~jnp.isfinite(metrics['loss'])
-      # Without the memory, which would be copied; it no longer matters.
+      # Without the memory, which would be copied; it stays valid.
       kept, new = before._replace(memory=()), after._replace(memory=())
       kept = jax.tree.map(lambda x, y: jnp.where(is_frozen, x, y), kept, new)
       number = after.num_updates

@@ -13,6 +13,7 @@ import jax
 
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
+from podrl.messages import count
 
 # A part that works for this share of the time is the limit: if all other parts
 # were faster, the run would be at most a quarter faster. The value is below 1,
@@ -100,19 +101,6 @@ class Limit(NamedTuple):
   # devices', 'hand-off', 'lag' or 'slowest actor'.
   name: str
   sentence: str  # It says what shows the limit, and what to do about it.
-
-
-def count(number: int, noun: str) -> str:
-  """Returns a count and its noun, for example '1 actor' or '2 actors'."""
-  return f'{number:,} {noun}{"s" * (number != 1)}'
-
-
-def format_size(value: float) -> str:
-  """Formats a number of bytes, for example as 1.5 GiB."""
-  for unit, power in (('TiB', 40), ('GiB', 30), ('MiB', 20), ('KiB', 10)):
-    if value >= 1000 * 2 ** (power - 10):
-      return f'{value / 2**power:.3g} {unit}'
-  return f'{value:.0f} B'
 
 
 def _are(number: int, noun: str) -> str:

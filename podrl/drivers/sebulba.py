@@ -155,7 +155,7 @@ class Sebulba:
     # Place the variables as in training, so that actors compile only once.
     variables = spmd.place(variables, mesh, spmd.REPLICATED)
     for actor in self._actors:
-      shards = actor.compile(spmd.to_device(variables, actor.device))
+      shards = actor.start(spmd.to_device(variables, actor.device))
     example = spmd.join_shards(shards, mesh, spmd.TRAJECTORY)
     unrolls = settings.unrolls_per_update
     shape = jax.eval_shape(lambda: spmd.join_unrolls([shards[0]] * unrolls))

@@ -61,7 +61,10 @@ def import_gymnax() -> Any:
 
 
 def names() -> list[str]:
-  """See `Suite.names`; the import takes seconds, and uses a device."""
+  """See `Suite.names`.
+
+  It does not import gymnax, because this takes seconds and uses a device.
+  """
   if 'gymnax' in sys.modules:
     known = sys.modules['gymnax'].registered_envs
   else:

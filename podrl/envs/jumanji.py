@@ -128,6 +128,13 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
       (fields,) = fields.values()
     return fields if legal is None else Masked(fields, legal.reshape(-1))
 
+  def to_library(action: Array) -> Array:
+    if is_joint:
+      action = jnp.stack(jnp.unravel_index(action, mask.shape), axis=-1)
+    elif isinstance(action_space, MultiDiscrete):
+      action = action.reshape(space.shape) + low
+    return jnp.asarray(action, space.dtype)
+
   def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
     state, timestep = env.reset(rng_key)
     return observe(timestep.observation), (state, jnp.int32(0))
@@ -137,11 +144,7 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
   ) -> tuple[Tree, Tree, Array, Array, Array]:
     del rng_key  # The state has a key of its own.
     state, num_steps = env_state
-    if is_joint:
-      action = jnp.stack(jnp.unravel_index(action, mask.shape), axis=-1)
-    elif isinstance(action_space, MultiDiscrete):
-      action = action.reshape(space.shape) + low
-    state, timestep = env.step(state, jnp.asarray(action, space.dtype))
+    state, timestep = env.step(state, to_library(action))
     num_steps += 1
     return (
       observe(timestep.observation),
@@ -161,7 +164,9 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
     viewer._display = viewer._display_rgb_array
     return np.asarray(viewer.render(env_state[0]))[..., :3].copy()
 
-  spec = spaces.device_spec(reset, action_space, max_steps)
+  spec = spaces.device_spec(reset, action_space, max_steps)._replace(
+    observe=jax.vmap(observe), to_library=jax.vmap(to_library)
+  )
   return joints.make_device_env(spec, reset, step, render=render)
 
 

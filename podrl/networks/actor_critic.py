@@ -7,7 +7,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from podrl.core.observations import hide_illegal, without_mask, zeros
+from podrl.core.observations import (
+  hide_illegal,
+  merge_time,
+  without_mask,
+  zeros,
+)
 from podrl.networks import cores
 from podrl.networks.torsos import MLP, TwinMLP, as_vector, dot_general
 from podrl.types import Array, Tree
@@ -33,10 +38,6 @@ class Network(NamedTuple):
   is_recurrent: bool  # Whether the outputs of a step depend on earlier steps.
 
 
-def _merge_time(obs: Tree) -> Tree:  # From [T, B, ...] to [T * B, ...].
-  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)
-
-
 def feed_forward(module: nn.Module, obs: Tree) -> Network:
   """Makes a network that is not recurrent.
 
@@ -53,7 +54,7 @@ def feed_forward(module: nn.Module, obs: Tree) -> Network:
   def unroll(
     params: Tree, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Array, Tree]:
-    head, value = apply(params, _merge_time(without_mask(obs)))
+    head, value = apply(params, merge_time(without_mask(obs)))
     shape = is_first.shape
     head = hide_illegal(head.reshape(*shape, -1), obs)
     return head, value.reshape(shape), carry
@@ -105,7 +106,7 @@ class ActorCritic(nn.Module):
     self, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Array, Tree]:
     """Computes `Network.unroll`; the carry is a list with one item per core."""
-    features = self._features(_merge_time(obs))
+    features = self._features(merge_time(obs))
     shape = is_first.shape
     if self.core != 'none':
       outputs = []

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from podrl.core.observations import without_mask, zeros
+from podrl.core.observations import merge_time, without_mask, zeros
 from podrl.networks import cores
 from podrl.networks.torsos import MLP
 from podrl.types import Array, Tree
@@ -48,9 +48,8 @@ class ActionValues(nn.Module):
     self, obs: Tree, is_first: Array, carry: Tree
   ) -> tuple[Array, Tree]:
     """Computes `QNetwork.unroll`."""
-    merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)
     torso: Any = self.make_torso()
-    features = torso(merged).astype(jnp.float32)
+    features = torso(merge_time(obs)).astype(jnp.float32)
     shape = is_first.shape
     features = features.reshape(*shape, -1)
     if self.core != 'none':

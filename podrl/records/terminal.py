@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from podrl.drivers.limits import count, describe
+from podrl.drivers.limits import describe
+from podrl.messages import count
 from podrl.records.workdir import Record, agents, num_agents
 
 
@@ -161,8 +162,10 @@ class Terminal:
   ) -> None:
     """Prints the last values of a run as a table, and useful next commands.
 
-    summary: the contents of `summary.json`. resume_command: printed if a signal
-    ended the run.
+    Args:
+      summary: the contents of `summary.json`.
+      workdir: the directory of the run.
+      resume_command: printed if a signal ended the run.
     """
     title = Text(f'{self._name}: {summary["exit"]}')
     table = Table(title=title, show_header=False, title_justify='left')
@@ -182,8 +185,8 @@ class Terminal:
       table.add_row('steps per second', rate)
     table.add_row(
       'wall time',
-      f'{summary["wall_seconds"]:.1f} s, of which '
-      f'{summary["compile_seconds"]:.1f} s compiling',
+      f'{summary["wall_seconds"]:.1f} s, including '
+      f'{summary["compile_seconds"]:.1f} s of compiling',
     )
     devices = f'{summary["devices"]} x {summary["platform"].upper()}'
     table.add_row('devices', devices)
@@ -213,7 +216,7 @@ class Terminal:
     text = f'{steps:,} + {count(num_joints, "joint")} = {total:,}'
     if total > done:
       number = count(round(summary['num_unrolls_dropped']), 'dropped unroll')
-      text += f', of which {total - done:,} in {number}'
+      text += f', including {total - done:,} in {number}'
     if done < budget:
       text += f' (planned: {budget:,})'
     return text

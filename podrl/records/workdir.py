@@ -428,7 +428,10 @@ def find_agent(
   """
   path = os.path.normpath(path)
   if parent := run_of_agent(path):
-    path, seed = parent, int(path.rpartition('_')[2])
+    index = int(path.rpartition('_')[2])
+    if seed not in (None, index):
+      raise ValueError(f'{path} has no agent {seed}; leave the seed out')
+    path, seed = parent, index
   config = read_config(path)
   paths = [*agents(path, config)]
   number = len(paths)

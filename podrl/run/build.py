@@ -111,7 +111,11 @@ def make_spec(config: ConfigDict) -> types.EnvSpec:
 
 
 def make_env(config: ConfigDict) -> types.DeviceEnv:
-  """Makes an Anakin run's environments; raises a user's mistake."""
+  """Makes an Anakin run's environments.
+
+  Raises:
+    ValueError: for a user's mistake.
+  """
   suite = _suite(config)
   options = dict(config.env.options)
   for name in filter(options.get, suite.policy_options):
@@ -138,8 +142,8 @@ def _load_player(
     raise ValueError(f'{path} has learned {names[1]}, not {names[0]}')
   variables = jax.tree.map(np.asarray, variables)  # For any device.
   carry = agent.initial_carry(np.zeros(1, np.int32))
-  if jax.tree.leaves(carry):
-    raise ValueError(f'{path} has a policy with a memory, which cannot play')
+  if own.network.get('recurrent', 'none') != 'none':
+    raise ValueError(f'{path} has a recurrent network, which cannot play')
 
   def act(rng_key: chex.PRNGKey, obs: types.Tree) -> types.Array:
     batch = types.TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(False))

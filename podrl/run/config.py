@@ -502,7 +502,7 @@ def parse_value(name: str, text: str, default: Any) -> Any:
     return text
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
   if isinstance(default, str):
-    return text
+    return value if isinstance(value, str) else text
   elif isinstance(default, bool):
     if value in (0, 1):
       return bool(value)

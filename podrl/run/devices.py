@@ -312,5 +312,13 @@ def describe_machine(devices: Sequence[jax.Device], suite: str) -> Record:
     'platform': devices[0].platform,
     'devices': len(devices),
     'processes': jax.process_count(),
-    'versions': {x: importlib.metadata.version(x) for x in packages},
+    'versions': {x: _version(x) for x in packages},
   }
+
+
+def _version(package: str) -> str | None:
+  """Returns the version of a package; None if PYTHONPATH alone has it."""
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return None

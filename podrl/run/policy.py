@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.drivers.limits import count
+from podrl.messages import count
 from podrl.run import build
 from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree, Variables
 
@@ -57,7 +57,7 @@ def _convert(spec: EnvSpec, obs: Tree, size: int) -> Tree | None:
   if structures[0] == structures[1] and _shapes(obs) == expected:
     return obs
   # If this fails, the error of `observe` is clearer.
-  with contextlib.suppress(TypeError, KeyError, IndexError):
+  with contextlib.suppress(TypeError, KeyError, IndexError, ValueError):
     seen = spec.observe(obs)
     if _shapes(seen) == expected:
       return seen

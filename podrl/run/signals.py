@@ -49,9 +49,9 @@ class Signals:
   `is_guest` says that the run is part of another program. The first signal then
   restores that program's handlers. Only the main thread can handle signals.
 
-  The handlers only set a flag, because an exception during a compiled program
-  would lose its donated arrays. In a run of several processes, JAX handles
-  SIGTERM, because all processes must end at the same update.
+  The handlers raise no exception, because an exception during a compiled
+  program would lose its donated arrays. In a run of several processes, JAX
+  handles SIGTERM, because all processes must end at the same update.
   """
 
   def __init__(self, is_guest: bool = False) -> None:

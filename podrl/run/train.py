@@ -24,7 +24,7 @@ from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.drivers.energy import Meter
 from podrl.envs.joints import EnvironmentFailed
-from podrl.messages import one_line
+from podrl.messages import count, format_size, one_line
 from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records
 from podrl.records.terminal import Terminal
@@ -262,7 +262,7 @@ def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
     number = workdir.num_agents(theirs)
     if number != num_agents:
       raise ValueError(
-        f'--init_from={path} has {limits.count(number, "agent")}, but this run '
+        f'--init_from={path} has {count(number, "agent")}, but this run '
         f'has {num_agents}; use config.num_seeds={number}'
       )
   try:
@@ -443,9 +443,7 @@ class _Trainer:
     if arrays:
       size = sum(x.addressable_data(0).nbytes for x in arrays)
       text = f'the memory of {config.replay.capacity_steps:,} steps needs'
-      self.recorder.terminal.say(
-        f'{text} {limits.format_size(size)} per device'
-      )
+      self.recorder.terminal.say(f'{text} {format_size(size)} per device')
 
   def _restore(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
     """Restores a driver's initial state; see `types.Restore`."""

@@ -1,15 +1,17 @@
 """The commands of `podrl`, one file for each, and their common functions."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import contextlib
 import os
 import runpy
+import shlex
 import sys
 import tempfile
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
+import numpy as np
 from rich import box
 from rich.table import Table
 
@@ -191,3 +193,9 @@ def read_config(command_line: CommandLine) -> ConfigDict:
   apply_overrides(config, command_line.overrides)
   config.env.path = config.env.path or module_directory(config.env.name)
   return config
+
+
+def to_flags(fields: Mapping[str, Any]) -> str:
+  """Returns fields of the configuration as overrides, to paste in a shell."""
+  texts = [','.join(map(str, np.atleast_1d(x))) for x in fields.values()]
+  return shlex.join(f'--config.{k}={text}' for k, text in zip(fields, texts))

@@ -36,7 +36,7 @@ from podrl.drivers import culprits, limits
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
-from podrl.messages import one_line
+from podrl.messages import count, one_line
 from podrl.records import workdir
 from podrl.records.recorder import Window
 from podrl.records.terminal import compact
@@ -95,12 +95,6 @@ def from_config(config: ConfigDict) -> Plan:
   threads = layout.threads, layout.env_threads
   devices = layout.actor_devices, layout.learner_devices
   return Plan(*sizes, *threads, *devices, config.sebulba.unrolls_per_update)
-
-
-def to_flags(fields: dict[str, Any]) -> str:
-  """Returns fields as overrides to paste after a command."""
-  texts = [','.join(map(str, np.atleast_1d(x))) for x in fields.values()]
-  return ' '.join(f'--config.{k}={text}' for k, text in zip(fields, texts))
 
 
 def with_fields(config: ConfigDict, fields: dict[str, Any]) -> ConfigDict:
@@ -285,8 +279,8 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
     return [x for x in plans if is_candidate(config, x, base, size_range)]
 
   def run(plan: Plan, seconds: float) -> Record:
-    sizes = map(limits.count, plan.sizes, ('actor', 'environment', 'step'))
-    threads = limits.count(plan.env_threads, 'thread')
+    sizes = map(count, plan.sizes, ('actor', 'environment', 'step'))
+    threads = count(plan.env_threads, 'thread')
     name = f'{" x ".join(sizes)}, {threads} each'
     _CONSOLE.print(f'running {name}', style='dim')
     fields = plan.overrides(base)
@@ -529,7 +523,9 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   runs, base = find(config, size_range), from_config(config)
   best, *_ = ranking = list(runs)
   _CONSOLE.print(table(runs, base))
-  lines = [to_flags(x.overrides(base) | fixed) for x in ranking[:_NUM_SHOWN]]
+  lines = [
+    tools.to_flags(x.overrides(base) | fixed) for x in ranking[:_NUM_SHOWN]
+  ]
   for i, line in enumerate(lines, 1):
     print(f'{i}  {line}')
   _print_limits(config, runs[best], runs[base])

@@ -39,8 +39,8 @@ from rich.table import Table
 
 from podrl import tools
 from podrl.drivers import spmd
-from podrl.drivers.limits import format_size
 from podrl.envs import find_task
+from podrl.messages import format_size
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build, defaults, targets
@@ -282,7 +282,7 @@ class Analysis:
   collectives: list[Collective]
   cycles: int  # Without collectives; 0 on GPUs.
   seconds: dict[str, float]  # By part; the all-reduces are a part.
-  dearest: list[Costly]
+  slowest: list[Costly]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +338,7 @@ def analyse(
     rows.append((spent, run))
   total = sum(spent for spent, _ in rows) or 1.0
   rows.sort(key=lambda row: -row[0])
-  dearest = [
+  slowest = [
     Costly(
       spent / total,
       x.cycles * calls,
@@ -349,7 +349,7 @@ def analyse(
     )
     for spent, x in rows[:10]
   ]
-  return collectives, round(cycles * calls), seconds, dearest
+  return collectives, round(cycles * calls), seconds, slowest
 
 
 class TooLarge(ValueError):
@@ -516,12 +516,12 @@ def lines(report: Report, target: Target) -> Iterator[str]:
   )
 
 
-def dearest_table(report: Report) -> Table:
+def slowest_table(report: Report) -> Table:
   """Makes a table of the ten instructions that take the most time."""
   columns = ('part', 'instruction', 'line')
   table = tools.make_table('share', *columns, left=columns)
   for x in report.programs.values():
-    for row in x.dearest[: 10 // len(report.programs)]:
+    for row in x.slowest[: 10 // len(report.programs)]:
       text = f'{row.kind} {row.shape}'
       source = row.source
       while len(source) > 33 and '/' in source:
@@ -622,7 +622,7 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
       console.print(f'warning: {warning}')
     for line in lines(report, target):
       console.print(line)
-    console.print(dearest_table(report))
+    console.print(slowest_table(report))
     default = f'{workdir.task_name(config)}-{config.agent.name}'
     out = values.out or os.path.join('runs', 'compile', default)
     tools.make_directory(out)

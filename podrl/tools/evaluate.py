@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from podrl import tools
-from podrl.drivers.limits import count
+from podrl.messages import count
 from podrl.records import workdir
 from podrl.run import build, policy
 from podrl.run.evaluation import bootstrap

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
-from podrl.drivers.limits import count
+from podrl.messages import count
 from podrl.records import workdir
 from podrl.records.terminal import podrl_command
 from podrl.run import build, tasks, train
@@ -222,11 +222,6 @@ def read_results(
 
 def _text(value: Any) -> str:
   return f'{value:.6g}' if isinstance(value, float) else str(value)
-
-
-def overrides(setting: Setting) -> str:
-  """Returns the overrides of a setting, for a command line."""
-  return ' '.join(f'--config.{k}={_text(x)}' for k, x in setting.items())
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -480,7 +475,7 @@ def _conclude(plan: _Plan) -> None:
   )
   best = max(results, key=lambda x: x.rank)
   _CONSOLE.print(table(results))
-  _CONSOLE.print(f'best: {overrides(best.setting)}', soft_wrap=True)
+  _CONSOLE.print(f'best: {tools.to_flags(best.setting)}', soft_wrap=True)
   _CONSOLE.print(f'written: {out}.json, {out}.png', soft_wrap=True)
 
 

@@ -188,7 +188,8 @@ def paint(
 ) -> list[np.ndarray]:
   """Makes a picture of each observation of an episode, all of the same size.
 
-  actions: the action chosen at each observation, or None at the end.
+  Args:
+    actions: the action chosen at each observation, or None at the end.
   """
   rows = [[np.asarray(x) for x in jax.tree.leaves(o)] for o in observations]
   shape = rows[0][0].shape if len(rows[0]) == 1 else ()

@@ -229,6 +229,17 @@ def test_no_exponent_makes_a_valid_sequence_invalid_or_infinite():
   assert np.isfinite(changed.sum())
 
 
+def test_a_priority_that_is_not_finite_changes_nothing():
+  memory, (_, priorities) = _filled(priority_exponent=0.5)
+  index = jnp.flatnonzero(priorities)[:3]
+  changed = memory.prioritise(
+    priorities, index, jnp.float32([4.0, np.nan, np.inf])
+  )
+  expected = np.array(priorities)
+  expected.ravel()[index[0]] = 2.0  # The square root of 4.
+  np.testing.assert_allclose(changed, expected)
+
+
 def test_new_sequences_get_the_largest_priority():
   memory, (storage, priorities) = _filled(priority_exponent=0.5)
   index = jnp.flatnonzero(priorities.ravel() > 0.0)

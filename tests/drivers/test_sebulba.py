@@ -191,6 +191,23 @@ def test_every_environment_is_freed_though_one_raises(capsys):
   assert capsys.readouterr().err.count('OSError: not freed') == 2
 
 
+def test_environments_that_cannot_be_reset_are_freed():
+  freed = []
+
+  def make_env(index):
+    def reset():
+      raise OSError('not reset')
+
+    return _make_env(index)._replace(
+      reset=reset, close=lambda: freed.append(index)
+    )
+
+  driver = _driver(make_env)
+  with pytest.raises(OSError, match='not reset'):
+    driver.start()
+  assert driver.close() == [] and freed == [0, 1]
+
+
 def _actor(agent, env, num_shards=1):
   """Makes an actor that is ready to act, and its parameters."""
   functions = actor_lib.make_actor_functions(
@@ -208,7 +225,7 @@ def _actor(agent, env, num_shards=1):
     0,
   )
   params = jax.device_put(agent.init(jax.random.key(2)), devices[-1])
-  actor.compile(params)
+  actor.start(params)
   return actor, params
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from podrl.envs import SUITES
 from podrl.records import workdir
+from podrl.run import policy
 from podrl.types import Box, Discrete, Masked, MultiDiscrete
 
 _ONE = {
@@ -267,11 +268,19 @@ def test_a_combination_of_actions_is_one_legal_action():
     assert isinstance(steps.obs, Masked)
     action = int(np.flatnonzero(steps.obs.action_mask[0])[-1])
     pair = np.asarray(divmod(action, 10), np.int32)
+    found = env.spec.to_library(jnp.asarray([action]))
+    np.testing.assert_array_equal(found, pair[None])
     own_state, own_step = own.step(own_state, pair)
     state, steps = env.step(state, jnp.asarray([action]))
     assert float(steps.reward[0]) == float(own_step.reward)
     mask = own_step.observation.action_mask.reshape(-1)
     np.testing.assert_array_equal(steps.obs.action_mask[0], mask)
+    # A policy sees the same in the library's observations.
+    own_obs = jax.tree.map(lambda x: x[None], own_step.observation)
+    seen = policy.observe(env.spec, own_obs)
+    jax.tree.map(np.testing.assert_array_equal, seen, steps.obs)
+    with pytest.raises(ValueError, match='the batch axis'):
+      policy.observe(env.spec, own_step.observation)
 
 
 def test_kinds_of_actions():
@@ -342,7 +351,9 @@ def test_a_saved_run_is_an_opponent(tmp_path, monkeypatch, capsys):
     '--config.env.num_envs=8',
     '--config.total_env_steps=1024',
   ]
-  assert helpers.run(tmp_path / 'first', *argv) == 0
+  # Without a recurrent network, the carry of this run never changes an action.
+  rewards = '--config.agent.normalize_reward=True'
+  assert helpers.run(tmp_path / 'first', *argv, rewards) == 0
   monkeypatch.chdir(tmp_path)
   argv.append('--config.env.options.opponent=first')
   assert helpers.run(tmp_path / 'second', *argv) == 0

@@ -423,7 +423,7 @@ def test_a_summary_adds_up_and_says_what_its_figures_are(monkeypatch):
     assert re.search(row, text), text
   dropped = _RECORD | {'env_steps': 103_448, 'num_unrolls_dropped': 2.0}
   text = _lines(False, monkeypatch, [dropped], sebulba_config('ppo'))
-  assert 'joints = 104,448, of which 2,048 in 2' in text
+  assert 'joints = 104,448, including 2,048 in 2' in text
   five = _lines(
     False, monkeypatch, [_RECORD | _EVALUATED], _config(num_seeds=5)
   )

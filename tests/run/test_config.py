@@ -83,6 +83,9 @@ def test_options_are_open():
   config = base_config('ppo')
   apply_overrides(config, ['--config.env.options.max_steps_in_episode=7'])
   assert config.env.options.to_dict() == {'max_steps_in_episode': 7}
+  for _ in range(2):  # The second time, the option has a text as its default.
+    apply_overrides(config, ["--config.env.options.observation='rgb'"])
+    assert config.env.options.observation == 'rgb'
 
 
 @pytest.mark.parametrize('value', ["['SF', 'FG']", "{1: ['SF']}", '3', 'x'])

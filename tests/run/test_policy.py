@@ -194,6 +194,8 @@ def test_seeds_in_one_program_are_the_single_runs(tmp_path):
     for name in x:
       if not name.endswith(('_second', '_seconds')):
         np.testing.assert_allclose(x[name], y[name], atol=1e-5, err_msg=name)
+  with pytest.raises(ValueError, match='seed_1 has no agent 0'):
+    podrl.load(member, seed=0)
   both = podrl.load(single).variables, podrl.load(member).variables
   for x, y in zip(*map(jax.tree.leaves, both)):
     np.testing.assert_allclose(x, y, atol=1e-5)

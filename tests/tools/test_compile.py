@@ -95,7 +95,7 @@ def _program(calls=1, num_devices=4):
 def test_cycles_are_summed_by_part():
   target = targets.parse('v5e-4')
   found = compile.analyse(_TEXT, _program(), target)
-  collectives, cycles, seconds, dearest = found
+  collectives, cycles, seconds, slowest = found
   assert cycles == 1000 + 5 * (100 + 2) + 30
   in_cycles = {k: round(x * 1.5e9) for k, x in seconds.items()}
   reducing = targets.all_reduce_seconds(24, 4, target.chip)
@@ -110,7 +110,7 @@ def test_cycles_are_summed_by_part():
   }
   # The arrays have 3 x 4 and 2 x 3 x 2 bytes.
   assert collectives == [Collective('all-reduce', 24, 1)]
-  assert [(x.part, x.cycles, x.source) for x in dearest[:3]] == [
+  assert [(x.part, x.cycles, x.source) for x in slowest[:3]] == [
     ('prepare', 1000, 'podrl/core/learner.py:7'),
     ('environment', 500, 'flax/linen/linear.py:287'),
     ('update', 30, ''),
@@ -200,7 +200,7 @@ def test_anakin_compiles_for_a_tpu_slice():
   assert 12 * report.num_params < arguments < 24 * report.num_params + 2**17
   assert train.memory['total'] < 8 * 2**20
   assert all(train.seconds.values()) and train.cycles > 10_000
-  assert sum('.py:' in x.source for x in train.dearest) >= 5
+  assert sum('.py:' in x.source for x in train.slowest) >= 5
 
 
 @_needs_libtpu

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 
 import helpers
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 import podrl
+from podrl import tools
 from podrl.drivers.anakin import Anakin
 from podrl.run import train
-from podrl.run.config import base_config, sebulba_config
+from podrl.run.config import apply_overrides, base_config, sebulba_config
 from podrl.tools import sweep
 
 _SMALL = [
@@ -154,6 +156,14 @@ def test_programs_share_what_they_can():
   for setting in settings:
     for seed in (0, 1):
       assert setting | {'seed': seed, 'num_seeds': 1} in found
+
+
+def test_the_flags_of_a_setting_give_the_setting():
+  config = base_config('ppo')
+  setting = {'network.hidden_sizes': (64, 32), 'agent.gamma': 0.123456789}
+  apply_overrides(config, shlex.split(tools.to_flags(setting)))
+  assert config.network.hidden_sizes == (64, 32)
+  assert config.agent.gamma == 0.123456789
 
 
 def test_random_settings_are_in_their_range_and_depend_on_the_seed():
