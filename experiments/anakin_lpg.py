@@ -155,7 +155,7 @@ def outer_loss(variables, trajectory):
   policy, log_prob, _ = evaluate(network, variables, trajectory)
   weight, values = returns.weights(timestep), 0.0 * timestep.reward
   discount = 0.97 * timestep.discount[1:]
-  gains, _ = returns.vtrace(values, timestep.reward[1:], discount, weight)
+  gains = returns.vtrace(values, timestep.reward[1:], discount, weight)
   gains -= jnp.mean(gains, 1, keepdims=True)  # Over the environments.
   gains /= jnp.std(gains) + 0.1
   entropy = -jnp.sum(jnp.exp(policy) * policy, -1)[:-1]

@@ -114,14 +114,14 @@ def make_agent(
       ratio *= jnp.exp(acting.log_ratio(log_prob, extras.log_prob))
     # The targets are constants with respect to the parameters.
     baseline, ratio = jax.lax.stop_gradient((values, ratio))
-    errors, advantages = returns.vtrace(
+    errors = returns.vtrace(
       baseline,
       acting.clip_reward(timestep.reward[1:], reward_clip),
       hyperparams['gamma'] * timestep.discount[1:],
       ratio,
       lambda_=hyperparams['lambda_'],
     )
-    policy_loss = losses.policy_gradient(log_prob, advantages, weight)
+    policy_loss = losses.policy_gradient(log_prob, errors, weight)
     value_loss = losses.value(values[:-1], baseline[:-1] + errors, weight)
     entropy = losses.entropy(distribution.entropy(head), weight)
     return acting.combine_losses(hyperparams, policy_loss, value_loss, entropy)

@@ -164,7 +164,7 @@ def make_agent(
       hyperparams['gamma'] * timestep.discount[1:],
       weight,
       lambda_=hyperparams['lambda_'],
-    ).errors
+    )
     target = values[:-1] + advantage
     if normalize_advantage:
       advantage = normalize(advantage, weight, mean)

@@ -4,27 +4,11 @@ No function stops gradients, so that a target has a derivative with respect to
 gamma. Callers stop gradients at the network outputs that they pass.
 """
 
-from typing import NamedTuple
-
 import chex
 import jax
 import jax.numpy as jnp
 
 from podrl.types import Array, TimeStep
-
-
-class VTrace(NamedTuple):
-  """The result of `vtrace`.
-
-  Attributes:
-    errors: `[T, ...]` float32; `values[:-1] + errors` are the value targets.
-      If every importance ratio is 0 or 1, the errors are the GAE advantages.
-    advantages: `[T, ...]` float32, for the policy gradient. They are already
-      multiplied by the clipped importance ratio.
-  """
-
-  errors: Array
-  advantages: Array
 
 
 def weights(timestep: TimeStep) -> Array:
@@ -43,8 +27,8 @@ def vtrace(
   ratios: Array,
   *,
   lambda_: float | Array = 1.0,
-) -> VTrace:
-  """V-trace(lambda) errors and policy-gradient advantages.
+) -> Array:
+  """V-trace(lambda) errors, with importance ratios of at most 1.
 
     delta_t = min(1, ratio_t) (r_t + discount_t v_{t+1} - v_t)
     error_t = delta_t + discount_t lambda min(1, ratio_t) error_{t+1}
@@ -63,7 +47,9 @@ def vtrace(
     lambda_: from 0 (one-step returns) to 1 (full returns).
 
   Returns:
-    A `VTrace`.
+    The errors `[T, ...]` float32. `values[:-1] + errors` are the value targets.
+    Because all bounds of the ratio are 1, the errors are also the advantages of
+    the policy gradient, already multiplied by the clipped ratio.
 
   Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and remark 1 (V-trace),
   section 4.2 (advantages); Schulman et al. 2015, arXiv:1506.02438, eq. 16.
@@ -85,12 +71,7 @@ def vtrace(
     reverse=True,
     unroll=16,
   )
-  # The return from a step is the step's value plus lambda times its error.
-  following = values[1:] + lambda_ * jnp.concatenate(
-    [errors[1:], jnp.zeros_like(errors[:1])]
-  )
-  advantages = clipped * (rewards + discounts * following - values[:-1])
-  return VTrace(errors, advantages)
+  return errors
 
 
 def q_lambda(
@@ -117,7 +98,7 @@ def q_lambda(
 
   Source: Peng and Williams 1994; Gallici et al. 2024, arXiv:2407.04811 (PQN).
   """
-  errors = vtrace(values, rewards, discounts, weights, lambda_=lambda_).errors
+  errors = vtrace(values, rewards, discounts, weights, lambda_=lambda_)
   return values[:-1] + errors
 
 

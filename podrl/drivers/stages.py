@@ -15,6 +15,7 @@ STAGES = ('environment', 'inference', 'actor_waiting')
 PARKED = 'parked'
 _LEARNER = ('update', 'learner_waiting', 'hand_off')  # Stages of the learner.
 
+_STAT = '/proc/stat'  # It contains the idle time of each core.
 _QUOTA = '/sys/fs/cgroup/cpu.max'  # It contains a CPU quota and its period.
 
 
@@ -65,7 +66,7 @@ def idle_core_seconds(cores: Set[int]) -> float | None:
   """
   seconds, found = 0.0, set()
   try:
-    with open('/proc/stat', encoding='ascii') as file:
+    with open(_STAT, encoding='ascii') as file:
       for line in file:
         name, *fields = line.split()
         core = name.removeprefix('cpu')

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rlax
 
 from podrl.agents import AGENTS, a2c, impala, ppo
 from podrl.core import distributions, losses
@@ -263,6 +264,63 @@ def test_targets_depend_on_gamma_but_not_on_parameters(
   chex.assert_trees_all_close(flowing.params, expected.params, atol=1e-6)
   assert abs(flowing.hyperparams['gamma']) > 1e-3
   assert expected.hyperparams['gamma'] == 0.0
+
+
+@pytest.mark.parametrize('name', ['ppo', 'impala', 'a2c'])
+@pytest.mark.parametrize('reward_clip', [0.0, 0.4])
+def test_the_loss_is_that_of_rlax(name, reward_clip):
+  costs = {'entropy_cost': 0.3, 'value_cost': 0.7}
+  kwargs = {'reward_clip': reward_clip, 'lambda_': 0.9, **costs}
+  if name == 'ppo':
+    kwargs['normalize_advantage'] = False
+  network, dist, agent = _agent(name, **kwargs)
+  variables = jax.jit(agent.init)(jax.random.key(0))
+  rng = np.random.default_rng(0)
+  variables = variables._replace(
+    params=jax.tree.map(
+      lambda x: 0.5 * rng.normal(size=x.shape).astype(np.float32),
+      variables.params,
+    )
+  )
+  # The policy that acted has other parameters than the one that learns.
+  old = _scaled(0.5, variables)
+  steps = _steps()
+  trajectory, _ = _act_through(agent, old, steps)
+  batch = _prepare(agent)(old, trajectory)
+  loss, _ = jax.jit(agent.loss)(variables, (), batch, jax.random.key(0))
+
+  carry = jax.tree.map(lambda x: x[0], trajectory.carry)
+  inputs = steps.obs, steps.is_first, carry
+  unroll = jax.jit(network.unroll)
+  head, values, _ = unroll(variables.params, *inputs)
+  log_prob = dist.log_prob(head[:-1], trajectory.extras.sample)
+  ratio = np.exp(log_prob - trajectory.extras.log_prob)
+  assert np.abs(ratio - 1.0).max() > 0.3  # So that clipping matters.
+  weight = 1.0 - steps.is_first[1:]
+  reward = steps.reward[1:]
+  if reward_clip:
+    reward = np.clip(reward, -reward_clip, reward_clip)
+  # PPO's targets come from the policy that acted.
+  baseline = unroll(old.params, *inputs)[1] if name == 'ppo' else values
+  found = jax.vmap(
+    lambda *x: rlax.vtrace_td_error_and_advantage(*x, lambda_=0.9), 1, 1
+  )(
+    baseline[:-1],
+    baseline[1:],
+    reward,
+    0.99 * steps.discount[1:],
+    weight * (ratio if name == 'impala' else 1.0),
+  )
+  if name == 'ppo':
+    clipped = np.clip(ratio, 0.8, 1.2)
+    gain = np.minimum(ratio * found.errors, clipped * found.errors)
+  else:
+    gain = log_prob * found.pg_advantage
+  target = baseline[:-1] + found.errors
+  error = 0.5 * np.square(values[:-1] - target)
+  entropy = dist.entropy(head[:-1])
+  expected = np.mean(weight * (-gain + 0.7 * error - 0.3 * entropy))
+  np.testing.assert_allclose(loss, expected, rtol=1e-4)
 
 
 def test_a_ratio_that_overflows_is_bounded():

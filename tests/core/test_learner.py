@@ -508,6 +508,52 @@ def _ring(num_devices, **options):
   return make_ring(_OBS, **options)
 
 
+def test_a_sample_gets_the_priorities_of_its_loss():
+  memory = _ring(1, priority_exponent=1.0)
+  agent = _replay_agent()
+
+  def loss(variables, target, batch, key):
+    value, output = agent.loss(variables, target, batch, key)
+    return value, output._replace(priority=jnp.full(8, 3.0))
+
+  state, update = _make_replay_update(
+    agent._replace(loss=loss), 1, memory, num_steps=1
+  )
+  state, _ = update(state, _replay_unroll(), jax.random.key(0))
+  priorities = np.asarray(state.memory[1])
+  # New sequences have the priority 1; a sample has 8 sequences.
+  assert {*np.unique(priorities)} == {0.0, 1.0, 3.0}
+  assert 1 <= np.sum(priorities == 3.0) <= 8
+
+
+@pytest.mark.parametrize('has_memory', [False, True])
+def test_the_noise_of_a_row_does_not_depend_on_the_devices(has_memory):
+  normal = jax.vmap(jax.random.normal)
+  agent = _counting_agent()._replace(
+    prepare=lambda variables, target, sample, key, mean: (
+      sample.trajectory.action[0] + normal(key)
+    ),
+    loss=lambda variables, target, batch, key: (
+      jnp.sum(variables.params) * jnp.mean(batch * normal(key)),
+      LossOutput({}),
+    ),
+  )
+  unroll = Trajectory(
+    (), np.arange(8.0, dtype=np.float32)[None], (), (), *helpers.counters(8)
+  )
+  found = []
+  for num_devices in (1, 2, 4):
+    memory = _latest_unroll() if has_memory else None
+    state, update = _make_replay_update(
+      agent, num_devices, memory, num_steps=1, trajectory=unroll
+    )
+    state, _ = update(state, unroll, jax.random.key(3))
+    found.append(np.asarray(state.variables.params))
+  assert np.abs(found[0]).max() > 0.01
+  np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+  np.testing.assert_allclose(found[2], found[0], rtol=1e-5)
+
+
 def _latest_unroll(length=1):
   """Makes a memory with one unroll; it gives the first steps of all rows."""
 

@@ -91,7 +91,7 @@ def test_worked_example():
     0.9 * jnp.ones(3),
     jnp.asarray([1.0, 1.0, 0.0]),
     lambda_=0.95,
-  ).errors
+  )
   np.testing.assert_allclose(errors, [2.77565, 2.03, 0.0], rtol=1e-6)
 
 
@@ -108,7 +108,7 @@ def test_weights_mark_the_step_that_arrives_first():
 @pytest.mark.parametrize('seed', [0, 1, 2])
 def test_errors_are_gae_where_ratios_are_weights(seed, lambda_, last_is_joint):
   unroll = _random_unroll(seed, last_is_joint=last_is_joint)
-  errors = returns.vtrace(*unroll, lambda_=lambda_).errors
+  errors = returns.vtrace(*unroll, lambda_=lambda_)
   for b in range(4):
     expected = _gae_loop(*(x[:, b] for x in unroll), lambda_)
     np.testing.assert_allclose(errors[:, b], expected, atol=1e-5)
@@ -130,10 +130,8 @@ def test_vtrace_agrees_with_rlax(seed, lambda_):
       ratios[:, b],
       lambda_=lambda_,
     )
-    np.testing.assert_allclose(ours.errors[:, b], theirs.errors, atol=1e-5)
-    np.testing.assert_allclose(
-      ours.advantages[:, b], theirs.pg_advantage, atol=1e-5
-    )
+    np.testing.assert_allclose(ours[:, b], theirs.errors, atol=1e-5)
+    np.testing.assert_allclose(ours[:, b], theirs.pg_advantage, atol=1e-5)
 
 
 def test_nothing_passes_back_over_a_joint():
@@ -143,8 +141,8 @@ def test_nothing_passes_back_over_a_joint():
   values[11:] += 7.0
   rewards[10:] -= 3.0
   after = returns.vtrace(values, rewards, discounts, weights, lambda_=0.95)
-  np.testing.assert_array_equal(before.errors[:11], after.errors[:11])
-  assert np.abs(before.errors[11:] - after.errors[11:]).max() > 0.1
+  np.testing.assert_array_equal(before[:11], after[:11])
+  assert np.abs(before[11:] - after[11:]).max() > 0.1
 
 
 def test_gradient_with_respect_to_gamma_agrees_with_differences():
@@ -158,7 +156,7 @@ def test_gradient_with_respect_to_gamma_agrees_with_differences():
       discount = gamma * (discounts > 0)
       vtrace = returns.vtrace(values, rewards, discount, ratios, lambda_=0.9)
       n_step = returns.n_step(values, rewards, discount, weights, n=3)
-      return jnp.stack([vtrace.errors, vtrace.advantages, n_step])
+      return jnp.stack([vtrace, n_step])
 
     gradient = jax.jacfwd(results)(0.97)
     step = 1e-6

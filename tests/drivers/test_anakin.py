@@ -107,7 +107,9 @@ def test_an_unroll_is_fence_posts_and_rails():
   for _ in range(3):
     state, _ = driver.train(state, np.int32(1))
     seen.append(jax.tree.map(lambda x: np.asarray(x[0]), state.learner.memory))
-  for trajectory in seen:
+  for i, trajectory in enumerate(seen):
+    np.testing.assert_array_equal(trajectory.num_steps, [[5 * i] * 4])
+    np.testing.assert_array_equal(trajectory.env_index, [range(4)])
     steps = trajectory.timestep
     assert steps.obs.shape == (6, 4) and trajectory.action.shape == (5, 4)
     # Each action was chosen at the time step of its own row.

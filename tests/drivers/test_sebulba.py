@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -336,21 +337,25 @@ def test_a_program_of_a_stopped_actor_steps_no_environment(monkeypatch):
 
 def test_a_program_that_hangs_is_found_in_the_environment(monkeypatch):
   actor, params = _actor(_agent(_config()), _make_pool())
-  recv, is_free = xla._Pool.recv, threading.Event()
+  recv, clock = xla._Pool.recv, time.perf_counter
+  is_there, is_free = threading.Event(), threading.Event()
 
   def wait(*arguments):
+    is_there.set()
     is_free.wait()
     return recv(*arguments)
 
   monkeypatch.setattr(xla._Pool, 'recv', wait)
   thread = threading.Thread(target=actor.unroll, args=(params, 0))
   thread.start()
-  time.sleep(0.2)
-  actor.hang(0.0)
-  time.sleep(1.1)
-  assert "in the stage 'environment' for 1 s" in actor.hang(0.0)
-  is_free.set()
-  thread.join()
+  try:
+    assert is_there.wait(60)
+    assert not actor.hang(0.0)  # One look is not enough.
+    monkeypatch.setattr(actor_lib.time, 'perf_counter', lambda: clock() + 9)
+    assert re.search(r"in the stage 'environment' for \d+ s", actor.hang(0.0))
+  finally:
+    is_free.set()
+    thread.join()
 
 
 def test_a_loop_acts_if_the_layout_of_a_frame_is_unknown(monkeypatch):
@@ -364,6 +369,9 @@ def test_unrolls_follow_one_another_over_their_joints():
   agent = _agent(_config())
   _, unrolls = _unrolls(agent)
   trajectories = [jax.device_get(u.shards[0]) for u in unrolls]
+  for i, trajectory in enumerate(trajectories):
+    np.testing.assert_array_equal(trajectory.num_steps, [[i * _T] * _NUM_ENVS])
+    np.testing.assert_array_equal(trajectory.env_index, [range(_NUM_ENVS)])
   for before, after in zip(trajectories, trajectories[1:]):
     jax.tree.map(
       lambda x, y: np.testing.assert_array_equal(x[-1], y[0]),
@@ -776,7 +784,7 @@ def test_evaluation_leaves_out_what_only_training_uses():
 @pytest.mark.parametrize(
   'changes,message',
   [
-    ({'env.name': 'CartPole-v9'}, 'CartPole-v'),
+    ({'env.name': 'CartPole-v9'}, 'did you mean CartPole-v'),
     (
       {'env.name': 'Pendulum-v1', 'network.distribution': 'categorical'},
       'use gaussian or tanh_gaussian',
@@ -844,7 +852,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     ('threads_per_actor_device', 16, '16 actors x'),
   ],
 )
-def test_too_many_environment_threads_are_warned_of(field, value, message):
+def test_too_many_environment_threads_are_warned_of(
+  field, value, message, monkeypatch
+):
+  monkeypatch.setattr(layout, 'num_cores', lambda: 2)
   config = _config()
   config.env.num_envs = 64
   config.sebulba[field] = value
@@ -898,7 +909,8 @@ def test_cpu_devices_are_named_without_gaps(actors, learners, expected):
     layout.num_named_devices(config)
 
 
-def test_idle_devices_are_warned_of():
+def test_idle_devices_are_warned_of(monkeypatch):
+  monkeypatch.setattr(layout, 'num_cores', lambda: 2)
   config = _config()
   config.env.num_envs = 4  # One of 4 devices acts; 2 learn.
   config.sebulba.actor_devices = config.sebulba.learner_devices = ()
