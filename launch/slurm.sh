@@ -72,7 +72,8 @@ if ((code == 75)); then
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
   if [[ -z $state || $state == RUNNING ]]; then
     echo "slurm.sh: the run was preempted and saved a checkpoint; it is queued again"
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID" \
+      || echo "slurm.sh: the job could not be queued again; submit it again"
   else
     echo "slurm.sh: the run saved a checkpoint; it is not queued again, because the" \
       "job's state is $state"

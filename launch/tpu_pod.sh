@@ -42,6 +42,9 @@ mistake() {
   exit 2
 }
 
+((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) \
+  || mistake 'this script needs bash 4.4 or newer; on a Mac, brew install bash'
+
 say() {
   if [[ $dry_run ]]; then echo "# $*"; else echo "tpu_pod.sh: $*" >&2; fi
 }
@@ -211,7 +214,7 @@ slice_state() {
     [[ $answer == *NOT_FOUND* || $answer == *'was not found'* ]] && state=absent
     return
   fi
-  detail=$(sort -u <<<"$answer" | paste -sd ' ')
+  detail=$(sort -u <<<"$answer" | paste -sd ' ' -)
   case " $detail " in
     *' FAILED '* | *' SUSPEND'* | *' TERMINATED '* | *' STOP'* | *' DELETING '* | \
       *' PREEMPTED '* | *' REPAIRING '*)
@@ -522,7 +525,7 @@ while :; do
   code=$?
   ((code == 0)) && follow_run
   ((code == 75)) || break
-  say 'the slice was preempted; the run resumes on another one'
+  say 'the slice is lost; the run resumes on another one'
   delete_slice
   started=''
   # A run that fails before it prints a line was probably not preempted.

@@ -7,6 +7,7 @@ import re
 
 import jax
 import numpy as np
+import pytest
 
 from podrl.agents import AGENTS
 from podrl.run import train
@@ -47,6 +48,11 @@ TIMINGS = {
   'wall_seconds',
   'compile_seconds',
 }
+
+
+def slow(*values):
+  """Makes a case of `parametrize` that only the slow tests include."""
+  return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def network_fields(agent, /, **fields):

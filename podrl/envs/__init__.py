@@ -223,11 +223,12 @@ def add_current_directory() -> None:
 def module_directory(name: str) -> str:
   """Returns the directory that contains the module of `MODULE:NAME`.
 
-  It returns '' if the name has no module, or if the module is installed or
-  cannot be found.
+  It returns '' if the name has no module, or if the module is installed, is
+  the running program, or cannot be found.
   """
   module = name.rpartition(':')[0].partition('.')[0]
-  spec = importlib.util.find_spec(module) if module else None
+  is_named = module not in ('', '__main__')
+  spec = importlib.util.find_spec(module) if is_named else None
   if spec is None:
     return ''
   locations = list(spec.submodule_search_locations or [])

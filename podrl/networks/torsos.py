@@ -125,7 +125,7 @@ def standardize(image: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def relu(x: jax.Array) -> jax.Array:
-  """Computes max(x, 0); its gradient is 0 at 0, and NaN for infinite values."""
+  """Computes max(x, 0); its derivative at 0 is 0."""
   return jnp.maximum(x, 0)
 
 

@@ -178,7 +178,7 @@ def load_experiment(path: str) -> Callable[..., ConfigDict]:
   try:
     module = runpy.run_path(path)
   finally:
-    del sys.path[0]
+    sys.path.remove(directory)
   add_to_path(directory)  # `env.name` may name a module of this directory.
   if 'get_config' not in module:
     raise ValueError(f'{path} is not an experiment: it has no get_config')

@@ -564,8 +564,8 @@ def compile_command(
   """Compiles a run for a target; `arguments` are those of a training command.
 
   If `scale` is true, each device has config.env.num_envs environments. If
-  `num_members` is not 0, the run is a program of a sweep. The function returns
-  the configuration, and the results of `compile_for`.
+  `num_members` is above 1, the run is a program of a sweep. The function
+  returns the configuration, and the results of `compile_for`.
   """
   argv = ['podrl compile', *arguments]
   command_line = configs.parse_command_line(argv, has_task=True)
@@ -575,6 +575,7 @@ def compile_command(
     if name.endswith('.py') or not name:
       config = tools.read_config(command_line)
     else:
+      configs.check_choice('variant', command_line.flags.variant, ('',))
       task, agent = find_task(name), command_line.flags.agent
       config = defaults.base(task, agent)
       configs.apply_overrides(config, overrides)  # `make_spec` needs options.
@@ -582,7 +583,7 @@ def compile_command(
       configs.apply_overrides(config, overrides)
     factor = target.num_devices if scale else 1
     config.env.num_envs *= factor
-    if num_members:
+    if num_members > 1:
       if 'sebulba' in config:
         raise ValueError('--members does not work with Sebulba')
       with config.unlocked():

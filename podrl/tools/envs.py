@@ -2,11 +2,11 @@
 
   podrl envs [WORD]
 
-With WORD, it lists only names that contain WORD. podrl train accepts each line
-as NAME. If several suites have an environment of this name, podrl train uses
-the first of these suites. A suite that is not installed is named with the
-command that installs it. Modules can register more gymnasium environments; see
-podrl train --help.
+With WORD, it lists only names that contain WORD. podrl train accepts a name as
+NAME. If several suites have an environment of this name, podrl train uses the
+first of these suites. A suite that is not installed is named with the command
+that installs it. Modules can register more gymnasium environments; see podrl
+train --help.
 """
 
 from collections.abc import Sequence

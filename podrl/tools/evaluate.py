@@ -62,7 +62,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   num_cut = int(np.sum(outcome.lengths >= limit))
   if num_cut and limit != loaded.spec.max_episode_steps:
     print(
-      f'{count(num_cut, "episode")} did not end within {limit:,} steps, and '
+      f'{count(num_cut, "episode")} reached the limit of {limit:,} steps, and '
       'counted until then'
     )
   with tools.writing(out):

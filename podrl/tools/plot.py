@@ -315,9 +315,11 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     for name, value in record.items()
     if isinstance(value, int | float)
   }
-  if not values.y:
+  if values['y'].present and not values.y:
     raise ValueError('--y names no metric, for example --y=episode_return')
-  for name in values.y:
+  # A short run may have evaluations only.
+  metrics = values.y or [x for x in _RETURNS if x in known][:1]
+  for name in metrics:
     if name not in known or not any(
       len(run.series(values.x, name)[0]) for run in runs
     ):
@@ -327,7 +329,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   tools.check_out(out)
   groups = group_runs(runs)
   with tools.writing(out):
-    draw(groups, values.x, out, values.y)
+    draw(groups, values.x, out, metrics)
   console = Console(highlight=False, markup=False)
   console.print(table(groups))
   console.print(f'drawn: {out}', soft_wrap=True)
@@ -338,8 +340,8 @@ def run(argv: Sequence[str]) -> int:
   values = flags.FlagValues()
   text = 'The horizontal axis.'
   flags.DEFINE_enum('x', 'env_steps', list(_AXES), text, flag_values=values)
-  text = 'The metrics on the vertical axis.'
-  flags.DEFINE_list('y', [_RETURNS[0]], text, flag_values=values)
+  text = 'The metrics on the vertical axis; by default, the return.'
+  flags.DEFINE_list('y', [], text, flag_values=values)
   text = 'The .png or .svg file to write.'
   flags.DEFINE_string('out', '', text, flag_values=values)
   return tools.run_command(argv, __doc__, values, _act)

@@ -76,14 +76,15 @@ def predict(
 ) -> list[Row]:
   """Makes a row for each target, from the reports of some of them."""
   sizes = sorted(reports)
-  first = reports[sizes[0]]
   rows: list[Row] = []
   for n, target in all_targets.items():
+    # With Sebulba, a single core acts and learns in turn, unlike several cores.
+    like = reports[min((x for x in sizes if x >= n), default=sizes[-1])]
     times, all_reduce = [], 0.0
-    for name, program in first.programs.items():
+    for name, program in like.programs.items():
       analyses = [reports[size].programs[name] for size in sizes]
       own = [sum(x.seconds.values()) - x.seconds[REDUCE] for x in analyses]
-      devices = n * program.num_devices // first.num_devices
+      devices = n * program.num_devices // like.num_devices
       reducing = sum(
         x.times * all_reduce_seconds(x.num_bytes, devices, target.chip)
         for x in analyses[-1].collectives
@@ -91,8 +92,8 @@ def predict(
       now = float(np.interp(np.log2(n), np.log2(sizes), own))
       times.append(now + reducing)
       all_reduce += reducing
-    seconds = max(times) if first.overlaps else sum(times)
-    rate = first.num_steps * n / first.num_devices / seconds
+    seconds = max(times) if like.overlaps else sum(times)
+    rate = like.num_steps * n / like.num_devices / seconds
     best = rows[0].steps_per_second / rows[0].num_cores if rows else rate / n
     rows.append(
       Row(n, seconds, all_reduce, rate, rate / n / best, n in reports)

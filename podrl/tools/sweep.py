@@ -93,8 +93,8 @@ def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
   lowest = 0.0 if kind == 'log' else -math.inf
   if not lowest < low < high < math.inf:
     raise ValueError(f'--axis={text} must be {field}={form}, with LOW < HIGH')
-  if size < 2:
-    raise ValueError(f'--axis={text} needs at least 2 values')
+  if not (2 <= size < 2**16 and size == int(size)):
+    raise ValueError(f'--axis={text} needs a whole number of values, 2 or more')
   default = known[field]
   if isinstance(default, bool) or not isinstance(default, int | float):
     raise ValueError(f'--axis={text}: {field} is not a number; list its values')
@@ -129,9 +129,10 @@ def make_settings(
     values = itertools.product(*(axis.values for axis in axes))
     return [dict(zip(names, x)) for x in values]
   rng = np.random.default_rng(seed)
-  return [
+  found = [
     {axis.field: axis.draw(rng) for axis in axes} for _ in range(num_random)
   ]
+  return list({repr(x): x for x in found}.values())  # None twice.
 
 
 class Program(NamedTuple):
@@ -357,12 +358,15 @@ def _make_plan(arguments: list[str], values: flags.FlagValues) -> _Plan:
   fields = [axis.field for axis in axes]
   used = [x.lstrip('-').partition('=')[0] for x in command_line.overrides]
   for field in fields:
-    short = {'seed', 'num_seeds', 'total_env_steps'} & {field}
-    if short or f'config.{field}' in used or fields.count(field) > 1:
-      raise ValueError(
-        f'--axis={field}: use --seeds=N for several seeds, and set a field '
-        'only once'
-      )
+    short = {
+      'seed': '--seeds=N',
+      'num_seeds': '--seeds=N',
+      'total_env_steps': '--steps=N',
+    }
+    if field in short:
+      raise ValueError(f'--axis={field}: use {short[field]} instead')
+    if f'config.{field}' in used or fields.count(field) > 1:
+      raise ValueError(f'--axis={field}: set a field only once')
   settings = make_settings(axes, values.random, config.seed)
   programs = make_programs(settings, config, values.per_program)
   if population := _population(axes, values):
@@ -401,32 +405,28 @@ def _check_directory(plan: _Plan) -> None:
     )
   programs = dict(zip(plan.directories, plan.programs))
   for directory in found:
-    is_same = False
+    why = ''
     if program := programs.get(directory):
       expected = ConfigDict(plan.config.to_dict())
       _add_members(expected, program, plan.population)
-      saved = workdir.read_config(directory)
-      is_same = _identity(saved, program) == _identity(expected, program)
-    if not is_same:
-      raise ValueError(
-        f'{directory} does not belong to this sweep; repeat the arguments of '
-        'the sweep that began there, or choose another --workdir'
+      saved, new = map(_identity, (workdir.read_config(directory), expected))
+      if saved == new:
+        continue
+      name = min(k for k in saved | new if saved.get(k) != new.get(k))
+      why = (
+        f': {name} is {saved.get(name)} in the run, but {new.get(name)} here'
       )
+    raise ValueError(
+      f'{directory} does not belong to this sweep{why}; repeat the arguments '
+      'of the sweep that began there, or choose another --workdir'
+    )
 
 
-def _identity(config: ConfigDict, program: Program) -> str:
-  """Returns what a program must have in common with its saved run."""
-  fields = workdir.flatten(config.to_dict())
-  names = (
-    'agent.name',
-    'env.suite',
-    'env.name',
-    *program.fields,
-    'members',
-    'population.every_env_steps',
-    'population.ranges',
-  )
-  return json.dumps([fields.get(x) for x in names], sort_keys=True)
+def _identity(config: ConfigDict) -> dict[str, Any]:
+  """Returns the fields that a program and its saved run have in common."""
+  others = (*workdir.MOVABLE, 'total_env_steps')
+  fields = workdir.flatten(json.loads(json.dumps(config.to_dict())))
+  return {k: x for k, x in fields.items() if not k.startswith(others)}
 
 
 def _train(plan: _Plan) -> train.Outcome:
@@ -668,9 +668,8 @@ def _for_program(
 ) -> configs.CommandLine:
   """Returns the command line for one program; members have the seeds."""
   kept = command_line.overrides
-  if 'num_seeds' in program.fields:
-    own = [*own, *(x for x in kept if _is_seed(x))]
-    kept = [x for x in kept if not _is_seed(x)]
+  own = [*own, *(x for x in kept if _is_seed(x))]
+  kept = [x for x in kept if not _is_seed(x)]
   command_line.flags['workdir'].value = directory
   return command_line._replace(overrides=kept, sweep=(path, *own))
 

@@ -148,7 +148,7 @@ def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
     return timestep
 
   return HostEnv(
-    env.spec._replace(observe=lambda obs: obs),
+    env.spec._replace(observe=lambda obs: obs, to_library=lambda x: x),
     reset=lambda: keep(reset(reset_keys)),
     step=lambda action: keep(step(state, action)),
     close=lambda: None,

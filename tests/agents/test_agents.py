@@ -14,11 +14,6 @@ from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
 from podrl.types import Box, Discrete, MultiDiscrete, TimeStep, Trajectory
 
-
-def _slow(*values):
-  return pytest.param(*values, marks=pytest.mark.slow)
-
-
 _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
 _SPACES = {
   'discrete': Discrete(3),
@@ -101,8 +96,8 @@ def _act_through(agent, variables, steps):
     ('ppo', 'none', 'multi'),
     ('ppo', 'lstm', 'box'),
     ('impala', 'gru', 'multi'),
-    _slow('ppo', 'gru', 'discrete'),
-    _slow('impala', 'lstm', 'discrete'),
+    helpers.slow('ppo', 'gru', 'discrete'),
+    helpers.slow('impala', 'lstm', 'discrete'),
   ],
 )
 def test_steps_act_as_the_unrolled_network_does(name, core, space):
@@ -193,8 +188,8 @@ def _mixed(before, after):
   [
     ('ppo', 'gru', 'box'),
     ('impala', 'lstm', 'box'),
-    _slow('ppo', 'lstm', 'discrete'),
-    _slow('a2c', 'gru', 'discrete'),
+    helpers.slow('ppo', 'lstm', 'discrete'),
+    helpers.slow('a2c', 'gru', 'discrete'),
   ],
 )
 def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
@@ -235,8 +230,8 @@ def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
     ('ppo', 'gru', 'box'),
     ('impala', 'none', 'multi'),
     ('a2c', 'none', 'discrete'),
-    _slow('ppo', 'none', 'discrete'),
-    _slow('impala', 'lstm', 'box'),
+    helpers.slow('ppo', 'none', 'discrete'),
+    helpers.slow('impala', 'lstm', 'box'),
   ],
 )
 def test_targets_depend_on_gamma_but_not_on_parameters(

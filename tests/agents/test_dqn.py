@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.agents import exploring
+from podrl.agents import dqn, exploring
 from podrl.types import Discrete, EnvSpec, Sample, TimeStep, Trajectory
 
 _OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -50,10 +50,19 @@ def _by_hand(sample, num_steps):
 @pytest.mark.parametrize('is_double', [True, False])
 @pytest.mark.parametrize('num_steps', [1, 3])
 def test_targets_and_loss_by_hand(num_steps, is_double):
-  agent = helpers.make_agent('dqn', _SPEC, n_steps=num_steps, double=is_double)
+  clip = 0.5 if is_double else 0.0
+  agent = helpers.make_agent(
+    'dqn', _SPEC, n_steps=num_steps, double=is_double, reward_clip=clip
+  )
   variables = agent.init(jax.random.key(0))
   target = agent.init(jax.random.key(1)).params
-  sample = _sample(num_steps)
+  sample = clipped = _sample(num_steps)
+  if clip:
+    timestep = sample.trajectory.timestep
+    assert np.abs(timestep.reward).max() > clip
+    timestep = timestep._replace(reward=np.clip(timestep.reward, -clip, clip))
+    trajectory = sample.trajectory._replace(timestep=timestep)
+    clipped = sample._replace(trajectory=trajectory)
   obs = sample.trajectory.timestep.obs
   batch = jax.jit(lambda v, t, s: agent.prepare(v, t, s, None, lambda x: x))(
     variables, target, sample
@@ -67,7 +76,7 @@ def test_targets_and_loss_by_hand(num_steps, is_double):
     return hidden @ head['kernel'][:, :, 0] + head['bias'][:, 0]
 
   expected = []
-  for b, (reward, discount, t) in enumerate(_by_hand(sample, num_steps)):
+  for b, (reward, discount, t) in enumerate(_by_hand(clipped, num_steps)):
     chooser = variables.params if is_double else target
     best = np.argmax(q(chooser, obs[t, b]))
     expected.append(reward + discount * q(target, obs[t, b])[best])
@@ -83,6 +92,37 @@ def test_targets_and_loss_by_hand(num_steps, is_double):
   # The error of a joint would never fall, and a memory would draw it forever.
   priority = abs(error) * (weight > 0)
   np.testing.assert_allclose(output.priority, priority, rtol=1e-4)
+
+
+def test_target_params_move_by_the_rate_once_in_a_period():
+  update = dqn.target_update(
+    {'agent.target_rate': 0.25, 'agent.target_period': 2}
+  )
+  found = [update(np.float32(8), np.float32(0), n) for n in (1, 2, 3)]
+  np.testing.assert_array_equal(found, [0.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize('name', ['dqn', 'pqn'])
+def test_an_agent_explores_with_its_probability(name):
+  agent = helpers.make_agent(
+    name, _SPEC, initial_epsilon=0.4, final_epsilon=0.4
+  )
+  number, num_actions = 4000, _SPEC.action.num_actions
+  obs = jnp.ones((number, *_SPEC.obs.shape))
+  timestep = TimeStep(
+    obs, jnp.zeros(number), jnp.ones(number), jnp.zeros(number, bool)
+  )
+  keys = jax.random.split(jax.random.key(1), number)
+  carry = agent.initial_carry(jnp.arange(number))
+  act = jax.jit(agent.act, static_argnames='greedy')
+  variables = agent.init(jax.random.key(0))
+  best, *_ = act(variables, keys, timestep, carry, greedy=True)
+  action, *_ = act(variables, keys, timestep, carry)
+  assert len(np.unique(best)) == 1
+  # A random action is the best one with the probability 1 / num_actions.
+  expected = 0.4 * (1 - 1 / num_actions)
+  # 0.03 is 4 sigma.
+  np.testing.assert_allclose(np.mean(action != best), expected, atol=0.03)
 
 
 def _distributions(params, x, num_atoms):

@@ -35,10 +35,6 @@ _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
 _T, _B = 12, 8
 
 
-def _slow(*values):
-  return pytest.param(*values, marks=pytest.mark.slow)
-
-
 _BOX = Box((2,), np.float32([-1, 0]), np.float32([1, 3]))
 
 
@@ -147,9 +143,9 @@ def _with_idle_leaf(agent):
   [
     ('impala', False),
     ('ppo', True),
-    _slow('ppo', False),
-    _slow('a2c', False),
-    _slow('impala', True),
+    helpers.slow('ppo', False),
+    helpers.slow('a2c', False),
+    helpers.slow('impala', True),
   ],
 )
 def test_one_two_and_four_devices_agree(name, is_full):
@@ -238,10 +234,10 @@ def _all_reduces(hlo):
     ('ppo', 3, 2, True),
     ('impala', 1, 1, True),
     ('impala', 2, 2, False),
-    _slow('ppo', 1, 1, False),
-    _slow('ppo', 3, 2, False),
-    _slow('impala', 1, 1, False),
-    _slow('a2c', 1, 1, False),
+    helpers.slow('ppo', 1, 1, False),
+    helpers.slow('ppo', 3, 2, False),
+    helpers.slow('impala', 1, 1, False),
+    helpers.slow('a2c', 1, 1, False),
   ],
 )
 def test_collectives_of_the_compiled_update(

@@ -23,6 +23,7 @@ def _steps(optimizer, **kwargs):
   'name,theirs',
   [
     ('adam', lambda rate: optax.adam(rate, eps=1e-5)),
+    ('radam', optax.radam),
     ('rmsprop', lambda rate: optax.rmsprop(rate, decay=0.99, eps=1e-5)),
     ('sgd', optax.sgd),
   ],

@@ -66,7 +66,8 @@ def test_a_copy_has_all_of_its_parent_and_other_hyperparameters():
     num_sgd_steps=members.astype(np.int32),
     memory=(),
   )
-  exploit = population.make_exploit({'learning_rate': Range(1.0, 100.0)})
+  rates = Range(1.0, 100.0)
+  exploit = population.make_exploit({'learning_rate': rates})
   scores = np.float32([3, 9, 4, 1, 5])  # Member 3 continues from member 1.
   new, parents = jax.jit(exploit)(state, scores, jax.random.key(1))
   expected = np.array([0, 1, 2, 1, 4])
@@ -79,3 +80,11 @@ def test_a_copy_has_all_of_its_parent_and_other_hyperparameters():
   is_same = rate == jnp.asarray(old_rate, jnp.float32)
   np.testing.assert_array_equal(is_same, expected == np.arange(5))
   assert rate[3] != old_rate[1] and 1.0 <= rate[3] <= 100.0
+  # Each hyperparameter of a copy changes by itself.
+  both = {'gamma': 10 + members, 'learning_rate': 10 + members}
+  state = state._replace(variables=variables._replace(hyperparams=both))
+  exploit = population.make_exploit({'gamma': rates, 'learning_rate': rates})
+  keys = jax.random.split(jax.random.key(2), 20)
+  new, _ = jax.jit(jax.vmap(exploit, (None, None, 0)))(state, scores, keys)
+  found = new.variables.hyperparams
+  assert np.any(found['gamma'][:, 3] != found['learning_rate'][:, 3])

@@ -133,7 +133,7 @@ def test_a_category_is_one_hot():
 @pytest.mark.parametrize(
   'name,options,message',
   [
-    ('Pong-v55', {}, 'Pong-v5'),
+    ('Pong-v55', {}, 'did you mean Pong-v5'),
     ('Pong-v5', {'img_hight': 3}, 'img_height'),
     ('Pong-v5', {'img_height': 'x'}, 'not of type int'),
     ('Pong-v5', {'img_height': 1.5}, 'not of type int'),

@@ -78,6 +78,7 @@ def test_only_a_module_outside_of_packages_has_a_directory(
   assert envs.module_directory('my_package.a:Walk-v0') == str(tmp_path)
   assert envs.module_directory('gymnasium.envs:CartPole-v1') == ''
   assert envs.module_directory('CartPole-v1') == ''
+  assert envs.module_directory('__main__:Walk-v0') == ''
   # A directory beside the virtual environment is not inside it.
   monkeypatch.setattr(sys, 'prefix', str(tmp_path)[:-1])
   assert envs.module_directory('my_envs:Walk-v0') == str(tmp_path)

@@ -61,6 +61,12 @@ def test_a_window_resumes_from_its_progress():
   assert record['num_joints'] == episodes[0]
   assert record['frames'] == 4 * record['env_steps']
   assert record['num_sgd_steps'] == 16
+  seconds = sum(x.seconds for x in reports)
+  assert record['steps_per_second'] == record['env_steps'] / seconds
+  assert record['frames_per_second'] == 4 * record['steps_per_second']
+  assert record['updates_per_second'] == 8 / seconds
+  predictions = sum(x.num_predictions for x in reports)
+  assert record['predictions_per_second'] == predictions / seconds
   np.testing.assert_allclose(
     record['episode_return'], episodes[1] / episodes[0]
   )

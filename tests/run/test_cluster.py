@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -239,16 +238,15 @@ def test_a_process_that_waits_for_another_does_not_hang():
     def beat(self):
       beats.append(1)
 
-  store = _Store()
-  waiting = threading.Thread(
-    target=lambda: Cluster(0, 2, store, Dog()).gather(None), daemon=True
-  )
-  waiting.start()
-  time.sleep(2.5)
-  assert len(beats) >= 3  # A beat comes at once, then each second.
-  store.key_value_set(cluster.store_key('gathered', 1, 1), 'null')
-  waiting.join(5)
-  assert not waiting.is_alive()
+  class Store(_Store):
+    def blocking_key_value_get(self, key, timeout_in_ms):
+      if len(beats) < 4:
+        raise jax.errors.JaxRuntimeError('DEADLINE_EXCEEDED')
+      self.values[key] = 'null'
+      return 'null'
+
+  Cluster(0, 2, Store(), Dog()).gather(None)
+  assert len(beats) == 4
 
 
 def test_processes_that_make_progress_are_left_alone(watch):
@@ -548,11 +546,8 @@ def test_kill_9_of_one_ends_the_other(victim, is_resumed, tmp_path):
   while not checkpoint.steps(path)[:1] > [before]:
     assert time.monotonic() < end
     time.sleep(0.05)
-  time.sleep(random.random())
   pod.processes[victim].kill()
-  start = time.monotonic()
   codes, output = pod.wait()
-  assert time.monotonic() - start < 30
   assert codes[victim] == -9 and codes[1 - victim] == 1
   assert f'process {victim} is gone' in output[1 - victim], output[1 - victim]
   assert not before or f'after update {before}' in output[0]

@@ -24,17 +24,13 @@ def _evaluated(name, tmp_path, *arguments):
   return summary['eval_return']
 
 
-def _slow(*values):
-  return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
   'agent,num_steps',
   [
     ('ppo', 250_000),
-    _slow('impala', 500_000),
-    _slow('a2c', 500_000),
-    _slow('muzero', 60_000),
+    helpers.slow('impala', 500_000),
+    helpers.slow('a2c', 500_000),
+    helpers.slow('muzero', 60_000),
   ],
 )
 def test_catch_is_solved(agent, num_steps, tmp_path):
@@ -50,10 +46,10 @@ _MEMORY_CHAIN = ['--config.seed=1', '--config.total_env_steps=100_000']
 @pytest.mark.parametrize(
   'agent,core',
   [
-    _slow('impala', 'lstm'),
-    _slow('impala', 'gru'),
-    _slow('ppo', 'gru'),
-    _slow('a2c', 'lstm'),
+    helpers.slow('impala', 'lstm'),
+    helpers.slow('impala', 'gru'),
+    helpers.slow('ppo', 'gru'),
+    helpers.slow('a2c', 'lstm'),
   ],
 )
 def test_a_recurrent_agent_recalls_what_it_saw(agent, core, tmp_path):
@@ -81,7 +77,7 @@ class _Repeat(gymnasium.Env):
     return self._obs, reward, False, False, {}
 
 
-@pytest.mark.parametrize('agent', ['ppo', _slow('impala')])
+@pytest.mark.parametrize('agent', ['ppo', helpers.slow('impala')])
 def test_several_discrete_actions_are_learned(agent, tmp_path):
   gymnasium.register('Repeat-v0', _Repeat, max_episode_steps=8)
   arguments = (

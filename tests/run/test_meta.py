@@ -55,6 +55,7 @@ def test_hyperparameters_that_begin_wrong_learn(
       f'--variant={variant}',
       f'--agent={agent}',
       f'--config.meta.learning_rate={rate}',
+      '--config.num_devices=2',
       name='anakin_meta',
       tiny=False,
     )

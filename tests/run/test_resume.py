@@ -45,10 +45,6 @@ _TWENTY = (
 ).split()
 
 
-def _slow(*values):
-  return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def _signal_at(monkeypatch, owner, name, count):
   """Sends SIGTERM when a function is called for the `count`-th time."""
   function, calls = getattr(owner, name), iter(range(1, 10**6))
@@ -99,24 +95,24 @@ _STOPS = (
   [
     (helpers.MEMORY, 2, _STOPS[1:3]),
     (['--agent=rainbow', *_REPLAY], 4, _STOPS[1:4]),
-    _slow(['--agent=rainbow', *_REPLAY], 1, _STOPS),
-    _slow(['--agent=r2d2', *_REPLAY], 4, _STOPS),
-    _slow(['--agent=sac', *_REPLAY], 1, _STOPS),
-    _slow(
+    helpers.slow(['--agent=rainbow', *_REPLAY], 1, _STOPS),
+    helpers.slow(['--agent=r2d2', *_REPLAY], 4, _STOPS),
+    helpers.slow(['--agent=sac', *_REPLAY], 1, _STOPS),
+    helpers.slow(
       ['--agent=muzero', *_REPLAY, '--config.search.reanalyse_fraction=0.5'],
       4,
       _STOPS,
     ),
-    _slow(
+    helpers.slow(
       ['--agent=pqn', *helpers.MEMORY[1:], '--config.num_minibatches=2'],
       4,
       _STOPS,
     ),
-    _slow(['--agent=ppo'], 1, _STOPS),
-    _slow(['--agent=ppo'], 4, _STOPS),
-    _slow(helpers.MEMORY, 1, _STOPS),
-    _slow(helpers.MEMORY, 4, _STOPS),
-    _slow(
+    helpers.slow(['--agent=ppo'], 1, _STOPS),
+    helpers.slow(['--agent=ppo'], 4, _STOPS),
+    helpers.slow(helpers.MEMORY, 1, _STOPS),
+    helpers.slow(helpers.MEMORY, 4, _STOPS),
+    helpers.slow(
       ['--agent=ppo', *helpers.MEMORY[1:], '--config.num_minibatches=2'],
       4,
       _STOPS,
@@ -166,7 +162,7 @@ def test_a_memory_that_is_left_out_is_filled_again(tmp_path, monkeypatch):
   )
 
 
-@pytest.mark.parametrize('num_seeds', [_slow(1), _slow(2)])
+@pytest.mark.parametrize('num_seeds', [helpers.slow(1), helpers.slow(2)])
 def test_a_finished_run_is_extended(num_seeds, tmp_path, monkeypatch, capsys):
   arguments = (
     '--config.optimizer.anneal=False --config.log.every_updates=4 '
@@ -356,9 +352,9 @@ def _files(workdir):
   [
     ('state', 'flipped'),
     ('progress', 'deleted'),
-    *(_slow(x, 'truncated') for x in ('variables', 'state', 'progress')),
-    *(_slow(x, 'flipped') for x in ('variables', 'progress')),
-    *(_slow(x, 'deleted') for x in ('variables', 'state')),
+    *(helpers.slow(x, 'truncated') for x in ('variables', 'state', 'progress')),
+    *(helpers.slow(x, 'flipped') for x in ('variables', 'progress')),
+    *(helpers.slow(x, 'deleted') for x in ('variables', 'state')),
   ],
 )
 def test_a_damaged_checkpoint_is_skipped(item, damage, workdir, capsys):

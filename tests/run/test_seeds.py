@@ -6,6 +6,7 @@ import shutil
 import signal
 
 import helpers
+import jax
 import numpy as np
 import pytest
 from test_resume import _HOST
@@ -90,8 +91,14 @@ def test_each_seed_is_drawn_and_loaded(finished):
   assert first.num_updates == 10 and second.config.seed == 1
   for seed, policy in ((0, first), (1, second)):
     again = podrl.load(finished, seed=seed)
-    action, _ = policy(np.zeros((3, 4)))
-    np.testing.assert_array_equal(again(np.zeros((3, 4)))[0], action)
+    assert again.config.seed == seed
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      again.variables.params,
+      policy.variables.params,
+    )
+  leaves = [jax.tree.leaves(x.variables.params) for x in (first, second)]
+  assert any(np.any(x != y) for x, y in zip(*leaves))
   for seed, message in ((None, 'name one'), (2, 'no agent 2')):
     with pytest.raises(ValueError, match=message):
       podrl.load(finished, seed=seed)

@@ -66,7 +66,7 @@ def test_episodes_can_be_cut_and_agents_unknown(tmp_path, capsys):
   assert helpers.run(tmp_path / 'run', *steps) == 0
   argv = ['evaluate', str(tmp_path / 'run'), '--episodes=3']
   assert evaluate.run(argv) == 0  # An episode of Catch has 9 steps.
-  message = '3 episodes did not end within 5 steps, and counted until then'
+  message = '3 episodes reached the limit of 5 steps, and counted until then'
   assert message in capsys.readouterr().out
   path = tmp_path / 'run' / 'config.json'
   path.write_text(path.read_text().replace('"ppo"', '"pppo"'))

@@ -60,6 +60,31 @@ def test_times_between_compiled_numbers_are_interpolated():
   assert sixteen.seconds == pytest.approx(0.4 + sixteen.all_reduce)
 
 
+def test_several_cores_act_and_learn_at_the_same_time():
+  def report(num_devices, num_actors, num_learners):
+    programs = {}
+    for name, number, seconds in (
+      ('act', num_actors, 0.2),
+      ('learn', num_learners, 0.3),
+    ):
+      parts = dict.fromkeys((*PARTS, 'rest', REDUCE), 0.0) | {'acting': seconds}
+      collectives = [Collective('all-reduce', 4_000_000, 10)]
+      collectives = collectives if name == 'learn' else []
+      programs[name] = Analysis(number, 1.0, {}, collectives, 1, parts, [])
+    overlaps, steps = num_devices > 1, 100 * num_devices
+    return Report('', num_devices, 8, programs, steps, 1, overlaps, [])
+
+  all_targets = {n: targets.parse(f'v5e-{n}') for n in (1, 4, 16)}
+  reports = {1: report(1, 1, 1), 16: report(16, 4, 12)}
+  one, four, _ = scaling.predict(reports, all_targets)
+  assert one.seconds == pytest.approx(0.2 + 0.3)
+  # Three learners send 2 x 2/3 x 4 MB.
+  assert four.all_reduce == pytest.approx(
+    scaling.all_reduce_seconds(4_000_000, 3, targets.CHIPS['v5e']) * 10
+  )
+  assert four.seconds == pytest.approx(0.3 + four.all_reduce)
+
+
 @pytest.mark.slow  # The test above covers the numbers.
 @pytest.mark.skipif(
   not importlib.util.find_spec('libtpu'),

@@ -183,6 +183,8 @@ def test_random_settings_are_in_their_range_and_depend_on_the_seed():
   assert np.mean(rates < 1e-3) == pytest.approx(0.5, abs=0.05)
   assert rates.min() >= 1e-5 and rates.max() <= 1e-1
   assert gammas.mean() == pytest.approx(0.75, abs=0.01)
+  # No setting is drawn twice.
+  assert len(sweep.make_settings(axes[2:], 8, 0)) == 2
   assert {*epochs} == {1, 2}
   assert settings == sweep.make_settings(axes, 2000, 0)
   assert settings != sweep.make_settings(axes, 2000, 1)
@@ -207,7 +209,10 @@ def test_a_list_of_numbers_is_spaced_evenly():
     (['--axis=agent.gamma=2,3'], 'config.agent.gamma=2.0 must be at least 0'),
     (['--axis=agent.gamma=log:0:1:3'], 'with LOW < HIGH'),
     (['--axis=agent.gamma=log:0.1:1'], 'must be agent.gamma=log:LOW:HIGH:N'),
-    (['--axis=agent.gamma=linear:0:1:1'], 'needs at least 2 values'),
+    (['--axis=agent.gamma=linear:0:1:1'], 'whole number of values'),
+    (['--axis=agent.gamma=linear:0:1:inf'], 'whole number of values'),
+    (['--axis=agent.gamma=linear:0:1:2.5'], 'whole number of values'),
+    (['--axis=total_env_steps=1e5,2e5'], 'use --steps=N'),
     (['--axis=network.name=linear:0:1:2'], 'network.name is not a number'),
     (['--axis=seed=1,2'], 'use --seeds=N'),
     (['--random=2', '--axis=num_epochs=linear:1:8'], 'num_epochs is an integ'),
@@ -241,6 +246,10 @@ def test_a_directory_with_another_sweep_is_refused(tmp_path, capsys):
       'program_0 does not belong',
     ),
     ([axis, env, '--agent=impala', '--resume'], 'program_0 does not belong'),
+    (
+      [axis, env, '--config.num_epochs=3', '--resume'],
+      'program_0 does not belong',
+    ),
     (
       ['--axis=optimizer.max_grad_norm=1,2', env, '--resume'],
       'program_0 does not belong',
