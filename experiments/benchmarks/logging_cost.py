@@ -31,7 +31,7 @@ _ARCHITECTURE = flags.DEFINE_enum(
   'driver', 'anakin', ['anakin', 'sebulba'], 'architecture to measure.'
 )
 _PAIRS = flags.DEFINE_integer('pairs', 20, 'number of pairs of turns.', 1)
-_SECONDS = flags.DEFINE_float('seconds', 2.0, 'seconds of each turn.', 0.0)
+_SECONDS = flags.DEFINE_float('seconds', 2.0, 'seconds of each turn.', 0.1)
 _WANDB = flags.DEFINE_bool('wandb', False, 'use Weights & Biases, offline.')
 
 

@@ -228,7 +228,13 @@ def main(argv: Sequence[str]) -> None:
   """Plays with each number of simulations; prints and draws the returns."""
   if len(argv) != 2:
     raise app.UsageError('give one run, as in search.py runs/mine')
-  policy = load(argv[1], _CHECKPOINT.value)
+  try:
+    policy = load(argv[1], _CHECKPOINT.value)
+    numbers = sorted({int(x) for x in _SIMULATIONS.value})
+  except ValueError as error:
+    raise app.UsageError(str(error)) from error
+  if not numbers or numbers[0] < 1:
+    raise app.UsageError('--simulations needs whole numbers of at least 1')
   is_fit = (
     build.architecture(policy.config) == 'anakin'
     and isinstance(policy.spec.action, Discrete)
@@ -240,7 +246,6 @@ def main(argv: Sequence[str]) -> None:
       f'{argv[1]} is not an Anakin run of muzero with discrete actions, '
       'and without masks and normalised observations'
     )
-  numbers = sorted({int(x) for x in _SIMULATIONS.value})
   env = build.make_env(policy.config)
   _, timestep = env.reset(jax.random.split(jax.random.key(1), _BATCH.value))
   returns = measure_returns(policy, numbers)

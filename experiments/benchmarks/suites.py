@@ -204,10 +204,15 @@ def measure(suite: str, name: str) -> tuple[float, float, float]:
   return *map(statistics.median, rates), statistics.median(ratios)
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
   """Measures the tasks, and prints a row of Markdown for each."""
+  if argv[1:]:
+    raise app.UsageError(f'the argument {argv[1]} is unknown; use --tasks')
   for text in _TASKS.value:
-    task = find_task(text)
+    try:
+      task = find_task(text)
+    except ValueError as error:
+      raise app.UsageError(str(error)) from error
     if task.suite not in OWN:
       raise app.UsageError(f'--tasks={text}: suites are {", ".join(OWN)}')
     theirs, ours, ratio = measure(task.suite, task.name)

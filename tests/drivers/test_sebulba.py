@@ -176,6 +176,29 @@ def test_unrolls_do_not_depend_on_how_they_are_stacked(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, x.shards, y.shards)
 
 
+def test_an_update_orders_its_unrolls_by_actor(monkeypatch):
+  driver = _driver(deterministic=False)
+  take, join, first = driver._take, spmd.join_shards, []
+
+  def join_shards(shards, *arguments):
+    first.append(int(shards[0].env_index[0, 0]))
+    return join(shards, *arguments)
+
+  # The second actor is the first to deliver.
+  def take_backwards():
+    taken, dropped = take()
+    return sorted(taken, key=lambda x: -x.actor), dropped
+
+  monkeypatch.setattr(driver, '_take', take_backwards)
+  driver.start()
+  monkeypatch.setattr(spmd, 'join_shards', join_shards)
+  _advance(driver, 3)
+  assert driver.close() == []
+  pairs = list(zip(first[::2], first[1::2]))
+  assert len(pairs) == 3 and all(x <= y for x, y in pairs)
+  assert any(x < y for x, y in pairs)
+
+
 def test_every_environment_is_freed_though_one_raises(capsys):
   freed = []
 

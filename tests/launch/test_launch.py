@@ -869,7 +869,9 @@ def test_tpu_goes_on_after_a_preemption(life, tmp_path):
   code, stdout, stderr = cloud.run()
   assert code == 0, stderr
   assert cloud.steps() == _ONCE + ['delete'] + _ONCE + _END
-  assert 'the slice is lost' in stderr and stdout.endswith('life 1 line 1\nexit 0\n')
+  assert 'the slice is lost' in stderr and stdout.endswith(
+    'life 1 line 1\nexit 0\n'
+  )
   assert not cloud.exists
 
 

@@ -210,3 +210,25 @@ def test_the_default_devices_divide_the_replay_batch(
   config.env.num_envs = 24  # Without replay, there would be 8 devices.
   config.replay.batch_size = batch_size
   assert devices.num_cpu_devices(config) == expected
+
+
+def test_a_memory_has_the_settings_of_the_run(monkeypatch):
+  config, found = base_config('rainbow'), {}
+  config.replay.batch_size, config.replay.capacity_steps = 32, 1001
+  config.replay.min_steps, config.replay.priority_exponent = 101, 0.4
+  monkeypatch.setattr(
+    build.memory, 'make_ring', lambda obs, **options: found.update(options)
+  )
+  obs = jax.ShapeDtypeStruct((4, 84, 84), jnp.uint8)
+  spec = EnvSpec(obs, True, Discrete(3), 4, 0, frame_stack=4)
+  config.agent.n_steps = 5
+  build.make_learner(config, build.make_agent(config, spec), spec, 2)
+  # Each of the two devices has a half of the steps, rounded up.
+  assert found == {
+    'frame_stack': 4,
+    'capacity': 501,
+    'min_steps': 51,
+    'batch_size': 16,
+    'sequence_length': 5,
+    'priority_exponent': 0.4,
+  }
