@@ -156,6 +156,7 @@ _TASKS = (
     'anakin_pendulum',
     'MountainCarContinuous-v0',
     85,
+    10,
     agents=('sac',),
     # With new noise at each step, none of 20 seeds ever reached the goal.
     settings={'agent.gamma': 0.99, 'agent.noise_steps': 8},
