@@ -216,7 +216,8 @@ def draw(
         frameon=False,
         fontsize=8,
       )
-    text = 'lines: training'
+    is_training = any(name != _RETURNS[1] for name in metrics)
+    text = f'lines: {"training" if is_training else "evaluation"}'
     if any(len(group.runs) > 1 for group in groups):
       text += '; bands: 95 % intervals of the mean'
     runs = [run for group in groups for run in group.runs]
