@@ -190,7 +190,7 @@ def live(rule, member, rng_key):
   carry = state._replace(variables=variables), actors
   keys = jax.random.split(rng_key, _NUM_UPDATES)
   (state, actors), _ = jax.lax.scan(update, carry, keys)
-  # The next update uses the keys of the number `num_updates`.
+  # The next unroll uses the keys of `num_updates`, so this one uses others.
   number = jnp.iinfo(jnp.int32).max - state.num_updates
   actors, trajectory, _ = unroll(state.variables, actors, number)
   loss = outer_loss(state.variables, trajectory)

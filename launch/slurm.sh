@@ -71,7 +71,8 @@ if ((code == 75)); then
   # A cancelled job saves a checkpoint too, but must not be queued again.
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
   if [[ -z $state || $state == RUNNING ]]; then
-    echo "slurm.sh: the run was preempted and saved a checkpoint; it is queued again"
+    echo "slurm.sh: the run was preempted and saved a checkpoint, so the job must be" \
+      "queued again"
     scontrol requeue "$SLURM_JOB_ID" \
       || echo "slurm.sh: the job could not be queued again; submit it again"
   else

@@ -54,7 +54,7 @@ class Unroll(NamedTuple):
 
 
 class ActorFunctions(NamedTuple):
-  """The functions of an actor, on one device; all but the first compiled."""
+  """The functions of an actor; all but `initial_carry` are compiled."""
 
   initial_carry: Callable[[types.Array], types.Tree]  # `Agent.initial_carry`.
   # `(variables, keys, num_steps, timestep, carry) -> (Row, carry)`, called once

@@ -317,7 +317,7 @@ def describe_machine(devices: Sequence[jax.Device], suite: str) -> Record:
 
 
 def _version(package: str) -> str | None:
-  """Returns the version of a package; None if PYTHONPATH alone has it."""
+  """Returns a package's version; None if it is on the path, not installed."""
   try:
     return importlib.metadata.version(package)
   except importlib.metadata.PackageNotFoundError:

@@ -47,6 +47,12 @@ from podrl.run import config as configs
 from podrl.run.evaluation import bootstrap
 from podrl.run.signals import DONE
 
+# Flags for fields that cannot be an axis.
+_INSTEAD = {
+  'seed': '--seeds=N',
+  'num_seeds': '--seeds=N',
+  'total_env_steps': '--steps=N',
+}
 _CONSOLE = Console(highlight=False, markup=False)
 _COLOR = '#1f5fa8'
 
@@ -132,7 +138,8 @@ def make_settings(
   found = [
     {axis.field: axis.draw(rng) for axis in axes} for _ in range(num_random)
   ]
-  return list({repr(x): x for x in found}.values())  # None twice.
+  # Equal settings would be equal runs, so each counts once.
+  return list({repr(x): x for x in found}.values())
 
 
 class Program(NamedTuple):
@@ -358,13 +365,8 @@ def _make_plan(arguments: list[str], values: flags.FlagValues) -> _Plan:
   fields = [axis.field for axis in axes]
   used = [x.lstrip('-').partition('=')[0] for x in command_line.overrides]
   for field in fields:
-    short = {
-      'seed': '--seeds=N',
-      'num_seeds': '--seeds=N',
-      'total_env_steps': '--steps=N',
-    }
-    if field in short:
-      raise ValueError(f'--axis={field}: use {short[field]} instead')
+    if field in _INSTEAD:
+      raise ValueError(f'--axis={field}: use {_INSTEAD[field]} instead')
     if f'config.{field}' in used or fields.count(field) > 1:
       raise ValueError(f'--axis={field}: set a field only once')
   settings = make_settings(axes, values.random, config.seed)
