@@ -265,6 +265,7 @@ def test_local_ends_the_others_after_the_first_failure(tmp_path):
 
 
 def test_local_kills_what_ignores_sigterm(tmp_path):
+  start = time.monotonic()
   code, lines, stderr = _finish(
     _local(
       2,
@@ -281,6 +282,7 @@ def test_local_kills_what_ignores_sigterm(tmp_path):
     )
   )
   assert code == 5 and 'SIGKILL to processes 1' in stderr
+  assert time.monotonic() - start < 10
   _have_ended(_pids(lines))
 
 
@@ -384,6 +386,7 @@ def test_local_leaves_no_orphan_where_it_is_killed_itself():
 
 @pytest.mark.parametrize('output', ['None', 'subprocess.DEVNULL'])
 def test_local_ends_grandchildren_and_does_not_wait_for_them(output):
+  start = time.monotonic()
   code, lines, _ = _finish(
     _local(
       1,
@@ -394,7 +397,7 @@ def test_local_ends_grandchildren_and_does_not_wait_for_them(output):
       """,
     )
   )
-  assert code == 0
+  assert code == 0 and time.monotonic() - start < 10
   assert len(_pids(lines)) == 2
   _have_ended(_pids(lines))
 
