@@ -341,8 +341,6 @@ def _check(names, seed):
         0.75 * _capacities(case)[name]
       ):
         break
-    else:
-      pytest.skip('other programs slow this machine down')
     shares = {
       k: round(v, 2)
       for k, v in record.items()
