@@ -466,23 +466,23 @@ def _make_sebulba(
   machine: Machine,
 ) -> _System:
   """Builds a Sebulba run; a resumed run starts new episodes."""
-  layout = devices.make_layout(config, spec, machine)
+  layout, fields = devices.make_layout(config, spec, machine), config.sebulba
   length = AGENTS[config.agent.name].sequence_length
   num_steps = length(flatten(config.to_dict())) if length else 0
   is_broken = layout.num_actors != layout.unrolls_per_update
-  if num_steps > config.unroll_length and is_broken:
+  if num_steps > config.unroll_length and (is_broken or fields.autotune):
     raise ValueError(
       f'config.unroll_length={config.unroll_length} must be at least '
-      f'{num_steps}, the steps of a sequence, because {layout.num_actors} '
-      f'actors give {layout.unrolls_per_update} unrolls to an update; or set '
-      f'config.sebulba.unrolls_per_update={layout.num_actors}'
+      f'{num_steps}, the steps of a sequence; or set config.sebulba.'
+      f'unrolls_per_update={layout.num_actors}, the number of actors, and '
+      'config.sebulba.autotune=False'
     )
   envs_per_host = config.env.num_envs // len(machine.hosts)
   envs_per_actor = envs_per_host // layout.num_actors
   unrolls = layout.unrolls_per_update * len(machine.hosts)
   steps_per_update = config.unroll_length * envs_per_actor * unrolls
   num_updates = _count_updates(config, steps_per_update)
-  local, fields = machine.local_devices, config.sebulba
+  local = machine.local_devices
   settings = sebulba.Settings(
     num_envs=envs_per_actor,
     unroll_length=config.unroll_length,

@@ -869,6 +869,21 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize(
+  'field,value', [('autotune', True), ('unrolls_per_update', 3)]
+)
+def test_a_sequence_from_changing_actors_must_fit_an_unroll(field, value):
+  config = sebulba_config('r2d2')
+  config.env.name, config.env.num_envs = 'CartPole-v1', 24
+  config.sebulba.mode = 'asynchronous'
+  config.sebulba.threads_per_actor_device = 2
+  config.sebulba[field] = value
+  config.replay.burn_in, config.replay.sequence_length = 5, 7
+  config.unroll_length = 11
+  with pytest.raises(ValueError, match='=11 must be at least 12, the steps of'):
+    build.make_run(config)
+
+
+@pytest.mark.parametrize(
   'field,value,message',
   [
     ('env_threads', 64, '2 actors x config.sebulba.env_threads=64 make 128'),
