@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 import podrl
 from podrl.envs import joints
-from podrl.run.config import ConfigDict, base_config, check_choice
+from podrl.messages import check_choice
+from podrl.run.config import ConfigDict, base_config
 from podrl.types import DeviceEnv, Discrete, EnvSpec
 
 _LENGTH = 6  # Steps from one end of the corridor to the other.

@@ -20,6 +20,12 @@ def suggest(name: str, known: Collection[str], prefix: str = '') -> str:
   return f'choose from {", ".join(filter(None, known)) or "none"}'
 
 
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+  """Raises a ValueError that suggests names if `value` is not a choice."""
+  if value not in choices:
+    raise ValueError(f'{name}={value} is unknown; {suggest(value, choices)}')
+
+
 def one_line(error: BaseException, *, with_kind: bool = False) -> str:
   """Returns an exception's message in one line; without a message, its type."""
   kind, message = type(error).__name__, ' '.join(str(error).split())

@@ -32,9 +32,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from podrl.agents import AGENTS
 from podrl.drivers import actor as actor_lib
@@ -47,6 +45,7 @@ from podrl.records.workdir import flatten
 from podrl.run import build, defaults
 from podrl.run import devices as layout
 from podrl.run.config import base_config, check
+from podrl.tools import make_table
 from podrl.types import DeviceEnv, HostEnv
 
 _ARCHITECTURE = flags.DEFINE_enum(
@@ -456,26 +455,15 @@ def main(argv: Sequence[str]) -> None:
   num_devices = (
     len(jax.devices()) if is_sebulba else len(layout.anakin_devices(largest))
   )
-  table = Table(
-    box=box.SIMPLE,
-    pad_edge=False,
-    padding=(0, 1, 0, 0),
+  columns = 'envs parameters stepping acting update training'.split()
+  table = make_table(
+    *('environment', *columns, 'of bound'),
+    left=['environment'],
     title=(
       f'Steps per second, medians of {_REPEATS.value} repeats, {num_devices} '
       f'{device.platform} devices ({device.device_kind})'
     ),
   )
-  table.add_column('environment')
-  for column in (
-    'envs',
-    'parameters',
-    'stepping',
-    'acting',
-    'update',
-    'training',
-    'of bound',
-  ):
-    table.add_column(column, justify='right')
   for row in rows:
     table.add_row(
       row['environment_name'],

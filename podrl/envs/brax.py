@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.envs import joints, spaces
-from podrl.messages import suggest
+from podrl.messages import check_choice
 from podrl.types import Array, Box, DeviceEnv, Tree
 
 _PICTURE = 240, 320  # Height and width of a picture, in pixels.
@@ -58,10 +58,7 @@ def make(
 
   spaces.check_options(name, options, ('backend', 'episode_length'))
   backend = backend or default_backend(name)
-  if backend not in _BACKENDS:
-    raise ValueError(
-      f'env.options.backend={backend} is unknown; {suggest(backend, _BACKENDS)}'
-    )
+  check_choice('env.options.backend', backend, _BACKENDS)
   env = envs.get_environment(name, backend=backend)
 
   def to_mujoco(state: Any) -> dict[str, Array]:

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 from podrl.envs import joints, spaces
-from podrl.messages import one_line, suggest
+from podrl.messages import check_choice, one_line, suggest
 from podrl.types import EnvSpec, HostEnv
 
 _MODES = ('sync', 'async')
@@ -90,11 +90,7 @@ def make_spec(name: str, /, **options: Any) -> EnvSpec:
   """Returns an environment's `EnvSpec`; see `make` for the arguments."""
   spec, options = _registered_spec(name), _with_whole_limit(options)
   mode = options.pop('vectorization_mode', _MODES[0])
-  if mode not in _MODES:
-    raise ValueError(
-      f'env.options.vectorization_mode={mode} is unknown; '
-      f'choose from {", ".join(_MODES)}'
-    )
+  check_choice('env.options.vectorization_mode', mode, _MODES)
   env = _make_single(name, spec.entry_point, options)
   env.close()
   max_steps = options.get('max_episode_steps')

@@ -260,15 +260,12 @@ def make_host_env(
   is_last: Array = np.zeros(num_envs, bool)
 
   def reset() -> TimeStep:
-    reward, discount = (
-      np.zeros(num_envs, np.float32),
-      np.ones(num_envs, np.float32),
-    )
     try:
       obs, _ = envs.reset(seed=seed)
     except BaseException as error:
       _fail(name, 'reset', error)
-    return TimeStep(obs, reward, discount, np.ones(num_envs, bool))
+    zeros = np.zeros(num_envs, np.float32)
+    return TimeStep(obs, zeros, zeros + 1, np.ones(num_envs, bool))
 
   def step(action: np.ndarray) -> TimeStep:
     nonlocal is_last

@@ -6,7 +6,7 @@ import chex
 import numpy as np
 
 from podrl.envs import joints, spaces
-from podrl.messages import suggest
+from podrl.messages import check_choice
 from podrl.types import Array, DeviceEnv, Discrete, Tree
 
 # The number of categories of each channel of an observation. The channels are
@@ -45,11 +45,7 @@ def make(
 
   spaces.check_options(name, options, ('observation', 'max_steps'))
   kinds = [x + y for x in _SIZES for y in ('', '_first_person')]
-  if observation not in kinds:
-    raise ValueError(
-      f'env.options.observation={observation} is unknown; '
-      f'{suggest(observation, kinds)}'
-    )
+  check_choice('env.options.observation', observation, kinds)
   limit: dict[str, Any] = {}
   if max_steps:
     limit = {'max_steps': spaces.check_whole('max_steps', max_steps)}

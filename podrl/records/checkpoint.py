@@ -142,19 +142,20 @@ class Checkpoints:
       return
     memory = learner_of(state).memory if self._with_memory else ()
     state = change_learner(state, memory=())
-    # Check the space first: on a full disk, orbax's threads print many errors.
     directory = _directory(self._path)
+    with self._errors():
+      self._manager.wait_until_finished()
+      self._num_updates = num_updates
+      # Check the space: on a full disk, orbax's threads print many errors.
+      free = shutil.disk_usage(directory).free
     needed = sum(x.nbytes for x in jax.tree.leaves((state, memory)))
     needed += _EXTRA_BYTES
-    free = shutil.disk_usage(directory).free
     if free < needed:
       raise WriteError(
         f'checkpoint {num_updates} needs {needed / 2**20:.1f} MiB on the disk '
         f'of {directory}, which has {free / 2**20:.1f} MiB left'
       )
     with self._errors():
-      self._manager.wait_until_finished()
-      self._num_updates = num_updates
       state = _copy(state)  # The next update deletes or overwrites the state.
       variables = learner_of(state).variables._replace(hyperparams={})
       # Copied: orbax reads it in a thread, while the run changes its lists.

@@ -85,8 +85,7 @@ def join_seeds(path: str, directories: Sequence[str]) -> Record:
   ]
   shared = [x for x in runs[0] if all(x in records for records in runs)]
   lines = [merge_seeds([x[i] for x in runs], in_turn=True) for i in shared]
-  files = [os.path.join(x, 'summary.json') for x in directories]
-  summaries = [workdir.read_json(file) for file in files]
+  summaries = [workdir.read_summary(x) for x in directories]
   summary = summaries[-1] | merge_seeds(summaries, in_turn=True)
   for name in 'wall_seconds', 'compile_seconds':
     summary[name] = sum(x[name] for x in summaries)
@@ -444,7 +443,9 @@ class Recorder:
           sinks.append(TensorBoard(path, last.get('env_steps', -1) + 1))
         if self.config.log.wandb:
           config = workdir.read_config(path)
-          sinks.append(Wandb(path, workdir.task_name(config), config.to_dict()))
+          name, fields = workdir.task_name(config), config.to_dict()
+          with workdir.write_errors('the run at Weights & Biases'):
+            sinks.append(Wandb(path, name, fields))
       file = os.path.join(self.path, 'decisions.jsonl')
       decides = self.config.get('sebulba', {}).get('autotune', False)
       decides |= 'population' in self.config

@@ -62,6 +62,11 @@ def describe_stages(record: Record) -> str:
   )
 
 
+def print_text(text: str) -> None:
+  """Prints a text; exits quietly if its reader has ended, as `head` does."""
+  Console(highlight=False, markup=False).print(text, soft_wrap=True)
+
+
 class Terminal:
   """Shows a live panel in a terminal, plain lines elsewhere, or nothing."""
 
@@ -92,7 +97,6 @@ class Terminal:
       )
       self._task = self._bar.add_task(name, total=num_updates)
       self._live = Live(self._bar, console=self._console)
-      self._live.start()
 
   def _go_silent(self) -> None:
     """Stops all output after its reader has ended, for example `| head`."""
@@ -101,6 +105,8 @@ class Terminal:
 
   def begin(self) -> None:
     """Shows how many updates and steps are planned, and that podrl compiles."""
+    if self._live:
+      self._live.start()
     steps, length = self._steps_per_update, self._config.unroll_length
     num_envs = self._config.env.num_envs
     text = f'{count(self._num_updates, "update")} of {steps:,} steps'

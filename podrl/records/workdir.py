@@ -46,7 +46,10 @@ CHANGEABLE = {'total_env_steps', 'optimizer.learning_rate'}.union(
   *(agent.changeable for agent in AGENTS.values())
 )
 _TASK = {'env.name', 'env.suite', 'agent.name'}
-_REQUIRED = {'agent.name', 'env.name', 'network.name', 'optimizer.name'}
+_REQUIRED = set(
+  'agent.name agent.normalize_reward env.name env.num_envs env.suite '
+  'network.name optimizer.name total_env_steps'.split()
+)
 
 
 class WriteError(RuntimeError):
@@ -188,12 +191,10 @@ def agents(path: str, config: ConfigDict) -> dict[str, dict[str, Any]]:
     return {path: config.to_dict()}
   seeds = [{'seed': config.seed + i, 'num_seeds': 1} for i in range(number)]
   kind = 'member' if 'members' in config else 'seed'
-  found = {}
+  base, found = config.to_dict(), {}
+  base.pop('members', None)
   for i, own in enumerate(config.get('members', seeds)):
-    fields = ConfigDict(config.to_dict())
-    with fields.unlocked():
-      if 'members' in fields:
-        del fields.members
+    fields = ConfigDict(base)
     fields.update_from_flattened_dict(own)
     found[os.path.join(path, f'{kind}_{i}')] = fields.to_dict()
   return found

@@ -18,10 +18,11 @@ from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES, Suite, add_current_directory, add_to_path
+from podrl.messages import check_choice
 from podrl.records import checkpoint, workdir
 from podrl.records.workdir import agents, as_config, flatten, num_agents
 from podrl.run import devices, evaluation
-from podrl.run.config import check, check_choice, meta_params
+from podrl.run.config import check, meta_params
 from podrl.run.devices import Machine
 from podrl.run.evaluation import Evaluation
 

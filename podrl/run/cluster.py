@@ -349,7 +349,7 @@ def _await_coordinator(address: str, process: int, seconds: float) -> None:
     try:
       socket.create_connection((host, int(port)), timeout=5.0).close()
       return
-    except (OSError, OverflowError) as error:
+    except OSError as error:
       if time.monotonic() > end:
         raise ValueError(
           f'process {process}: no coordinator answered at {address} within '
@@ -385,7 +385,7 @@ def connect(values: flags.FlagValues) -> Cluster:
       last = num_processes - 1
       raise ValueError(f'--process_id={process} is not between 0 and {last}')
     host, _, port = coordinator.rpartition(':')
-    if not host or not port.isdigit():
+    if not (host and port.isdigit() and 0 < int(port) < 2**16):
       raise ValueError(f'--coordinator={coordinator} is not HOST:PORT')
     if process:
       _await_coordinator(coordinator, process, start_seconds)

@@ -6,7 +6,7 @@ table. The table `AGENTS` has the fields that an agent adds or changes.
 """
 
 import ast
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import importlib.util
 import itertools
@@ -26,10 +26,11 @@ from podrl.core import meta
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
 from podrl.envs import SUITES, add_current_directory, module_directory
-from podrl.messages import similar, suggest
+from podrl.messages import check_choice, similar, suggest
 from podrl.networks.cores import CORES
 from podrl.networks.torsos import ACTIVATIONS, TORSOS
 from podrl.records import checkpoint, workdir
+from podrl.records.terminal import print_text
 from podrl.records.workdir import flatten
 from podrl.run.cluster import Cluster, version_of_code
 
@@ -355,12 +356,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 _OWNERS = {'num_devices': 'Anakin'} | {
   name: 'Sebulba' for name in FIELDS if name.startswith('sebulba.')
 }
-
-
-def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-  """Raises a ValueError that suggests names if `value` is not a choice."""
-  if value not in choices:
-    raise ValueError(f'{name}={value} is unknown; {suggest(value, choices)}')
 
 
 def _make_config(agent: str, architecture: str) -> ConfigDict:
@@ -718,8 +713,8 @@ def print_help(
   comments = {name: field.comment for name, field in FIELDS.items()}
   comments |= AGENTS[config.agent.name].comments
   name = ' [SUITE:]NAME' if command_line.task else ''
-  print(f'usage: {command_line.command}{name} [flags]\n{values.get_help()}')
-  print('\nfields, with their defaults:')
+  lines = [f'usage: {command_line.command}{name} [flags]', values.get_help()]
+  lines.append('\nfields, with their defaults:')
   for name, value in flatten(config.to_dict()).items():
     comment = comments.get(name, '')
     allowed = FIELDS[name].allowed if name in FIELDS else None
@@ -728,7 +723,8 @@ def print_help(
     if name == 'env.options':
       name, value = 'env.options.NAME', 'VALUE'
     if name != 'agent.name':  # The flag --agent sets it.
-      print(f'  --config.{name}={value}\n      {comment}')
+      lines.append(f'  --config.{name}={value}\n      {comment}')
+  print_text('\n'.join(lines))
 
 
 def _new_run(values: flags.FlagValues, config: ConfigDict) -> Files:

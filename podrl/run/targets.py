@@ -18,9 +18,9 @@ import numpy as np
 
 from podrl.drivers import spmd
 from podrl.drivers.actor import make_actor_functions
+from podrl.messages import check_choice
 from podrl.records.workdir import num_agents
 from podrl.run import build
-from podrl.run.config import check_choice
 from podrl.run.devices import Machine, make_layout, on_all_hosts
 from podrl.types import EnvSpec, TimeStep, Tree
 

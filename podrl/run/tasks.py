@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.envs import Task, find_task
+from podrl.messages import check_choice
 from podrl.records import workdir as files
 from podrl.records.terminal import podrl_command
 from podrl.records.workdir import Record
@@ -82,7 +83,7 @@ def _get_config(
   command_line: configs.CommandLine, agent: str, variant: str
 ) -> ConfigDict:
   """Makes the configuration for an environment and an agent."""
-  configs.check_choice('variant', variant, ('',))
+  check_choice('variant', variant, ('',))
   task, saved = _find_task(command_line)
   config = defaults.base(task, agent)
   config.env.options.update(saved.get('options', {}))

@@ -34,7 +34,15 @@ from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
 from podrl.run.config import FIELDS, Files
 from podrl.run.devices import describe_machine
-from podrl.run.signals import DONE, FAILED, MISTAKE, NAMES, PREEMPTED, Signals
+from podrl.run.signals import (
+  DONE,
+  FAILED,
+  INTERRUPTED,
+  MISTAKE,
+  NAMES,
+  PREEMPTED,
+  Signals,
+)
 from podrl.types import Culprit, Report, Tree, Variables
 
 _ROUND_SECONDS = 0.5  # A signal waits at most about this long.
@@ -233,7 +241,6 @@ def _train_programs(
       return Outcome(FAILED, root.workdir, str(error))
     steps_per_update = checkpoint.last_progress(programs[0][0])[2]
     terminal = Terminal(config, summary['num_updates'], steps_per_update)
-    terminal.close()
     terminal.print_summary(summary, root.workdir)
   return Outcome(DONE, root.workdir)
 
@@ -307,6 +314,9 @@ class _Trainer:
       outcome = Outcome(self._train(), path)
     except _Mistake as mistake:
       outcome = Outcome(MISTAKE, path, str(mistake))
+    except KeyboardInterrupt:  # The second one, in a program that calls podrl.
+      outcome = Outcome(INTERRUPTED, path)
+      raise
     except BaseException as exception:
       outcome = self._fail(exception)
     finally:
@@ -339,7 +349,8 @@ class _Trainer:
     recorder.terminal.begin()
     if not self.files.is_resumed:
       recorder.open({})
-    if signals.is_set() and not self.cluster.is_distributed:
+    is_alone = not self.cluster.is_distributed
+    if signals.is_set() and is_alone and self.variables is None:
       return signals.exit_code or FAILED
     self._start()
     # Wait until every process has compiled. The checkpoints then connect the

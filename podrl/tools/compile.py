@@ -40,7 +40,7 @@ from rich.table import Table
 from podrl import tools
 from podrl.drivers import spmd
 from podrl.envs import find_task
-from podrl.messages import format_size
+from podrl.messages import check_choice, format_size
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build, defaults, targets
@@ -575,7 +575,7 @@ def compile_command(
     if name.endswith('.py') or not name:
       config = tools.read_config(command_line)
     else:
-      configs.check_choice('variant', command_line.flags.variant, ('',))
+      check_choice('variant', command_line.flags.variant, ('',))
       task, agent = find_task(name), command_line.flags.agent
       config = defaults.base(task, agent)
       configs.apply_overrides(config, overrides)  # `make_spec` needs options.

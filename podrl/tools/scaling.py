@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
+from podrl.messages import check_choice
 from podrl.records.terminal import compact
 from podrl.run import targets
-from podrl.run.config import check_choice
 from podrl.run.targets import CHIPS, Target, all_reduce_seconds
 from podrl.tools.compile import (
   REDUCE,

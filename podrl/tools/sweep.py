@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
-from podrl.messages import count
+from podrl.messages import check_choice, count
 from podrl.records import workdir
 from podrl.records.terminal import podrl_command
 from podrl.run import build, tasks, train
@@ -86,7 +86,7 @@ def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
   """
   field, _, values = text.partition('=')
   known = workdir.flatten(config.to_dict())
-  configs.check_choice('--axis', field, sorted(known.keys() - {'agent.name'}))
+  check_choice('--axis', field, sorted(known.keys() - {'agent.name'}))
   kind, *numbers = values.split(':')
   if kind not in ('log', 'linear'):
     return Axis(field, _parse_values(field, values, known[field]))
@@ -117,7 +117,7 @@ def _parse_values(field: str, text: str, default: Any) -> tuple[Any, ...]:
   """Parses values that are separated by commas, with the type of `default`."""
   try:
     values = ast.literal_eval(f'({text},)')
-  except (ValueError, SyntaxError):
+  except (ValueError, SyntaxError, TypeError):
     values = text.split(',')
   parsed = [configs.parse_value(field, str(x), default) for x in values]
   found = tuple(dict.fromkeys(parsed))
@@ -390,13 +390,18 @@ def _make_plan(arguments: list[str], values: flags.FlagValues) -> _Plan:
     path,
     own,
   )
-  _check_directory(plan)
+  _check(plan)
   return plan
 
 
-def _check_directory(plan: _Plan) -> None:
-  """Raises a ValueError if the directory contains another sweep."""
-  path = plan.path
+def _check(plan: _Plan) -> None:
+  """Raises a ValueError for a wrong value, or if there is another sweep."""
+  path, configs_of = plan.path, {}
+  for directory, program in zip(plan.directories, plan.programs):
+    config = ConfigDict(plan.config.to_dict())
+    _add_members(config, program, plan.population)
+    configs.check(config)
+    configs_of[directory] = config
   names = os.listdir(path) if os.path.isdir(path) else []
   found = [os.path.join(path, x) for x in names if x.startswith('program_')]
   found = [x for x in found if workdir.is_run(x)]
@@ -405,13 +410,10 @@ def _check_directory(plan: _Plan) -> None:
       f'--workdir={path} already contains a sweep; add --resume to continue '
       'it, or choose another directory'
     )
-  programs = dict(zip(plan.directories, plan.programs))
   for directory in found:
     why = ''
-    if program := programs.get(directory):
-      expected = ConfigDict(plan.config.to_dict())
-      _add_members(expected, program, plan.population)
-      saved, new = map(_identity, (workdir.read_config(directory), expected))
+    if config := configs_of.get(directory):
+      saved, new = map(_identity, (workdir.read_config(directory), config))
       if saved == new:
         continue
       name = min(k for k in saved | new if saved.get(k) != new.get(k))
@@ -446,9 +448,7 @@ def _train(plan: _Plan) -> train.Outcome:
       continue
     outcome = train.execute(
       _with_members(plan.get_config, program, plan.population),
-      _for_program(
-        plan.command_line, program, plan.path, directory, plan.arguments
-      ),
+      _for_program(plan.command_line, plan.path, directory, plan.arguments),
     )
     if outcome.is_diverged:  # The other members go on.
       print(f'{directory}: {outcome.error.split(";")[0]}', file=sys.stderr)
@@ -663,7 +663,6 @@ def _add_members(
 
 def _for_program(
   command_line: configs.CommandLine,
-  program: Program,
   path: str,
   directory: str,
   own: Sequence[str],

@@ -13,6 +13,7 @@ which registers a gymnasium environment; MODULE may be in the current directory.
 from collections.abc import Sequence
 import sys
 
+from podrl.records.terminal import print_text
 from podrl.run import tasks, train
 from podrl.run.config import print_help
 from podrl.run.signals import DONE, MISTAKE
@@ -24,11 +25,11 @@ def run(argv: Sequence[str]) -> int:
     get_config, command_line = tasks.parse(argv[1:])
     if not command_line.flags.help:
       return train.run_to_exit(get_config, command_line)
-    print(__doc__)
+    print_text(__doc__)
     if command_line.task:
       print_help(command_line, get_config)
     else:
-      print(command_line.flags.get_help())
+      print_text(command_line.flags.get_help())
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return MISTAKE

@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import math
+import os
 import re
 import sys
 import threading
@@ -281,6 +282,21 @@ def test_an_extra_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
   assert not (tmp_path / 'run').exists()
 
 
+def test_wandb_without_a_login_is_one_line(tmp_path, monkeypatch, capsys):
+  class NoLogin:
+    __spec__ = object()
+
+    @staticmethod
+    def init(**_):
+      raise Exception('no API key')
+
+  monkeypatch.setitem(sys.modules, 'wandb', NoLogin)
+  assert helpers.run(tmp_path / 'run', '--config.log.wandb=True') == 1
+  said = capsys.readouterr().err
+  assert said.endswith('at Weights & Biases could not be written: no API key\n')
+  assert said.count('\n') == 1
+
+
 def test_a_sink_that_is_off_writes_nothing(tmp_path):
   assert helpers.run(tmp_path / 'run', '--config.log.tensorboard=False') == 0
   names = {x.name for x in (tmp_path / 'run').iterdir()}
@@ -472,6 +488,25 @@ def test_a_stopped_run_says_how_to_resume_it(exit, is_resumed, monkeypatch):
   lines = _lines(False, monkeypatch, [_RECORD], exit=exit)
   assert lines.endswith('\nRESUME\n') == is_resumed
   assert 'podrl' not in lines
+
+
+def test_the_panel_is_shown_when_the_run_begins(monkeypatch):
+  started = []
+  monkeypatch.setattr(terminal.Live, 'start', lambda x: started.append(x))
+  monkeypatch.setenv('FORCE_COLOR', '1')  # It means a terminal, for rich.
+  panel = terminal.Terminal(_config(), 100, 2048)
+  assert not started  # A finished series shows only its summary.
+  panel.begin()
+  assert started == [panel._live]
+
+
+def test_the_reader_of_a_text_may_end_first(monkeypatch):
+  reader, writer = os.pipe()
+  os.close(reader)
+  with open(writer, 'w') as file:
+    monkeypatch.setattr(sys, 'stdout', file)
+    with pytest.raises(SystemExit):
+      terminal.print_text('text')
 
 
 def test_a_silent_process_prints_nothing(capfd):

@@ -649,6 +649,10 @@ def test_a_mistake_is_one_line_in_each(each, message, tmp_path):
       'x is not HOST:PORT',
     ),
     (
+      ['--coordinator=x:65536', '--num_processes=2', '--process_id=1'],
+      'x:65536 is not HOST:PORT',
+    ),
+    (
       [
         f'--coordinator=127.0.0.1:{_free_port()}',
         '--num_processes=2',

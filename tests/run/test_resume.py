@@ -711,6 +711,17 @@ def test_a_signal_at_the_start_leaves_the_summary(workdir, monkeypatch):
   assert _files(workdir) == before
 
 
+def test_a_signal_at_the_start_keeps_the_initial_parameters(
+  original, tmp_path, monkeypatch
+):
+  _signal_at(monkeypatch, train.records, 'Recorder', 1)
+  new = tmp_path / 'new'
+  assert helpers.run(new, f'--init_from={original}') == train.PREEMPTED
+  assert checkpoint.steps(str(new)) == [0]
+  params = [podrl.load(x).variables.params for x in (new, original)]
+  jax.tree.map(np.testing.assert_array_equal, *params)
+
+
 def test_one_agent_of_several_is_not_a_run(tmp_path, monkeypatch, capfd):
   workdir = tmp_path / 'run'
   assert helpers.run(workdir, '--config.num_seeds=2') == 0
@@ -759,6 +770,18 @@ def test_a_full_disk_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys):
   assert summary['exit'] == 'failed'
   assert checkpoint.steps(str(tmp_path / 'run')) == [2, 1]
   assert helpers.run(tmp_path / 'run', '--resume') == 0
+
+
+def test_a_directory_that_vanishes_does_not_hide_the_failure(
+  tmp_path, monkeypatch, capsys
+):
+  def fail(*_):
+    shutil.rmtree(tmp_path / 'run' / 'checkpoints')
+    raise RuntimeError('the failure')
+
+  monkeypatch.setattr(Anakin, 'advance', fail)
+  assert helpers.run(tmp_path / 'run') == train.FAILED
+  assert capsys.readouterr().err.endswith('error: RuntimeError: the failure\n')
 
 
 def test_a_file_that_cannot_be_written_ends_a_run_in_one_line(

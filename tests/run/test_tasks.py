@@ -238,16 +238,22 @@ def test_python_raises_mistakes_and_failures(home, capsys):
   assert json.loads((home / 'a' / 'summary.json').read_text())['error']
 
 
-def test_python_raises_a_signal_after_the_run_is_saved(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+  'num_signals,message', [(1, 'the run is saved in .*'), (2, '')]
+)
+def test_python_raises_a_signal_and_the_run_can_be_resumed(
+  num_signals, message, tmp_path, monkeypatch
+):
   original = train._Trainer._add
 
   def interrupt(self, reports):
-    os.kill(os.getpid(), 2)
+    for _ in range(num_signals):  # The second one acts at once.
+      os.kill(os.getpid(), 2)
     original(self, reports)
 
   monkeypatch.setattr(train._Trainer, '_add', interrupt)
   path = str(tmp_path / 'run')
-  with pytest.raises(KeyboardInterrupt, match='run is saved in'):
+  with pytest.raises(KeyboardInterrupt, match=f'^{message}$'):
     podrl.train('Catch-bsuite', workdir=path, config=_TINY)
   monkeypatch.undo()
   assert workdir.read_json(f'{path}/summary.json')['exit'] == 'interrupted'

@@ -207,6 +207,8 @@ def test_a_list_of_numbers_is_spaced_evenly():
     (['--axis=agent.gamma=high'], 'is not of type float'),
     (['--axis=agent.gamma=0.9,0.9'], 'has a value twice'),
     (['--axis=agent.gamma=2,3'], 'config.agent.gamma=2.0 must be at least 0'),
+    (['--axis=agent.gamma={[]:1}'], 'is not of type float'),
+    (['--axis=network.name=mlp,foo'], 'config.network.name=foo is unknown'),
     (['--axis=agent.gamma=log:0:1:3'], 'with LOW < HIGH'),
     (['--axis=agent.gamma=log:0.1:1'], 'must be agent.gamma=log:LOW:HIGH:N'),
     (['--axis=agent.gamma=linear:0:1:1'], 'whole number of values'),
