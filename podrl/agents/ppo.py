@@ -107,8 +107,10 @@ def normalize(
   share, first, second = mean([jnp.mean(weight * x) for x in powers])
   share = jnp.maximum(share, 1e-8)  # Avoids 0 / 0 if all slots are joints.
   first, second = first / share, second / share
-  # The root has no derivative at 0, which meta-gradients would need.
-  deviation = jnp.sqrt(jnp.maximum(second - jnp.square(first), 1e-16))
+  # If the mean is large, rounding errors may be all that is left of the
+  # variance. And the root has no derivative at 0, which meta-gradients need.
+  least = 1e-6 * jnp.square(first) + 1e-16
+  deviation = jnp.sqrt(jnp.maximum(second - jnp.square(first), least))
   return (advantage - first) / (deviation + 1e-8)
 
 

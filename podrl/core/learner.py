@@ -136,9 +136,10 @@ def make_learner(
 
   Returns:
     A `Learner`. Its metrics are `loss`, `grad_norm` and the metrics of the
-    agent's loss, averaged over devices and optimiser steps. With a memory, the
-    metric `is_learning` is 0 for updates before the memory was ready, and then
-    the other metrics are 0 too.
+    agent's loss, averaged over devices and optimiser steps. `loss` is NaN if
+    the gradient of a step is NaN or infinite. With a memory, the metric
+    `is_learning` is 0 for updates before the memory was ready, and then the
+    other metrics are 0 too.
   """
   if memory is not None and num_minibatches != 1:
     raise ValueError(
@@ -186,7 +187,9 @@ def make_learner(
     updates, opt_state = optimizer.update(
       grads, state.opt_state, params, hyperparams=variables.hyperparams
     )
-    metrics['grad_norm'] = optax.tree.norm(grads)
+    metrics['grad_norm'] = norm = optax.tree.norm(grads)
+    # Such a gradient ruins the parameters, even if the loss is finite.
+    metrics['loss'] = jnp.where(jnp.isfinite(norm), metrics['loss'], jnp.nan)
     params = optax.apply_updates(params, updates)
     num_sgd_steps = state.num_sgd_steps + 1
     if target_update is not None:

@@ -147,11 +147,10 @@ class Sebulba:
       self._actors.append(actor)
     agent, learner = self.agent, self.core
 
-    @jax.jit
     def init(key, hyperparams):
       return agent.init(key).with_hyperparams(hyperparams)
 
-    variables = init(self._init_key, self.hyperparams)
+    variables = spmd.call_in_order(init, self._init_key, self.hyperparams)
     # Place the variables as in training, so that actors compile only once.
     variables = spmd.place(variables, mesh, spmd.REPLICATED)
     for actor in self._actors:

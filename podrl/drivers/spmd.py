@@ -92,6 +92,16 @@ def record_specs(has_members: bool) -> tuple[Any, Any]:
   return rows, PartitionSpec(None, DEVICE_AXIS, *members)
 
 
+def call_in_order(init: Callable, *arguments: Tree) -> Any:
+  """Compiles and calls a function that initialises networks.
+
+  The orthogonal initialisation uses batched QR factorisations. With jaxlib
+  0.10.2, two of them at the same time can deadlock in XLA's CPU threads. So the
+  operations of the program run one after the other.
+  """
+  return jax.jit(init, compiler_options=in_order_options())(*arguments)
+
+
 def init_learner(
   init: Callable[..., LearnerState],
   learner: Learner,
@@ -116,11 +126,7 @@ def init_learner(
   def memory(*arguments: Tree) -> Tree:
     return init(*arguments).memory
 
-  # The orthogonal initialisation uses batched QR factorisations. With jaxlib
-  # 0.10.2, two of them at the same time can deadlock in XLA's CPU threads.
-  state = jax.jit(without_memory, compiler_options=in_order_options())(
-    *arguments
-  )
+  state = call_in_order(without_memory, *arguments)
   same = MEMBERS if has_members else REPLICATED
   state = place(state, mesh, same)
   shapes = jax.tree.leaves(jax.eval_shape(memory, *arguments))

@@ -341,6 +341,21 @@ def test_an_epoch_learns_from_every_row_once(num_epochs, num_minibatches):
   assert int(state.num_updates) == 1
 
 
+@pytest.mark.parametrize('scale,expected', [(1.0, np.inf), (0.0, np.nan)])
+def test_a_bad_gradient_makes_the_loss_nan(scale, expected):
+  agent = _counting_agent()._replace(  # The parameters are 0, and so the loss.
+    loss=lambda variables, target, batch, key: (
+      jnp.sum(jnp.sqrt(scale * variables.params)),
+      LossOutput({}),
+    )
+  )
+  learner, update = make_update(agent, optax.sgd(1.0), 1)
+  state = learner.init(jax.random.key(0), ())
+  _, metrics = update(state, _unroll_of(jnp.eye(16)), jax.random.key(1))
+  np.testing.assert_array_equal(metrics['grad_norm'], expected)
+  assert np.isnan(metrics['loss'])
+
+
 def test_each_epoch_has_other_minibatches():
   agent = _counting_agent()
   order = []
@@ -449,6 +464,14 @@ def test_advantages_are_normalized_over_the_global_batch():
   valid = np.delete(np.asarray(advantage), 3)
   expected = (np.asarray(advantage) - valid.mean()) / valid.std()
   np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize('mean', [1e3, 1e4, 1e5])
+def test_a_large_mean_of_the_advantages_leaves_no_noise(mean):
+  noise = np.random.default_rng(0).normal(size=(128, 64))
+  advantage = jnp.asarray(mean + noise, jnp.float32)
+  found = ppo.normalize(advantage, jnp.ones_like(advantage), lambda x: x)
+  assert abs(found.mean()) < 0.1 and found.std() < 1.1
 
 
 _CAPACITY = 4096  # Steps on each device; far more than in any other array.
