@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -248,7 +249,7 @@ def test_python_raises_a_signal_and_the_run_can_be_resumed(
 
   def interrupt(self, reports):
     for _ in range(num_signals):  # The second one acts at once.
-      os.kill(os.getpid(), 2)
+      signal.raise_signal(signal.SIGINT)
     original(self, reports)
 
   monkeypatch.setattr(train._Trainer, '_add', interrupt)
