@@ -643,13 +643,13 @@ class _Trainer:
   def _explain(
     self, agent: int, found: Sequence[Any], checkpoint_step: int | None
   ) -> str:
-    """Says why a loss is not finite, and what to do now.
+    """Says why a loss or gradient is not finite, and what to do now.
 
     `found` has the `Report.culprit` of each process, as JSON.
     """
     text = (
-      f'the loss of seed {self.config.seed + agent} is NaN or infinite at '
-      f'update {self.recorder.num_updates + 1}'
+      f'the loss or gradient of seed {self.config.seed + agent} is NaN or '
+      f'infinite at update {self.recorder.num_updates + 1}'
     )
     fields = workdir.flatten(self.config.to_dict())
     for culprit in filter(None, found):

@@ -175,7 +175,7 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
         fields = workdir.flatten(config.to_dict())
         reason = report.culprit and culprits.explain(report.culprit, fields)
         reason = reason or 'try a smaller optimizer.learning_rate'
-        raise ValueError(f'the loss is NaN or infinite: {reason}')
+        raise ValueError(f'the loss or gradient is NaN or infinite: {reason}')
       if start:
         window.add(report)
         pace = max(1, int(0.2 * report.num_updates / report.seconds))
