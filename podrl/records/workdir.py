@@ -46,10 +46,7 @@ CHANGEABLE = {'total_env_steps', 'optimizer.learning_rate'}.union(
   *(agent.changeable for agent in AGENTS.values())
 )
 _TASK = {'env.name', 'env.suite', 'agent.name'}
-_REQUIRED = set(
-  'agent.name agent.normalize_reward env.name env.num_envs env.suite '
-  'network.name optimizer.name total_env_steps'.split()
-)
+_REQUIRED = {'agent.name', 'env.name', 'network.name', 'optimizer.name'}
 
 
 class WriteError(RuntimeError):

@@ -239,11 +239,19 @@ def test_python_raises_mistakes_and_failures(home, capsys):
   assert json.loads((home / 'a' / 'summary.json').read_text())['error']
 
 
+@pytest.fixture
+def sigint():
+  """Lets Ctrl-C raise; a shell may start the tests with it ignored."""
+  previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, previous)
+
+
 @pytest.mark.parametrize(
   'num_signals,message', [(1, 'the run is saved in .*'), (2, '')]
 )
 def test_python_raises_a_signal_and_the_run_can_be_resumed(
-  num_signals, message, tmp_path, monkeypatch
+  num_signals, message, sigint, tmp_path, monkeypatch
 ):
   original = train._Trainer._add
 
