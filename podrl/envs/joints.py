@@ -264,8 +264,9 @@ def make_host_env(
       obs, _ = envs.reset(seed=seed)
     except BaseException as error:
       _fail(name, 'reset', error)
-    zeros = np.zeros(num_envs, np.float32)
-    return TimeStep(obs, zeros, zeros + 1, np.ones(num_envs, bool))
+    reward = np.zeros(num_envs, np.float32)
+    discount, is_first = np.ones(num_envs, np.float32), np.ones(num_envs, bool)
+    return TimeStep(obs, reward, discount, is_first)
 
   def step(action: np.ndarray) -> TimeStep:
     nonlocal is_last
