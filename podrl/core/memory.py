@@ -85,6 +85,19 @@ def _stack(rows: Rows, row: Array, column: Array, frame_stack: int) -> Tree:
   return jnp.concatenate(frames[::-1], axis=-1)
 
 
+def _keep_float32(x: Array) -> Array:
+  """Returns observations of a ring, and keeps a TPU from converting the ring.
+
+  If only products of matrices use `x`, XLA's TPU backend converts the whole
+  ring to bfloat16 in each update. It does not do so with integers.
+  """
+  if x.dtype != jnp.float32:
+    return x
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  bits = jax.lax.optimization_barrier(bits)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def _choose_row(row_sums: Array, uniform: Array) -> Array:
   """Chooses rows, int32 `[N]`, with probabilities proportional to their sums.
 
@@ -217,8 +230,10 @@ def make_ring(
     follows = (trajectory.env_index == storage.env_index) & (
       trajectory.num_steps == storage.num_steps
     )
-    largest = jnp.max(priorities)
-    largest = jnp.where(largest > 0.0, largest, 1.0)
+    largest: Any = 1.0
+    if priority_exponent:
+      largest = jnp.max(priorities)
+      largest = jnp.where(largest > 0.0, largest, 1.0)
 
     # The unroll's last time step has no action yet. The next unroll begins with
     # the same time step and completes the row.
@@ -294,6 +309,7 @@ def make_ring(
     rows = storage.rows
     timestep = jax.tree.map(lambda x: x[places, column[None]], rows.timestep)
     vectors = _stack(rows, places, column[None], frame_stack)
+    vectors = jax.tree.map(_keep_float32, vectors)
     timestep = timestep._replace(obs=unflatten(vectors, obs, 2))
     action, extras = jax.tree.map(
       lambda x: x[places[:-1], column[None]], (rows.action, rows.extras)

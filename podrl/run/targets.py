@@ -290,7 +290,8 @@ class Program(NamedTuple):
 
   lowered: jax.stages.Lowered
   num_devices: int  # Devices that run it.
-  calls: float  # Calls in one update of the run, on each of these devices.
+  calls: float  # Calls in `num_updates` updates, on each of these devices.
+  num_updates: int = 1  # Rounds of its loop over updates, if it has one.
 
 
 class Lowered(NamedTuple):
@@ -325,7 +326,8 @@ def lower(config: ConfigDict, machine: Machine) -> Lowered:
     )
     driver = run.driver
     train = driver.programs.train.lower(jax.eval_shape(init), np.int32(1))
-    programs, overlaps = {'train': Program(train, len(run.devices), 1)}, False
+    program = Program(train, len(run.devices), 1, driver.max_updates)
+    programs, overlaps = {'train': program}, False
   num_steps = run.steps_per_update
   num_steps *= num_agents(config) if build.has_axis(config) else 1
   num_params = sum(x.size for x in jax.tree.leaves(run.variables.params))

@@ -120,8 +120,8 @@ def num_bytes(shape: str) -> int:
   return total
 
 
-def num_trips(loop: Instruction, module: Module) -> int:
-  """Returns how often a loop runs, or 1 if that is not a constant."""
+def num_trips(loop: Instruction, module: Module, default: int) -> int:
+  """Returns how often a loop runs, or `default` if that is not a constant."""
   if known := _find(r'known_trip_count.{,5}n.{,5}?(\d+)', loop.text):
     return int(known)
   names, found = loop.called('condition'), []
@@ -130,7 +130,7 @@ def num_trips(loop: Instruction, module: Module) -> int:
       names += instruction.called('calls')
       if instruction.kind == 'constant' and 's32[]' in instruction.shape:
         found.append(int(instruction.text.split(')')[0]))
-  return max(found, default=1)
+  return max(found, default=default)
 
 
 def part_of(instruction: Instruction) -> str:
@@ -181,29 +181,34 @@ class Run(NamedTuple):
 
 
 def walk(
-  module: Module, computation: str = _ENTRY, times: int = 1, part: str = _REST
+  module: Module,
+  num_updates: int = 1,
+  computation: str = _ENTRY,
+  times: int = 1,
+  part: str = _REST,
 ) -> Iterator[Run]:
   """Yields the instructions that run.
 
-  Only the longest branch of a conditional counts. A loop counts once if its
-  number of iterations is not a constant, as in Anakin's loop over updates.
+  Only the longest branch of a conditional counts. If the number of iterations
+  of a loop is not a constant, the loop counts once. But the outermost loop is
+  Anakin's loop over updates, and counts `num_updates` times.
   """
   for instruction in module[computation]:
     own = part_of(instruction) or part
     yield Run(instruction, computation, times, own)
     if instruction.kind == 'while':
-      trips = times * num_trips(instruction, module)
+      trips = times * num_trips(instruction, module, num_updates)
       for name in instruction.called('condition', 'body'):
-        yield from walk(module, name, trips, own)
+        yield from walk(module, 1, name, trips, own)
     elif instruction.kind == 'conditional':
       names = instruction.called(
         'branch_computations', 'true_computation', 'false_computation'
       )
-      branches = [list(walk(module, name, times, own)) for name in names]
+      branches = [list(walk(module, 1, name, times, own)) for name in names]
       yield from max(branches, key=lambda runs: sum(x.cycles for x in runs))
     elif instruction.kind in ('call', 'async-start'):
       for name in instruction.called('to_apply', 'calls'):
-        yield from walk(module, name, times, own)
+        yield from walk(module, num_updates, name, times, own)
 
 
 def _operands(instruction: Instruction, body: list[Instruction]) -> list[str]:
@@ -318,22 +323,26 @@ def analyse(
   `default` is the part of instructions without a scope.
   """
   module, chip = parse(text), target.chip
-  calls, lines_of = program.calls, sources(text)
+  lines_of = sources(text)
   collectives, rows, cycles = [], [], 0
   seconds = dict.fromkeys(_ROWS, 0.0)
-  for run in walk(module, part=default):
+
+  def per_update(value: float) -> float:
+    return value * program.calls / program.num_updates
+
+  for run in walk(module, program.num_updates, part=default):
     kind = run.instruction.kind.removesuffix('-start')
     if kind in _COLLECTIVES:
-      size, times = num_bytes(run.instruction.shape), run.times * calls
+      size, times = num_bytes(run.instruction.shape), per_update(run.times)
       collectives.append(Collective(kind, size, times))
       one = all_reduce_seconds(size, program.num_devices, chip)
       seconds[REDUCE] += times * one
       continue
     if chip.clock:
       cycles += run.cycles
-      spent = run.cycles * calls / chip.clock / 1e9
+      spent = per_update(run.cycles) / chip.clock / 1e9
     else:
-      spent = roofline_seconds(run, module, chip) * calls
+      spent = per_update(roofline_seconds(run, module, chip))
     seconds[run.part] += spent
     rows.append((spent, run))
   total = sum(spent for spent, _ in rows) or 1.0
@@ -341,7 +350,7 @@ def analyse(
   slowest = [
     Costly(
       spent / total,
-      x.cycles * calls,
+      per_update(x.cycles),
       x.part,
       x.instruction.kind,
       x.instruction.shape.split('{')[0].lstrip('('),
@@ -349,7 +358,7 @@ def analyse(
     )
     for spent, x in rows[:10]
   ]
-  return collectives, round(cycles * calls), seconds, slowest
+  return collectives, round(per_update(cycles)), seconds, slowest
 
 
 class TooLarge(ValueError):

@@ -10,16 +10,18 @@ import types
 
 import anakin_catch
 import jax
+import jax.numpy as jnp
 import pytest
 import sebulba_cartpole
 
 from podrl import tools
+from podrl.core import memory
 from podrl.drivers import spmd
 from podrl.run import build, devices, targets
 from podrl.run.config import parse_command_line
 from podrl.tools import compile
 from podrl.tools.compile import Collective
-from podrl.types import Discrete
+from podrl.types import Discrete, TimeStep, Trajectory
 
 pytestmark = pytest.mark.timeout(300)
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -88,8 +90,8 @@ _TEXT = textwrap.dedent("""\
     """)  # noqa: E501
 
 
-def _program(calls=1, num_devices=4):
-  return targets.Program(None, num_devices, calls)
+def _program(calls=1, num_devices=4, num_updates=1):
+  return targets.Program(None, num_devices, calls, num_updates)
 
 
 def test_cycles_are_summed_by_part():
@@ -123,6 +125,16 @@ def test_a_program_of_a_step_counts_often():
     _TEXT, program, targets.parse('v5e-4')
   )
   assert cycles == 20 * 1540 and collectives[0].times == 20
+
+
+def test_what_a_call_does_once_counts_little_in_one_of_its_updates():
+  copy = '%c.2 = f32[8] copy(%p), backend_config={"estimated_cycles":"400"}'
+  text = _TEXT.replace('  ROOT %outer', f'  {copy}\n  ROOT %outer')
+  program = _program(num_updates=100)
+  found = compile.analyse(text, program, targets.parse('v5e-4'))
+  collectives, cycles, seconds, _ = found
+  assert cycles == 1540 + 400 // 100 and collectives[0].times == 1
+  assert seconds['rest'] == pytest.approx(4 / 1.5e9)
 
 
 @pytest.mark.parametrize(
@@ -241,14 +253,46 @@ def test_sebulba_compiles_for_a_tpu_slice():
 
 @_needs_libtpu
 def test_the_compiler_says_how_much_memory_is_missing():
-  config, target = anakin_catch.get_config(), targets.parse('v5e-1')
+  config, target = anakin_catch.get_config('impala'), targets.parse('v5e-1')
   config.env.num_envs = 2**23
   with spmd.compiling_for('tpu'):
     lowered = targets.lower(config, targets.make_machine(target))
+    # One call makes all updates until the next record.
+    assert lowered.programs['train'].num_updates == config.log.every_updates > 1
     with pytest.raises(compile.TooLarge) as caught:
       compile.compile_program(lowered.programs['train'], target.chip)
   needed, limit = caught.value.args
   assert 15 * 2**30 < limit < 16 * 2**30 and 2 * limit < needed < 2**40
+
+
+@_needs_libtpu
+def test_a_tpu_does_not_convert_the_whole_memory():
+  """Without a barrier, a product would read a bfloat16 copy of the memory."""
+  ring = memory.make_ring(
+    jax.ShapeDtypeStruct((3,), jnp.float32),
+    capacity=2**16,
+    min_steps=1,
+    batch_size=64,
+  )
+  number, index = jnp.zeros((2, 2)), jnp.zeros((1, 2), jnp.int32)
+  timestep = TimeStep(jnp.zeros((2, 2, 3)), number, number, number == 0)
+  unroll = Trajectory(timestep, number[:1], (), (), index, index)
+  state = jax.eval_shape(ring.init, unroll)
+
+  def products(state, keys):
+    def add_product(total, key):
+      before, after = ring.sample(state, key, {}).trajectory.timestep.obs
+      return total + before.T @ after, None
+
+    return jax.lax.scan(add_product, jnp.zeros((3, 3)), keys)[0]
+
+  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+  device, *_ = targets.make_machine(targets.parse('v5e-1')).devices
+  sharding = jax.sharding.SingleDeviceSharding(device)
+  with spmd.compiling_for('tpu'):
+    program = jax.jit(products, in_shardings=sharding).lower(state, keys)
+    text = program.compile().as_text()
+  assert 'f32[32768,2,3]' in text and 'bf16[32768,2,3]' not in text
 
 
 def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
