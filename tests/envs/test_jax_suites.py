@@ -374,12 +374,13 @@ import sys, jax, numpy as np
 from podrl.envs import SUITES, envpool
 envpool.load_opengl()
 env = SUITES[sys.argv[1]].make(sys.argv[2])
-state, _ = env.reset(jax.random.split(jax.random.key(1), 2))
+step = jax.jit(env.step)
+state, _ = jax.jit(env.reset)(jax.random.split(jax.random.key(1), 2))
 pictures = [env.render(state)]
 shape = getattr(env.spec.action, 'shape', ())
 dtype = np.float32 if shape else np.int32
 for action in range(4):
-  state, _ = env.step(state, np.full((2, *shape), action, dtype))
+  state, _ = step(state, np.full((2, *shape), action, dtype))
   pictures.append(env.render(state))
 assert all(x.dtype == np.uint8 and x.shape[2] == 3 for x in pictures)
 assert len({x.shape for x in pictures}) == 1
