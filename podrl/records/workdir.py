@@ -47,6 +47,10 @@ CHANGEABLE = {'total_env_steps', 'optimizer.learning_rate'}.union(
 )
 _TASK = {'env.name', 'env.suite', 'agent.name'}
 _REQUIRED = {'agent.name', 'env.name', 'network.name', 'optimizer.name'}
+# What a run must also say before its agent can be loaded.
+_REQUIRED_TO_LOAD = _REQUIRED.union(
+  'agent.normalize_reward env.num_envs env.suite total_env_steps'.split()
+)
 
 
 class WriteError(RuntimeError):
@@ -231,14 +235,17 @@ def as_config(fields: dict[str, Any]) -> ConfigDict:
   return config
 
 
-def read_config(path: str) -> ConfigDict:
-  """Reads the configuration of a run; raises a ValueError if there is none."""
+def read_config(path: str, required: Set[str] = _REQUIRED) -> ConfigDict:
+  """Reads the configuration of a run.
+
+  It raises a ValueError if there is no run, or if a required field is missing.
+  """
   if not is_run(path):
     raise ValueError(f'{path} is not a run: it has no config.json')
   fields = read_json(os.path.join(path, 'config.json'))
   names = flatten(fields)
   has_options = isinstance(names.get('env.options'), dict)
-  if not (has_options and _REQUIRED <= set(names)):
+  if not (has_options and required <= set(names)):
     raise ValueError(f'{path}/config.json is not the configuration of a run')
   return as_config(fields)
 
@@ -430,7 +437,7 @@ def find_agent(
     if seed not in (None, index):
       raise ValueError(f'{path} has no agent {seed}; leave the seed out')
     path, seed = parent, index
-  config = read_config(path)
+  config = read_config(path, _REQUIRED_TO_LOAD)
   paths = [*agents(path, config)]
   number = len(paths)
   if seed is None and number > 1:

@@ -604,6 +604,16 @@ def test_a_run_without_its_config_is_not_begun_again(workdir, capsys):
   assert _files(workdir) == before
 
 
+@pytest.mark.parametrize('field', ['env.suite', 'agent.normalize_reward'])
+def test_a_config_without_a_field_is_one_error(field, workdir):
+  fields = json.loads((workdir / 'config.json').read_text())
+  section, name = field.split('.')
+  del fields[section][name]
+  (workdir / 'config.json').write_text(json.dumps(fields))
+  with pytest.raises(ValueError, match='is not the configuration of a run'):
+    podrl.load(workdir)
+
+
 @pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
 def test_seeds_do_not_overwrite_a_run_in_the_directory_of_a_seed(
   name, original, tmp_path, capsys
