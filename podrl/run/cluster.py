@@ -22,7 +22,8 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+import traceback
+from typing import Any, Self
 
 from absl import flags
 import jax
@@ -188,7 +189,11 @@ class Watchdog:
 
 @dataclasses.dataclass
 class Cluster:
-  """The processes of a run; `Cluster()` is a process that runs alone."""
+  """The processes of a run; `Cluster()` is a process that runs alone.
+
+  As a context manager, it leaves the run at the end. A ValueError leaves it
+  too, because all processes must raise it. Another error ends all processes.
+  """
 
   process: int = 0  # Index of this process.
   num_processes: int = 1
@@ -198,6 +203,21 @@ class Cluster:
   def __post_init__(self):
     self._num_exchanges = self._num_rounds = 0
     self._decided: list[str] = []  # Keys that some process may not have read.
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(
+    self, kind: Any, error: BaseException | None, trace: Any
+  ) -> None:
+    if error is None or isinstance(error, ValueError):
+      self.close()
+    elif self.watchdog:  # Without this, all processes would hang.
+      traceback.print_exc()
+      message = one_line(error, with_kind=True)
+      self.watchdog.fail(message, is_suspect=True)
+      sys.stdout.flush()
+      os._exit(1)
 
   @property
   def is_distributed(self) -> bool:

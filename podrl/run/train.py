@@ -119,42 +119,44 @@ def execute(
   command_line: configs.CommandLine,
   *,
   is_guest: bool = False,
+  cluster: Cluster | None = None,
 ) -> Outcome:
-  """Runs an experiment, which is part of another program if `is_guest`."""
+  """Runs an experiment.
+
+  Args:
+    get_config: see `run`.
+    command_line: the parsed arguments.
+    is_guest: whether the run is part of another program.
+    cluster: the processes, if they are connected already.
+
+  Returns:
+    How the run ended; a user's mistake is an outcome too.
+  """
   start_seconds = time.perf_counter()
   signals = Signals(is_guest)
-  exit_stack = contextlib.ExitStack()
-  cluster = Cluster()
+  connected = contextlib.nullcontext(cluster) if cluster else None
   try:
-    cluster = connect(command_line.flags)
-    signals.is_distributed = cluster.is_distributed
-    config, files = configs.resolve_config(
-      command_line, get_config, cluster, exit_stack
-    )
-    num_processes = cluster.num_processes
-    cluster.attempt(lambda: build.set_up_jax(config, num_processes))
-    if cluster.is_distributed:
-      platforms = [x.platform for x in jax.local_devices()]
-      cluster.compare({'num_processes': num_processes, 'devices': platforms})
-    signals.grace_seconds = config.checkpoint.grace_seconds
-    outcome = _train_programs(
-      config, files, start_seconds, signals, cluster, exit_stack, command_line
-    )
+    with (
+      connected or connect(command_line.flags) as cluster,
+      contextlib.ExitStack() as exit_stack,
+    ):
+      signals.is_distributed = cluster.is_distributed
+      config, files = configs.resolve_config(
+        command_line, get_config, cluster, exit_stack
+      )
+      num_processes = cluster.num_processes
+      cluster.attempt(lambda: build.set_up_jax(config, num_processes))
+      if cluster.is_distributed:
+        platforms = [x.platform for x in jax.local_devices()]
+        cluster.compare({'num_processes': num_processes, 'devices': platforms})
+      signals.grace_seconds = config.checkpoint.grace_seconds
+      return _train_programs(
+        config, files, start_seconds, signals, cluster, exit_stack, command_line
+      )
   except ValueError as error:
-    outcome = Outcome(MISTAKE, error=str(error))
-  except BaseException as error:
-    if cluster.watchdog:  # Without this, all processes would hang.
-      traceback.print_exc()
-      message = one_line(error, with_kind=True)
-      cluster.watchdog.fail(message, is_suspect=True)
-      _exit(FAILED)
-    raise
+    return Outcome(MISTAKE, error=str(error))
   finally:
     signals.close()
-    exit_stack.close()
-  if not outcome.is_hanging:
-    cluster.close()
-  return outcome
 
 
 def _local_devices(run: build.Run) -> list[jax.Device]:

@@ -44,6 +44,7 @@ from podrl.records import workdir
 from podrl.records.terminal import podrl_command
 from podrl.run import build, tasks, train
 from podrl.run import config as configs
+from podrl.run.cluster import Cluster, connect
 from podrl.run.evaluation import bootstrap
 from podrl.run.signals import DONE
 
@@ -345,13 +346,16 @@ class _Plan(NamedTuple):
     return [os.path.join(self.path, f'program_{i}') for i in numbers]
 
 
-def _make_plan(arguments: list[str], values: flags.FlagValues) -> _Plan:
-  """Parses the command line; raises a ValueError for a mistake."""
+def _make_plan(
+  get_config: Callable[..., ConfigDict],
+  command_line: configs.CommandLine,
+  values: flags.FlagValues,
+) -> _Plan:
+  """Plans the sweep; raises a ValueError for a user's mistake."""
   if not values.axis:
     raise ValueError(
       'give an axis, for example --axis=optimizer.learning_rate=1e-4,1e-3'
     )
-  get_config, command_line = _experiment(['podrl sweep', *arguments])
   options = command_line.flags
   if options.init_from:
     raise ValueError('--init_from does not work with a sweep')
@@ -433,7 +437,7 @@ def _identity(config: ConfigDict) -> dict[str, Any]:
   return {k: x for k, x in fields.items() if not k.startswith(others)}
 
 
-def _train(plan: _Plan) -> train.Outcome:
+def _train(plan: _Plan, cluster: Cluster) -> train.Outcome:
   """Trains all programs; stops if one ends early."""
   number = len(plan.settings) * plan.config.num_seeds
   print(
@@ -442,13 +446,15 @@ def _train(plan: _Plan) -> train.Outcome:
     f'{count(len(plan.programs), "program")}',
     file=sys.stderr,
   )
+  total = plan.config.total_env_steps
   for directory, program in zip(plan.directories, plan.programs):
-    if _is_finished(directory, plan.config.total_env_steps):
+    if cluster.decide(lambda: _is_finished(directory, total)):
       print(f'{directory} is finished', file=sys.stderr)
       continue
     outcome = train.execute(
       _with_members(plan.get_config, program, plan.population),
       _for_program(plan.command_line, plan.path, directory, plan.arguments),
+      cluster=cluster,
     )
     if outcome.is_diverged:  # The other members go on.
       print(f'{directory}: {outcome.error.split(";")[0]}', file=sys.stderr)
@@ -483,15 +489,20 @@ def _conclude(plan: _Plan) -> None:
 
 def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
   """Trains the members, prints and draws their returns."""
-  plan = _make_plan(arguments, values)
-  outcome = _train(plan)
-  if outcome.exit_code:
-    return train.report(outcome)
-  if plan.population:
-    _conclude_population(plan.directories[0], plan.path)
-  else:
-    _conclude(plan)
-  return DONE
+  get_config, command_line = _experiment(['podrl sweep', *arguments])
+  # Connect first, because a plan needs the environment's specification, which
+  # may use devices.
+  with connect(command_line.flags) as cluster:
+    plan = cluster.attempt(lambda: _make_plan(get_config, command_line, values))
+    # A default path contains the time.
+    plan = plan._replace(path=cluster.decide(lambda: plan.path))
+    outcome = _train(plan, cluster)
+    if cluster.process == 0 and not outcome.exit_code:
+      if plan.population:
+        _conclude_population(plan.directories[0], plan.path)
+      else:
+        _conclude(plan)
+  return train.report(outcome)
 
 
 class Population(NamedTuple):

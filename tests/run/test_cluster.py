@@ -21,6 +21,7 @@ from podrl.records.recorder import local_part, merge_processes
 from podrl.run import cluster, train
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster
+from podrl.tools import sweep
 from podrl.types import Episodes, Report
 
 pytestmark = pytest.mark.timeout(400)
@@ -302,15 +303,20 @@ def _free_port():
 
 
 class _Pod:
-  """Starts the processes of one run on this machine."""
+  """Starts the processes of one run on this machine.
+
+  `name` is an experiment, or the words of a `podrl` command.
+  """
 
   def __init__(self, num_processes, name, *arguments, each=None):
     port = _free_port()
+    script = helpers.ROOT / 'experiments' / f'{name}.py'
+    command = [script] if script.exists() else ['-m', 'podrl', *name.split()]
     self.processes = [
       subprocess.Popen(
         [
           sys.executable,
-          str(helpers.ROOT / 'experiments' / f'{name}.py'),
+          *map(str, command),
           *arguments,
           f'--coordinator=127.0.0.1:{port}',
           f'--num_processes={num_processes}',
@@ -530,6 +536,37 @@ def test_seeds_in_processes_are_stopped_resumed_and_extended(tmp_path):
   for directory in path, path / 'seed_0', path / 'seed_1':
     counts.append(helpers.read(directory)[1]['num_updates'])
   assert counts[1:] == [2 * counts[0]] * 3
+
+
+@pytest.mark.parametrize(
+  'arguments',
+  [
+    ['--axis=network.activation=relu,tanh', '--axis=agent.gamma=0.9,0.99'],
+    helpers.slow(
+      ['--random=4', '--axis=agent.gamma=linear:0.8:1', '--evolve_every=512']
+    ),
+  ],
+)
+def test_a_sweep_of_processes_is_that_of_as_many_devices(arguments, tmp_path):
+  arguments = [*_TINY, *_ONE_STEP, '--config.total_env_steps=1024', *arguments]
+  arguments += ['--config.optimizer.learning_rate=0.05']
+  alone, pod = tmp_path / 'alone', tmp_path / 'pod'
+  own = f'--workdir={alone}', '--config.num_devices=2'
+  assert sweep.run(['sweep', 'Catch-bsuite', *arguments, *own]) == 0
+  own = f'--workdir={pod}', '--config.num_devices=1'
+  output = _run_pod(2, 'sweep Catch-bsuite', *arguments, *own)
+  assert 'written: ' in output[0] and 'written: ' not in output[1]
+  programs = sorted(x.name for x in alone.glob('program_*'))
+  assert programs == sorted(x.name for x in pod.glob('program_*'))
+  for name in programs:
+    assert helpers.read(pod / name)[1]['processes'] == 2
+    for member in alone.joinpath(name).glob('member_*'):
+      others = _params(pod / name / member.name)
+      for x, y in zip(_params(member), others, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+  # All programs are finished, so the same command only prints the results.
+  output = _run_pod(2, 'sweep Catch-bsuite', *arguments, *own, '--resume')
+  assert output[1].count(' is finished') == len(programs)
 
 
 @pytest.mark.parametrize(
