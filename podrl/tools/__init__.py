@@ -146,11 +146,14 @@ def make_directory(path: str) -> None:
 def make_table(
   *columns: str, left: Collection[str] = (), **options: Any
 ) -> Table:
-  """Makes a table; its columns are aligned right, except those in `left`."""
+  """Makes a table; its columns are aligned right, except those in `left`.
+
+  If the terminal is too narrow, cells get several lines.
+  """
   table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, **options)
   for name in columns:
     justify: Any = 'left' if name in left else 'right'
-    table.add_column(name, justify=justify, no_wrap=True)
+    table.add_column(name, justify=justify, overflow='fold')
   return table
 
 

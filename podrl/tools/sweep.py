@@ -555,7 +555,7 @@ def ancestors(population: Population) -> list[int]:
 def population_table(population: Population) -> Table:
   """Makes a table with a row for each member, the best one first."""
   names = [x.rpartition('.')[2] for x in population.fields]
-  ends = [f'{x} ({when})' for x in names for when in ('first', 'last')]
+  ends = [f'{x}\n({when})' for x in names for when in ('first', 'last')]
   rows = tools.make_table('member', 'return', 'copies', 'ancestor', *ends)
   own = np.arange(len(population.returns))[:, None]
   num_copies = np.sum(population.parents != own, axis=1)

@@ -9,6 +9,7 @@ import helpers
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 import podrl
 from podrl import tools
@@ -361,6 +362,24 @@ def test_a_population_evolves_and_resumes_bit_for_bit(
     ]
     for x, y in zip(*both, strict=True):
       np.testing.assert_array_equal(x, y)
+
+
+def test_the_table_of_a_population_fits_into_80_columns():
+  values = {
+    'agent.gamma': np.array([[0.957327, 0.946125]]),
+    'optimizer.learning_rate': np.array([[0.000644704, 0.000112094]]),
+  }
+  steps, parents, returns = (
+    np.arange(2),
+    np.array([[0, 0]]),
+    np.array([-1234.5]),
+  )
+  population = sweep.Population([*values], steps, values, parents, returns)
+  console = Console(width=80)
+  with console.capture() as capture:
+    console.print(sweep.population_table(population))
+  cells = '0 -1,234.50 0 0 0.957327 0.946125 0.000644704 0.000112094'
+  assert capture.get().splitlines()[-1].split() == cells.split()
 
 
 def test_a_population_waits_for_an_episode_of_each_member(tmp_path):
