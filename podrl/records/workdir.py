@@ -18,6 +18,7 @@ from collections.abc import Iterator, Set
 import contextlib
 import datetime
 import fcntl
+import glob
 import itertools
 import json
 import os
@@ -241,7 +242,12 @@ def read_config(path: str, required: Set[str] = _REQUIRED) -> ConfigDict:
   It raises a ValueError if there is no run, or if a required field is missing.
   """
   if not is_run(path):
-    raise ValueError(f'{path} is not a run: it has no config.json')
+    message = f'{path} is not a run: it has no config.json'
+    inside = glob.glob(os.path.join(glob.escape(path), '*', 'config.json'))
+    if inside:
+      newest = max(inside, key=os.path.getmtime)
+      message += f'; it contains the run {os.path.dirname(newest)}'
+    raise ValueError(message)
   fields = read_json(os.path.join(path, 'config.json'))
   names = flatten(fields)
   has_options = isinstance(names.get('env.options'), dict)

@@ -166,7 +166,8 @@ def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
   chosen = podrl.load(runs / 'anakin')
   assert chosen.num_updates == summary['num_updates'] == 8
   for arguments, message in (
-    (('nowhere',), 'is not a run'),
+    (('nowhere',), 'is not a run: it has no config.json$'),
+    ((runs,), f'is not a run: .*; it contains the run {runs}/'),
     ((runs / 'anakin', '5'), 'it has 8'),
     ((runs / 'anakin', 'best', 1), 'has no agent 1; use a number from 0 to 0'),
   ):
