@@ -121,11 +121,11 @@ _LUNAR_SMALL_BATCHES = _LUNAR_PPO.settings | {
 }
 _Q_AGENTS = 'dqn', 'rainbow', 'pqn'
 _WITH_Q = *ACTOR_CRITICS, *_Q_AGENTS
-_WITH_MUZERO = *_WITH_Q, 'muzero'
 _WITH_PQN = *ACTOR_CRITICS, 'pqn'
 _WITH_SAC = *ACTOR_CRITICS, 'sac'
 _TASKS = (
-  Task('anakin_cartpole', 'CartPole-v1', 475, agents=_WITH_MUZERO),
+  Task('anakin_cartpole', 'CartPole-v1', 475, agents=_WITH_Q),
+  Task('anakin_cartpole', 'CartPole-v1', 475, 10, agents=('muzero',)),
   Task(
     'anakin_cartpole',
     'Acrobot-v1',
@@ -183,7 +183,7 @@ _TASKS = (
   Task('anakin_breakout', 'SpaceInvaders-MinAtar', 50, 10, 'conv'),
   Task('anakin_breakout', 'SpaceInvaders-MinAtar', 50, 3, 'conv', ('pqn',)),
   Task('anakin_pong', 'Pong-misc', 900, agents=_WITH_PQN),
-  Task('sebulba_cartpole', 'CartPole-v1', 475, 10, agents=_WITH_MUZERO),
+  Task('sebulba_cartpole', 'CartPole-v1', 475, 10, agents=(*_WITH_Q, 'muzero')),
   _LUNAR_PPO,
   # With tanh, 3 of 10 seeds of IMPALA stayed below 200.
   _LUNAR_PPO._replace(
