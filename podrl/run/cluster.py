@@ -31,6 +31,7 @@ from jax._src import distributed  # JAX has no public API for the store.
 from jax.experimental import multihost_utils
 
 from podrl.messages import one_line
+from podrl.run.signals import FAILED, INTERRUPTED
 
 _PERIOD_SECONDS = 0.5  # Time between two signs of life.
 _END_SECONDS = 10.0  # A process that must end is killed after this long.
@@ -191,8 +192,9 @@ class Watchdog:
 class Cluster:
   """The processes of a run; `Cluster()` is a process that runs alone.
 
-  As a context manager, it leaves the run at the end. A ValueError leaves it
-  too, because all processes must raise it. Another error ends all processes.
+  At the end of a `with` block, this process leaves the run, also after a
+  ValueError, which all processes must raise together. Any other error ends all
+  processes.
   """
 
   process: int = 0  # Index of this process.
@@ -213,11 +215,15 @@ class Cluster:
     if error is None or isinstance(error, ValueError):
       self.close()
     elif self.watchdog:  # Without this, all processes would hang.
-      traceback.print_exc()
-      message = one_line(error, with_kind=True)
-      self.watchdog.fail(message, is_suspect=True)
-      sys.stdout.flush()
-      os._exit(1)
+      is_interrupted = isinstance(error, KeyboardInterrupt)
+      try:
+        if not is_interrupted:
+          traceback.print_exc()
+        message = one_line(error, with_kind=True)
+        self.watchdog.fail(message, is_suspect=not is_interrupted)
+        sys.stdout.flush()
+      finally:  # Otherwise, the watchdog's threads would go on.
+        os._exit(INTERRUPTED if is_interrupted else FAILED)
 
   @property
   def is_distributed(self) -> bool:

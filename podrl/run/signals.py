@@ -51,22 +51,25 @@ class Signals:
 
   The handlers raise no exception, because an exception during a compiled
   program would lose its donated arrays. In a run of several processes, JAX
-  handles SIGTERM, because all processes must end at the same update.
+  handles SIGTERM, because all processes must end at the same update. If they
+  are connected already, `is_distributed` leaves JAX's handler in its place.
   """
 
-  def __init__(self, is_guest: bool = False) -> None:
+  def __init__(
+    self, is_guest: bool = False, is_distributed: bool = False
+  ) -> None:
     self.exit_code: int | None = None
     # The first signal calls this.
     self.on_signal: Callable[[], None] = lambda: None
     self.grace_seconds: float | None = None  # Time to end after SIGTERM.
-    self.is_distributed = False
+    self.is_distributed = is_distributed
     self._is_guest = is_guest
-    is_main = threading.current_thread() is threading.main_thread()
-    self._previous = {
-      number: signal.signal(number, self._handle)
-      for number in (signal.SIGINT, signal.SIGTERM)
-      if is_main
-    }
+    numbers = {signal.SIGINT, signal.SIGTERM}
+    if is_distributed:
+      numbers.remove(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread():
+      numbers.clear()
+    self._previous = {x: signal.signal(x, self._handle) for x in numbers}
 
   def _handle(self, number: int, frame) -> None:
     del frame

@@ -133,13 +133,14 @@ def execute(
     How the run ended; a user's mistake is an outcome too.
   """
   start_seconds = time.perf_counter()
-  signals = Signals(is_guest)
-  connected = contextlib.nullcontext(cluster) if cluster else None
+  signals = Signals(is_guest, cluster is not None and cluster.is_distributed)
   try:
-    with (
-      connected or connect(command_line.flags) as cluster,
-      contextlib.ExitStack() as exit_stack,
-    ):
+    joined = (
+      contextlib.nullcontext(cluster)
+      if cluster
+      else connect(command_line.flags)
+    )
+    with joined as cluster, contextlib.ExitStack() as exit_stack:
       signals.is_distributed = cluster.is_distributed
       config, files = configs.resolve_config(
         command_line, get_config, cluster, exit_stack
@@ -231,6 +232,11 @@ def _train_programs(
     outcome = _Trainer(
       program, built, files, variables, recorder, signals, cluster, resume
     ).train()
+    # Without this, the processes would go on with different programs.
+    codes = cluster.gather(outcome.exit_code) or []
+    if cluster.decide(lambda: any(codes)) and not outcome.exit_code:
+      error = 'another process of the run failed'
+      outcome = outcome._replace(exit_code=FAILED, error=error)
     if cluster.watchdog:  # Later failures must not change this program's files.
       cluster.watchdog.on_failure = _print_error
     if outcome.exit_code:
@@ -380,8 +386,10 @@ class _Trainer:
     is_expected = is_nan or isinstance(exception, WriteError)
     has_kind = is_expected or isinstance(exception, EnvironmentFailed)
     error = one_line(exception, with_kind=not has_kind)
-    if watchdog := self.cluster.watchdog:
-      watchdog.fail(error, is_suspect=not is_nan)
+    # All processes raise the error for NaN, at the same update.
+    watchdog = None if is_nan else self.cluster.watchdog
+    if watchdog:
+      watchdog.fail(error, is_suspect=True)
     with contextlib.suppress(WriteError):
       if self.checkpoints and not watchdog and not is_expected:
         leaves = jax.tree.leaves(self.run.driver.state)

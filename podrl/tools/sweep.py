@@ -439,17 +439,21 @@ def _identity(config: ConfigDict) -> dict[str, Any]:
 
 def _train(plan: _Plan, cluster: Cluster) -> train.Outcome:
   """Trains all programs; stops if one ends early."""
+
+  def say(text: str) -> None:
+    if cluster.process == 0:
+      print(text, file=sys.stderr)
+
   number = len(plan.settings) * plan.config.num_seeds
-  print(
+  say(
     f'{count(len(plan.settings), "setting")} x '
     f'{count(plan.config.num_seeds, "seed")} = {count(number, "member")} in '
-    f'{count(len(plan.programs), "program")}',
-    file=sys.stderr,
+    f'{count(len(plan.programs), "program")}'
   )
   total = plan.config.total_env_steps
   for directory, program in zip(plan.directories, plan.programs):
     if cluster.decide(lambda: _is_finished(directory, total)):
-      print(f'{directory} is finished', file=sys.stderr)
+      say(f'{directory} is finished')
       continue
     outcome = train.execute(
       _with_members(plan.get_config, program, plan.population),
@@ -457,7 +461,7 @@ def _train(plan: _Plan, cluster: Cluster) -> train.Outcome:
       cluster=cluster,
     )
     if outcome.is_diverged:  # The other members go on.
-      print(f'{directory}: {outcome.error.split(";")[0]}', file=sys.stderr)
+      say(f'{directory}: {outcome.error.split(";")[0]}')
     elif outcome.exit_code:
       return outcome
   return train.Outcome(DONE)
@@ -494,7 +498,14 @@ def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
   # may use devices.
   with connect(command_line.flags) as cluster:
     plan = cluster.attempt(lambda: _make_plan(get_config, command_line, values))
-    # A default path contains the time.
+    cluster.compare(
+      {
+        '--workdir': command_line.flags.workdir,
+        "the sweep's arguments": plan.arguments,
+        'the number of programs': len(plan.programs),
+      }
+    )
+    # Use the path of process 0, because a default path contains the time.
     plan = plan._replace(path=cluster.decide(lambda: plan.path))
     outcome = _train(plan, cluster)
     if cluster.process == 0 and not outcome.exit_code:

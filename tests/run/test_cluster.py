@@ -538,35 +538,75 @@ def test_seeds_in_processes_are_stopped_resumed_and_extended(tmp_path):
   assert counts[1:] == [2 * counts[0]] * 3
 
 
+_SWEEP = [
+  *_TINY,
+  *_ONE_STEP[:-1],
+  '--config.total_env_steps=1024',
+  '--config.num_devices=1',
+]
+
+
 @pytest.mark.parametrize(
   'arguments',
   [
-    ['--axis=network.activation=relu,tanh', '--axis=agent.gamma=0.9,0.99'],
+    # The first program diverges, and the second one begins.
+    ['--per_program=1', '--axis=optimizer.learning_rate=1e30,0.05'],
     helpers.slow(
-      ['--random=4', '--axis=agent.gamma=linear:0.8:1', '--evolve_every=512']
+      [
+        '--random=4',
+        '--evolve_every=512',
+        '--axis=optimizer.learning_rate=log:0.01:0.1',
+      ]
     ),
   ],
 )
 def test_a_sweep_of_processes_is_that_of_as_many_devices(arguments, tmp_path):
-  arguments = [*_TINY, *_ONE_STEP, '--config.total_env_steps=1024', *arguments]
-  arguments += ['--config.optimizer.learning_rate=0.05']
+  arguments = [*_SWEEP, *arguments]
   alone, pod = tmp_path / 'alone', tmp_path / 'pod'
   own = f'--workdir={alone}', '--config.num_devices=2'
   assert sweep.run(['sweep', 'Catch-bsuite', *arguments, *own]) == 0
-  own = f'--workdir={pod}', '--config.num_devices=1'
-  output = _run_pod(2, 'sweep Catch-bsuite', *arguments, *own)
+  own = f'--workdir={pod}'
+  output = _run_pod(2, 'sweep Catch-bsuite', *arguments, own)
   assert 'written: ' in output[0] and 'written: ' not in output[1]
-  programs = sorted(x.name for x in alone.glob('program_*'))
-  assert programs == sorted(x.name for x in pod.glob('program_*'))
-  for name in programs:
-    assert helpers.read(pod / name)[1]['processes'] == 2
-    for member in alone.joinpath(name).glob('member_*'):
-      others = _params(pod / name / member.name)
-      for x, y in zip(_params(member), others, strict=True):
+  (file,) = (x.name for x in alone.glob('*.json'))
+  expected, found = (json.loads((x / file).read_text()) for x in (alone, pod))
+  if file == 'population.json':
+    assert found['parents'] == expected['parents']
+  else:
+    assert [x['num_diverged'] for x in found['results']] == [1, 0]
+    assert found == expected
+  kept = [x.parent for x in alone.rglob('checkpoints') if any(x.iterdir())]
+  assert kept
+  for path in kept:
+    for member in [*path.glob('member_*')] or [path]:
+      both = [_params(x / member.relative_to(alone)) for x in (alone, pod)]
+      for x, y in zip(*both, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
   # All programs are finished, so the same command only prints the results.
-  output = _run_pod(2, 'sweep Catch-bsuite', *arguments, *own, '--resume')
-  assert output[1].count(' is finished') == len(programs)
+  output = _run_pod(2, 'sweep Catch-bsuite', *arguments, own, '--resume')
+  assert output[0].count(' is finished') == len([*alone.glob('program_*')])
+
+
+def test_a_program_that_fails_in_one_process_ends_the_sweep(tmp_path):
+  (tmp_path / 'program_0' / 'summary.json').mkdir(parents=True)
+  axis = '--axis=network.activation=relu,tanh'
+  codes, output = _Pod(
+    2, 'sweep Catch-bsuite', *_SWEEP, axis, f'--workdir={tmp_path}'
+  ).wait()
+  assert codes == [1, 1], output
+  assert 'no summary could be written' in output[0]
+  assert 'another process of the run failed' in output[1]
+  assert not (tmp_path / 'program_1').exists()
+
+
+def test_processes_with_other_axes_are_a_mistake(tmp_path):
+  each = [['--axis=agent.gamma=0.9,0.99'], ['--axis=agent.gamma=0.9,0.95']]
+  codes, output = _Pod(
+    2, 'sweep Catch-bsuite', *_SWEEP, f'--workdir={tmp_path}', each=each
+  ).wait()
+  assert codes == [2, 2], output
+  for text in output:
+    assert "error: process 1 has the sweep's arguments=['--axis" in text
 
 
 @pytest.mark.parametrize(
