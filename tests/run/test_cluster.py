@@ -752,7 +752,16 @@ def test_a_mistake_in_the_flags(arguments, message, tmp_path, capsys):
   assert message in said and said.count('\n') == 1
 
 
-def test_an_unforeseen_error_before_training_reaches_all(monkeypatch):
+@pytest.mark.parametrize(
+  'error,message,exit_code',
+  [
+    (RuntimeError('it\nbroke'), 'RuntimeError: it broke', 1),
+    (KeyboardInterrupt(), 'KeyboardInterrupt', 130),
+  ],
+)
+def test_an_unforeseen_error_before_training_reaches_all(
+  error, message, exit_code, monkeypatch
+):
   messages = []
 
   class Dog:
@@ -763,10 +772,10 @@ def test_an_unforeseen_error_before_training_reaches_all(monkeypatch):
       messages.append(message)
 
   def resolve_config(*_):
-    raise RuntimeError('it\nbroke')
+    raise error
 
   def exit_process(code):
-    assert code == 1
+    assert code == exit_code
     raise _Ended
 
   joined = Cluster(1, 2, _Store(), Dog())
@@ -775,7 +784,7 @@ def test_an_unforeseen_error_before_training_reaches_all(monkeypatch):
   monkeypatch.setattr(train.os, '_exit', exit_process)
   with pytest.raises(_Ended):
     train.run(helpers.get_config('anakin_catch'), ['x.py'])
-  assert messages == ['RuntimeError: it broke']
+  assert messages == [message]
 
 
 def test_others_that_never_come_are_reported_in_a_line(tmp_path):

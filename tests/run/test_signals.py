@@ -24,3 +24,15 @@ def test_a_second_signal_ends_the_process_and_the_grace_time_runs(monkeypatch):
   finally:
     handler.close()
   assert [signal.getsignal(x) for x in numbers] == before
+
+
+def test_connected_processes_leave_sigterm_to_jax():
+  numbers = signal.SIGINT, signal.SIGTERM
+  before = [signal.getsignal(x) for x in numbers]
+  handler = signals.Signals(is_distributed=True)
+  try:
+    changed = [signal.getsignal(x) != y for x, y in zip(numbers, before)]
+    assert changed == [True, False]
+  finally:
+    handler.close()
+  assert [signal.getsignal(x) for x in numbers] == before
