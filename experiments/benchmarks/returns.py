@@ -397,7 +397,9 @@ def draw(rows: Sequence[Row]) -> Figure:
   handles = [
     Line2D([], [], label=x, **_style(x)) for x in _COLORS if x in drawn
   ]
-  figure.legend(handles=handles, loc='outside upper center', ncols=8)
+  figure.legend(
+    handles=handles, loc='outside upper center', ncols=9, fontsize=9
+  )
   figure.supxlabel('environment steps', fontsize=9)
   figure.supylabel('episode return', fontsize=9)
   return figure
