@@ -141,14 +141,17 @@ def test_seeds_with_replay_train_one_after_the_other(
 
 
 @pytest.mark.parametrize(
-  'argument,message',
+  'arguments,message',
   [
-    ('--tasks=Catch,', '--tasks= matches none of anakin_cartpole CartPole-v1,'),
-    ('--tasks=Katch', '--tasks=Katch matches none of'),
-    ('--agent=muzero', 'no such task takes muzero'),
+    (
+      ['--tasks=Catch,'],
+      '--tasks= matches none of anakin_cartpole CartPole-v1,',
+    ),
+    (['--tasks=Katch'], '--tasks=Katch matches none of'),
+    (['--tasks=Catch', '--agent=muzero'], 'no such task takes muzero'),
   ],
 )
-def test_a_choice_of_nothing_is_an_error(returns, argument, message):
+def test_a_choice_of_nothing_is_an_error(returns, arguments, message):
   with pytest.raises(app.UsageError, match=message):
-    _run(returns, argument)
+    _run(returns, *arguments)
   assert 'stale' in returns._PAGE.read_text()
