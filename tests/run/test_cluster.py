@@ -660,7 +660,7 @@ def _resume_alone(path, saved):
   assert f'resuming after update {saved}' in output
 
 
-@pytest.mark.slow  # `Watchdog.fail` has a test above.
+@pytest.mark.slow  # A program of the sweep above has a NaN loss, too.
 def test_an_error_in_one_process_ends_all(tmp_path):
   # The loss is NaN in all processes at once, and each of them reports it.
   codes, output = _Pod(
