@@ -135,7 +135,6 @@ class Extras(NamedTuple):
   """
 
   policy: Array  # Float32 `[B, A]`, the improved policy.
-  value: Array  # Float32 `[B]`, the value of this policy.
   samples: Tree = ()  # Float32 `[B, A, D]`, see `Distribution`; or `()`.
 
 
@@ -321,15 +320,9 @@ def make_search(
     else:
       noise = {'dirichlet_fraction': 0.0, 'temperature': 0.0} if greedy else {}
       output = mctx.muzero_policy(*arguments, qtransform=muzero_scores, **noise)
-    policy = output.action_weights[0]
-    # The root's own value is the mean over all simulations, bad actions
-    # included. This is the value of the improved policy.
-    summary = output.search_tree.summary()
-    is_visited = summary.visit_counts[0] > 0
-    values = jnp.where(is_visited, summary.qvalues[0], summary.value)
     action = choose(samples, output.action)
-    samples = jax.tree.map(lambda x: x[0], samples)
-    return action[0], Extras(policy, jnp.sum(policy * values), samples)
+    found = Extras(output.action_weights, samples)
+    return action[0], jax.tree.map(lambda x: x[0], found)
 
   def search(params, rng_key, obs, gamma, num_simulations, greedy):
     return jax.vmap(
@@ -344,6 +337,7 @@ def make_search(
 def make_targets(
   timestep: TimeStep,
   extras: Extras,
+  value: Array,
   gamma: Array,
   *,
   num_unroll_steps: int,
@@ -354,6 +348,7 @@ def make_targets(
   Args:
     timestep: leaves `[T, N, ...]`, T = K + n + 1, rewards already clipped.
     extras: what searches found, leaves `[T, N, ...]`.
+    value: `[T, N]` float32, read at the `bootstrap_steps`.
     gamma: the discount per step.
     num_unroll_steps: K.
     n_steps: n, the rewards of a value's target.
@@ -363,7 +358,7 @@ def make_targets(
   valid = returns.weights(timestep)  # `[T-1, N]`, 0 at a joint.
   discount = gamma * timestep.discount[1:]
   targets = returns.n_step(
-    extras.value, timestep.reward[1:], discount, valid, n=n_steps
+    value, timestep.reward[1:], discount, valid, n=n_steps
   )
   # Whether step k is before or at the end of the first episode.
   alive = jnp.concatenate(
@@ -373,32 +368,31 @@ def make_targets(
   ends = jnp.where(is_terminal, alive * (1.0 - valid[:num_steps]), 0.0)
   # Whether the episode terminated before step k.
   absorbed = jnp.cumsum(ends, axis=0) - ends
-  value = jnp.where(is_terminal, 0.0, targets[:num_steps] * alive)
+  target = jnp.where(is_terminal, 0.0, targets[:num_steps] * alive)
   reward = timestep.reward[1:num_steps] * alive[1:]
   policy_weight = jnp.where(is_terminal, 0.0, alive)
   policy, samples = jax.tree.map(
     lambda x: x[:num_steps], (extras.policy, extras.samples)
   )
   weight = alive + absorbed
-  return Targets(reward, value, policy, samples, weight, policy_weight)
+  return Targets(reward, target, policy, samples, weight, policy_weight)
 
 
-def used_steps(
+def bootstrap_steps(
   timestep: TimeStep, num_unroll_steps: int, n_steps: int
 ) -> Array:
-  """Returns the time steps whose searches `make_targets` reads.
+  """Returns the steps from whose values the targets of 0 to K bootstrap.
 
-  They are the steps 0 to K with their policies, and for each of these the step
-  from whose value its target bootstraps: n steps later, or the episode's end.
+  Such a step is n steps later, or at the episode's end.
 
   Returns:
-    int32 `[2 (K + 1), N]`.
+    int32 `[K + 1, N]`.
   """
   valid = returns.weights(timestep)  # `[T-1, N]`, 0 at a joint.
   first = np.arange(num_unroll_steps + 1)[:, None]
   windows = valid[first + np.arange(n_steps)]  # `[K+1, n, N]`.
   lengths = jnp.sum(jnp.cumprod(windows, axis=1), axis=1).astype(jnp.int32)
-  return jnp.concatenate([0 * lengths + first, first + lengths])
+  return first + lengths
 
 
 def make_agent(
@@ -462,7 +456,7 @@ def make_agent(
     rng_key: chex.PRNGKey,
     gamma: Array,
   ) -> Extras:
-    """Searches again in a part of the sequences, where targets need it.
+    """Searches again in a part of the sequences.
 
     Args:
       params: the target parameters.
@@ -476,19 +470,33 @@ def make_agent(
     chosen = [i for i in range(size) if counts[i + 1] > counts[i]]
     if not chosen:
       return extras
-    rows = np.array(chosen)
-    used = used_steps(timestep, num_unroll_steps, fields['n_steps'])[:, rows]
-    places = used, rows[None]
-    # A key belongs to a time step, because some are used twice.
-    fold_in = jax.vmap(jax.vmap(jax.random.fold_in), (None, 0))
-    keys = fold_in(rng_key[rows], used)
+    places = np.ix_(range(num_unroll_steps + 1), chosen)
+    keys = jax.vmap(lambda key: jax.random.split(key, len(places[0])))(
+      rng_key[np.array(chosen)]
+    )
     obs = jax.tree.map(lambda x: x[places], timestep.obs)
     fresh = jax.vmap(
       lambda key, obs: search(
         params, key, obs, gamma, fields['num_simulations'], False
       )[1]
-    )(keys, obs)
+    )(jnp.swapaxes(keys, 0, 1), obs)
     return jax.tree.map(lambda x, new: x.at[places].set(new), extras, fresh)
+
+  def fresh_value(params: Tree, timestep: TimeStep) -> Array:
+    """Predicts the values `[T, N]` from which targets bootstrap; others are 0.
+
+    Values that searches found earlier would be those of worse policies.
+    """
+    steps = bootstrap_steps(timestep, num_unroll_steps, fields['n_steps'])
+    places = steps, np.arange(steps.shape[1])
+
+    def predict(obs: Tree) -> Array:
+      hidden = network.represent(params, without_mask(obs))
+      return codec.decode(network.predict(params, hidden)[1])
+
+    obs = jax.tree.map(lambda x: x[places], timestep.obs)
+    value = jax.vmap(predict)(obs)
+    return jnp.zeros_like(timestep.reward).at[places].set(value)
 
   def prepare(
     variables: Variables,
@@ -507,6 +515,7 @@ def make_agent(
     targets = make_targets(
       timestep._replace(reward=reward),
       extras,
+      fresh_value(variables.params, timestep),
       gamma,
       num_unroll_steps=num_unroll_steps,
       n_steps=fields['n_steps'],

@@ -68,12 +68,11 @@ def _sample():
   reward = np.where(is_first, 0.0, rng.normal(size=shape)).astype(np.float32)
   obs = rng.normal(size=(*shape, 3)).astype(np.float32)
   policy = rng.dirichlet(np.ones(_A), size=(_T, _B)).astype(np.float32)
-  value = rng.normal(size=(_T, _B)).astype(np.float32)
   action = rng.integers(_A, size=(_T, _B)).astype(np.int32)
   trajectory = Trajectory(
     TimeStep(obs, reward, discount, is_first),
     action,
-    muzero.Extras(policy, value),
+    muzero.Extras(policy),
     (),
     (),
     (),
@@ -95,6 +94,12 @@ def _prepare(agent, sample, params=None):
 def _expected_targets(sample, num_unroll_steps=_K, n_steps=_N_STEPS):
   """The targets, step by step, for one row after another."""
   timestep, _, extras, *_ = sample.trajectory
+  network, params = _network(), _variables().params
+  codec = muzero.Codec(jnp.arange(-4.0, 5.0))
+  values = [
+    codec.decode(network.predict(params, network.represent(params, obs))[1])
+    for obs in timestep.obs
+  ]
   for b in range(_B):
     joints = [t for t in range(_T) if timestep.is_first[t + 1, b]]
     end = joints[0] if joints else _T + 1  # Last step of the first episode.
@@ -108,7 +113,7 @@ def _expected_targets(sample, num_unroll_steps=_K, n_steps=_N_STEPS):
         for t in range(k + 1, last + 1):
           value += factor * timestep.reward[t, b]
           factor *= _GAMMA * timestep.discount[t, b]
-        value += factor * extras.value[last, b]
+        value += factor * values[last][b]
       if k <= end:
         reward = timestep.reward[k, b]
       elif not has_terminated:
@@ -293,9 +298,6 @@ def test_a_search_in_a_perfect_model_finds_what_dynamic_programming_finds(
   np.testing.assert_array_equal(
     extras.policy.argmax(1)[is_clear], q.argmax(1)[is_clear]
   )
-  # With good predictions, the search does not make the value worse.
-  _, extras = run(values, 20.0 * q, 32)
-  np.testing.assert_allclose(extras.value, values, atol=0.1)
 
 
 def test_the_policy_of_a_gumbel_search_is_better_than_the_prior_on_bandits():
@@ -309,14 +311,6 @@ def test_the_policy_of_a_gumbel_search_is_better_than_the_prior_on_bandits():
   assert (improved > rewards.mean(1)).all()
   chosen = rewards[np.arange(50), action]
   assert chosen.mean() > rewards.mean() + 0.5
-
-
-def test_actions_without_a_simulation_have_the_value_of_the_root():
-  rewards = np.zeros((1, 20), np.float32)
-  transitions = np.zeros((1, 20), int)
-  model = _model(transitions, rewards, np.float32([5.0]), rewards)
-  _, extras = _search(model, [0], 1.0, 2, greedy=False)
-  np.testing.assert_allclose(extras.value, 5.0, atol=1e-3)
 
 
 def test_greedy_actions_have_their_own_number_of_simulations(monkeypatch):
@@ -359,7 +353,6 @@ def test_the_actions_of_an_environment_depend_on_its_key_alone():
   some = jax.tree.map(lambda x: x[2:4], steps)
   fewer_action, fewer, _ = act(variables, keys[2:4], some, ())
   np.testing.assert_array_equal(action[2:4], fewer_action)
-  np.testing.assert_allclose(extras.value[2:4], fewer.value, atol=1e-5)
   np.testing.assert_allclose(extras.policy[2:4], fewer.policy, atol=1e-5)
 
 
@@ -372,6 +365,7 @@ def test_reanalyse_changes_only_the_targets_of_a_part_of_the_rows():
   targets, old = batch.targets, whole.targets
   for name in ('reward', 'weight', 'policy_weight'):
     np.testing.assert_array_equal(getattr(targets, name), getattr(old, name))
+  np.testing.assert_allclose(targets.value, old.value, 1e-5, 1e-6)
   is_new = np.array(
     [(targets.policy[b] != old.policy[b]).any() for b in range(_B)]
   )
@@ -379,15 +373,16 @@ def test_reanalyse_changes_only_the_targets_of_a_part_of_the_rows():
   # The new searches use the target parameters.
   zeros = jax.tree.map(np.zeros_like, _variables().params)
   other = _prepare(_make(reanalyse_fraction=0.5), sample, zeros)
-  assert (other.targets.value[::2] != targets.value[::2]).any()
-  np.testing.assert_array_equal(other.targets.value[1::2], targets.value[1::2])
+  other = other.targets.policy
+  assert (other[::2] != targets.policy[::2]).any()
+  np.testing.assert_array_equal(other[1::2], targets.policy[1::2])
 
 
 def test_targets_of_new_searches_are_those_of_a_plain_loop(monkeypatch):
-  """Every step that a target reads has been searched again."""
+  """Every step whose policy is a target has been searched again."""
 
   def search(params, rng_key, obs, gamma, num_simulations, greedy):
-    return None, muzero.Extras(jax.nn.softmax(obs), 10.0 * obs.sum(-1))
+    return None, muzero.Extras(jax.nn.softmax(obs))
 
   sample = _sample()
   obs = sample.trajectory.timestep.obs[:-1]
@@ -401,7 +396,7 @@ def test_targets_of_new_searches_are_those_of_a_plain_loop(monkeypatch):
     sample._replace(trajectory=trajectory), **sizes
   ):
     if weight:
-      np.testing.assert_allclose(targets.value[b, k], value, rtol=1e-5)
+      np.testing.assert_allclose(targets.value[b, k], value, 1e-5, 1e-6)
     if policy is not None:
       np.testing.assert_allclose(targets.policy[b, k], policy, rtol=1e-6)
 
@@ -500,7 +495,7 @@ def test_the_loss_of_samples_is_that_of_a_plain_loop():
   sample = _sample()
   samples = rng.normal(size=(_T, _B, 5, 2)).astype(np.float32)
   policy = rng.dirichlet(np.ones(5), size=(_T, _B)).astype(np.float32)
-  extras = muzero.Extras(policy, sample.trajectory.extras.value, samples)
+  extras = muzero.Extras(policy, samples)
   action = rng.uniform([-1, 0], [1, 10], (_T, _B, 2)).astype(np.float32)
   trajectory = sample.trajectory._replace(action=action, extras=extras)
   sample = sample._replace(trajectory=trajectory)
