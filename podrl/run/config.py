@@ -276,7 +276,7 @@ _SEARCH = {
     _FRACTION,
   ),
   'search.reanalyse_fraction': Field(
-    0.0, 'Part of each batch whose targets come from new searches.', _FRACTION
+    0.0, 'Part of each batch whose policies come from new searches.', _FRACTION
   ),
 }
 # The fields of meta-gradients, which only the actor-critic agents have.

@@ -332,7 +332,6 @@ def _fields(name, **changes):
   fields = {
     'sebulba.max_lag': 1,
     'network.recurrent': 'none',
-    'agent.normalize_reward': False,
   }
   return fields | AGENTS[name].defaults | changes
 
@@ -348,7 +347,6 @@ def test_every_agent_accepts_its_own_defaults():
   [
     ('ppo', 'agent.clip', 0.0),
     ('muzero', 'agent.support', 0),
-    ('muzero', 'agent.normalize_reward', True),
     ('a2c', 'num_epochs', 2),
     ('a2c', 'num_minibatches', 4),
     ('a2c', 'sebulba.max_lag', 1),
