@@ -480,7 +480,8 @@ def make_agent(
   def fresh_value(params: Tree, timestep: TimeStep) -> Array:
     """Predicts the values `[T, N]` from which targets bootstrap; others are 0.
 
-    Values that searches found earlier would be those of worse policies.
+    Values that searches found earlier would be those of worse policies. MuZero
+    Reanalyze predicts them too (Schrittwieser et al. 2020, appendix H).
     """
     steps = bootstrap_steps(timestep, num_unroll_steps, fields['n_steps'])
     places = steps, np.arange(steps.shape[1])
