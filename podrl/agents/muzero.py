@@ -332,7 +332,7 @@ def make_search(
 def make_targets(
   timestep: TimeStep,
   extras: Extras,
-  value: Array,
+  bootstrap: Array,
   gamma: Array,
   *,
   num_unroll_steps: int,
@@ -343,7 +343,8 @@ def make_targets(
   Args:
     timestep: leaves `[T, N, ...]`, T = K + n + 1, rewards already clipped.
     extras: what searches found, leaves `[T, N, ...]`.
-    value: `[T, N]` float32, read at the `bootstrap_steps`.
+    bootstrap: the values `[T, N]` of the `bootstrap_steps`, float32; others are
+      not read.
     gamma: the discount per step.
     num_unroll_steps: K.
     n_steps: n, the rewards of a value's target.
@@ -353,7 +354,7 @@ def make_targets(
   valid = returns.weights(timestep)  # `[T-1, N]`, 0 at a joint.
   discount = gamma * timestep.discount[1:]
   targets = returns.n_step(
-    value, timestep.reward[1:], discount, valid, n=n_steps
+    bootstrap, timestep.reward[1:], discount, valid, n=n_steps
   )
   # Whether step k is before or at the end of the first episode.
   alive = jnp.concatenate(
@@ -363,14 +364,14 @@ def make_targets(
   ends = jnp.where(is_terminal, alive * (1.0 - valid[:num_steps]), 0.0)
   # Whether the episode terminated before step k.
   absorbed = jnp.cumsum(ends, axis=0) - ends
-  target = jnp.where(is_terminal, 0.0, targets[:num_steps] * alive)
+  value = jnp.where(is_terminal, 0.0, targets[:num_steps] * alive)
   reward = timestep.reward[1:num_steps] * alive[1:]
   policy_weight = jnp.where(is_terminal, 0.0, alive)
   policy, samples = jax.tree.map(
     lambda x: x[:num_steps], (extras.policy, extras.samples)
   )
   weight = alive + absorbed
-  return Targets(reward, target, policy, samples, weight, policy_weight)
+  return Targets(reward, value, policy, samples, weight, policy_weight)
 
 
 def bootstrap_steps(
@@ -466,15 +467,14 @@ def make_agent(
     if not chosen:
       return extras
     places = np.ix_(range(num_unroll_steps + 1), chosen)
-    keys = jax.vmap(lambda key: jax.random.split(key, len(places[0])))(
-      rng_key[np.array(chosen)]
-    )
+    split = jax.vmap(lambda key: jax.random.split(key, len(places[0])), 0, 1)
+    keys = split(rng_key[np.array(chosen)])
     obs = jax.tree.map(lambda x: x[places], timestep.obs)
     fresh = jax.vmap(
       lambda key, obs: search(
         params, key, obs, gamma, fields['num_simulations'], False
       )[1]
-    )(jnp.swapaxes(keys, 0, 1), obs)
+    )(keys, obs)
     return jax.tree.map(lambda x, new: x.at[places].set(new), extras, fresh)
 
   def fresh_value(params: Tree, timestep: TimeStep) -> Array:

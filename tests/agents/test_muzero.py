@@ -385,18 +385,27 @@ def test_targets_of_new_searches_are_those_of_a_plain_loop(monkeypatch):
     return None, muzero.Extras(jax.nn.softmax(obs))
 
   sample = _sample()
-  obs = sample.trajectory.timestep.obs[:-1]
-  _, fresh = search(None, None, obs, None, None, None)
-  trajectory = sample.trajectory._replace(extras=fresh)
+  timestep = sample.trajectory.timestep
+  # Without numbers below 0, no target is a small difference of large numbers.
+  timestep = timestep._replace(reward=abs(timestep.reward))
+  plain = _network()
+
+  def predict(params, hidden):
+    policy, value = plain.predict(params, hidden)
+    return policy, value + 4.0 * jnp.arange(9)[None]
+
+  network = plain._replace(predict=predict)
+  monkeypatch.setattr(muzero, 'build_network', lambda *_, **__: network)
+  _, fresh = search(None, None, timestep.obs[:-1], None, None, None)
+  trajectory = sample.trajectory._replace(timestep=timestep, extras=fresh)
+  sample = sample._replace(trajectory=trajectory)
   monkeypatch.setattr(muzero, 'make_search', lambda *arguments: search)
   sizes = {'num_unroll_steps': 1, 'n_steps': 4}  # Not every step is used.
   agent = _make(reanalyse_fraction=1.0, **sizes)
   targets = _prepare(agent, sample).targets
-  for b, k, _, value, policy, weight, _ in _expected_targets(
-    sample._replace(trajectory=trajectory), **sizes
-  ):
+  for b, k, _, value, policy, weight, _ in _expected_targets(sample, **sizes):
     if weight:
-      np.testing.assert_allclose(targets.value[b, k], value, 1e-5, 1e-6)
+      np.testing.assert_allclose(targets.value[b, k], value, rtol=1e-5)
     if policy is not None:
       np.testing.assert_allclose(targets.policy[b, k], policy, rtol=1e-6)
 
