@@ -669,6 +669,7 @@ def _make_flags() -> flags.FlagValues:
     ),
   ):
     flags.DEFINE_float(name, seconds, comment, 1.0, flag_values=values)
+    flags.register_validator(name, math.isfinite, 'must be finite', values)
   return values
 
 

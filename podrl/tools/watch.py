@@ -437,4 +437,5 @@ def run(argv: Sequence[str]) -> int:
   tools.define_integer('max_steps', 1000, text, 1, 10**9, values)
   text = 'Frames per second; 0 means real speed.'
   flags.DEFINE_float('fps', 0.0, text, 0.0, 50.0, values)
+  flags.register_validator('fps', math.isfinite, 'must be finite', values)
   return tools.run_command(argv, __doc__, values, _act)

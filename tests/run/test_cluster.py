@@ -738,6 +738,8 @@ def test_a_mistake_is_one_line_in_each(each, message, tmp_path):
       ],
       'process 1: no coordinator answered at 127.0.0.1',
     ),
+    (['--heartbeat_seconds=nan'], '--heartbeat_seconds=nan: must be finite'),
+    (['--hang_seconds=inf'], '--hang_seconds=inf: must be finite'),
   ],
 )
 def test_a_mistake_in_the_flags(arguments, message, tmp_path, capsys):

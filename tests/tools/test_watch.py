@@ -417,6 +417,7 @@ def test_files_play_at_real_speed(tmp_path):
     (['r', '--episodes=0'], 'episodes'),
     (['r', '--max_steps=0'], 'max_steps'),
     (['r', '--fps=60'], 'fps'),
+    (['r', '--fps=nan'], '--fps=nan: must be finite'),
     (['r', '--frames=3'], 'frames'),
   ],
 )
