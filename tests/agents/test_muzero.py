@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -80,8 +81,8 @@ def _sample():
   return Sample(trajectory, np.arange(_B), np.linspace(0.5, 1.0, _B))
 
 
-def _prepare(agent, sample, params=None):
-  variables = _variables()
+def _prepare(agent, sample, params=None, statistics=()):
+  variables = _variables()._replace(statistics=statistics)
   keys = jax.random.split(jax.random.key(3), _B)
   target_params = variables.params if params is None else params
   return jax.jit(
@@ -342,6 +343,21 @@ def test_rewards_are_clipped():
   clipped = _prepare(_make(reward_clip=0.1), sample).targets.reward
   assert abs(whole).max() > 0.5
   np.testing.assert_allclose(clipped, np.clip(whole, -0.1, 0.1))
+
+
+def test_targets_have_the_unit_of_normalised_rewards():
+  agent, sample = _make(normalize_reward=True), _sample()
+  statistics = agent.init(jax.random.key(0)).statistics
+  moments = statistics.discounted_return._replace(variance=jnp.asarray(25.0))
+  statistics = statistics._replace(discounted_return=moments)
+  batch = _prepare(agent, sample, statistics=statistics)
+  trajectory = sample.trajectory
+  timestep = trajectory.timestep
+  by_hand = timestep._replace(reward=timestep.reward / np.float32(5.0))
+  trajectory = trajectory._replace(timestep=by_hand)
+  expected = _prepare(_make(), sample._replace(trajectory=trajectory))
+  assert np.abs(expected.targets.reward).max() > 0.1
+  chex.assert_trees_all_close(batch.targets, expected.targets, rtol=1e-5)
 
 
 def test_the_actions_of_an_environment_depend_on_its_key_alone():
