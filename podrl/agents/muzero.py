@@ -120,7 +120,7 @@ def target_update(fields: Mapping[str, Any]) -> Callable[..., Any] | None:
 
 def sequence_length(fields: Mapping[str, Any]) -> int:
   """Returns the transitions that the targets of one sequence need."""
-  return fields['agent.num_unroll_steps'] + fields['agent.n_steps'] + 1
+  return fields['agent.num_unroll_steps'] + fields['agent.n_steps']
 
 
 class Extras(NamedTuple):
@@ -341,17 +341,16 @@ def make_targets(
   """Computes the targets of the model's K steps.
 
   Args:
-    timestep: leaves `[T, N, ...]`, T = K + n + 1, rewards already clipped.
+    timestep: leaves `[T+1, N, ...]`, T = K + n, rewards already clipped.
     extras: what searches found, leaves `[T, N, ...]`.
-    bootstrap: the values `[T, N]` of the `bootstrap_steps`, float32; others are
-      not read.
+    bootstrap: the values `[T+1, N]` of the `bootstrap_steps`, float32; others
+      are not read.
     gamma: the discount per step.
     num_unroll_steps: K.
     n_steps: n, the rewards of a value's target.
   """
   num_steps = num_unroll_steps + 1
-  chex.assert_shape(timestep.reward, (num_steps + n_steps, None))
-  valid = returns.weights(timestep)  # `[T-1, N]`, 0 at a joint.
+  valid = returns.weights(timestep)  # `[T, N]`, 0 at a joint.
   discount = gamma * timestep.discount[1:]
   targets = returns.n_step(
     bootstrap, timestep.reward[1:], discount, valid, n=n_steps
@@ -381,10 +380,16 @@ def bootstrap_steps(
 
   Such a step is n steps later, or at the episode's end.
 
+  Args:
+    timestep: leaves `[T+1, N, ...]`, T = K + n.
+    num_unroll_steps: K.
+    n_steps: n.
+
   Returns:
-    int32 `[K + 1, N]`.
+    int32 `[K+1, N]`.
   """
-  valid = returns.weights(timestep)  # `[T-1, N]`, 0 at a joint.
+  chex.assert_shape(timestep.reward, (num_unroll_steps + n_steps + 1, None))
+  valid = returns.weights(timestep)  # `[T, N]`, 0 at a joint.
   first = np.arange(num_unroll_steps + 1)[:, None]
   windows = valid[first + np.arange(n_steps)]  # `[K+1, n, N]`.
   lengths = jnp.sum(jnp.cumprod(windows, axis=1), axis=1).astype(jnp.int32)
@@ -456,7 +461,7 @@ def make_agent(
 
     Args:
       params: the target parameters.
-      timestep: leaves `[T, N, ...]`.
+      timestep: leaves `[T+1, N, ...]`.
       extras: what the searches found earlier, leaves `[T, N, ...]`.
       rng_key: `[N]`, one key for each sequence.
       gamma: the discount per step.
@@ -478,11 +483,13 @@ def make_agent(
     return jax.tree.map(lambda x, new: x.at[places].set(new), extras, fresh)
 
   def fresh_value(params: Tree, timestep: TimeStep) -> Array:
-    """Predicts the values `[T, N]` from which targets bootstrap; others are 0.
+    """Predicts the values `[T+1, N]` of the bootstrap steps; others are 0.
 
     Values that searches found earlier would be those of worse policies. MuZero
-    Reanalyze predicts them too (Schrittwieser et al. 2020, appendix H).
+    Reanalyze predicts them too, but with a target network (Schrittwieser et al.
+    2020, appendix H); here, the newest parameters do.
     """
+    params = jax.lax.stop_gradient(params)
     steps = bootstrap_steps(timestep, num_unroll_steps, fields['n_steps'])
     places = steps, np.arange(steps.shape[1])
 
@@ -503,7 +510,7 @@ def make_agent(
   ) -> Batch:
     del mean
     trajectory, gamma = sample.trajectory, variables.hyperparams['gamma']
-    timestep = jax.tree.map(lambda x: x[:-1], trajectory.timestep)
+    timestep = trajectory.timestep
     extras = reanalyse(
       target_params, timestep, trajectory.extras, rng_key, gamma
     )

@@ -25,7 +25,7 @@ from podrl.types import (
 
 _OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
 _A, _B, _K, _N_STEPS, _GAMMA = 3, 6, 3, 2, 0.9
-_T = _K + _N_STEPS + 1  # Transitions of a sequence.
+_T = _K + _N_STEPS  # Transitions of a sequence.
 _NETWORK = helpers.network_fields('muzero', layer_norm=True)
 
 
@@ -388,10 +388,11 @@ def test_reanalyse_changes_only_the_targets_of_a_part_of_the_rows():
   np.testing.assert_array_equal(is_new, [True, False] * 3)
   # The new searches use the target parameters.
   zeros = jax.tree.map(np.zeros_like, _variables().params)
-  other = _prepare(_make(reanalyse_fraction=0.5), sample, zeros)
-  other = other.targets.policy
-  assert (other[::2] != targets.policy[::2]).any()
-  np.testing.assert_array_equal(other[1::2], targets.policy[1::2])
+  other = _prepare(_make(reanalyse_fraction=0.5), sample, zeros).targets
+  assert (other.policy[::2] != targets.policy[::2]).any()
+  np.testing.assert_array_equal(other.policy[1::2], targets.policy[1::2])
+  # The newest parameters predict the values.
+  np.testing.assert_allclose(other.value, targets.value, 1e-5, 1e-6)
 
 
 def test_targets_of_new_searches_are_those_of_a_plain_loop(monkeypatch):
@@ -413,13 +414,14 @@ def test_targets_of_new_searches_are_those_of_a_plain_loop(monkeypatch):
   network = plain._replace(predict=predict)
   monkeypatch.setattr(muzero, 'build_network', lambda *_, **__: network)
   _, fresh = search(None, None, timestep.obs[:-1], None, None, None)
-  trajectory = sample.trajectory._replace(timestep=timestep, extras=fresh)
+  trajectory = sample.trajectory._replace(timestep=timestep)
   sample = sample._replace(trajectory=trajectory)
+  searched = sample._replace(trajectory=trajectory._replace(extras=fresh))
   monkeypatch.setattr(muzero, 'make_search', lambda *arguments: search)
   sizes = {'num_unroll_steps': 1, 'n_steps': 4}  # Not every step is used.
   agent = _make(reanalyse_fraction=1.0, **sizes)
   targets = _prepare(agent, sample).targets
-  for b, k, _, value, policy, weight, _ in _expected_targets(sample, **sizes):
+  for b, k, _, value, policy, weight, _ in _expected_targets(searched, **sizes):
     if weight:
       np.testing.assert_allclose(targets.value[b, k], value, rtol=1e-5)
     if policy is not None:
