@@ -104,6 +104,7 @@ def measure_cost(
 ) -> dict[int, tuple[float, float, float]]:
   """Returns, for each number, the speed, the share and the ratio."""
   keys = jax.random.split(jax.random.key(0), _BATCH.value)
+  carry = policy.initial_carry(_BATCH.value)
   programs: dict[Any, Callable[[], Any]] = {}
   bare_policy = make_bare(policy, 0)
   programs['policy'] = lambda: bare_policy(keys[0], timestep.obs)
@@ -111,7 +112,7 @@ def measure_cost(
     act = jax.jit(with_simulations(policy, n)[1].act)
     bare = make_bare(policy, n)
     programs['act', n] = lambda act=act: act(
-      policy.variables, keys, timestep, ()
+      policy.variables, keys, timestep, carry
     )
     programs['bare', n] = lambda bare=bare: bare(keys[0], timestep.obs).action
   times: dict[Any, list[float]] = {name: [] for name in programs}

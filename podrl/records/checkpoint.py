@@ -69,6 +69,15 @@ def _describe(tree: Tree) -> dict[str, str]:
   }
 
 
+def _difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
+  """Describes the first array that differs; empty means that none does."""
+  for name in [*ours, *theirs]:
+    there, here = (x.get(name, 'missing') for x in (theirs, ours))
+    if there != here:
+      return f'{name} is {there} in the checkpoint, {here}'
+  return ''
+
+
 def _digests(directory: str) -> dict[str, str]:
   """Maps the relative path of each file in a subdirectory to its digest."""
   digests = {}
@@ -276,14 +285,11 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
   try:
     _verify(_directory(path, step))
     # Compare first, because orbax's error about a difference is very long.
-    theirs, ours = _read_progress(path, step)['arrays'], _describe(shapes)
-    for name in [*ours, *theirs]:
-      there, here = (x.get(name, 'missing') for x in (theirs, ours))
-      if there != here:
-        raise IncompatibleError(
-          f'the parameters of {path} do not fit: {name} is {there} in the '
-          f'checkpoint, {here} in the agent'
-        )
+    theirs = _read_progress(path, step)['arrays']
+    if difference := _difference(theirs, _describe(shapes)):
+      raise IncompatibleError(
+        f'the parameters of {path} do not fit: {difference} in the agent'
+      )
     return _read(path, step, 'variables', shapes)
   except IncompatibleError:
     raise
@@ -337,16 +343,14 @@ def _read_memory(path: str, step: int, like: Tree) -> Tree:
   Raises:
     IncompatibleError: if the saved memory has other arrays.
   """
-  saved, ours = _read_progress(path, step)['memory'], _describe(like)
+  saved = _read_progress(path, step)['memory']
   if not saved:
     return like
-  for name in ours:
-    if saved.get(name) != ours[name]:
-      raise IncompatibleError(
-        f'the memory of {path} does not fit: {name} is {saved.get(name)} in '
-        f'the checkpoint, {ours[name]} in this run; use the same devices, or '
-        'start a new run'
-      )
+  if difference := _difference(saved, _describe(like)):
+    raise IncompatibleError(
+      f'the memory of {path} does not fit: {difference} in this run; use the '
+      'same devices and the same version of podrl, or start a new run'
+    )
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
   )

@@ -82,6 +82,7 @@ def test_the_benchmark_of_searches_prints_a_row_for_each_number(
     f'--workdir={tmp_path}/run',
   ]
   argv += [*helpers.TINY, '--config.replay.min_steps=64']
+  argv += ['--config.agent.normalize_reward=True']
   assert train.run([*argv, '--config.replay.batch_size=16']) == 0
   picture = tmp_path / 'search.png'
   options = ['--simulations=1,4', '--episodes=8', '--batch=4', '--turns=1']

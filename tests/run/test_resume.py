@@ -138,7 +138,9 @@ def test_anakin_resumes_bitwise(
   _assert_close(_state(parts), _state(whole), 0)
 
 
-def test_a_memory_that_is_left_out_is_filled_again(tmp_path, monkeypatch):
+def test_a_memory_that_is_left_out_is_filled_again(
+  tmp_path, monkeypatch, capfd
+):
   arguments = ['--agent=dqn', *_REPLAY, *_TWENTY, '--config.num_devices=2']
   parts, less = tmp_path / 'parts', '--config.checkpoint.memory=False'
   with monkeypatch.context() as patch:
@@ -160,6 +162,18 @@ def test_a_memory_that_is_left_out_is_filled_again(tmp_path, monkeypatch):
   assert (
     helpers.read(parts)[1]['num_sgd_steps'] == summary['num_sgd_steps'] + 10
   )
+  # An earlier version may have saved more.
+  read = checkpoint._read_progress
+
+  def read_more(*arguments):
+    progress = read(*arguments)
+    return progress | {'memory': progress['memory'] | {'more': 'int32[3]'}}
+
+  monkeypatch.setattr(checkpoint, '_read_progress', read_more)
+  longer[0] = '--config.total_env_steps=1920'
+  assert helpers.run(parts, *arguments, *longer, '--resume') == train.MISTAKE
+  said = capfd.readouterr().err.splitlines()[-1]
+  assert 'more is int32[3] in the checkpoint, missing in this run' in said
 
 
 @pytest.mark.parametrize('num_seeds', [helpers.slow(1), helpers.slow(2)])
