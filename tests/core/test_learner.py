@@ -601,7 +601,7 @@ def test_devices_agree_on_a_fixed_sample(name):
   if name == 'muzero':
     spec = EnvSpec(_OBS, False, Discrete(3), 1, 0)
     agent = helpers.make_agent(name, spec, num_unroll_steps=2, n_steps=3)
-    memory = _latest_unroll(6)
+    memory = _latest_unroll(5)
     rng = np.random.default_rng(0)
     policy = rng.dirichlet(np.ones(3), (_T, _B)).astype(np.float32)
     trajectory = trajectory._replace(extras=muzero.Extras(policy))
