@@ -350,6 +350,7 @@ def make_targets(
     n_steps: n, the rewards of a value's target.
   """
   num_steps = num_unroll_steps + 1
+  chex.assert_shape(timestep.reward, (num_steps + n_steps, None))
   valid = returns.weights(timestep)  # `[T, N]`, 0 at a joint.
   discount = gamma * timestep.discount[1:]
   targets = returns.n_step(
