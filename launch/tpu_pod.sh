@@ -148,6 +148,10 @@ check_run() {
     return
   fi
   for word in "$@"; do
+    if [[ $before == podrl && $word == sweep ]]; then
+      say 'podrl compile does not know sweeps, so the run is not compiled first'
+      return
+    fi
     [[ ${words[0]-} || $word == *.py || $before == train ]] && words+=("$word")
     before=$word
   done

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def load(
-  path: str | os.PathLike, which: str = 'last', seed: int | None = None
+  path: str | os.PathLike, which: str | int = 'last', seed: int | None = None
 ) -> 'Policy':
   """Loads the policy of a run.
 
   Args:
     path: the directory of the run, or of one of its agents (`RUN/seed_2`).
-    which: 'last', 'best' (the highest evaluated return), or the number of
-      updates of a checkpoint.
+    which: 'last', 'best' (the highest evaluated return, as a mean over all
+      agents), or the number of updates of a checkpoint.
     seed: index of the agent, from 0, if the run has several agents.
 
   Raises:

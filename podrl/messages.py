@@ -40,6 +40,6 @@ def count(number: int, noun: str) -> str:
 def format_size(value: float) -> str:
   """Formats a number of bytes, for example as 1.5 GiB."""
   for unit, power in (('TiB', 40), ('GiB', 30), ('MiB', 20), ('KiB', 10)):
-    if value >= 1000 * 2 ** (power - 10):
+    if value >= 999.5 * 2 ** (power - 10):
       return f'{value / 2**power:.3g} {unit}'
   return f'{value:.0f} B'

@@ -273,7 +273,7 @@ def sebulba_programs(
   # Zeros, because a program without steps returns undefined observations.
   shards = [
     jax.tree.map(
-      jnp.zeros_like, actor.compile(jax.device_put(variables, actor.device))
+      jnp.zeros_like, actor.start(jax.device_put(variables, actor.device))
     )
     for actor in actors
   ]
@@ -281,9 +281,12 @@ def sebulba_programs(
     spmd.join_shards(x, mesh, spmd.TRAJECTORY) for x in shards
   )
   update = spmd.map_update(driver.core, mesh)
-  state = spmd.init_learner(
-    driver.core.init, driver.core, mesh, jax.random.key(0), trajectories[0]
-  )
+  shape = jax.eval_shape(spmd.join_unrolls, [x[0] for x in shards])
+
+  def init(key):
+    return driver.core.init(key, shape)
+
+  state = spmd.init_learner(init, driver.core, mesh, jax.random.key(0))
   key = spmd.place(jax.random.key(2), mesh, spmd.REPLICATED)
 
   def in_threads(function: Callable) -> Callable:

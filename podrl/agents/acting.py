@@ -200,10 +200,12 @@ def bootstrap_inputs(
 
 
 def check_counts(fields: Mapping[str, Any], *names: str) -> None:
-  """Raises a ValueError if one of these fields is less than 1."""
+  """Raises a ValueError if one of these fields is not from 1 to 2^24."""
   for name in names:
-    if fields[name] < 1:
-      raise ValueError(f'config.{name}={fields[name]} must be at least 1')
+    if not 1 <= fields[name] <= 2**24:
+      raise ValueError(
+        f'config.{name}={fields[name]} must be at least 1 and at most {2**24}'
+      )
 
 
 def check_fractions(fields: Mapping[str, Any], *names: str) -> None:

@@ -86,6 +86,7 @@ KINDS: dict[str, dict[str, Any]] = {
     'agent.normalize_observation': False,
     'network.hidden_sizes': (128,),
   },
+  'memory': {'unroll_length': 8},
   'continuous': {'agent.support': 60},
   'small image': {
     'env.num_envs': 16,

@@ -100,6 +100,11 @@ def row_keys(rng_key: chex.PRNGKey, row: Array) -> chex.PRNGKey:
   return jax.vmap(jax.random.fold_in, (None, 0))(rng_key, row)
 
 
+def fold_into_rows(keys: chex.PRNGKey, number: Array | int) -> chex.PRNGKey:
+  """Folds one number, int32 `[]`, into the keys `[N]` of rows."""
+  return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+
+
 def global_rows(num_rows: int) -> Array:
   """Returns the global indices of this device's rows, int32 `[num_rows]`."""
   first = jax.lax.axis_index(DEVICE_AXIS) * num_rows

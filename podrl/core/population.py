@@ -41,7 +41,8 @@ def choose_parents(rng_key: chex.PRNGKey, scores: Array) -> Array:
   """Chooses from which member each of M members continues.
 
   The lowest ceil(M / 5) members get a random parent among the highest ceil(M /
-  5), and all others continue from themselves.
+  5), and all others continue from themselves. If the score of a parent is not
+  finite, the best member replaces it.
 
   Args:
     scores: float32 `[M]`; NaN is the lowest.
@@ -55,6 +56,7 @@ def choose_parents(rng_key: chex.PRNGKey, scores: Array) -> Array:
   order = order.astype(jnp.int32)
   chosen = jax.random.randint(rng_key, (number,), 0, number)
   parents = order[len(scores) - number :][chosen]
+  parents = jnp.where(jnp.isfinite(scores[parents]), parents, order[-1])
   return (
     jnp.arange(len(scores), dtype=jnp.int32).at[order[:number]].set(parents)
   )

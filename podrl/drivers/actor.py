@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl import types
-from podrl.core.learner import row_keys
+from podrl.core.learner import fold_into_rows, row_keys
 from podrl.drivers import culprits, spmd
 from podrl.drivers.culprits import Largest
 from podrl.drivers.exchange import Closed
@@ -87,8 +87,6 @@ def make_actor_functions(
     num_shards: number of shards of the batch, one per learner device.
     xla_step: `XlaEnv.step`, if there is one.
   """
-  fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-
   # In XLA's threads, a CPU program would wait for the learner's program.
   options = spmd.in_order_options()
   compiled = functools.partial(jax.jit, compiler_options=options)
@@ -96,7 +94,7 @@ def make_actor_functions(
   # Rows stay on the device, so each observation is copied to it only once.
   def step(variables, keys, num_steps, timestep, carry):
     seen = timestep._replace(obs=observe(timestep.obs))
-    keys = fold_in(keys, num_steps)
+    keys = fold_into_rows(keys, num_steps)
     action, extras, carry = agent.act(variables, keys, seen, carry)
     return Row(timestep.obs, action, extras), carry
 

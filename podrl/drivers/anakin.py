@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.core.learner import row_keys
+from podrl.core.learner import fold_into_rows, row_keys
 from podrl.core.observations import flatten, unflatten
 from podrl.drivers import culprits, spmd
 from podrl.drivers.culprits import Largest
@@ -46,10 +46,6 @@ _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM, _ACT_STREAM = range(4)
 def _strongly_typed(tree: Tree) -> Tree:
   """Removes weak types, which would make JAX compile the program again."""
   return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
-
-
-# Folds one number into each of the keys `[B]`.
-_fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
 class Actors(NamedTuple):
@@ -114,9 +110,11 @@ def make_unroll(
   """
 
   def unroll(variables, actors, num_updates):
-    update_keys = _fold_in(actors.rng_key, num_updates)
+    update_keys = fold_into_rows(actors.rng_key, num_updates)
     # One call for T x B keys costs little more than a call for B keys.
-    keys = jax.vmap(_fold_in, (None, 0))(update_keys, jnp.arange(unroll_length))
+    keys = jax.vmap(fold_into_rows, (None, 0))(
+      update_keys, jnp.arange(unroll_length)
+    )
 
     shapes = jax.tree.map(lambda x: x[0], actors.timestep.obs)
 
@@ -215,9 +213,9 @@ def make_programs(
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
     """Starts the environments whose global indices are `index` `[B]`."""
     keys = row_keys(rng_key, index)
-    first = env.reset(_fold_in(keys, _RESET_STREAM))
+    first = env.reset(fold_into_rows(keys, _RESET_STREAM))
     env_state, timestep = _strongly_typed(first)
-    act_keys = _fold_in(keys, _ACT_STREAM)
+    act_keys = fold_into_rows(keys, _ACT_STREAM)
     carry = agent.initial_carry(index)
     returns, lengths = jnp.zeros(index.shape), jnp.zeros(index.shape, jnp.int32)
     return Actors(index, env_state, timestep, carry, act_keys, returns, lengths)

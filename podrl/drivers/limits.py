@@ -55,8 +55,8 @@ _SENTENCES = {  # `_words` fills the braces.
   'the actors: the hand-off is the limit. Make updates fewer and larger '
   '(unroll_length, sebulba.unrolls_per_update, env.num_envs).',
   'no lag': _BOTH_WAIT + ': with sebulba.max_lag=0 they never work at the same '
-  'time. Set sebulba.max_lag=1, so that acting and learning overlap. Instead '
-  'of a2c, which needs sebulba.max_lag=0, use --agent=impala.',
+  'time. Set sebulba.max_lag=1, so that acting and learning overlap. If the '
+  'agent is a2c, which needs sebulba.max_lag=0, use --agent=impala instead.',
   'slowest actor': _BOTH_WAIT + ': each update needs an unroll from each of '
   '{actors}, so the slowest actor is the limit. Use sebulba.mode=asynchronous, '
   'or raise sebulba.max_lag.',

@@ -10,6 +10,7 @@ from podrl.messages import check_choice, one_line, suggest
 from podrl.types import EnvSpec, HostEnv
 
 _MODES = ('sync', 'async')
+_TAKEN = {'num_envs', 'seed', 'num_threads', 'render'}  # Arguments of `make`.
 
 
 def names() -> list[str]:
@@ -88,6 +89,11 @@ def _with_whole_limit(options: dict[str, Any]) -> dict[str, Any]:
 
 def make_spec(name: str, /, **options: Any) -> EnvSpec:
   """Returns an environment's `EnvSpec`; see `make` for the arguments."""
+  if taken := _TAKEN & options.keys():
+    raise ValueError(
+      f'config.env.options.{min(taken)} is not possible, because podrl has an '
+      'argument of this name'
+    )
   spec, options = _registered_spec(name), _with_whole_limit(options)
   mode = options.pop('vectorization_mode', _MODES[0])
   check_choice('env.options.vectorization_mode', mode, _MODES)

@@ -111,6 +111,7 @@ class Checkpoints:
   """
 
   def __init__(self, path: str, keep: int, with_memory: bool = True):
+    self._verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.FATAL)  # Orbax would log every file.
     self._path = path
     self._with_memory = with_memory
@@ -195,6 +196,7 @@ class Checkpoints:
     """Waits for the checkpoints and ends orbax's threads; ignores errors."""
     with contextlib.suppress(WriteError), self._errors():
       self._manager.close()
+    logging.set_verbosity(self._verbosity)
 
   def _errors(self) -> contextlib.AbstractContextManager[None]:
     # Catch every exception: file systems make orbax raise many kinds.
@@ -213,7 +215,7 @@ def steps(path: str) -> list[int]:
   return sorted(found, reverse=True)
 
 
-def find(path: str, which: str = 'last') -> int:
+def find(path: str, which: str | int = 'last') -> int:
   """Finds a checkpoint; returns its number of updates.
 
   Args:
@@ -236,7 +238,7 @@ def find(path: str, which: str = 'last') -> int:
     if not evaluated:
       raise ValueError(f'{path} has no checkpoint that was evaluated')
     return max(evaluated)[1]
-  if which not in map(str, found):
+  if str(which) not in map(str, found):
     listed = ', '.join(map(str, found))
     raise ValueError(f'{path} has no checkpoint {which}; it has {listed}')
   return int(which)

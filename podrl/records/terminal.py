@@ -32,7 +32,7 @@ def podrl_command() -> str:
 def compact(value: float) -> str:
   """Formats a number in few characters: 1234567 is 1.23M."""
   for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
-    if abs(value) >= size:
+    if abs(value) >= 0.9995 * size:  # The smaller unit would give 1e+03.
       return f'{value / size:.3g}{unit}'
   return f'{value:.4g}'
 

@@ -283,7 +283,7 @@ def hyperparams(
 
 
 def load_agent(
-  path: str, which: str = 'last', seed: int | None = None
+  path: str, which: str | int = 'last', seed: int | None = None
 ) -> tuple[ConfigDict, types.EnvSpec, types.Agent, types.Variables, int]:
   """Loads the fields of a `Policy` from a run; see `podrl.load`."""
   path, config, seed = workdir.find_agent(path, seed)

@@ -435,8 +435,12 @@ def check(config: ConfigDict) -> None:
   check_choice('config.agent.name', fields['agent.name'], AGENTS)
   AGENTS[fields['agent.name']].check(fields)
   if 'meta.params' in fields:
-    for name in meta_params(config):
+    names = meta_params(config)
+    for name in names:
       check_choice('config.meta.params', name, meta.NAMES)
+    if len(set(names)) < len(names):
+      text = fields['meta.params']
+      raise ValueError(f'config.meta.params={text} has a name twice')
   _check_members(config)
   # Environment i on the host has the seed `seed` + i, which is an int32.
   bound = 2**31 - fields['env.num_envs']
@@ -459,7 +463,7 @@ def check(config: ConfigDict) -> None:
 
 def meta_params(config: ConfigDict) -> list[str]:
   """Returns the names of the hyperparameters that learn."""
-  return config.meta.params.split(',')
+  return [name.strip() for name in config.meta.params.split(',')]
 
 
 def member_fields(agent: str) -> set[str]:
@@ -774,8 +778,6 @@ def _resume_run(
       )
   for message in messages:
     print(message, file=sys.stderr)
-  saved = workdir.read_config(path).env.get('path', '')
-  config.env.path = config.env.path or saved
   return Files(path, '', True, num_resumes)
 
 

@@ -267,9 +267,8 @@ def make_layout(
   _check_minibatches(config, num_learned, num_learners * num_processes)
   # On a CPU, one core stays free for the learner. But if environment steps are
   # expensive (images, or several frames per step), environments get all cores.
-  # On two cores, CartPole trains 1.25 times faster with one thread than with
-  # two (measured alternately), and Pong 1.3 times faster with two than with one
-  # (separate runs).
+  # On two cores, Pong trains 1.3 times faster with two threads than with one
+  # (separate runs); for CartPole, see docs/benchmarks.md.
   shapes = [x.shape for x in jax.tree.leaves(spec.obs)]
   is_expensive = spec.frame_skip > 1 or any(len(x) == 3 for x in shapes)
   needs_core = platform == 'cpu' and not is_expensive

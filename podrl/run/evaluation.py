@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.core.learner import fold_into_rows
 from podrl.types import Agent, DeviceEnv, HostEnv, TimeStep, Tree, Variables
 
 _CHUNK_STEPS = 128  # Steps between two calls of `should_stop`.
 _NUM_RESAMPLES = 2000  # Number of resampled means per bootstrap interval.
-
-# Folds one number into each of the keys `[N]`.
-_fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
 
 
 class Evaluation(NamedTuple):
@@ -86,7 +84,9 @@ def make_evaluate(
 
     def step(loop: tuple[jax.Array, _State]) -> tuple[jax.Array, _State]:
       t, (env_state, timestep, carry, is_over, returns, lengths) = loop
-      action, _, carry = act(variables, _fold_in(keys, t), timestep, carry)
+      action, _, carry = act(
+        variables, fold_into_rows(keys, t), timestep, carry
+      )
       env_state, timestep = env.step(env_state, action)
       is_over = jnp.logical_or(is_over, timestep.is_first)
       returns += jnp.where(is_over, 0.0, timestep.reward)
@@ -126,7 +126,7 @@ def make_host_evaluate(
   @jax.jit
   def act(variables, keys, t, timestep, carry):
     timestep = timestep._replace(obs=observe(timestep.obs))
-    keys, greedy = _fold_in(keys, t), settings.greedy
+    keys, greedy = fold_into_rows(keys, t), settings.greedy
     action, _, carry = agent.act(
       variables, keys, timestep, carry, greedy=greedy
     )

@@ -138,7 +138,7 @@ class Policy:
 
 
 def load(
-  path: str | os.PathLike, which: str = 'last', seed: int | None = None
+  path: str | os.PathLike, which: str | int = 'last', seed: int | None = None
 ) -> Policy:
   """Loads the policy of a run; see `podrl.load`."""
   return Policy(*build.load_agent(os.fspath(path), which, seed))

@@ -329,12 +329,13 @@ class _Trainer:
       outcome = self._fail(exception)
     finally:
       if hanging := self.run.driver.close():
-        print(f'{hanging} did not return; all stacks follow:', file=sys.stderr)
+        names = ', '.join(hanging)
+        print(f'{names} did not return; all stacks follow:', file=sys.stderr)
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
         outcome = outcome._replace(
           exit_code=outcome.exit_code or FAILED,
-          error=outcome.error or f'{", ".join(hanging)} did not return',
+          error=outcome.error or f'{names} did not return',
           is_hanging=True,
         )
       if self.checkpoints:

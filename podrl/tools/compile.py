@@ -493,8 +493,10 @@ def _largest(
 
 def format_seconds(value: float) -> str:
   """Formats a number of seconds, for example as 1.5 ms."""
+  if value >= 999.5:
+    return f'{value:,.0f} s'
   for unit, size in (('s', 1.0), ('ms', 1e-3)):
-    if value >= size:
+    if value >= 0.9995 * size:
       return f'{value / size:.3g} {unit}'
   return f'{value * 1e6:.3g} us'
 

@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from podrl import tools
+from podrl.core.learner import fold_into_rows
 from podrl.envs import envpool
 from podrl.messages import one_line
 from podrl.run import build, policy
@@ -81,7 +82,7 @@ def record(
   @jax.jit
   def act(variables: Variables, t: Array, timestep: TimeStep, carry: Tree):
     timestep = timestep._replace(obs=env.spec.observe(timestep.obs))
-    keys = jax.vmap(jax.random.fold_in, (0, None))(act_keys, t)
+    keys = fold_into_rows(act_keys, t)
     action, _, carry = agent.act(
       variables, keys, timestep, carry, greedy=greedy
     )

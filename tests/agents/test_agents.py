@@ -353,6 +353,7 @@ def test_every_agent_accepts_its_own_defaults():
     ('pqn', 'agent.initial_epsilon', 1.5),
     ('dqn', 'agent.final_epsilon', -0.1),
     ('dqn', 'agent.n_steps', 0),
+    ('dqn', 'agent.n_steps', 2**24 + 1),
     ('dqn', 'agent.target_period', 0),
     ('dqn', 'agent.target_rate', 0.0),
     ('dqn', 'agent.num_atoms', 0),
@@ -364,6 +365,7 @@ def test_every_agent_accepts_its_own_defaults():
     ('sac', 'agent.target_rate', 2.0),
     ('sac', 'agent.initial_temperature', 0.0),
     ('sac', 'agent.noise_steps', 0),
+    ('sac', 'agent.noise_steps', 10**10),
     ('sac', 'agent.target_entropy', float('inf')),
   ],
 )

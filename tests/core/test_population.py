@@ -18,6 +18,7 @@ from podrl.types import LearnerState, Variables
     ([2.0, 3.0, np.nan, 1.0, 5.0], [2], [4]),
     ([2.0, 3.0, -np.inf, 1.0, np.inf], [2], [4]),
     ([1.0, 2.0], [0], [1]),
+    ([-np.inf] * 9 + [1.0], [0, 1], [9]),
   ],
 )
 def test_the_lowest_fifth_continues_from_the_highest(scores, lowest, highest):

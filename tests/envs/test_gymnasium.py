@@ -45,6 +45,11 @@ def test_steps_and_joints_are_those_of_single_environments():
   env.close()
 
 
+def test_an_option_cannot_have_the_name_of_an_argument():
+  with pytest.raises(ValueError, match='env.options.seed is not possible'):
+    adapter.make_spec('CartPole-v1', seed=3)
+
+
 def test_time_steps_are_the_callers():
   env = adapter.make('CartPole-v1', 2, seed=0)
   first = env.reset()

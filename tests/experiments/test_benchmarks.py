@@ -21,11 +21,7 @@ def parsed_flags():
 
 
 @pytest.mark.parametrize(
-  'make_config',
-  [
-    throughput.get_config,
-    pytest.param(throughput.get_sebulba_config, marks=pytest.mark.slow),
-  ],
+  'make_config', [throughput.get_config, throughput.get_sebulba_config]
 )
 def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
   monkeypatch.setattr(throughput, '_SECONDS', 0.0)  # Each sample is one update.

@@ -804,6 +804,16 @@ def test_tpu_compiles_the_run_first(has_libtpu, code, message, tmp_path):
     )
 
 
+def test_tpu_does_not_compile_a_sweep(tmp_path):
+  cloud = _Cloud(tmp_path, {'follow': '1 0'})
+  python = f'#!/bin/sh\n[ $1 = -c ] || touch {cloud.tools}/compiled\n'
+  _write(cloud.tools / 'python', python)
+  words = 'experiments/x.py', '--axis=agent.gamma=0.9,0.99'
+  code, _, said = cloud.run('--check', command=('podrl', 'sweep', *words))
+  assert code == 0 and 'does not know sweeps' in said
+  assert not (cloud.tools / 'compiled').exists()
+
+
 def test_tpu_commands_are_whole(tmp_path):
   cloud = _Cloud(tmp_path, {'follow': '1 0'})
   assert cloud.run('--spot')[0] == 0

@@ -16,6 +16,11 @@ def test_wrong_names_are_refused():
   with pytest.raises(ValueError, match='config.meta.decay=1.5'):
     config.meta.params, config.meta.decay = 'gamma', 1.5
     check(config)
+  config.meta.params, config.meta.decay = 'gamma, lambda_', 0.5
+  check(config)
+  with pytest.raises(ValueError, match='gamma, gamma has a name twice'):
+    config.meta.params = 'gamma, gamma'
+    check(config)
 
 
 @pytest.mark.parametrize('decay', [0.0, 0.5])

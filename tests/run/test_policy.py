@@ -165,17 +165,19 @@ def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
   _, summary = helpers.read(runs / 'anakin')
   chosen = podrl.load(runs / 'anakin')
   assert chosen.num_updates == summary['num_updates'] == 8
+  assert podrl.load(runs / 'anakin', 8).num_updates == 8
   for arguments, message in (
     (('nowhere',), 'is not a run: it has no config.json$'),
     ((runs,), f'is not a run: .*; it contains the run {runs}/'),
     ((runs / 'anakin', '5'), 'it has 8'),
+    ((runs / 'anakin', 5), 'it has 8'),
     ((runs / 'anakin', 'best', 1), 'has no agent 1; use a number from 0 to 0'),
   ):
     with pytest.raises(ValueError, match=message):
       podrl.load(*arguments)
 
 
-def test_seeds_in_one_program_are_the_single_runs(tmp_path):
+def test_seeds_in_one_program_are_the_single_runs(tmp_path, monkeypatch):
   assert (
     helpers.run(
       tmp_path / 'many',
@@ -197,7 +199,8 @@ def test_seeds_in_one_program_are_the_single_runs(tmp_path):
         np.testing.assert_allclose(x[name], y[name], atol=1e-5, err_msg=name)
   with pytest.raises(ValueError, match='seed_1 has no agent 0'):
     podrl.load(member, seed=0)
-  both = podrl.load(single).variables, podrl.load(member).variables
+  monkeypatch.chdir(member)
+  both = podrl.load(single).variables, podrl.load('.').variables
   for x, y in zip(*map(jax.tree.leaves, both)):
     np.testing.assert_allclose(x, y, atol=1e-5)
   records, summary = helpers.read(tmp_path / 'many')

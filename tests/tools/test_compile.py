@@ -150,6 +150,12 @@ def test_bytes(shape, expected):
   assert compile.num_bytes(shape) == expected
 
 
+def test_seconds_have_three_digits():
+  values = 1234.0, 999.6, 2.0, 0.9996, 0.25, 2e-6
+  expected = ['1,234 s', '1,000 s', '2 s', '1 s', '250 ms', '2 us']
+  assert list(map(compile.format_seconds, values)) == expected
+
+
 def test_a_gpu_has_a_roofline():
   text = textwrap.dedent("""\
       %gemm (a: f32[512,1024], b: f32[1024,256]) -> f32[512,256] {
