@@ -148,7 +148,7 @@ check_run() {
     return
   fi
   for word in "$@"; do
-    if [[ $before == podrl && $word == sweep ]]; then
+    if [[ ${before##*/} == podrl && $word == sweep ]]; then
       say 'podrl compile does not know sweeps, so the run is not compiled first'
       return
     fi

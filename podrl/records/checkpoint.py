@@ -111,7 +111,6 @@ class Checkpoints:
   """
 
   def __init__(self, path: str, keep: int, with_memory: bool = True):
-    self._verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.FATAL)  # Orbax would log every file.
     self._path = path
     self._with_memory = with_memory
@@ -196,7 +195,6 @@ class Checkpoints:
     """Waits for the checkpoints and ends orbax's threads; ignores errors."""
     with contextlib.suppress(WriteError), self._errors():
       self._manager.close()
-    logging.set_verbosity(self._verbosity)
 
   def _errors(self) -> contextlib.AbstractContextManager[None]:
     # Catch every exception: file systems make orbax raise many kinds.

@@ -372,13 +372,12 @@ def lock(path: str) -> Iterator[None]:
 def restore_config(
   config: ConfigDict, path: str, overridden: Set[str]
 ) -> list[str]:
-  """Copies the configuration of a run into `config`.
+  """Copies the configuration of a run, except `MOVABLE` fields, into `config`.
 
   `overridden` names the fields that the command line sets. Their values must be
-  equal to those of the run, unless the fields are `CHANGEABLE` or `MOVABLE`.
-  The members of a population have hyperparameters of their own, so only its
-  total may change. The function returns a message for each field that differed,
-  except `MOVABLE` fields of the command line.
+  equal to those of the run, unless the fields are `CHANGEABLE`. The members of
+  a population have hyperparameters of their own, so only its total may change.
+  The function returns a message for each field that differed.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
   is_population = 'population.every_env_steps' in theirs
@@ -386,18 +385,14 @@ def restore_config(
   differing = [
     name
     for name, value in theirs.items()
-    if name in ours
-    and value != ours[name]
-    and not (name in overridden and name.startswith(MOVABLE))
+    if name in ours and value != ours[name] and not name.startswith(MOVABLE)
   ]
   changed = overridden & {*differing} & changeable
   is_other_task = not _TASK.isdisjoint(differing)
   if refused := '; '.join(
     f'config.{name} is {theirs[name]} in the run, but {ours[name]} now'
     for name in differing
-    if name not in changed
-    and (name in overridden or is_other_task)
-    and not name.startswith(MOVABLE)
+    if name not in changed and (name in overridden or is_other_task)
   ):
     name = theirs['env.name']
     what = f'{path} was run with another configuration'
@@ -418,10 +413,9 @@ def restore_config(
     if name in changed:
       messages.append(f'config.{name}={ours[name]} replaces {value}')
       continue
-    if name != 'env.path':  # The directory from which the run was started.
-      messages.append(
-        f'the resumed run keeps its saved value: config.{name}={value}'
-      )
+    messages.append(
+      f'the resumed run keeps its saved value: config.{name}={value}'
+    )
     try:
       config.update_from_flattened_dict({name: value})
     except TypeError as error:

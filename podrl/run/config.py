@@ -778,6 +778,8 @@ def _resume_run(
       )
   for message in messages:
     print(message, file=sys.stderr)
+  saved = workdir.read_config(path).env.get('path', '')
+  config.env.path = config.env.path or saved
   return Files(path, '', True, num_resumes)
 
 

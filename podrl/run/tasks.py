@@ -5,6 +5,7 @@ import functools
 import sys
 from typing import Any, NamedTuple
 
+from absl import logging
 import jax
 from ml_collections import ConfigDict
 import numpy as np
@@ -19,7 +20,8 @@ from podrl.run import config as configs
 from podrl.run import train as runs
 from podrl.run.signals import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
 
-# A run changes these settings of the whole process; `train` restores them.
+# A run changes these settings of the whole process, and the verbosity of absl's
+# logs; `train` restores them.
 _JAX_SETTINGS = (
   'jax_cpu_enable_async_dispatch',
   'jax_enable_compilation_cache',
@@ -120,11 +122,13 @@ def train(
   get_config, command_line = parse(arguments)
   # Some settings are not attributes of `jax.config`.
   before = {x: jax.config.values[x] for x in _JAX_SETTINGS}
+  verbosity = logging.get_verbosity()
   try:
     outcome = runs.execute(get_config, command_line, is_guest=True)
   finally:
     for setting, value in before.items():
       jax.config.update(setting, value)
+    logging.set_verbosity(verbosity)
   if outcome.exit_code == MISTAKE:
     raise ValueError(outcome.error)
   if outcome.exit_code == FAILED:

@@ -809,7 +809,7 @@ def test_tpu_does_not_compile_a_sweep(tmp_path):
   python = f'#!/bin/sh\n[ $1 = -c ] || touch {cloud.tools}/compiled\n'
   _write(cloud.tools / 'python', python)
   words = 'experiments/x.py', '--axis=agent.gamma=0.9,0.99'
-  code, _, said = cloud.run('--check', command=('podrl', 'sweep', *words))
+  code, _, said = cloud.run('--check', command=('bin/podrl', 'sweep', *words))
   assert code == 0 and 'does not know sweeps' in said
   assert not (cloud.tools / 'compiled').exists()
 

@@ -25,8 +25,8 @@ from podrl.types import Episodes, Report
 
 
 def test_numbers_change_the_unit_when_they_are_rounded():
-  values = 999.0, 999_600.0, 1_234_567.0, 999_600_000.0
-  expected = ['999', '1M', '1.23M', '1G']
+  values = 999.6, 999_400.0, 999_600.0, 1_234_567.0, 999_600_000.0
+  expected = ['999.6', '999k', '1M', '1.23M', '1G']
   assert list(map(terminal.compact, values)) == expected
   sizes = 999.0, 999.6 * 2**20, 1.5 * 2**30
   assert list(map(format_size, sizes)) == ['999 B', '0.976 GiB', '1.5 GiB']

@@ -149,8 +149,7 @@ def test_a_memory_that_is_left_out_is_filled_again(
   saved = checkpoint.find(str(parts))
   assert not (parts / 'checkpoints' / str(saved) / 'memory').exists()
   before = helpers.read(parts)[0][-1]
-  more = '--config.checkpoint.memory=True'
-  assert helpers.run(parts, *arguments, more, '--resume') == 0
+  assert helpers.run(parts, *arguments, '--resume') == 0
   # An unroll has 64 steps, and learning waits for 200.
   records, summary = helpers.read(parts)
   learned = summary['num_sgd_steps'] - before['num_sgd_steps']
@@ -158,7 +157,7 @@ def test_a_memory_that_is_left_out_is_filled_again(
   last = parts / 'checkpoints' / '20' / 'memory'
   assert last.is_dir() and records[-1]['num_updates'] == 20
   # The memories of two devices, joined, fit one device.
-  longer = ['--config.total_env_steps=1600', '--config.num_devices=1', more]
+  longer = ['--config.total_env_steps=1600', '--config.num_devices=1']
   assert helpers.run(parts, *arguments, *longer, '--resume') == 0
   assert (
     helpers.read(parts)[1]['num_sgd_steps'] == summary['num_sgd_steps'] + 10
@@ -223,19 +222,6 @@ def test_a_finished_run_is_extended(num_seeds, tmp_path, monkeypatch, capsys):
       assert summary['num_updates'] == 16
       config = json.loads((path / name / 'config.json').read_text())
       assert config['total_env_steps'] == 1024
-
-
-def test_a_resumed_run_keeps_its_evaluations(tmp_path, monkeypatch, capfd):
-  every = 'config.eval.every_env_steps=256'
-  with monkeypatch.context() as patch:
-    _signal_at(patch, Anakin, 'advance', 2)
-    assert helpers.run(tmp_path, f'--{every}') == train.PREEMPTED
-  assert helpers.run(tmp_path, '--resume') == 0
-  said = capfd.readouterr().err
-  assert f'the resumed run keeps its saved value: {every}' in said
-  records, _ = helpers.read(tmp_path)
-  evaluated = [x['num_updates'] for x in records if 'eval_return' in x]
-  assert evaluated == [4, 8]
 
 
 @pytest.mark.slow
