@@ -37,6 +37,11 @@ def count(number: int, noun: str) -> str:
   return f'{number:,} {noun}{"s" * (number != 1)}'
 
 
+def three_digits(value: float) -> str:
+  """Rounds a number to three digits, or to a whole number from 999.5 on."""
+  return f'{value:,.0f}' if abs(value) >= 999.5 else f'{value:.3g}'
+
+
 def format_size(value: float) -> str:
   """Formats a number of bytes, for example as 1.5 GiB."""
   for unit, power in (('TiB', 40), ('GiB', 30), ('MiB', 20), ('KiB', 10)):

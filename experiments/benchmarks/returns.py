@@ -28,6 +28,7 @@ from scipy import stats
 import training
 
 from podrl.agents import ACTOR_CRITICS, AGENTS
+from podrl.messages import three_digits
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.tools import plot
@@ -324,10 +325,6 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str, int], list[Row]]:
   return {key: groups[key] for key in sorted(groups, key=rank)}
 
 
-def _number(value: float) -> str:
-  return f'{value:,.3g}' if abs(value) < 999.5 else f'{value:,.0f}'
-
-
 def table(rows: Sequence[Row]) -> str:
   """Makes the table of the page."""
   tasks = {(task.name, agent): task for task in _TASKS for agent in task.agents}
@@ -349,11 +346,11 @@ def table(rows: Sequence[Row]) -> str:
       name,
       agent,
       str(num_devices),
-      _number(task.threshold),
+      three_digits(task.threshold),
       successes,
-      _number(interquartile_mean(returns)),
-      f'{_number(low)} to {_number(high)}',
-      _number(returns.min()),
+      three_digits(interquartile_mean(returns)),
+      f'{three_digits(low)} to {three_digits(high)}',
+      three_digits(returns.min()),
       compact(int(group[0]['env_steps'])),
       f'{seconds:.0f} s',
     )

@@ -13,7 +13,7 @@ import jax
 
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
-from podrl.messages import count
+from podrl.messages import count, three_digits
 
 # A part that works for this share of the time is the limit: if all other parts
 # were faster, the run would be at most a quarter faster. The value is below 1,
@@ -304,10 +304,8 @@ def describe(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(('balance', text))
   if 'frames_per_joule' in summary:
     parts = ' and '.join(x.upper() for x in summary['energy_of'])
-    frames = summary['frames_per_joule']
-    digits = ',.0f' if frames >= 999.5 else '.3g'
     text = (
-      f'{frames:{digits}} frames per joule, '
+      f'{three_digits(summary["frames_per_joule"])} frames per joule, '
       f'{summary["joules_per_second"]:.0f} W used by the {parts}'
     )
     rows.append(('energy', text))

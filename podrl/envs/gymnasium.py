@@ -91,8 +91,8 @@ def make_spec(name: str, /, **options: Any) -> EnvSpec:
   """Returns an environment's `EnvSpec`; see `make` for the arguments."""
   if taken := _TAKEN & options.keys():
     raise ValueError(
-      f'config.env.options.{min(taken)} is not possible, because podrl has an '
-      'argument of this name'
+      f'env.options.{min(taken)} is not possible, because podrl sets this '
+      'argument itself'
     )
   spec, options = _registered_spec(name), _with_whole_limit(options)
   mode = options.pop('vectorization_mode', _MODES[0])

@@ -31,7 +31,7 @@ def podrl_command() -> str:
 
 def compact(value: float) -> str:
   """Formats a number in few characters: 1234567 is 1.23M."""
-  least = 9.995e8, 9.995e5, 1e3  # 999500 is 1M, because it is not 1e+03k.
+  least = 9.995e8, 9.995e5, 1e3  # From 999,500 on, `.3g` would give 1e+03k.
   for unit, size, smallest in zip('GMk', (1e9, 1e6, 1e3), least):
     if abs(value) >= smallest:
       return f'{value / size:.3g}{unit}'

@@ -40,7 +40,7 @@ from rich.table import Table
 from podrl import tools
 from podrl.drivers import spmd
 from podrl.envs import find_task
-from podrl.messages import check_choice, format_size
+from podrl.messages import check_choice, format_size, three_digits
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build, defaults, targets
@@ -493,11 +493,9 @@ def _largest(
 
 def format_seconds(value: float) -> str:
   """Formats a number of seconds, for example as 1.5 ms."""
-  if value >= 999.5:
-    return f'{value:,.0f} s'
   for unit, size in (('s', 1.0), ('ms', 1e-3)):
     if value >= 0.9995 * size:
-      return f'{value / size:.3g} {unit}'
+      return f'{three_digits(value / size)} {unit}'
   return f'{value * 1e6:.3g} us'
 
 
