@@ -330,6 +330,9 @@ class Agent(NamedTuple):
       them to `absorb`.
     absorb: `(variables, measured) -> variables`, updates the statistics. It is
       called once per update, after the optimiser's steps.
+    calibrate: `(variables, trajectory, mean) -> variables`, called at the start
+      of each update. It sets statistics that have no value yet, from the first
+      unroll. `mean` is as in `prepare`. None means that there are none.
   """
 
   init: Callable[[chex.PRNGKey], Variables]
@@ -347,6 +350,9 @@ class Agent(NamedTuple):
   absorb: Callable[[Variables, Tree], Variables] = lambda variables, measured: (
     variables
   )
+  calibrate: (
+    Callable[[Variables, Trajectory, Callable[[Tree], Tree]], Variables] | None
+  ) = None
 
 
 _SAME: Any = -1  # See `Learner.split_axes`.

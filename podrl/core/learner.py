@@ -4,7 +4,8 @@ No other module calls a collective operation. The compiled update has one
 all-reduce per optimiser step. It averages one vector: the gradients, the loss's
 metrics and the measured statistics. This vector is as large as the parameters
 and statistics, plus at most 1 KB. With a memory, or if `prepare` uses `mean`,
-each unroll needs one more small all-reduce.
+each unroll needs one more small all-reduce. The first update may need a few
+more, for `Agent.calibrate`.
 """
 
 from collections.abc import Callable
@@ -33,8 +34,11 @@ from podrl.types import (
   Variables,
 )
 
-TargetUpdate = Callable[[Array, Array, Array], Array]
-Unravel = Callable[[Any], Tree]  # Maps a vector to parameters.
+TargetUpdate = Callable[[Tree, Tree, Array], Tree]
+Unpack = Callable[[Any], Tree]  # Maps what the optimiser sees to parameters.
+
+# The scope of the operations that only the first update runs.
+CALIBRATE = 'calibrate'
 
 # `fold_in` with a small number would give a key that `split` gives too.
 _PREPARE_STREAM = 2**32 - 1
@@ -53,15 +57,8 @@ def all_mean(tree: Tree) -> Tree:
   return unravel(jax.lax.pmean(vector, DEVICE_AXIS))
 
 
-def _convert_params(
-  state: LearnerState, convert: Callable[[Any], Tree]
-) -> LearnerState:
-  """Converts the parameters and, if there are any, the target parameters."""
-  variables, target_params = state.variables, state.target_params
-  if jax.tree.leaves(target_params):
-    target_params = convert(target_params)
-  variables = variables._replace(params=convert(variables.params))
-  return state._replace(variables=variables, target_params=target_params)
+def _with_params(state: LearnerState, params: Tree) -> LearnerState:
+  return state._replace(variables=state.variables._replace(params=params))
 
 
 def block_size(num_rows: int) -> int:
@@ -124,19 +121,18 @@ def make_learner(
 
   Args:
     agent: the agent whose loss is minimised.
-    optimizer: an optax transformation. It gets all parameters as one vector, so
-      a rule for each array, such as a mask or a norm per layer, does not work.
-      If its `update` takes an argument `hyperparams`, the learner passes
+    optimizer: an optax transformation of the agent's parameters. If it is
+      `optimizers.elementwise`, it gets them as one vector, which is faster. If
+      its `update` takes an argument `hyperparams`, the learner passes
       `Variables.hyperparams`.
     num_epochs: passes over each unroll. With a memory, the number of optimiser
       steps per update; each learns from a sample of its own.
     num_minibatches: optimiser steps in each pass. It must divide the number of
       rows (axis 0) of the batch that `Agent.prepare` returns on each device.
       It must be 1 with a memory.
-    target_update: `(params, target_params, num_sgd_steps) -> target_params`, on
-      vectors, called after every optimiser step; None means that there are no
-      target parameters. See `optax.periodic_update` and
-      `optax.incremental_update`.
+    target_update: `(params, target_params, num_sgd_steps) -> target_params`,
+      called after every optimiser step; None means that there are no target
+      parameters. See `optax.periodic_update` and `optax.incremental_update`.
     memory: what the learner learns from; None means the latest unroll.
 
   Returns:
@@ -150,7 +146,14 @@ def make_learner(
     raise ValueError(
       f'num_minibatches={num_minibatches} must be 1 if there is a memory'
     )
+  is_elementwise = getattr(optimizer, 'is_elementwise', False)
   optimizer = optax.with_extra_args_support(optimizer)
+
+  def pack(params: Tree) -> tuple[Any, Unpack]:
+    """Returns the parameters as the optimiser sees them, and the inverse."""
+    # On one vector, the optimiser needs only a few operations for all
+    # parameters, instead of a few for each array.
+    return ravel_pytree(params) if is_elementwise else (params, lambda x: x)
 
   def init(
     rng_key: chex.PRNGKey, example_trajectory: Trajectory
@@ -162,7 +165,7 @@ def make_learner(
     return LearnerState(
       variables=variables,
       target_params=target_params,
-      opt_state=optimizer.init(ravel_pytree(variables.params)[0]),
+      opt_state=optimizer.init(pack(variables.params)[0]),
       num_updates=jnp.zeros((), jnp.int32),
       num_sgd_steps=jnp.zeros((), jnp.int32),
       memory=memory.init(example_trajectory) if memory else (),
@@ -170,20 +173,17 @@ def make_learner(
 
   def sgd_step(
     state: LearnerState,
-    unravel: Unravel,
+    unpack: Unpack,
     batch: Tree,
     measured: Tree,
     rng_key: chex.PRNGKey,
   ) -> tuple[LearnerState, tuple[Metrics, Tree], Tree]:
     """Takes one step; also returns the averages, and the rows' priorities."""
-    # `params` is one vector: then the optimiser needs only a few operations for
-    # all parameters, instead of a few for each array.
     variables = state.variables
-    target_params = _convert_params(state, unravel).target_params
 
-    def loss(vector: Array) -> tuple[Array, LossOutput]:
-      changed = variables._replace(params=unravel(vector))
-      return agent.loss(changed, target_params, batch, rng_key)
+    def loss(packed: Tree) -> tuple[Array, LossOutput]:
+      changed = variables._replace(params=unpack(packed))
+      return agent.loss(changed, state.target_params, batch, rng_key)
 
     params = variables.params
     (value, output), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -198,7 +198,7 @@ def make_learner(
     params = optax.apply_updates(params, updates)
     num_sgd_steps = state.num_sgd_steps + 1
     if target_update is not None:
-      new = target_update(params, state.target_params, num_sgd_steps)
+      new = target_update(unpack(params), state.target_params, num_sgd_steps)
       state = state._replace(target_params=new)
     state = state._replace(
       variables=variables._replace(params=params),
@@ -209,7 +209,7 @@ def make_learner(
 
   def sgd_steps(
     state: LearnerState,
-    unravel: Unravel,
+    unpack: Unpack,
     batch: Tree,
     measured: Tree,
     rng_key: chex.PRNGKey,
@@ -220,7 +220,7 @@ def make_learner(
     rows = global_rows(size)
     if num_steps == 1:
       keys = row_keys(rng_key, rows)
-      return sgd_step(state, unravel, batch, measured, keys)[:2]
+      return sgd_step(state, unpack, batch, measured, keys)[:2]
     if size % num_minibatches:
       raise ValueError(
         f'num_minibatches={num_minibatches} does not divide the {size} rows of '
@@ -242,7 +242,7 @@ def make_learner(
         collect = functools.partial(collect_blocks, order=order)
         minibatch = jax.tree.map(collect, blocks)
       keys = row_keys(loss_key, minibatch[1])
-      return sgd_step(state, unravel, minibatch[0], measured, keys)[:2]
+      return sgd_step(state, unpack, minibatch[0], measured, keys)[:2]
 
     loss_keys = jax.random.split(loss_key, num_steps)
     state, means = jax.lax.scan(minibatch_step, state, (orders, loss_keys))
@@ -260,7 +260,7 @@ def make_learner(
 
   def learn(
     state: LearnerState,
-    unravel: Unravel,
+    unpack: Unpack,
     storage: Tree,
     rng_key: chex.PRNGKey,
   ) -> tuple[LearnerState, Metrics]:
@@ -276,11 +276,11 @@ def make_learner(
       sample_key = jax.random.fold_in(sample_key, device)
       hyperparams = state.variables.hyperparams
       sample = memory.sample((storage, state.memory), sample_key, hyperparams)
-      variables, target_params, *_ = _convert_params(state, unravel)
-      batch = prepare(variables, target_params, sample, prepare_key)
+      variables = _with_params(state, unpack(state.variables.params)).variables
+      batch = prepare(variables, state.target_params, sample, prepare_key)
       size = jax.tree.leaves(batch)[0].shape[0]
       keys = row_keys(loss_key, global_rows(size))
-      state, (metrics, _), priority = sgd_step(state, unravel, batch, (), keys)
+      state, (metrics, _), priority = sgd_step(state, unpack, batch, (), keys)
       if jax.tree.leaves(priority):
         new = memory.prioritise(state.memory, sample.index, priority)
         state = state._replace(memory=new)
@@ -291,7 +291,7 @@ def make_learner(
     return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
 
   def learn_if_ready(
-    state: LearnerState, unravel: Unravel, measured: Tree, rng_key: chex.PRNGKey
+    state: LearnerState, unpack: Unpack, measured: Tree, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
     assert memory is not None
     storage, priorities = state.memory
@@ -303,7 +303,7 @@ def make_learner(
     state = state._replace(memory=priorities)
 
     def take_steps(state):
-      return learn(state, unravel, storage, rng_key)
+      return learn(state, unpack, storage, rng_key)
 
     shapes = jax.eval_shape(take_steps, state)[1]
 
@@ -319,26 +319,30 @@ def make_learner(
   def update(
     state: LearnerState, trajectory: Trajectory, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, Metrics]:
+    if agent.calibrate:
+      with jax.named_scope(CALIBRATE):
+        variables = agent.calibrate(state.variables, trajectory, all_mean)
+      state = state._replace(variables=variables)
     measured = agent.measure(state.variables, trajectory)
-    _, unravel = ravel_pytree(state.variables.params)
+    packed, unpack = pack(state.variables.params)
     batch = ()
     if memory is None:
       prepare_key = jax.random.fold_in(rng_key, _PREPARE_STREAM)
       weight = jnp.ones(trajectory.env_index.shape[1])
       sample = Sample(trajectory, (), weight)
       batch = prepare(state.variables, state.target_params, sample, prepare_key)
-    state = _convert_params(state, lambda params: ravel_pytree(params)[0])
+    state = _with_params(state, packed)
     if memory is None:
       state, (metrics, measured) = sgd_steps(
-        state, unravel, batch, measured, rng_key
+        state, unpack, batch, measured, rng_key
       )
     else:
       with jax.named_scope('memory'):
         state = state._replace(memory=memory.add(state.memory, trajectory))
       state, (metrics, measured) = learn_if_ready(
-        state, unravel, measured, rng_key
+        state, unpack, measured, rng_key
       )
-    state = _convert_params(state, unravel)
+    state = _with_params(state, unpack(state.variables.params))
     # Absorb last, so that all optimiser steps see the same statistics.
     variables = agent.absorb(state.variables, measured)
     number = state.num_updates + 1

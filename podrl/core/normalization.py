@@ -1,13 +1,13 @@
 """Running normalisation of observations and rewards, as a wrapper of an agent.
 
 The statistics are part of the agent's variables, so they are saved, copied and
-replicated with the parameters. They count each step of the experience once. The
-first unroll is an exception: it sets only the initial mean. Its variance,
-measured around a mean of 0, would be inexact. An update changes the statistics
-only at its end. Without policy lag, acting and learning use the same
-statistics.
+replicated with the parameters. They count each step of the experience once. An
+update changes the statistics only at its end. Without policy lag, acting and
+learning use the same statistics. The first update is an exception: it learns
+with the statistics of its own unroll, because there are no others.
 """
 
+from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from podrl.types import (
 
 _LARGEST = 10.0  # Values are clipped to this many standard deviations.
 _EPSILON = 1e-8
+_TINY = 1e-37  # Avoids a division by 0.
 
 
 class Moments(NamedTuple):
@@ -37,9 +38,9 @@ class Moments(NamedTuple):
 
   Attributes:
     mean: float32 leaves.
-    variance: float32 leaves; 1 until the second unroll.
-    count: float32 `[]`, sum of `Measured.share` over the unrolls. The share of
-      the first unroll is multiplied by a number near 0.
+    variance: float32 leaves.
+    count: float32 `[]`, sum of `Measured.share` over the unrolls. It stops at
+      2^24. From there on, a new unroll has this part of the weight.
   """
 
   mean: Tree
@@ -116,20 +117,38 @@ def absorb(moments: Moments, measured: Measured) -> Moments:
   share = measured.share
   safe_share = jnp.maximum(share, _EPSILON)  # Avoids 0 / 0 if all are joints.
   shift = jax.tree.map(lambda x: x / safe_share, measured.first)
-  is_first = moments.count == 0.0
-  count = moments.count + jnp.where(is_first, _EPSILON, 1.0) * share
-  gain = jnp.where(is_first, 1.0, share / jnp.maximum(count, _EPSILON))
+  count = moments.count + share
+  gain = share / jnp.maximum(count, _EPSILON)
 
   def variance(old: Array, second: Array, shift: Array) -> Array:
     new = jnp.maximum(second / safe_share - jnp.square(shift), 0.0)
-    merged = old + gain * (new - old) + gain * (1.0 - gain) * jnp.square(shift)
-    return jnp.where(is_first, old, merged)
+    return old + gain * (new - old) + gain * (1.0 - gain) * jnp.square(shift)
 
   return Moments(
     jax.tree.map(lambda x, s: x + gain * s, moments.mean, shift),
     jax.tree.map(variance, moments.variance, measured.second, shift),
     count,
   )
+
+
+def calibrate(
+  moments: Moments, x: Tree, weight: Array, mean: Callable[[Tree], Tree]
+) -> Moments:
+  """Returns moments with the mean and variance of one unroll, and a count of 0.
+
+  The second pass measures around the mean that the first pass found: squares of
+  x itself would lose precision.
+
+  Args:
+    moments: initial moments.
+    x: leaves `[T, B, ...]`.
+    weight: `[T, B]` float32.
+    mean: averages a tree over devices.
+  """
+  for _ in range(2):
+    measured = mean(measure(moments, x, weight))
+    moments = absorb(moments, measured)._replace(count=moments.count)
+  return moments
 
 
 def _scale(mean: Array, variance: Array) -> Array:
@@ -139,8 +158,8 @@ def _scale(mean: Array, variance: Array) -> Array:
   this deviation would enlarge other rounding errors, which depend on the number
   of devices.
   """
-  has_varied = variance > _EPSILON + jnp.square(1e-5 * mean)
-  scale = jax.lax.rsqrt(jnp.maximum(variance, _EPSILON))
+  has_varied = variance > jnp.square(1e-5 * mean)
+  scale = jax.lax.rsqrt(jnp.maximum(variance, _TINY))
   return jnp.where(has_varied, scale, 1.0)
 
 
@@ -254,19 +273,15 @@ def normalize(
   def loss(variables: Variables, *arguments: Tree) -> tuple[Array, LossOutput]:
     return agent.loss(inner(variables), *arguments)
 
-  def measure_all(variables: Variables, trajectory: Trajectory) -> Statistics:
-    of_agent = agent.measure(
-      inner(variables), normalize_all(variables, trajectory)
-    )
+  def quantities(variables: Variables, trajectory: Trajectory) -> list:
+    """Returns the arguments of `measure` for each normalised quantity."""
     # The last time step counts as the first one of the next unroll.
     timestep = jax.tree.map(lambda x: x[:-1], trajectory.timestep)
-    statistics = variables.statistics
-    of_obs: Tree = ()
-    of_return: Tree = ()
+    _, of_obs, of_return = variables.statistics
+    found: list = [(), ()]
     if observations:
       weight = jnp.ones(timestep.is_first.shape)
-      seen = without_mask(timestep.obs)
-      of_obs = measure(statistics.obs, seen, weight)
+      found[0] = of_obs, without_mask(timestep.obs), weight
     if rewards:
 
       def step(before, timestep):
@@ -278,8 +293,31 @@ def normalize(
       timestep = timestep._replace(obs=())
       _, discounted = jax.lax.scan(step, first, timestep, unroll=16)
       weight = 1.0 - timestep.is_first.astype(jnp.float32)
-      of_return = measure(statistics.discounted_return, discounted, weight)
-    return Statistics(of_agent, of_obs, of_return)
+      found[1] = of_return, discounted, weight
+    return found
+
+  def calibrate_all(
+    variables: Variables, trajectory: Trajectory, mean: Callable[[Tree], Tree]
+  ) -> Variables:
+    _, *old = variables.statistics
+
+    def first_moments(old: list) -> list:
+      arguments = quantities(variables, trajectory)
+      return [calibrate(*x, mean) if x else () for x in arguments]
+
+    count = next(x.count for x in old if x)
+    new = jax.lax.cond(count == 0.0, first_moments, lambda old: old, old)
+    statistics = variables.statistics._replace(
+      obs=new[0], discounted_return=new[1]
+    )
+    return variables._replace(statistics=statistics)
+
+  def measure_all(variables: Variables, trajectory: Trajectory) -> Statistics:
+    of_agent = agent.measure(
+      inner(variables), normalize_all(variables, trajectory)
+    )
+    arguments = quantities(variables, trajectory)
+    return Statistics(of_agent, *(measure(*x) if x else () for x in arguments))
 
   def absorb_all(variables: Variables, measured: Statistics) -> Variables:
     of_agent = agent.absorb(inner(variables), measured.agent).statistics
@@ -288,5 +326,12 @@ def normalize(
     return variables._replace(statistics=Statistics(of_agent, *moments))
 
   return Agent(
-    init_all, initial_carry, act, prepare, loss, measure_all, absorb_all
+    init_all,
+    initial_carry,
+    act,
+    prepare,
+    loss,
+    measure_all,
+    absorb_all,
+    calibrate_all,
   )

@@ -13,17 +13,69 @@ from podrl.types import Array, Hyperparams, Tree
 # only steps whose gradients are about 1e-8 or smaller.
 _EPS_ROOT = 1e-16
 
+# Cleanba adds 0.01 for a loss that it sums over minibatches of 20 x 32 steps.
+# podrl's losses are means, so its gradients are 640 times smaller.
+_RMS_EPS = 0.01 / 640
+
+
+class ElementwiseTransformation(optax.GradientTransformationExtraArgs):
+  """An optimiser for which the arrangement of the parameters does not matter.
+
+  The learner gives it all parameters as one vector. See `elementwise`.
+  """
+
+  is_elementwise = True
+
+
+def elementwise(
+  optimizer: optax.GradientTransformation,
+) -> ElementwiseTransformation:
+  """Marks an optimiser that may get all parameters as one vector.
+
+  This is faster. It is right if each number changes by its own gradients and by
+  the norm of all gradients only, as with Adam. It is wrong for masks, for
+  groups of parameters, and for a norm of each layer.
+  """
+  return ElementwiseTransformation(*optax.with_extra_args_support(optimizer))
+
+
+def scale_by_rms(decay: float, eps: float) -> optax.GradientTransformation:
+  """Divides gradients by the root of their mean square, plus `eps`.
+
+    nu = decay nu + (1 - decay) g^2;  g / (sqrt(nu + 1e-16) + eps)
+
+  Unlike `optax.scale_by_rms`, it has a derivative at a gradient of 0.
+
+  Source: torch.optim.RMSprop, as Huang et al. 2023, arXiv:2310.00036, use it.
+  """
+
+  def init(params: Tree) -> optax.ScaleByRmsState:
+    return optax.ScaleByRmsState(optax.tree.zeros_like(params))
+
+  def update(
+    updates: Tree, state: optax.ScaleByRmsState, params: Tree = None
+  ) -> tuple[Tree, optax.ScaleByRmsState]:
+    del params
+    nu = optax.tree.update_moment(updates, state.nu, decay, 2)
+    updates = jax.tree.map(
+      lambda g, n: g / (jnp.sqrt(n + _EPS_ROOT) + eps), updates, nu
+    )
+    return updates, optax.ScaleByRmsState(nu)
+
+  return optax.GradientTransformation(init, update)
+
+
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
   'adam': lambda: optax.scale_by_adam(eps=1e-5, eps_root=_EPS_ROOT),
   'radam': lambda: optax.scale_by_radam(eps_root=_EPS_ROOT),
-  'rmsprop': lambda: optax.scale_by_rms(decay=0.99, eps=1e-5),
+  'rmsprop': lambda: scale_by_rms(decay=0.99, eps=_RMS_EPS),
   'sgd': optax.identity,
 }
 
 
 def make_optimizer(
   name: str, *, learning_rate: float, anneal: bool, max_grad_norm: float
-) -> optax.GradientTransformationExtraArgs:
+) -> ElementwiseTransformation:
   """Makes an optimiser.
 
   The optimiser's `update` takes an argument `hyperparams`, which contains
@@ -63,4 +115,4 @@ def make_optimizer(
   ]
   if max_grad_norm:
     steps.insert(0, optax.clip_by_global_norm(max_grad_norm))
-  return optax.with_extra_args_support(optax.chain(*steps))
+  return elementwise(optax.chain(*steps))

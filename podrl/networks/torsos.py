@@ -263,11 +263,12 @@ class Conv(nn.Module):
   # result is the same. None means yes in programs for a CPU, and no in others.
   matmul: bool | None = None
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
+  kernel_init: Callable[..., Any] = _ORTHOGONAL
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     shape = (self.kernel, self.kernel, x.shape[-1], self.features)
-    kernel: Any = self.param('kernel', _ORTHOGONAL, shape)
+    kernel: Any = self.param('kernel', self.kernel_init, shape)
     zeros = nn.initializers.zeros_init()
     bias: Any = self.param('bias', zeros, (self.features,))
     arguments = [a.astype(self.dtype) for a in (x, kernel, bias)]
@@ -321,7 +322,15 @@ class ImpalaResNet(nn.Module):
   @nn.compact
   def __call__(self, obs: Tree) -> jax.Array:
     x = as_image(obs, self.channels_first, self.dtype)
-    conv = functools.partial(Conv, kernel=3, padding='SAME', dtype=self.dtype)
+    # With orthogonal kernels and a gain of sqrt(2), the residuals of 15
+    # convolutions would add up to features of ten times this size.
+    conv = functools.partial(
+      Conv,
+      kernel=3,
+      padding='SAME',
+      dtype=self.dtype,
+      kernel_init=nn.initializers.lecun_normal(),
+    )
     for features in self.channels:
       x = conv(features)(x)
       x = nn.max_pool(x, (3, 3), strides=(2, 2), padding='SAME')

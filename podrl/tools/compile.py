@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
+from podrl.core.learner import CALIBRATE
 from podrl.drivers import spmd
 from podrl.envs import find_task
 from podrl.messages import check_choice, format_size, three_digits
@@ -189,9 +190,10 @@ def walk(
 ) -> Iterator[Run]:
   """Yields the instructions that run.
 
-  Only the longest branch of a conditional counts. If the number of iterations
-  of a loop is not a constant, the loop counts once. But the outermost loop is
-  Anakin's loop over updates, and counts `num_updates` times.
+  Only the longest branch of a conditional counts, or the shortest one if the
+  longest runs only in the first update. If the number of iterations of a loop
+  is not a constant, the loop counts once. But the outermost loop is Anakin's
+  loop over updates, and counts `num_updates` times.
   """
   for instruction in module[computation]:
     own = part_of(instruction) or part
@@ -205,7 +207,8 @@ def walk(
         'branch_computations', 'true_computation', 'false_computation'
       )
       branches = [list(walk(module, 1, name, times, own)) for name in names]
-      yield from max(branches, key=lambda runs: sum(x.cycles for x in runs))
+      choose = min if f'/{CALIBRATE}/' in instruction.text else max
+      yield from choose(branches, key=lambda runs: sum(x.cycles for x in runs))
     elif instruction.kind in ('call', 'async-start'):
       for name in instruction.called('to_apply', 'calls'):
         yield from walk(module, num_updates, name, times, own)

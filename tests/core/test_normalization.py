@@ -108,28 +108,84 @@ def test_moments_are_those_of_all_steps_so_far(num_devices):
   for i, trajectory in enumerate(unrolls):
     state, _ = update(state, trajectory, jax.random.key(i))
     statistics = state.variables.statistics
-    # The first unroll only sets a mean; later moments leave that unroll out.
-    seen = slice(8 if i else 0, 8 * (i + 1))
+    seen = slice(8 * (i + 1))
     for name, x in steps.obs.items():
       x = x[seen].astype(np.float64)
       np.testing.assert_allclose(
         statistics.obs.mean[name], x.mean((0, 1)), rtol=1e-5, atol=1e-4
       )
       np.testing.assert_allclose(
-        statistics.obs.variance[name],
-        x.var((0, 1)) if i else np.ones(x.shape[2:]),
-        rtol=1e-4,
+        statistics.obs.variance[name], x.var((0, 1)), rtol=1e-4
       )
     returns = _plain_returns(steps)[seen][~steps.is_first[seen]]
     np.testing.assert_allclose(
       statistics.discounted_return.mean, returns.mean(), rtol=1e-5
     )
     np.testing.assert_allclose(
-      statistics.discounted_return.variance,
-      returns.var() if i else 1.0,
-      rtol=1e-4,
+      statistics.discounted_return.variance, returns.var(), rtol=1e-4
     )
   assert len(unrolls) == 4 and int(state.num_updates) == 4
+
+
+@pytest.mark.parametrize('num_devices', [1, 4])
+def test_the_first_update_learns_from_normalised_numbers(num_devices):
+  seen = []
+
+  def spy(agent):
+    def prepare(variables, target_params, sample, *rest):
+      jax.debug.callback(
+        lambda *x: seen.append(x),
+        sample.trajectory.timestep.obs['a'],
+        sample.trajectory.timestep.reward,
+      )
+      return agent.prepare(variables, target_params, sample, *rest)
+
+    return agent._replace(prepare=prepare)
+
+  steps = _steps(9)
+  steps.obs['a'][..., 0] = 1e4 + steps.obs['a'][..., 0]
+  plain = ppo.make_agent(
+    networks.make_network(
+      lambda: torsos.MLP((8,)), normalization.as_float(_OBS), 3
+    ),
+    distributions.categorical(3),
+    gamma=_GAMMA,
+  )
+  agent = normalization.normalize(
+    spy(plain), _OBS, observations=True, rewards=True
+  )
+  learner, update = make_update(agent, optax.sgd(0.1), num_devices)
+  state = learner.init(jax.random.key(0), ())
+  (trajectory,) = _unrolls(agent, state.variables, steps)
+  update(state, trajectory, jax.random.key(0))
+  jax.effects_barrier()
+  # Devices have one environment each; their order is not known.
+  obs, reward = (np.concatenate(x, axis=1) for x in zip(*seen))
+  a = steps.obs['a'].astype(np.float64)
+  expected = (a - a[:-1].mean((0, 1))) / a[:-1].std((0, 1))
+  np.testing.assert_allclose(
+    np.sort(obs, axis=1), np.sort(expected, axis=1), atol=2e-3
+  )
+  returns = _plain_returns(steps)[:-1][~steps.is_first[:-1]]
+  np.testing.assert_allclose(
+    np.sort(reward, axis=1),
+    np.sort(steps.reward / returns.std(), axis=1),
+    rtol=1e-4,
+    atol=1e-6,
+  )
+
+
+@pytest.mark.parametrize('size', [6e-5, 1e-12])
+def test_numbers_of_any_size_are_normalised(size):
+  obs = {'x': jax.ShapeDtypeStruct((), jnp.float32)}
+  rng = np.random.default_rng(0)
+  x = np.float32(size * (rng.random((64, 8)) < 0.5))
+  weight = np.ones(x.shape, np.float32)
+  moments = normalization.calibrate(
+    normalization.init(obs), {'x': x}, weight, lambda tree: tree
+  )
+  found = normalization._standardize(moments, {'x': x})['x']
+  np.testing.assert_allclose(found, (x - x.mean()) / x.std(), rtol=1e-4)
 
 
 def _with_statistics(agent):
@@ -223,7 +279,11 @@ def test_an_update_sees_the_statistics_that_acting_saw():
   agent = _agent(normalize_advantage=False)
   learner, update = make_update(agent, optax.sgd(0.1), 1)
   state = learner.init(jax.random.key(0), ())
-  first, second, *_ = _unrolls(agent, state.variables, _steps())
+  variables = state.variables
+  counted = [x._replace(count=jnp.ones(())) for x in variables.statistics[1:]]
+  statistics = normalization.Statistics((), *counted)
+  state = state._replace(variables=variables._replace(statistics=statistics))
+  first, *_ = _unrolls(agent, state.variables, _steps())
   after, metrics = update(state, first, jax.random.key(1))
   # At the only step of SGD, every ratio is 1, so the KL is 0.
   np.testing.assert_allclose(metrics['approx_kl'], 0.0, atol=1e-8)
@@ -237,7 +297,9 @@ def test_an_update_sees_the_statistics_that_acting_saw():
 
 def test_the_optimizer_leaves_the_statistics_alone():
   agent = _agent(rewards=False)
-  still = agent._replace(absorb=lambda variables, measured: variables)
+  still = agent._replace(
+    absorb=lambda variables, measured: variables, calibrate=None
+  )
   learner, update = make_update(still, optax.adamw(0.1, weight_decay=0.5), 1)
   state = learner.init(jax.random.key(0), ())
   trajectory, *_ = _unrolls(agent, state.variables, _steps())

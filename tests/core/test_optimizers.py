@@ -5,7 +5,8 @@ import numpy as np
 import optax
 import pytest
 
-from podrl.core.optimizers import make_optimizer
+from podrl.core.optimizers import make_optimizer, scale_by_rms
+from podrl.run.config import apply_kinds, sebulba_config
 
 
 def _steps(optimizer, **kwargs):
@@ -24,7 +25,12 @@ def _steps(optimizer, **kwargs):
   [
     ('adam', lambda rate: optax.adam(rate, eps=1e-5)),
     ('radam', optax.radam),
-    ('rmsprop', lambda rate: optax.rmsprop(rate, decay=0.99, eps=1e-5)),
+    (
+      'rmsprop',
+      lambda rate: optax.rmsprop(
+        rate, decay=0.99, eps=0.01 / 640, eps_in_sqrt=False
+      ),
+    ),
     ('sgd', optax.sgd),
   ],
 )
@@ -48,3 +54,36 @@ def test_without_a_value_the_rate_is_the_argument():
   )
   np.testing.assert_array_equal(_steps(optimizer), _steps(optax.sgd(0.5)))
   assert jax.tree.leaves(optimizer.init({}))[0] == 0  # The leaf counts steps.
+
+
+def test_rmsprop_of_a_mean_loss_steps_as_cleanba_does_with_a_sum():
+  # Cleanba sums the loss over 20 x 32 slots, clips the gradient's norm to 40,
+  # and divides by sqrt(nu) + 0.01, for nu = 0.99 nu + 0.01 g^2.
+  fields = sebulba_config('impala')
+  apply_kinds(fields, 'large image')
+  settings = fields.optimizer.to_dict() | {'anneal': False}
+  optimizer = make_optimizer(**settings)
+  rng, nu, size = np.random.default_rng(0), np.zeros(1000), 640
+  params = {'a': np.zeros(1000, np.float32)}
+  state = optimizer.init(params)
+  for scale in (1e-2, 1e-3, 1e-4, 1e-4, 1e-3):
+    grads = rng.normal(size=1000) * scale
+    total = grads * size
+    norm = np.linalg.norm(total)
+    total *= min(1.0, 40.0 / norm)
+    nu = 0.99 * nu + 0.01 * total**2
+    expected = -6e-4 * total / (np.sqrt(nu) + 0.01)
+    mean = {'a': np.float32(grads)}
+    updates, state = optimizer.update(mean, state, params)
+    np.testing.assert_allclose(updates['a'], expected, rtol=1e-4)
+    assert (norm > 40.0) == (scale > 1e-3)  # The clip binds where theirs does.
+
+
+def test_rmsprop_has_a_derivative_where_the_gradient_is_zero():
+  optimizer = scale_by_rms(0.99, 1e-5)
+
+  def step(gradient):
+    return optimizer.update(gradient, optimizer.init(gradient))[0]
+
+  # g / (sqrt(0.01 g^2 + 1e-16) + 1e-5) has the derivative 1 / (1e-8 + 1e-5).
+  np.testing.assert_allclose(jax.grad(step)(0.0), 1 / 1.001e-5, rtol=1e-4)
