@@ -111,6 +111,58 @@ def test_samples_are_all_whole_sequences_and_no_others(length, capacity):
   assert update > 15
 
 
+def test_each_actor_has_its_own_ring_in_any_order_of_unrolls():
+  rng = np.random.default_rng(0)
+  length, unroll_length, width, num_rows = 5, 3, 2, 12
+  memory = _make(
+    capacity=3 * width * num_rows,
+    min_steps=60,
+    sequence_length=length,
+    batch_size=2048,
+    priority_exponent=1.0,
+    # Of two devices, this one has environments 0 and 1 of 4 of each actor.
+    blocks=memory_lib.Blocks(3, 2, num_devices=2),
+  )
+  models = [_Model(width, num_rows, length) for _ in range(3)]
+
+  def join(unrolls):
+    return jax.tree.map(lambda *x: np.concatenate(x, 1), *unrolls)
+
+  state = memory.init(join([_unroll([0, 1], [0, 0], unroll_length)] * 2))
+  assert state[1].shape == (num_rows, 3 * width)
+  next_steps, used, orders = np.zeros(3, int), np.zeros(3, int), set()
+  while next_steps.max() < 90:
+    actors = np.sort(rng.choice(3, 2, p=[0.5, 0.3, 0.2]))
+    orders.add(tuple(actors.tolist()))
+    unrolls = []
+    for actor in actors:
+      if rng.random() < 0.1:  # An unroll is lost.
+        next_steps[actor] += unroll_length
+      env_index = [4 * actor, 4 * actor + 1]
+      steps = [next_steps[actor]] * width
+      unrolls.append(_unroll(env_index, steps, unroll_length))
+      models[actor].add(unrolls[-1])
+      next_steps[actor] += unroll_length
+      used[actor] = min(used[actor] + unroll_length, num_rows)
+    state = memory.add(state, join(unrolls))
+    expected = set().union(*(x.sequences() for x in models))
+    is_full_enough = used.sum() * width >= 60
+    assert bool(memory.is_ready(state)) == (is_full_enough and bool(expected))
+    key = jax.random.key(next_steps.sum())
+    found = memory.sample(state, key, {'importance_exponent': 0.0})
+    if not expected:
+      assert not found.weight.any()
+      continue
+    first = np.asarray(found.trajectory.timestep.reward[0])
+    assert {(int(x // 100), int(x % 100)) for x in first} == expected
+    steps = first + np.arange(length + 1)[:, None]
+    np.testing.assert_array_equal(found.trajectory.timestep.reward, steps)
+    np.testing.assert_array_equal(found.trajectory.action, steps[:-1] % 100)
+    obs = np.stack([steps % 100, steps // 100], -1)
+    np.testing.assert_array_equal(found.trajectory.timestep.obs, obs)
+  assert {(0, 0), (0, 1), (0, 2), (1, 2)} <= orders and used.min() == num_rows
+
+
 def _frame(env, step):
   return (50 * env + step) % 251
 
