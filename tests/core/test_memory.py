@@ -235,6 +235,20 @@ def test_stacks_are_those_of_a_plain_list_and_each_frame_is_stored_once():
   assert num_missing > 10 and next_steps.max() < 100
 
 
+def test_sequences_go_on_after_2_to_the_31_steps_of_an_environment():
+  memory = _make(capacity=48, sequence_length=6)
+  first = 2**31 - 8
+  unroll = _unroll([0, 1], [0, 0], 4)
+  state = memory.init(unroll)
+  # N steps have N - 5 sequences of 6 steps, in each of two columns. The last
+  # unroll does not follow, and overwrites the end of a sequence.
+  for steps, num_sequences in ((0, 0), (4, 6), (8, 14), (12, 22), (20, 20)):
+    number = (first + steps + 2**31) % 2**32 - 2**31
+    num_steps = np.full((1, 2), number, np.int32)
+    state = memory.add(state, unroll._replace(num_steps=num_steps))
+    assert np.sum(state[1] > 0) == num_sequences
+
+
 def _filled(**options):
   memory = _make(capacity=64, batch_size=20_000, **options)
   state = memory.init(_unroll([0, 1, 2, 3], [0] * 4, 4))

@@ -82,6 +82,13 @@ def test_the_culprit_is_the_first_that_gave_a_bad_number(bad, expected):
     assert _culprit(False, **bad) is None
 
 
+def test_steps_are_counted_beyond_2_to_the_31():
+  trajectory = _trajectory(reward=((3, 1), -_INF))
+  num_steps = np.int32(20 - 2**31)  # 2**31 + 20, modulo 2**32.
+  largest = jax.jit(culprits.find_largest)(trajectory, num_steps)
+  assert culprits.find_culprit(largest, 6, True).step == 2**31 + 23
+
+
 @pytest.mark.parametrize(
   'culprit,settings,expected',
   [

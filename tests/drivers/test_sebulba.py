@@ -1,5 +1,6 @@
 """Tests Sebulba with envpool: determinism, lag, joints, one core, failures."""
 
+import collections
 import json
 import os
 import pathlib
@@ -71,7 +72,7 @@ def _make_env(index, sleep=lambda index: 0.0, fail_at=None, error=OSError):
   return env._replace(step=step, xla=None)
 
 
-def _actor(seeds):
+def _index_of(seeds):
   """Returns whose pool has these seeds, in a run of two actors and seed 0."""
   return int(np.ravel(seeds)[0] != build.env_seed(0, 0, 0))
 
@@ -157,6 +158,62 @@ def test_deterministic_runs_are_bitwise_equal(max_lag, has_memory):
 
   for x, y in zip(*map(jax.tree.leaves, (params(0), params(1)))):
     np.testing.assert_array_equal(x, y)
+
+
+def test_runs_actors_processes_and_resumes_share_no_environments(monkeypatch):
+  seeds, mesh = [], spmd.make_mesh(jax.devices()[:1])
+  monkeypatch.setattr(
+    build, 'make_host_env', lambda c, num_envs, seed, *_: seeds.append(seed)
+  )
+  monkeypatch.setattr(spmd, 'make_mesh', lambda devices: mesh)
+  fields = 'platform process_index id'
+  Device = collections.namedtuple('Device', fields)
+  hosts = [Device('cpu', process, process) for process in range(2)]
+  config = _config()
+  config.sebulba.actor_devices = config.sebulba.learner_devices = (0,)
+  config.env.num_envs = 64
+
+  def pools(seed, num_resumes, process, num_actors=2):
+    config.seed = seed
+    config.sebulba.threads_per_actor_device = num_actors
+    seeds.clear()
+    machine = layout.Machine(hosts, process, 2)
+    driver = build.make_run(config, num_resumes, machine).driver
+    for actor in range(num_actors):
+      driver.make_env(actor)
+    return [list(x) for x in seeds]
+
+  found = []
+  for seed, num_resumes in [*((i, 0) for i in range(21)), (100, 0), (101, 0)]:
+    for process in range(2):
+      found += pools(seed, num_resumes, process)
+  for num_resumes in (1, 2):
+    found += pools(100, num_resumes, 0)
+  assert len(found) == 23 * 4 + 4 and {len(x) for x in found} == {16}
+  numbers = np.concatenate(found)
+  assert len(np.unique(numbers)) == numbers.size  # 1,536 of 2**31.
+  assert numbers.min() >= 0 and 2**30 < numbers.max() < 2**31
+  # They are the same in each start, and for any number of actors.
+  (whole,) = pools(7, 0, 1, num_actors=1)
+  assert whole == sum(pools(7, 0, 1), []) == sum(found[30:32], [])
+
+
+def test_environments_of_neighbouring_seeds_differ():
+  def observations(seed):
+    config = _config(max_episode_steps=100)
+    config.seed = seed
+    pool = build.make_run(config).driver.make_env(0)
+    steps = [pool.reset()]
+    action = np.zeros(_NUM_ENVS, np.int32)
+    steps += [pool.step(action) for _ in range(5)]
+    pool.close()
+    return np.stack([x.obs for x in steps], 1)
+
+  runs = [observations(seed) for seed in (100, 101, 100)]
+  np.testing.assert_array_equal(runs[0], runs[2])
+  starts = np.concatenate(runs[:2])
+  for i, j in np.ndindex(2 * _NUM_ENVS, 2 * _NUM_ENVS):
+    assert i == j or not np.any(starts[i] == starts[j])
 
 
 def test_actors_on_two_devices_learn_as_on_one():
@@ -313,6 +370,24 @@ def test_a_program_makes_the_unrolls_of_the_loop(
     )
   is_first = [shard.timestep.is_first for u in unrolls for shard in u.shards]
   assert np.any(is_first) and not np.all(is_first)
+
+
+@pytest.mark.parametrize('is_program', [True, False])
+def test_an_actor_acts_after_2_to_the_31_steps(is_program):
+  pool = _make_pool()
+  pool = pool if is_program else pool._replace(xla=None)
+  actor, params = _actor(_agent(_config()), pool)
+  actor.skip(2**31 // _T - 1)
+  shards = [actor.unroll(params, 0).shards[0] for _ in range(2)]
+  assert [int(x.num_steps[0, 0]) for x in shards] == [2**31 - _T, -(2**31)]
+  actions = [np.asarray(x.action) for x in shards]
+  actor.skip(2**32 // _T - 1)
+  shards = [actor.unroll(params, 0).shards[0] for _ in range(2)]
+  actor.close()
+  assert [int(x.num_steps[0, 0]) for x in shards] == [-_T, 0]
+  actions += [np.asarray(x.action) for x in shards]
+  for i in range(4):  # No unroll repeats the random numbers of another one.
+    assert not any(np.array_equal(actions[i], x) for x in actions[:i])
 
 
 def test_programs_of_two_actors_learn_what_loops_learn():
@@ -678,7 +753,7 @@ def test_an_actors_exception_ends_the_run(error, tmp_path, monkeypatch, capsys):
     build,
     'make_host_env',
     lambda config, num_envs, seed, threads, **kw: _make_env(
-      _actor(seed), fail_at=100 if _actor(seed) else None, error=error
+      _index_of(seed), fail_at=100 if _index_of(seed) else None, error=error
     ),
   )
   assert _run(_config(), tmp_path / 'run') == train.FAILED
@@ -729,7 +804,7 @@ def test_an_actor_may_fail_during_the_last_evaluation(
     build,
     'make_host_env',
     lambda config, num_envs, seed, threads, **kw: _make_env(
-      _actor(seed), fail_at=6 * _T + 2
+      _index_of(seed), fail_at=6 * _T + 2
     ),
   )  # The actor has version 5 when it fails.
   config = _config()
@@ -781,7 +856,7 @@ import sys; sys.path += {[str(x) for x in (here, here.parent)]!r}
 import test_sebulba as t
 t.spmd.set_num_cpu_devices(4)
 t.build.make_host_env = lambda config, num_envs, seed, threads, **kw: (
-    t._make_env(t._actor(seed), lambda i: 1e6 * (i == 1)))
+    t._make_env(t._index_of(seed), lambda i: 1e6 * (i == 1)))
 config = t._config()
 config.sebulba.hang_seconds = 2.
 sys.exit(t._run(config, {str(tmp_path / 'run')!r}))
