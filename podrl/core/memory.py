@@ -51,8 +51,8 @@ class Blocks(NamedTuple):
   """Which columns of a memory belong together.
 
   A block has the columns of one actor. `Memory.add` gets unrolls of one block
-  each, joined on the batch axis, in any order and several of the same block.
-  With a single block, all columns go on in every call of `add`.
+  each, joined on the batch axis. They are in any order, and several may be of
+  the same block. By default, every call of `add` gets an unroll of all columns.
   """
 
   num_blocks: int = 1
@@ -64,7 +64,7 @@ class Blocks(NamedTuple):
 class Storage(NamedTuple):
   """A ring of R rows for each of B columns.
 
-  `head` and `num_rows` are `[]` if there is a single block.
+  By default, `head` and `num_rows` are `[]`, because all columns share them.
   """
 
   rows: Rows
@@ -219,7 +219,7 @@ def make_ring(
   """
   length = sequence_length
   num_blocks = blocks.num_blocks
-  has_blocks = num_blocks > 1
+  has_blocks = max(num_blocks, blocks.num_unrolls) > 1
 
   def init(example: Trajectory) -> tuple[Storage, Array]:
     unroll_length, num_columns = example.timestep.reward.shape
@@ -264,18 +264,18 @@ def make_ring(
     return memory
 
   def add_unroll(
-    memory: tuple[Storage, Array],
+    memory: tuple[Storage, jax.Array],
     trajectory: Trajectory,
     block: Array | int,
     largest: Any,
-  ) -> tuple[Storage, Array]:
+  ) -> tuple[Storage, jax.Array]:
     """Adds one unroll to the columns of a block."""
     storage, priorities = memory
     size = len(priorities)
     unroll_length, num_columns = trajectory.action.shape[:2]
     first = block * num_columns
 
-    def own(x: Array) -> Array:
+    def own(x: Any) -> jax.Array:
       """Returns the columns of the block."""
       if not has_blocks:
         return x
@@ -288,14 +288,14 @@ def make_ring(
       start = row, first, *[0] * (whole.ndim - 2)
       return jax.lax.dynamic_update_slice(whole, x, start)
 
-    def change(whole: Array, row: Array, x: Any) -> Array:
+    def change(whole: jax.Array, row: Array, x: Any) -> jax.Array:
       """Replaces single rows, `[...]` or `[N]`, of the block."""
       if not has_blocks:
         return whole.at[row].set(x)
       parts = whole.reshape(size, num_blocks, num_columns)
       return parts.at[row, block].set(x).reshape(whole.shape)
 
-    before = Storage((), *map(own, storage[1:]))
+    before = Storage(storage.rows, *map(own, storage[1:]))
     head = before.head[0, 0] if has_blocks else before.head
     follows = (
       (trajectory.env_index == before.env_index)
@@ -331,7 +331,7 @@ def make_ring(
     is_whole = completed[:, None] >= -age
     priorities = change(priorities, at(completed), largest * is_whole)
     after = Storage(
-      (),
+      rows,
       jnp.broadcast_to(last, before.head.shape),
       jnp.minimum(before.num_rows + unroll_length, size),
       trajectory.env_index,
@@ -339,8 +339,8 @@ def make_ring(
       jnp.minimum(age + unroll_length, size),
     )
     if has_blocks:
-      after = Storage((), *map(write, storage[1:], after[1:]))
-    return after._replace(rows=rows), priorities
+      after = Storage(rows, *map(write, storage[1:], after[1:]))
+    return after, priorities
 
   def is_ready(memory: tuple[Storage, Array]) -> Array:
     storage, priorities = memory

@@ -163,6 +163,20 @@ def test_each_actor_has_its_own_ring_in_any_order_of_unrolls():
   assert {(0, 0), (0, 1), (0, 2), (1, 2)} <= orders and used.min() == num_rows
 
 
+def test_an_update_may_take_several_unrolls_of_a_single_actor():
+  blocks = memory_lib.Blocks(1, 3)
+  memory = _make(capacity=64, sequence_length=6, blocks=blocks)
+  steps = np.int32([[0, 0, 4, 4, 8, 8]])
+  unroll = _unroll([0, 1] * 3, [0] * 6, 4)
+  state = memory.init(unroll)
+  assert state[1].shape == (32, 2)
+  for update in range(2):
+    unroll = _unroll([0, 1] * 3, (steps + 12 * update)[0], 4)
+    state = memory.add(state, unroll)
+  # 24 steps of each environment have 19 sequences of 6 steps.
+  np.testing.assert_array_equal((state[1] > 0).sum(0), 24 - 5)
+
+
 def _frame(env, step):
   return (50 * env + step) % 251
 
