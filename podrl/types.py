@@ -69,8 +69,9 @@ class Trajectory(NamedTuple):
       for an agent without a carry.
     env_index: int32 `[1, B]`, the global index of each environment.
     num_steps: int32 `[1, B]`, steps of each environment before this unroll,
-      joints included. A memory joins the unrolls of an environment by it. In a
-      sample of a memory, `carry`, `env_index` and `num_steps` are `()`.
+      joints included, modulo 2**32: it is negative after 2**31 steps. A memory
+      joins the unrolls of an environment by it. In a sample of a memory,
+      `carry`, `env_index` and `num_steps` are `()`.
   """
 
   timestep: TimeStep

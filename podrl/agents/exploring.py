@@ -60,7 +60,7 @@ class Extras(NamedTuple):
 class Statistics(NamedTuple):
   """The agent's statistics: a counter that the exploration rate depends on."""
 
-  num_updates: Array  # Float32 `[]`.
+  num_updates: Array  # Int32 `[]`.
 
 
 def check(fields: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ def make_init(
   """
 
   init_variables = acting.make_init(init, **hyperparams, num_updates=1.0)
-  statistics = Statistics(jnp.zeros(()))
+  statistics = Statistics(jnp.zeros((), jnp.int32))
   return lambda rng_key: init_variables(rng_key)._replace(statistics=statistics)
 
 
@@ -126,7 +126,7 @@ def epsilon(variables: Variables) -> Array:
 def absorb(variables: Variables, measured: Tree) -> Variables:
   """Counts an update; see `Agent.absorb`."""
   del measured
-  count = variables.statistics.num_updates + 1.0
+  count = variables.statistics.num_updates + 1
   return variables._replace(statistics=Statistics(count))
 
 

@@ -3,7 +3,8 @@
 Each device has its own memory. The latest unroll overwrites the oldest rows. A
 sequence of the memory has L transitions of one environment, so it consists of L
 + 1 neighbouring rows of a column. Two unrolls of a column are neighbours only
-if the second one goes on where the first one ended.
+if the second one goes on where the first one ended. If actors deliver their
+unrolls in any order, each actor has its own columns, with their own head.
 
 Add first, and then sample from the new memory: XLA's CPU backend copies the
 whole memory if a program still reads the old one.
@@ -46,12 +47,29 @@ class Rows(NamedTuple):
   restart: Tree  # Bool, whether all frames are the same; `()` without stacks.
 
 
+class Blocks(NamedTuple):
+  """Which columns of a memory belong together.
+
+  A block has the columns of one actor. `Memory.add` gets unrolls of one block
+  each, joined on the batch axis. They are in any order, and several may be of
+  the same block. By default, every call of `add` gets an unroll of all columns.
+  """
+
+  num_blocks: int = 1
+  num_unrolls: int = 1  # Unrolls in one call of `Memory.add`.
+  # Devices of a process. The environments of an actor are split over them.
+  num_devices: int = 1
+
+
 class Storage(NamedTuple):
-  """A ring of R rows for each of B columns."""
+  """A ring of R rows for each of B columns.
+
+  By default, `head` and `num_rows` are `[]`, because all columns share them.
+  """
 
   rows: Rows
-  head: Array  # Int32 `[]`, the row that the next unroll begins with.
-  num_rows: Array  # Int32 `[]`, rows that are in use, up to R.
+  head: Array  # Int32 `[1, B]`, the row that the next unroll begins with.
+  num_rows: Array  # Int32 `[1, B]`, rows that are in use, up to R.
   env_index: Array  # Int32 `[1, B]`, of each column's latest unroll.
   num_steps: Array  # Int32 `[1, B]`, steps of the environment until `head`.
   # Int32 `[1, B]`, latest rows that are neighbours, up to R. If it is negative,
@@ -169,6 +187,7 @@ def make_ring(
   sequence_length: int = 1,
   priority_exponent: float = 0.0,
   frame_stack: int = 1,
+  blocks: Blocks = Blocks(),
 ) -> Memory:
   """Makes a memory that samples sequences by their priorities.
 
@@ -189,6 +208,8 @@ def make_ring(
     priority_exponent: 0 samples all sequences with the same probability, and
       then all weights are 1.
     frame_stack: see `EnvSpec.frame_stack`. The memory stores each frame once.
+    blocks: see `Blocks`. Each block has the same part of the capacity. In
+      Sebulba's asynchronous mode, each actor needs a block.
 
   Raises:
     SizeError: in `init`, if the capacity is too small for one unroll and one
@@ -197,10 +218,14 @@ def make_ring(
   Source: Schaul et al. 2016, arXiv:1511.05952, section 3.
   """
   length = sequence_length
+  num_blocks = blocks.num_blocks
+  has_blocks = max(num_blocks, blocks.num_unrolls) > 1
 
   def init(example: Trajectory) -> tuple[Storage, Array]:
     unroll_length, num_columns = example.timestep.reward.shape
     unroll_length -= 1
+    if has_blocks:
+      num_columns = num_columns // blocks.num_unrolls * num_blocks
     num_rows = -(-capacity // (num_columns * unroll_length)) * unroll_length
     least = unroll_length + length + frame_stack
     if num_rows < least:
@@ -215,71 +240,114 @@ def make_ring(
       lambda x: jnp.zeros((num_rows, num_columns, *x.shape[2:]), x.dtype),
       stored,
     )
-    number = jnp.zeros((), jnp.int32)
     zeros = jnp.zeros((1, num_columns), jnp.int32)
+    number = zeros if has_blocks else jnp.zeros((), jnp.int32)
     storage = Storage(rows, number, number, zeros - 1, zeros, zeros)
     return storage, jnp.zeros((num_rows, num_columns))
 
   def add(
     memory: tuple[Storage, jax.Array], trajectory: Trajectory
   ) -> tuple[Storage, Array]:
-    storage, priorities = memory
-    size, num_columns = priorities.shape
-    unroll_length = len(trajectory.action)
-    head = storage.head
-    follows = (trajectory.env_index == storage.env_index) & (
-      trajectory.num_steps == storage.num_steps
-    )
     largest: Any = 1.0
     if priority_exponent:
-      largest = jnp.max(priorities)
+      largest = jnp.max(memory[1])
       largest = jnp.where(largest > 0.0, largest, 1.0)
+    if not has_blocks:
+      return add_unroll(memory, trajectory, 0, largest)
+    width = memory[1].shape[1] // num_blocks
+    num_envs = width * blocks.num_devices
+    for i in range(blocks.num_unrolls):
+      columns = slice(i * width, (i + 1) * width)
+      unroll = jax.tree.map(lambda x: x[:, columns], trajectory)
+      block = unroll.env_index[0, 0] // num_envs % num_blocks
+      memory = add_unroll(memory, unroll, block, largest)
+    return memory
+
+  def add_unroll(
+    memory: tuple[Storage, jax.Array],
+    trajectory: Trajectory,
+    block: Array | int,
+    largest: Any,
+  ) -> tuple[Storage, jax.Array]:
+    """Adds one unroll to the columns of a block."""
+    storage, priorities = memory
+    size = len(priorities)
+    unroll_length, num_columns = trajectory.action.shape[:2]
+    first = block * num_columns
+
+    def own(x: Any) -> jax.Array:
+      """Returns the columns of the block."""
+      if not has_blocks:
+        return x
+      return jax.lax.dynamic_slice_in_dim(x, first, num_columns, axis=1)
+
+    def write(whole: Array, x: Array, row: Array | int = 0) -> Array:
+      """Replaces rows of the block, from `row` on."""
+      if not has_blocks:
+        return jax.lax.dynamic_update_slice_in_dim(whole, x, row, axis=0)
+      start = row, first, *[0] * (whole.ndim - 2)
+      return jax.lax.dynamic_update_slice(whole, x, start)
+
+    def change(whole: jax.Array, row: Array, x: Any) -> jax.Array:
+      """Replaces single rows, `[...]` or `[N]`, of the block."""
+      if not has_blocks:
+        return whole.at[row].set(x)
+      parts = whole.reshape(size, num_blocks, num_columns)
+      return parts.at[row, block].set(x).reshape(whole.shape)
+
+    before = Storage(storage.rows, *map(own, storage[1:]))
+    head = before.head[0, 0] if has_blocks else before.head
+    follows = (
+      (trajectory.env_index == before.env_index)
+      & (trajectory.num_steps == before.num_steps)
+      & (before.head == head)
+    )
 
     # The unroll's last time step has no action yet. The next unroll begins with
     # the same time step and completes the row.
     unroll = _as_rows(trajectory, frame_stack)
     is_known = unroll.restart[:1] if frame_stack > 1 else True
     first_age = jnp.where(is_known, 0, 1 - frame_stack)
-    age = jnp.where(follows, storage.age, first_age)
+    age = jnp.where(follows, before.age, first_age)
     last = (head + unroll_length) % size
 
-    def write(ring: Array, x: Array) -> Array:
-      ring = jax.lax.dynamic_update_slice_in_dim(
-        ring, x[:unroll_length], head, axis=0
-      )
-      if len(x) == unroll_length:
-        return ring
-      return jax.lax.dynamic_update_slice_in_dim(ring, x[-1:], last, axis=0)
+    def write_unroll(ring: Array, x: Array) -> Array:
+      ring = write(ring, x[:unroll_length], head)
+      return ring if len(x) == unroll_length else write(ring, x[-1:], last)
 
-    rows = jax.tree.map(write, storage.rows, unroll)
+    rows = jax.tree.map(write_unroll, storage.rows, unroll)
 
     # A sequence is at its first row. `offset` is relative to the new rows.
     def at(offset: Array | int) -> Array:
       return (head + offset) % size
 
     # If the column does not go on, this sequence has lost its last row.
-    broken = jnp.where(follows[0], priorities[at(-length)], 0.0)
-    priorities = priorities.at[at(-length)].set(broken)
+    broken = jnp.where(follows[0], own(priorities[at(-length)][None])[0], 0.0)
+    priorities = change(priorities, at(-length), broken)
     # The oldest rows that remain have lost a part of their stack.
     overwritten = jnp.arange(unroll_length + frame_stack)
-    priorities = priorities.at[at(overwritten)].set(0.0)
+    priorities = change(priorities, at(overwritten), 0.0)
     completed = jnp.arange(unroll_length) - length + 1
     is_whole = completed[:, None] >= -age
-    priorities = priorities.at[at(completed)].set(largest * is_whole)
-    storage = Storage(
+    priorities = change(priorities, at(completed), largest * is_whole)
+    after = Storage(
       rows,
-      last,
-      jnp.minimum(storage.num_rows + unroll_length, size),
+      jnp.broadcast_to(last, before.head.shape),
+      jnp.minimum(before.num_rows + unroll_length, size),
       trajectory.env_index,
       trajectory.num_steps + unroll_length,
       jnp.minimum(age + unroll_length, size),
     )
-    return storage, priorities
+    if has_blocks:
+      after = Storage(rows, *map(write, storage[1:], after[1:]))
+    return after, priorities
 
   def is_ready(memory: tuple[Storage, Array]) -> Array:
     storage, priorities = memory
-    num_columns = priorities.shape[1]
-    is_full_enough = storage.num_rows * num_columns >= min_steps
+    num_steps = storage.num_rows * priorities.shape[1]
+    if has_blocks:
+      num_steps = jnp.sum(storage.num_rows)
+    is_full_enough = num_steps >= min_steps
     return is_full_enough & jnp.any(priorities > 0.0)
 
   def sample(
@@ -332,5 +400,6 @@ def make_ring(
 
   columns: Any = 1
   same: Any = -1
-  split_axes = Storage(columns, same, same, columns, columns, columns)
+  head = columns if has_blocks else same
+  split_axes = Storage(columns, head, head, columns, columns, columns)
   return Memory(init, add, is_ready, sample, prioritise, (split_axes, 1))

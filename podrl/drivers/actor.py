@@ -168,6 +168,15 @@ def make_actor_functions(
   )
 
 
+def _as_int32(number: np.ndarray | int) -> np.ndarray:
+  """Returns `number` modulo 2**32 as an int32, which may be negative.
+
+  An environment may make more than 2**31 steps. Keys fold in the same 32 bits,
+  and a memory adds steps in the same way.
+  """
+  return np.asarray(number, np.int64).astype(np.int32)
+
+
 class _Episodes:
   """Counts the episodes of one actor's environments over its unrolls."""
 
@@ -325,7 +334,7 @@ class Actor:
     shards, largest, *rest = self.functions.unroll(
       variables,
       self._keys,
-      np.arange(first, last, dtype=np.int32),
+      _as_int32(np.arange(first, last)),
       self._env_index,
       self._env_state,
       self._timestep,
@@ -360,7 +369,7 @@ class Actor:
       if self.is_stopped:
         raise Closed
       row, self._carry = self.functions.step(
-        variables, self._keys, np.int32(self._num_steps), timestep, self._carry
+        variables, self._keys, _as_int32(self._num_steps), timestep, self._carry
       )
       rows.append(row)
       self._num_steps += 1
@@ -385,7 +394,7 @@ class Actor:
       self.functions.stack(rows[i : i + _STACKED])
       for i in range(0, len(rows), _STACKED)
     ]
-    num_steps = np.int32(self._num_steps - len(rows))
+    num_steps = _as_int32(self._num_steps - len(rows))
     shards, largest = self.functions.finish(
       stacks, timesteps, carry, num_steps, self._env_index
     )

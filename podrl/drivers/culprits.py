@@ -26,7 +26,7 @@ class Largest(NamedTuple):
   """
 
   value: Any  # Float32, the number.
-  step: Any  # Int32, earlier steps of its environment, joints included.
+  step: Any  # Int32, modulo 2**32: earlier steps of its environment.
   env: Any  # Int32, index of the environment in the batch.
   element: Any  # Int32, index in the flattened value of one environment.
 
@@ -88,7 +88,7 @@ def find_culprit(
   if action and action.step < first.step and not abs(action.value) <= _LARGE:
     return None  # An earlier action was too large or not finite.
   value, step, env, element = (x.item() for x in first)
-  return Culprit(name, value, step, first_env + env, element)
+  return Culprit(name, value, step % 2**32, first_env + env, element)
 
 
 def explain(culprit: Culprit, fields: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ Each actor has a thread. The learner joins unrolls on the batch axis and calls
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import math
 import threading
 import time
 from typing import Any
@@ -32,7 +33,7 @@ class Settings:
   actors_per_device: int  # Actor threads for each actor device.
   unrolls_per_update: int  # Unrolls that one update learns from.
   deterministic: bool  # Whether the mode is deterministic, not asynchronous.
-  max_lag: int  # The largest policy lag, in updates.
+  max_lag: int  # The largest policy lag, in updates; see `Sebulba._take`.
   hang_seconds: float  # An actor that stays in one stage for longer hangs.
   first_env: int = 0  # Global index of this host's first environment.
   # Threads that step the environments of each actor. The driver uses this only
@@ -253,7 +254,12 @@ class Sebulba:
         raise ActorHangs(sentence)
 
   def _take(self) -> tuple[list[Unroll], list[Unroll]]:
-    """Returns the unrolls for an update, and the unrolls with too much lag."""
+    """Returns the unrolls for an update, and the unrolls with too much lag.
+
+    A learner with a memory takes all unrolls: the steps that it learns from are
+    much older, and without an unroll the sequences of its actor would break.
+    """
+    max_lag = math.inf if self.state.memory else self.settings.max_lag
     taken: list[Unroll] = []
     dropped: list[Unroll] = []
     timeout_seconds = min(1.0, self.settings.hang_seconds / 2)
@@ -263,7 +269,7 @@ class Sebulba:
       except TimeoutError:
         self._check_hangs()
         continue
-      if self._num_updates - unroll.version > self.settings.max_lag:
+      if self._num_updates - unroll.version > max_lag:
         dropped.append(unroll)
         self._exchange.release(1)
       else:
@@ -280,7 +286,7 @@ class Sebulba:
     queue_depth = self._exchange.depth()
     taken, dropped = self._take()
     spend('learner_waiting')
-    # A memory joins the unrolls of an environment only in the same column.
+    # Without `Blocks`, a memory joins only the unrolls of the same column.
     taken.sort(key=lambda unroll: unroll.actor)
     lags = [self._num_updates - unroll.version for unroll in taken]
     trajectories = tuple(

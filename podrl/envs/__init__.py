@@ -35,8 +35,9 @@ class Suite(NamedTuple):
     architecture: 'anakin' or 'sebulba'.
     make: `(name, **options) -> DeviceEnv` for Anakin;
       `(name, num_envs, seed, *, num_threads, render=False, **options) ->
-      HostEnv` for Sebulba. Environment i has the seed `seed` + i. `render`
-      says whether `HostEnv.render` will be called.
+      HostEnv` for Sebulba. `seed` has a seed below 2**31 for each environment;
+      if it is a number, environment i has the seed `seed` + i. `render` says
+      whether `HostEnv.render` will be called.
     make_spec: `(name, **options) -> EnvSpec`; raises the errors of `make`.
     names: `() -> list[str]`, the names that `make` accepts; imports no library
       that is written in JAX, and returns none if `is_installed` is false.

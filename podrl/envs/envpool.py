@@ -1,5 +1,6 @@
 """envpool environments as a `HostEnv`, which envpool's C++ threads step."""
 
+from collections.abc import Sequence
 import ctypes
 import os
 import sys
@@ -157,7 +158,7 @@ def make(
   name: str,
   /,
   num_envs: int,
-  seed: int,
+  seed: int | Sequence[int],
   *,
   num_threads: int = 1,
   render: bool = False,

@@ -1,5 +1,6 @@
 """gymnasium environments as a `HostEnv`."""
 
+from collections.abc import Sequence
 import inspect
 from multiprocessing import resource_tracker
 import signal
@@ -112,7 +113,7 @@ def make(
   name: str,
   /,
   num_envs: int,
-  seed: int,
+  seed: int | Sequence[int],
   *,
   num_threads: int = 1,
   render: bool = False,

@@ -4,7 +4,7 @@ The step after the last step of an episode is the *joint*: its action is
 ignored, and it returns the first time step of the next episode, as in dm_env.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 import signal
 from typing import Any, NamedTuple, NoReturn
@@ -234,7 +234,7 @@ def make_host_env(
   name: str,
   spec: EnvSpec,
   envs: Any,
-  seed: int | None,
+  seed: int | Sequence[int] | None,
   *,
   close: Callable[[], None],
   render: Callable[[], np.ndarray],

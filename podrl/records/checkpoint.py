@@ -285,8 +285,12 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
   try:
     _verify(_directory(path, step))
     # Compare first, because orbax's error about a difference is very long.
-    theirs = _read_progress(path, step)['arrays']
-    if difference := _difference(theirs, _describe(shapes)):
+    theirs, ours = _read_progress(path, step)['arrays'], _describe(shapes)
+    # Older runs have counters of float32, which orbax converts.
+    for name, there in theirs.items():
+      if there == ours.get(name, '').replace('int32', 'float32'):
+        theirs[name] = ours[name]
+    if difference := _difference(theirs, ours):
       raise IncompatibleError(
         f'the parameters of {path} do not fit: {difference} in the agent'
       )

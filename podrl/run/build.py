@@ -157,7 +157,7 @@ def _load_player(
 def make_host_env(
   config: ConfigDict,
   num_envs: int,
-  seed: int,
+  seed: int | Sequence[int],
   num_threads: int,
   *,
   evaluation: bool = False,
@@ -165,14 +165,30 @@ def make_host_env(
 ) -> types.HostEnv:
   """Makes a pool of environments for a Sebulba run.
 
-  `seed` is the seed of the first environment. `evaluation` omits the options
-  that only training uses. `render` allows calls to `HostEnv.render`.
+  For `seed`, see `Suite.make`. `evaluation` omits the options that only
+  training uses. `render` allows calls to `HostEnv.render`.
   """
   suite = _suite(config)
   omitted = suite.training_options if evaluation else ()
   options = _without(config.env.options, omitted)
   options |= {'num_threads': num_threads, 'render': render}
   return suite.make(config.env.name, num_envs, seed, **options)
+
+
+def env_seed(seed: int, num_resumes: int, env: int) -> int:
+  """Returns the seed, below 2**31, of a host environment in training.
+
+  Two environments of N in all have the same seed with a probability of about
+  N**2 / 2**32, in one run or in several.
+
+  Args:
+    seed: the run's seed.
+    num_resumes: how often the run was resumed. The same seeds would repeat the
+      earlier episodes.
+    env: global index of the environment.
+  """
+  sequence = np.random.SeedSequence(seed, spawn_key=(num_resumes, env))
+  return int(sequence.generate_state(1)[0]) >> 1
 
 
 def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
@@ -193,11 +209,13 @@ def make_learner(
   agent: types.Agent,
   spec: types.EnvSpec,
   num_devices: int,
+  layout: devices.Layout | None = None,
 ) -> types.Learner:
   """Makes an agent's learner; the caller puts `hyperparams` into the state.
 
   Args:
     num_devices: number of devices that learn, of all processes.
+    layout: the layout of a Sebulba run.
 
   Raises:
     ValueError: if a size of the memory does not fit the devices.
@@ -221,8 +239,14 @@ def make_learner(
       f'config.replay.batch_size={batch_size} must be a multiple of '
       f'{num_devices}, the number of devices that learn'
     )
+  blocks = memory.Blocks()
+  if layout and config.sebulba.mode == 'asynchronous':
+    blocks = memory.Blocks(
+      layout.num_actors, layout.unrolls_per_update, len(layout.learner_devices)
+    )
   ring = memory.make_ring(
     spec.obs,
+    blocks=blocks,
     frame_stack=spec.frame_stack,
     capacity=-(-config.replay.capacity_steps // num_devices),
     min_steps=-(-config.replay.min_steps // num_devices),
@@ -468,16 +492,6 @@ def _make_sebulba(
 ) -> _System:
   """Builds a Sebulba run; a resumed run starts new episodes."""
   layout, fields = devices.make_layout(config, spec, machine), config.sebulba
-  length = AGENTS[config.agent.name].sequence_length
-  num_steps = length(flatten(config.to_dict())) if length else 0
-  is_broken = layout.num_actors != layout.unrolls_per_update
-  if num_steps > config.unroll_length and (is_broken or fields.autotune):
-    raise ValueError(
-      f'config.unroll_length={config.unroll_length} must be at least '
-      f'{num_steps}, the steps of a sequence; or set config.sebulba.'
-      f'unrolls_per_update={layout.num_actors}, the number of actors, and '
-      'config.sebulba.autotune=False'
-    )
   envs_per_host = config.env.num_envs // len(machine.hosts)
   envs_per_actor = envs_per_host // layout.num_actors
   unrolls = layout.unrolls_per_update * len(machine.hosts)
@@ -496,21 +510,18 @@ def _make_sebulba(
     env_threads=layout.env_threads,
     autotune=fields.autotune,
   )
-  first_seed = config.seed
-  if num_resumes:  # The same seeds would repeat the earlier episodes.
-    key = jax.random.fold_in(jax.random.key(config.seed), num_resumes)
-    bound = 2**31 - config.env.num_envs
-    first_seed = int(jax.random.randint(key, (), 0, bound))
 
   def make_pool(actor: int) -> types.HostEnv:
-    seed = first_seed + settings.first_env + actor * envs_per_actor
-    return make_host_env(config, envs_per_actor, seed, layout.env_threads)
+    first = settings.first_env + actor * envs_per_actor
+    envs = range(first, first + envs_per_actor)
+    seeds = [env_seed(config.seed, num_resumes, env) for env in envs]
+    return make_host_env(config, envs_per_actor, seeds, layout.env_threads)
 
   learners = devices.on_all_hosts(layout.learner_devices, machine)
   driver = sebulba.Sebulba(
     make_pool,
     agent,
-    make_learner(config, agent, spec, len(learners)),
+    make_learner(config, agent, spec, len(learners), layout),
     spmd.make_mesh(learners),
     [local[i] for i in layout.actor_devices],
     settings,

@@ -215,7 +215,11 @@ FIELDS = {
     'unequal speed.',
     _MODES,
   ),
-  'sebulba.max_lag': Field(1, 'The largest policy lag, in updates.', _FEW),
+  'sebulba.max_lag': Field(
+    1,
+    'The largest policy lag, in updates; a replay memory accepts more.',
+    _FEW,
+  ),
   'sebulba.autotune': Field(
     False, 'Searches for the fastest number of actors during the run.'
   ),
@@ -442,11 +446,10 @@ def check(config: ConfigDict) -> None:
       text = fields['meta.params']
       raise ValueError(f'config.meta.params={text} has a name twice')
   _check_members(config)
-  # Environment i on the host has the seed `seed` + i, which is an int32.
-  bound = 2**31 - fields['env.num_envs']
-  if config.seed + config.get('num_seeds', 1) > bound:
-    bound -= config.get('num_seeds', 1) - 1
-    raise ValueError(f'config.seed={config.seed} must be less than {bound}')
+  # JAX makes the same key from `seed` and `seed` + 2**32.
+  bound = 2**32 - config.get('num_seeds', 1)
+  if config.seed > bound:
+    raise ValueError(f'config.seed={config.seed} must be at most {bound}')
   is_deterministic = fields.get('sebulba.mode') == 'deterministic'
   if is_deterministic and fields['sebulba.autotune']:
     raise ValueError(

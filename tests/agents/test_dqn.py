@@ -206,6 +206,29 @@ def test_epsilon_falls_in_a_part_of_the_updates():
   np.testing.assert_allclose(seen[9:], 0.1, rtol=1e-5)
 
 
+@pytest.mark.parametrize('agent_name', ['dqn', 'pqn'])
+def test_the_counter_of_updates_has_no_limit_of_float32(agent_name):
+  agent = helpers.make_agent(agent_name, _SPEC)
+  hyperparams = {
+    'initial_epsilon': jnp.float32(1.0),
+    'final_epsilon': jnp.float32(0.05),
+    'exploration_fraction': jnp.float32(0.25),
+    'num_updates': jnp.float32(100e6),
+  }
+  variables = agent.init(jax.random.key(0)).with_hyperparams(hyperparams)
+  absorb = jax.jit(lambda x: exploring.absorb(x, ()))
+  for start in (0, 2**24 - 2, 2**24 + 5, 25_000_000, 2**31 - 8):
+    count = jnp.asarray(start, variables.statistics.num_updates.dtype)
+    variables = variables._replace(statistics=exploring.Statistics(count))
+    for _ in range(7):
+      variables = absorb(variables)
+    number = start + 7
+    assert int(variables.statistics.num_updates) == number
+    # The probability falls from 1 to 0.05 in 25 M updates.
+    expected = max(0.05, 1 - 0.95 * number / 25e6)
+    assert float(exploring.epsilon(variables)) == pytest.approx(expected, 1e-6)
+
+
 def test_continuous_actions_are_refused():
   spec = _SPEC._replace(action=None)
   with pytest.raises(ValueError, match='one discrete action'):

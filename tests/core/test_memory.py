@@ -111,6 +111,72 @@ def test_samples_are_all_whole_sequences_and_no_others(length, capacity):
   assert update > 15
 
 
+def test_each_actor_has_its_own_ring_in_any_order_of_unrolls():
+  rng = np.random.default_rng(0)
+  length, unroll_length, width, num_rows = 5, 3, 2, 12
+  memory = _make(
+    capacity=3 * width * num_rows,
+    min_steps=60,
+    sequence_length=length,
+    batch_size=2048,
+    priority_exponent=1.0,
+    # Of two devices, this one has environments 0 and 1 of 4 of each actor.
+    blocks=memory_lib.Blocks(3, 2, num_devices=2),
+  )
+  models = [_Model(width, num_rows, length) for _ in range(3)]
+
+  def join(unrolls):
+    return jax.tree.map(lambda *x: np.concatenate(x, 1), *unrolls)
+
+  state = memory.init(join([_unroll([0, 1], [0, 0], unroll_length)] * 2))
+  assert state[1].shape == (num_rows, 3 * width)
+  next_steps, used, orders = np.zeros(3, int), np.zeros(3, int), set()
+  while next_steps.max() < 90:
+    actors = np.sort(rng.choice(3, 2, p=[0.5, 0.3, 0.2]))
+    orders.add(tuple(actors.tolist()))
+    unrolls = []
+    for actor in actors:
+      if rng.random() < 0.1:  # An unroll is lost.
+        next_steps[actor] += unroll_length
+      env_index = [4 * actor, 4 * actor + 1]
+      steps = [next_steps[actor]] * width
+      unrolls.append(_unroll(env_index, steps, unroll_length))
+      models[actor].add(unrolls[-1])
+      next_steps[actor] += unroll_length
+      used[actor] = min(used[actor] + unroll_length, num_rows)
+    state = memory.add(state, join(unrolls))
+    expected = set().union(*(x.sequences() for x in models))
+    is_full_enough = used.sum() * width >= 60
+    assert bool(memory.is_ready(state)) == (is_full_enough and bool(expected))
+    key = jax.random.key(next_steps.sum())
+    found = memory.sample(state, key, {'importance_exponent': 0.0})
+    if not expected:
+      assert not found.weight.any()
+      continue
+    first = np.asarray(found.trajectory.timestep.reward[0])
+    assert {(int(x // 100), int(x % 100)) for x in first} == expected
+    steps = first + np.arange(length + 1)[:, None]
+    np.testing.assert_array_equal(found.trajectory.timestep.reward, steps)
+    np.testing.assert_array_equal(found.trajectory.action, steps[:-1] % 100)
+    obs = np.stack([steps % 100, steps // 100], -1)
+    np.testing.assert_array_equal(found.trajectory.timestep.obs, obs)
+  assert {(0, 0), (0, 1), (0, 2), (1, 2)} <= orders and used.min() == num_rows
+
+
+def test_an_update_may_take_several_unrolls_of_a_single_actor():
+  blocks = memory_lib.Blocks(1, 3)
+  memory = _make(capacity=64, sequence_length=6, blocks=blocks)
+  steps = np.int32([[0, 0, 4, 4, 8, 8]])
+  unroll = _unroll([0, 1] * 3, [0] * 6, 4)
+  state = memory.init(unroll)
+  assert state[1].shape == (32, 2)
+  for update in range(2):
+    unroll = _unroll([0, 1] * 3, (steps + 12 * update)[0], 4)
+    state = memory.add(state, unroll)
+  # 24 steps of each environment have 19 sequences of 6 steps.
+  np.testing.assert_array_equal((state[1] > 0).sum(0), 24 - 5)
+
+
 def _frame(env, step):
   return (50 * env + step) % 251
 
@@ -181,6 +247,20 @@ def test_stacks_are_those_of_a_plain_list_and_each_frame_is_stored_once():
       is_complete = places.get((env, oldest), (-1,))[0] == piece
       assert not is_complete or row < size - 1
   assert num_missing > 10 and next_steps.max() < 100
+
+
+def test_sequences_go_on_after_2_to_the_31_steps_of_an_environment():
+  memory = _make(capacity=48, sequence_length=6)
+  first = 2**31 - 8
+  unroll = _unroll([0, 1], [0, 0], 4)
+  state = memory.init(unroll)
+  # N steps have N - 5 sequences of 6 steps, in each of two columns. The last
+  # unroll does not follow, and overwrites the end of a sequence.
+  for steps, num_sequences in ((0, 0), (4, 6), (8, 14), (12, 22), (20, 20)):
+    number = (first + steps + 2**31) % 2**32 - 2**31
+    num_steps = np.full((1, 2), number, np.int32)
+    state = memory.add(state, unroll._replace(num_steps=num_steps))
+    assert np.sum(state[1] > 0) == num_sequences
 
 
 def _filled(**options):

@@ -82,6 +82,13 @@ def test_the_culprit_is_the_first_that_gave_a_bad_number(bad, expected):
     assert _culprit(False, **bad) is None
 
 
+def test_steps_are_counted_beyond_2_to_the_31():
+  trajectory = _trajectory(reward=((3, 1), -_INF))
+  num_steps = np.int32(20 - 2**31)  # 2**31 + 20, modulo 2**32.
+  largest = jax.jit(culprits.find_largest)(trajectory, num_steps)
+  assert culprits.find_culprit(largest, 6, True).step == 2**31 + 23
+
+
 @pytest.mark.parametrize(
   'culprit,settings,expected',
   [
@@ -173,7 +180,7 @@ def test_anakin_names_the_environment(
 
 
 class _Broken(gymnasium.Env):
-  """An environment; with seed 6, its 10th step gives `reward` and `obs`."""
+  """Environments; the 10th step of number 6 gives `reward` and `obs`."""
 
   observation_space = gymnasium.spaces.Dict(
     {
@@ -185,7 +192,7 @@ class _Broken(gymnasium.Env):
   reward, obs = 0.0, 0.0
 
   def reset(self, *, seed=None, options=None):
-    self.is_broken, self.num_steps = seed == 6, 0
+    self.is_broken, self.num_steps = seed == build.env_seed(0, 0, 6), 0
     return {'x': np.zeros(3, np.float32), 'y': 0}, {}
 
   def step(self, action):

@@ -225,6 +225,7 @@ def test_a_memory_has_the_settings_of_the_run(monkeypatch):
   build.make_learner(config, build.make_agent(config, spec), spec, 2)
   # Each of the two devices has a half of the steps, rounded up.
   assert found == {
+    'blocks': build.memory.Blocks(),
     'frame_stack': 4,
     'capacity': 501,
     'min_steps': 51,

@@ -15,16 +15,19 @@ import time
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import podrl
+from podrl.agents import exploring
 from podrl.drivers import sebulba, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.records import checkpoint, recorder
 from podrl.records import workdir as records_workdir
 from podrl.run import build, train
+from podrl.types import LearnerState, Variables
 
 _HOST = (
   '--config.total_env_steps=1280 --config.env.num_envs=8 '
@@ -236,6 +239,28 @@ def test_anakin_resumes_on_other_devices(tmp_path, monkeypatch, capfd):
   _assert_close(_state(parts), _state(whole), 1e-6)
 
 
+def test_a_counter_of_float32_becomes_an_integer(tmp_path):
+  def make_state(count):
+    variables = Variables({'w': jnp.ones(2)}, exploring.Statistics(count), {})
+    number = jnp.int32(94)
+    return LearnerState(variables, (), (), number, number, ())
+
+  os.makedirs(tmp_path / 'checkpoints')
+  checkpoints = checkpoint.Checkpoints(str(tmp_path), 1)
+  checkpoints.save(94, make_state(jnp.float32(94)), {}, None)
+  checkpoints.close()
+  state = make_state(jnp.int32(0))
+  shapes = jax.eval_shape(lambda: state.variables)
+  read = checkpoint.read_variables(str(tmp_path), 94, shapes)
+  state = checkpoint.read_state(str(tmp_path), 94, state)
+  for count in (x.statistics.num_updates for x in (read, state.variables)):
+    assert count == 94 and count.dtype == jnp.int32
+  # Other arrays must have the same type.
+  shapes = shapes._replace(params={'w': jax.ShapeDtypeStruct((2,), jnp.int8)})
+  with pytest.raises(checkpoint.IncompatibleError, match='w is float32'):
+    checkpoint.read_variables(str(tmp_path), 94, shapes)
+
+
 def test_sebulba_resumes(tmp_path, monkeypatch):
   workdir = tmp_path / 'run'
   arguments = dict(name='sebulba_cartpole', tiny=False)
@@ -279,7 +304,10 @@ def test_sebulba_resumes(tmp_path, monkeypatch):
   num_updates = int(found.num_updates)
   # Each of two actors contributed one unroll to each update.
   assert skipped == found_progress[0]['num_unrolls'] == [num_updates] * 2
-  assert first_seeds[:2] == [0, 4] and not set(seeds[:2]) & set(range(8))
+  # Each of two actors has four environments.
+  for number, pools in enumerate((first_seeds[:2], seeds[:2])):
+    expected = [build.env_seed(0, number, env) for env in range(8)]
+    assert pools == [expected[:4], expected[4:]]
   records, summary = helpers.read(workdir)
   # 1280 / (8 x 8) = 20 updates; the learning rate is annealed over them.
   assert [r['num_updates'] for r in records] == [3, 6, 9, 12, 15, 18, 20]

@@ -123,8 +123,8 @@ def test_mistakes(finished, tmp_path, capsys):
     ),
     (
       tmp_path / 'new',
-      ['--config.num_seeds=2', f'--config.seed={2**31 - 9}'],
-      f'must be less than {2**31 - 9}',
+      ['--config.num_seeds=2', f'--config.seed={2**32 - 1}'],
+      f'must be at most {2**32 - 2}',
     ),
   ):
     assert _run(path, *arguments) == train.MISTAKE
