@@ -40,6 +40,33 @@ def test_catch_is_solved(agent, num_steps, tmp_path):
   assert _evaluated('anakin_catch', tmp_path, *arguments) >= 0.95
 
 
+@pytest.mark.parametrize(
+  'agent,num_steps,fields',
+  [
+    ('ppo', 60_000, {'unroll_length': 16, 'env.num_envs': 64}),
+    helpers.slow('pqn', 100_000, {'env.num_envs': 64}),
+    helpers.slow('dqn', 20_000, {}),
+  ],
+)
+def test_an_image_and_a_vector_are_seen_together(
+  agent, num_steps, fields, tmp_path
+):
+  _, records, _ = podrl.train(
+    'jax:helpers:two_inputs',
+    agent,
+    steps=num_steps,
+    workdir=f'{tmp_path}/run',
+    config={
+      'agent.gamma': 0.0,  # No action changes what follows.
+      'network.hidden_sizes': (64,),
+      'num_devices': 1,
+      **fields,
+    },
+  )
+  # A policy that lacks one of the two gets 0; the best return is 8.
+  assert records[-1]['eval_return'] == 8
+
+
 _MEMORY_CHAIN = ['--config.seed=1', '--config.total_env_steps=100_000']
 
 
