@@ -437,6 +437,7 @@ def test_an_agent_sees_the_image_of_a_dictionary(name, space, image):
     *np.ones((2, *shape), np.float32),
     np.zeros(shape, bool),
   )
+  timestep = jax.tree.map(jnp.asarray, timestep)
   carry = first = agent.initial_carry(np.arange(_B))
   rows = []
   for t in range(length):
@@ -480,13 +481,13 @@ def test_normalised_observations_are_not_divided_again():
     values = []
     for scale in (255.0, None):
       agent = helpers.make_agent(
-        'dqn',
+        'ppo',
         spec._replace(obs_scale=scale),
         normalize_observation=is_normalized,
       )
       variables = agent.init(jax.random.key(0))
       carry = agent.initial_carry(np.arange(_B))
       keys = jax.random.split(jax.random.key(0), _B)
-      values.append(agent.act(variables, keys, timestep, carry, greedy=True))
+      values.append(jax.jit(agent.act)(variables, keys, timestep, carry))
     same = all(map(np.array_equal, *map(jax.tree.leaves, values)))
     assert same == is_normalized

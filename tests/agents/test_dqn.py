@@ -53,7 +53,7 @@ def test_first_values_of_bytes_are_those_of_numbers_up_to_1():
   def first_values(dtype, scale):
     obs = jax.ShapeDtypeStruct((128,), dtype)
     agent = helpers.make_agent('dqn', _SPEC._replace(obs=obs), n_steps=1)
-    variables = agent.init(jax.random.key(0))
+    variables = jax.jit(agent.init)(jax.random.key(0))
     timestep = TimeStep(
       np.stack([raw / scale] * 2).astype(dtype),
       *np.ones((2, 2, 64), np.float32),
