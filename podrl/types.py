@@ -168,6 +168,9 @@ class EnvSpec(NamedTuple):
     to_library: `(action) -> action`, converts actions `[B, ...]` to the
       library's format. The library's first category may have another number
       than 0.
+    obs_scale: tree like `obs`, but without a mask. A network divides each leaf
+      by its scale, a float or an array that broadcasts to the leaf's shape.
+      None means 255 for uint8, and 1 for other dtypes.
   """
 
   obs: Tree
@@ -178,6 +181,7 @@ class EnvSpec(NamedTuple):
   frame_stack: int = 1
   observe: Callable[[Tree], Tree] = lambda obs: obs
   to_library: Callable[[Array], Array] = lambda action: action
+  obs_scale: Tree = None
 
 
 class DeviceEnv(NamedTuple):

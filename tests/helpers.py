@@ -6,13 +6,15 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from podrl.agents import AGENTS
+from podrl.envs import joints, spaces
 from podrl.run import train
 from podrl.run.config import base_config
-from podrl.types import Sample
+from podrl.types import Discrete, Sample
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The experiments that train an agent by its configuration.
@@ -134,3 +136,35 @@ def read(workdir):
   """Reads the records and the summary of a run."""
   summary = json.loads((workdir / 'summary.json').read_text())
   return read_records(workdir), summary
+
+
+def two_inputs():
+  """An environment in JAX whose right action is bit a XOR bit b.
+
+  The image shows a as the channel of its one pixel, and the vector shows b. The
+  right action gives 1 and the wrong one -1, so a policy that sees only one of
+  the two gets 0, like a random one. An episode has 8 steps.
+  """
+
+  def observe(rng_key):
+    bits, place = jax.random.split(rng_key)
+    a, b = jax.random.bernoulli(bits, shape=(2,)).astype(jnp.int32)
+    pixel = jnp.arange(36) == jax.random.randint(place, (), 0, 36)
+    image = pixel.reshape(6, 6, 1) * jax.nn.one_hot(a, 2)[None, None]
+    image = (255 * image).astype(jnp.uint8)
+    vector = jnp.array([b, 1 - b], jnp.float32)
+    return {'image': image, 'vector': vector}, a ^ b
+
+  def reset(rng_key):
+    obs, answer = observe(rng_key)
+    return obs, (answer, jnp.int32(0))
+
+  def step(rng_key, state, action):
+    answer, num_steps = state
+    obs, following = observe(rng_key)
+    reward = jnp.where(action == answer, 1.0, -1.0)
+    return obs, (following, num_steps + 1), reward, num_steps == 7, False
+
+  return joints.make_device_env(
+    spaces.device_spec(reset, Discrete(2), 8), reset, step
+  )

@@ -83,7 +83,8 @@ class AgentEntry(NamedTuple):
     rewards = fields.pop('normalize_reward')
     seen = spec
     if observations:
-      seen = spec._replace(obs=normalization.as_float(spec.obs))
+      obs = normalization.as_float(spec.obs)
+      seen = spec._replace(obs=obs, obs_scale=None)
     return normalization.normalize(
       self.make_agent(seen, fields, network_fields),
       spec.obs,

@@ -26,6 +26,8 @@ _COUNTS = frozenset(
   'frame_skip img_height img_width max_episode_steps stack_num height width '
   'size noop_max'.split()
 )
+# MiniGrid's images consist of categories, of which the last is 10.
+_MINIGRID_SCALE = np.float32(10)
 
 _can_mujoco_draw = sys.platform != 'linux'
 
@@ -109,6 +111,9 @@ def _check(
   module = envpool.registration.registry.specs[name][0]
   if module == 'envpool.atari':
     spec = spec._replace(frame_stack=config['stack_num'])
+  if module == 'envpool.minigrid':  # Its space says 255.
+    scale = {**spec.obs_scale, 'image': _MINIGRID_SCALE}
+    spec = spec._replace(obs_scale=scale)
   return spec, options
 
 

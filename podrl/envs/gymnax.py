@@ -98,7 +98,8 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
   params = spaces.replace_numbers(name, params, options)
   limit = params.max_steps_in_episode
   max_steps = spaces.check_whole('max_steps_in_episode', limit)
-  num_categories = getattr(env.observation_space(params), 'n', None)
+  space = env.observation_space(params)
+  num_categories = getattr(space, 'n', None)
 
   def observe(obs: Tree) -> Tree:
     if num_categories is not None:
@@ -133,6 +134,9 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
 
   actions = _action_space(env.action_space(params))
   spec = spaces.device_spec(reset, actions, max_steps, observe)
+  if num_categories is None:
+    scale = spaces.scale(spec.obs.dtype, space.low, space.high)
+    spec = spec._replace(obs_scale=scale)
   return joints.make_device_env(
     spec, reset, step, observe, render=render if name in _DRAWN else None
   )

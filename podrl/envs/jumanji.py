@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.core.observations import without_mask
 from podrl.envs import joints, spaces
 from podrl.messages import one_line
 from podrl.types import (
@@ -165,9 +166,19 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
     return np.asarray(viewer.render(env_state[0]))[..., :3].copy()
 
   spec = spaces.device_spec(reset, action_space, max_steps)._replace(
-    observe=jax.vmap(observe), to_library=jax.vmap(to_library)
+    observe=jax.vmap(observe),
+    to_library=jax.vmap(to_library),
+    obs_scale=without_mask(observe(_scales(env.observation_spec))),
   )
   return joints.make_device_env(spec, reset, step, render=render)
+
+
+def _scales(spec: Any) -> Tree:
+  """Returns an observation that contains the scale of each of its leaves."""
+  if spec._specs:
+    return spec._constructor(**{k: _scales(x) for k, x in spec._specs.items()})
+  low, high = (getattr(spec, k, np.inf) for k in ('minimum', 'maximum'))
+  return spaces.scale(spec.dtype, low, high)
 
 
 def _num_logits(space: Discrete | MultiDiscrete | Box) -> int:

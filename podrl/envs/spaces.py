@@ -36,6 +36,9 @@ from podrl.types import (
 _MAX_CATEGORIES = 2**14
 # A dict with these keys is a `Masked` observation, as in PettingZoo.
 _MASKED = {'observation', 'action_mask'}
+# Networks get floats up to this bound as they are; larger ones are scaled.
+_LARGEST_FLOAT = 10.0
+_NO_BOUND = 1e6  # Larger bounds say nothing about the usual numbers.
 
 
 def import_module(name: str, module: str) -> Any:
@@ -100,6 +103,34 @@ def obs_spec(space: Any) -> Tree:
   )
 
 
+def scale(dtype: Any, low: Any, high: Any) -> np.ndarray:
+  """Returns what a network divides numbers with these bounds by.
+
+  Integers become numbers in [-1, 1], and so do floats with bounds above 10. The
+  scale is 1 without bounds, which may be infinite or above a million.
+  """
+  bound = np.maximum(*(np.abs(np.asarray(x, np.float64)) for x in (low, high)))
+  largest = _LARGEST_FLOAT if jnp.issubdtype(dtype, jnp.inexact) else 1.0
+  is_large = (bound > largest) & (bound < _NO_BOUND)
+  return np.where(is_large, bound, 1.0).astype(np.float32)
+
+
+def obs_scale(space: Any) -> Tree:
+  """Returns a scale for each leaf of `obs_spec`; see `EnvSpec.obs_scale`."""
+  kind = type(space).__name__
+  if kind == 'Dict':
+    parts = {k: obs_scale(v) for k, v in space.spaces.items()}
+    one = np.float32(1)
+    return (
+      Masked(parts['observation'], one) if parts.keys() == _MASKED else parts
+    )
+  if kind == 'Tuple':
+    return tuple(map(obs_scale, space.spaces))
+  if kind == 'Box':
+    return scale(space.dtype, space.low, space.high)
+  return np.float32(1)
+
+
 def observe(space: Any, obs: Tree) -> Tree:
   """Converts a library's observations `[B, ...]` to the format of `obs_spec`.
 
@@ -162,16 +193,17 @@ def env_spec(
   except ValueError as error:
     raise ValueError(f'env.name={name}: {error}') from error
   shapes = [x.shape for x in jax.tree.leaves(without_mask(obs))]
-  is_image = len(shapes) == 1 and len(shapes[0]) == 3
-  channels_first = is_image and shapes[0][0] < min(shapes[0][1:])
+  images = [x for x in shapes if len(x) == 3]
+  largest = max(images, key=math.prod, default=(0,))
   return EnvSpec(
     obs,
-    channels_first,
+    largest[0] < min(largest[1:], default=0),
     action,
     frame_skip,
     max_episode_steps,
     observe=functools.partial(observe, obs_space),
     to_library=to_library_action(library_action_space),
+    obs_scale=without_mask(obs_scale(obs_space)),
   )
 
 

@@ -132,8 +132,8 @@ class ActorCritic(nn.Module):
       return [torso(obs)]
     is_wide = as_vector(obs).shape[1] > _JOIN_WIDTH
     if isinstance(torso, MLP) and not torso.layer_norm and is_wide:
-      twins = TwinMLP(torso.hidden_sizes, torso.activation, torso.dtype)
-      return list(twins(obs))
+      fields = torso.hidden_sizes, torso.activation, torso.dtype, torso.scales
+      return list(TwinMLP(*fields)(obs))
     value_torso: Any = self.make_torso()
     return [torso(obs), value_torso(obs)]
 

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.core.observations import without_mask, zeros
-from podrl.networks.torsos import Conv, as_image, image_size, make_torso
+from podrl.networks.torsos import (
+  Conv,
+  as_image,
+  image_sizes,
+  make_torso,
+  scales,
+)
 from podrl.types import Array, Box, Discrete, EnvSpec, Tree
 
 # The representation halves an image until its sides are not longer than this.
@@ -135,6 +141,10 @@ class _ImageModel(_Model):
   channels: int  # C.
   channels_first: bool  # Whether observations are CHW.
   num_strides: int  # How often the representation halves an image.
+  index: int  # Of the image among the leaves of an observation.
+  scale: Any  # What the image is divided by.
+  # Builds a torso for the other leaves; None if there are none.
+  make_torso: Callable[[], nn.Module] | None
 
   def setup(self) -> None:
     super().setup()
@@ -145,11 +155,17 @@ class _ImageModel(_Model):
     self.norms = [nn.LayerNorm() for _ in strides]
     self.block = _Residual(self.channels)
     self.dynamics = _Residual(self.channels)
+    if self.make_torso:
+      self.torso = self.make_torso()
+      self.planes = nn.Dense(self.channels)
 
   def encode(self, obs: Tree) -> Array:
-    x = as_image(obs, self.channels_first)
+    leaves = jax.tree.leaves(obs)
+    x = as_image(leaves.pop(self.index), self.channels_first, self.scale)
     for conv, norm in zip(self.convs, self.norms, strict=True):
       x = nn.relu(norm(conv(x)))
+    if leaves:
+      x = x + self.planes(self.torso(leaves))[:, None, None]
     return x + self.block(x)
 
   def change(self, hidden: Array, action: Array) -> Array:
@@ -179,9 +195,11 @@ def make_network(
   Args:
     spec: describes the environment.
     network_fields: the fields `network.*` by short name. If `channels` is not
-      0, the hidden state is an image with `channels` channels. Otherwise, it is
-      a vector, and a torso reads the observations. The last of `hidden_sizes`
-      is the size of this vector and of each head's hidden layer.
+      0, the hidden state is an image with `channels` channels, from the largest
+      image of an observation; the features of the other leaves are added to
+      each of its pixels. Otherwise, it is a vector, and a torso reads the
+      observations. The last of `hidden_sizes` is the size of this vector and of
+      each head's hidden layer.
     num_policy_params: width of the policy head.
     num_bins: M, the bins of rewards and values.
 
@@ -198,17 +216,22 @@ def make_network(
       for k, x in _FIXED.items()
       if fields[k] != x
     ]
-    if not image_size(spec):
+    sides = image_sizes(spec)
+    if not any(sides):
       reasons = ['without an image']
     if reasons:
       raise ValueError(
         f'config.network.channels={channels} cannot be used {reasons[0]}; use 0'
       )
-    shape = jax.tree.leaves(without_mask(spec.obs))[0].shape
+    leaves, divisors = jax.tree.leaves(without_mask(spec.obs)), [*scales(spec)]
+    index = int(np.argmax(sides))
+    shape, scale = leaves.pop(index).shape, divisors.pop(index)
     longest = max(shape[1:] if spec.channels_first else shape[:2])
     num_strides = max(0, math.ceil(math.log2(longest / _LARGEST_SIDE)))
+    others = spec._replace(obs=leaves, obs_scale=divisors)
+    torso = make_torso(spec=others, **fields) if leaves else None
     model: _Model = _ImageModel(
-      *sizes, channels, spec.channels_first, num_strides
+      *sizes, channels, spec.channels_first, num_strides, index, scale, torso
     )
   else:
     model = _VectorModel(*sizes, make_torso(spec=spec, **fields))

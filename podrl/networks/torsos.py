@@ -80,10 +80,41 @@ _Dense = functools.partial(
 )
 
 
-def as_vector(obs: Tree, dtype: Any = jnp.float32) -> jax.Array:
-  """Joins the leaves of an observation, `[N, ...]` each, into `[N, D]`."""
-  leaves = [x.reshape(x.shape[0], -1) for x in jax.tree.leaves(obs)]
-  return jnp.concatenate([x.astype(dtype) for x in leaves], axis=-1)
+# What a leaf is divided by: one number, or one for each of its elements.
+_Scale = float | tuple[float, ...]
+
+
+def scales(spec: EnvSpec) -> tuple[_Scale, ...]:
+  """Returns the scale of each leaf of `spec.obs`; see `EnvSpec.obs_scale`."""
+  obs, scale = without_mask(spec.obs), spec.obs_scale
+  if scale is None:
+    scale = jax.tree.map(lambda x: 255.0 if x.dtype == jnp.uint8 else 1.0, obs)
+
+  def one(x: Any, scale: Any) -> np.ndarray:
+    return np.broadcast_to(np.float32(1 if x.dtype == bool else scale), x.shape)
+
+  # Modules must be hashable, so they get tuples instead of arrays.
+  leaves = jax.tree.leaves(jax.tree.map(one, obs, scale))
+  return tuple(
+    float(x.flat[0]) if np.all(x == x.flat[0]) else tuple(x.ravel().tolist())
+    for x in leaves
+  )
+
+
+def as_vector(
+  obs: Tree, dtype: Any = jnp.float32, scales: Sequence[_Scale] = ()
+) -> jax.Array:
+  """Joins the leaves of an observation, `[N, ...]` each, into `[N, D]`.
+
+  The first leaves are divided by `scales`, and the other leaves by 1.
+  """
+  leaves = [x.reshape(len(x), -1).astype(dtype) for x in jax.tree.leaves(obs)]
+  for i, scale in enumerate(scales):
+    if isinstance(scale, tuple):
+      leaves[i] /= jnp.asarray(scale, dtype)[None]
+    elif scale != 1:
+      leaves[i] /= scale
+  return jnp.concatenate(leaves, axis=-1)
 
 
 def _dot_general_for(obs: Tree, dtype: Any) -> Callable[..., jax.Array]:
@@ -107,13 +138,16 @@ def _dot_general_for(obs: Tree, dtype: Any) -> Callable[..., jax.Array]:
 
 
 def as_image(
-  obs: Tree, channels_first: bool, dtype: Any = jnp.float32
+  obs: Tree, channels_first: bool, scale: _Scale, dtype: Any = jnp.float32
 ) -> jax.Array:
-  """Converts images to `[N, H, W, C]`; scales uint8 values to [0, 1]."""
+  """Converts images to `[N, H, W, C]`, and divides them by `scale`."""
   (image,) = jax.tree.leaves(obs)
-  scale = 255.0 if image.dtype == jnp.uint8 else 1.0
+  divisor: Any = scale
+  if isinstance(scale, tuple):
+    divisor = jnp.asarray(scale, dtype).reshape(1, *image.shape[1:])
+    divisor = jnp.moveaxis(divisor, 1, -1) if channels_first else divisor
   image = jnp.moveaxis(image, 1, -1) if channels_first else image
-  return image.astype(dtype) / scale
+  return image.astype(dtype) / divisor
 
 
 def standardize(image: jax.Array) -> jax.Array:
@@ -142,10 +176,11 @@ class MLP(nn.Module):
   activation: Callable[[jax.Array], jax.Array] = nn.tanh
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
   layer_norm: bool = False  # Whether each layer is normalised.
+  scales: Sequence[_Scale] = ()  # See `as_vector`.
 
   @nn.compact
   def __call__(self, obs: Tree) -> jax.Array:
-    x = as_vector(obs, self.dtype)
+    x = as_vector(obs, self.dtype, self.scales)
     product = _dot_general_for(obs, self.dtype)
     for size in self.hidden_sizes:
       x = _Dense(size, dtype=self.dtype, dot_general=product)(x)
@@ -166,6 +201,7 @@ class TwinMLP(nn.Module):
   hidden_sizes: Sequence[int] = (64, 64)
   activation: Callable[[jax.Array], jax.Array] = nn.tanh
   dtype: Any = jnp.float32
+  scales: Sequence[_Scale] = ()
 
   @nn.compact
   def __call__(self, obs: Tree) -> tuple[jax.Array, ...]:
@@ -182,7 +218,7 @@ class TwinMLP(nn.Module):
       kernel_init=init_halves,
       dot_general=_dot_general_for(obs, self.dtype),
     )
-    x = self.activation(dense(as_vector(obs, self.dtype)))
+    x = self.activation(dense(as_vector(obs, self.dtype, self.scales)))
     outputs = []
     for half in jnp.split(x, 2, axis=-1):
       for size in rest:
@@ -292,6 +328,7 @@ class ConvNet(nn.Module):
   # (features, kernel, stride) of each convolution.
   layers: Sequence[tuple[int, int, int]]
   hidden_size: int  # Width of the layer after the convolutions.
+  scale: _Scale  # What images are divided by.
   standardize: bool = False  # Whether each image is standardised.
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
   layer_norm: bool = False  # Whether each layer is normalised.
@@ -302,7 +339,7 @@ class ConvNet(nn.Module):
       # As in PQN, a convolution is normalised over its channels.
       return relu(nn.LayerNorm(dtype=self.dtype)(x) if self.layer_norm else x)
 
-    x = as_image(obs, self.channels_first)
+    x = as_image(obs, self.channels_first, self.scale)
     x = (standardize(x) if self.standardize else x).astype(self.dtype)
     for features, kernel, stride in self.layers:
       x = activate(Conv(features, kernel, stride, dtype=self.dtype)(x))
@@ -314,6 +351,7 @@ class ImpalaResNet(nn.Module):
   """The torso of Espeholt et al. 2018, arXiv:1802.01561, figure 3."""
 
   channels_first: bool  # Whether observations are CHW.
+  scale: _Scale  # What images are divided by.
   # Channels of each section. Each section halves the image's height and width.
   channels: Sequence[int] = (16, 32, 32)
   hidden_size: int = 256  # Width of the last layer.
@@ -321,7 +359,7 @@ class ImpalaResNet(nn.Module):
 
   @nn.compact
   def __call__(self, obs: Tree) -> jax.Array:
-    x = as_image(obs, self.channels_first, self.dtype)
+    x = as_image(obs, self.channels_first, self.scale, self.dtype)
     # With orthogonal kernels and a gain of sqrt(2), the residuals of 15
     # convolutions would add up to features of ten times this size.
     conv = functools.partial(
@@ -343,6 +381,28 @@ class ImpalaResNet(nn.Module):
     return relu(dense(x))
 
 
+class MultiInput(nn.Module):
+  """A torso for each image, and an MLP that joins them with the other leaves.
+
+  The MLP takes the images' features beside the other leaves, so its features
+  can depend on all leaves at once.
+  """
+
+  # For each leaf of the observation, this builds the torso of an image; or it
+  # is None if the leaf is not an image.
+  make_torsos: Sequence[Callable[[], nn.Module] | None]
+  make_mlp: Callable[[], nn.Module]
+
+  @nn.compact
+  def __call__(self, obs: Tree) -> jax.Array:
+    inputs = []
+    for x, make in zip(jax.tree.leaves(obs), self.make_torsos, strict=True):
+      torso: Any = make and make()
+      inputs.append(torso(x) if torso else x)
+    mlp: Any = self.make_mlp()
+    return mlp(inputs)
+
+
 # Source: Mnih et al. 2015, Human-level control, methods.
 _NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 # For small images, 'conv' is MinAtar's network (Young and Tian 2019,
@@ -358,13 +418,45 @@ TORSOS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
 ACTIVATIONS: dict[str, Callable[..., Any]] = {'tanh': nn.tanh, 'relu': relu}
 
 
-def image_size(spec: EnvSpec) -> int:
-  """Returns the shorter side of an image, or 0 if `obs` is not an image."""
-  shapes = [x.shape for x in jax.tree.leaves(without_mask(spec.obs))]
-  if len(shapes) != 1 or len(shapes[0]) != 3:
+def _image_size(shape: Sequence[int], channels_first: bool) -> int:
+  """Returns the shorter side of an image, or 0 for any other leaf."""
+  if len(shape) != 3:
     return 0
-  size = min(shapes[0][1:] if spec.channels_first else shapes[0][:2])
+  size = min(shape[1:] if channels_first else shape[:2])
   return size if size >= _MIN_SIZE else 0
+
+
+def image_sizes(spec: EnvSpec) -> list[int]:
+  """Returns, for each leaf, an image's shorter side, or 0 if it is no image."""
+  leaves = jax.tree.leaves(without_mask(spec.obs))
+  return [_image_size(x.shape, spec.channels_first) for x in leaves]
+
+
+def _make_conv_torso(
+  name: str,
+  size: int,
+  *,
+  hidden_size: int,
+  layer_norm: bool,
+  **fields: Any,
+) -> Callable[[], nn.Module]:
+  """Makes a function that builds the torso of an image with this size.
+
+  Args:
+    name: one of `TORSOS` with convolutions, or 'auto'.
+    **fields: the attributes `channels_first`, `scale` and `dtype`.
+  """
+  is_large = size >= _MIN_NATURE_SIZE
+  if name in ('auto', 'nature_cnn'):
+    name = 'nature_cnn' if is_large else 'conv'
+  fields['hidden_size'] = hidden_size
+  if name == 'impala_resnet':
+    return lambda: ImpalaResNet(**fields)
+  layers: Sequence[tuple[int, int, int]] = _NATURE_LAYERS
+  if name == 'conv':
+    layers = _STRIDED_LAYERS if is_large else _SMALL_LAYERS
+  fields |= {'layers': layers, 'standardize': layers is _STRIDED_LAYERS}
+  return lambda: ConvNet(layer_norm=layer_norm, **fields)
 
 
 def make_torso(
@@ -378,9 +470,14 @@ def make_torso(
 ) -> Callable[[], nn.Module]:
   """Makes a function that builds a torso for the observations of `spec`.
 
+  Images are the leaves with three axes whose sides are at least 3. If an
+  observation has an image and other leaves, the torso is a `MultiInput`.
+
   Args:
     name: one of `TORSOS`; 'auto' is 'nature_cnn' for images of at least
-      36 x 36, 'conv' for smaller images, and 'mlp' for other observations.
+      36 x 36, 'conv' for smaller images, and 'mlp' for other observations. With
+      'nature_cnn', a smaller image beside a large one has the torso 'conv'.
+      'mlp' flattens images too.
     spec: describes the environment.
     hidden_sizes: widths of the MLP's layers. The layer after the convolutions
       has the last of these widths.
@@ -390,35 +487,40 @@ def make_torso(
       torso 'impala_resnet' cannot do this.
 
   Raises:
-    ValueError: if the torso needs an image, but the observation is not an
-      image or is too small; or if the torso cannot normalise.
+    ValueError: if the torso needs an image, but the observation has none that
+      is large enough; or if the torso cannot normalise.
   """
-  size = image_size(spec)
-  is_large = size >= _MIN_NATURE_SIZE
-  if name == 'auto':
-    image_name = 'nature_cnn' if is_large else 'conv'
-    name = image_name if size else 'mlp'
-  if name == 'mlp':
-    return lambda: MLP(hidden_sizes, ACTIVATIONS[activation], dtype, layer_norm)
+  sizes, divisors = image_sizes(spec), scales(spec)
+  mlp = functools.partial(
+    MLP, hidden_sizes, ACTIVATIONS[activation], dtype, layer_norm
+  )
+  if name == 'mlp' or (name == 'auto' and not any(sizes)):
+    return lambda: mlp(scales=divisors)
   smallest = _MIN_NATURE_SIZE if name == 'nature_cnn' else _MIN_SIZE
-  if size < smallest:
+  if max(sizes) < smallest:
     shapes = [x.shape for x in jax.tree.leaves(without_mask(spec.obs))]
     raise ValueError(
       f'network.name={name} needs an image of at least {smallest} x '
       f'{smallest}, but observations have the shapes {shapes}; use '
       'network.name=auto'
     )
-  fields = {'hidden_size': hidden_sizes[-1], 'dtype': dtype}
-  if name == 'impala_resnet':
-    if layer_norm:
-      raise ValueError(
-        'network.layer_norm=True does not fit network.name=impala_resnet; use '
-        'False, or another torso'
-      )
-    return lambda: ImpalaResNet(spec.channels_first, **fields)
-  layers: Sequence[tuple[int, int, int]] = _NATURE_LAYERS
-  if name == 'conv':
-    layers = _STRIDED_LAYERS if is_large else _SMALL_LAYERS
-  fields['standardize'] = layers is _STRIDED_LAYERS
-  fields['layer_norm'] = layer_norm
-  return lambda: ConvNet(spec.channels_first, layers, **fields)
+  if name == 'impala_resnet' and layer_norm:
+    raise ValueError(
+      'network.layer_norm=True does not fit network.name=impala_resnet; use '
+      'False, or another torso'
+    )
+  make_image_torso = functools.partial(
+    _make_conv_torso,
+    name,
+    hidden_size=hidden_sizes[-1],
+    layer_norm=layer_norm,
+    channels_first=spec.channels_first,
+    dtype=dtype,
+  )
+  pairs = list(zip(sizes, divisors, strict=True))
+  if len(pairs) == 1:
+    return make_image_torso(*sizes, scale=divisors[0])
+  of_images = [make_image_torso(n, scale=x) if n else None for n, x in pairs]
+  # An image's own torso divides it.
+  others = tuple(1.0 if n else x for n, x in pairs)
+  return lambda: MultiInput(tuple(of_images), lambda: mlp(scales=others))

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from podrl.drivers import spmd
 from podrl.envs import SUITES, Task
-from podrl.networks.torsos import image_size
+from podrl.networks.torsos import image_sizes
 from podrl.run.config import apply_kinds, base_config, sebulba_config
 from podrl.types import Box, EnvSpec
 
@@ -29,13 +29,13 @@ def base(task: Task, agent: str) -> ConfigDict:
 
 def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
   """Returns an environment's kinds; later kinds override earlier ones."""
-  size = image_size(spec)
+  size = max(image_sizes(spec))  # That of the largest image.
   leaves = jax.tree.leaves(spec.obs)
   if size >= _LARGE_SIDE:
     found = ['large image']
     if platform == 'cpu':
       found.append('large image on a CPU')
-  elif size >= _SPARSE_SIDE and leaves[0].dtype == bool:
+  elif size >= _SPARSE_SIDE and all(x.dtype == bool for x in leaves):
     found = ['sparse image']
   else:
     found = ['small image' if size else 'numbers']

@@ -12,7 +12,14 @@ from podrl.agents import AGENTS, a2c, impala, ppo
 from podrl.core import distributions, losses
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
-from podrl.types import Box, Discrete, MultiDiscrete, TimeStep, Trajectory
+from podrl.types import (
+  Box,
+  Discrete,
+  EnvSpec,
+  MultiDiscrete,
+  TimeStep,
+  Trajectory,
+)
 
 _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
 _SPACES = {
@@ -381,3 +388,106 @@ def test_only_networks_without_a_core_divide_steps():
     assert entry.minibatch_unit(_fields(name)) == expected
     unit = entry.minibatch_unit(_fields(name, **recurrent))
     assert unit == 'environments'
+
+
+# Fields of `make_agent`, and the transitions that a sample then has.
+_SHORT = {
+  'dqn': ({'n_steps': 1}, 1),
+  'rainbow': ({'n_steps': 1}, 1),
+  'r2d2': ({'n_steps': 1, 'burn_in': 0}, 2),
+  'sac': ({}, 1),
+  'muzero': ({'n_steps': 1, 'num_unroll_steps': 1, 'num_simulations': 2}, 2),
+}
+_IMAGES = {
+  'minatar': jax.ShapeDtypeStruct((10, 10, 4), bool),
+  'large': jax.ShapeDtypeStruct((64, 64, 3), np.uint8),
+}
+
+
+@pytest.mark.parametrize(
+  'name,space,image',
+  [
+    *((name, 'discrete', 'minatar') for name in AGENTS),
+    ('sac', 'box', 'minatar'),
+    *(helpers.slow(name, 'discrete', 'large') for name in AGENTS),
+    helpers.slow('sac', 'box', 'large'),
+  ],
+)
+def test_an_agent_sees_the_image_of_a_dictionary(name, space, image):
+  obs = {'image': _IMAGES[image], 'vector': _OBS}
+  spec = EnvSpec(obs, False, _SPACES[space], 1, 0)
+  fields, length = _SHORT.get(name, ({}, 2))
+  agent = helpers.make_agent(name, spec, {'name': 'auto'}, **fields)
+  rng = np.random.default_rng(0)
+  variables = jax.jit(agent.init)(jax.random.key(0))
+  params = jax.tree.map(  # Some heads are zero at first.
+    lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32),
+    variables.params,
+  )
+  variables = variables._replace(params=params)
+  shape = length + 1, _B
+  pixels = rng.integers(0, 256, (*shape, *obs['image'].shape))
+  if image == 'minatar':
+    pixels = pixels < 128
+  timestep = TimeStep(
+    {
+      'image': pixels.astype(obs['image'].dtype),
+      'vector': rng.normal(size=(*shape, 5)).astype(np.float32),
+    },
+    *np.ones((2, *shape), np.float32),
+    np.zeros(shape, bool),
+  )
+  timestep = jax.tree.map(jnp.asarray, timestep)
+  carry = first = agent.initial_carry(np.arange(_B))
+  rows = []
+  for t in range(length):
+    now, keys = jax.tree.map(lambda x, t=t: x[t], timestep), jax.random.key(t)
+    action, extras, carry = jax.jit(agent.act)(
+      variables, jax.random.split(keys, _B), now, carry
+    )
+    rows.append((action, extras))
+  action, extras = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+  first = jax.tree.map(lambda x: x[None], first)
+
+  @jax.jit
+  @jax.value_and_grad
+  def loss(params, pixels):
+    seen = timestep._replace(obs=timestep.obs | {'image': pixels})
+    trajectory = Trajectory(seen, action, extras, first, *helpers.counters(_B))
+    own = variables._replace(params=params)
+    batch = helpers.prepare(agent, own, trajectory, target_params=params)
+    rows = len(jax.tree.leaves(batch)[0])
+    keys = jax.random.split(jax.random.key(0), rows)
+    return agent.loss(own, params, batch, keys)[0]
+
+  total, grads = loss(params, timestep.obs['image'])
+  kernels = [
+    x
+    for path, x in jax.tree_util.tree_leaves_with_path(grads)
+    if 'Conv_0' in jax.tree_util.keystr(path) and x.ndim >= 4
+  ]
+  assert kernels and all(np.any(x) for x in kernels)
+  # With the images of other environments, the loss is another.
+  swapped, _ = loss(params, timestep.obs['image'][:, ::-1])
+  assert abs(swapped - total) > 1e-5
+
+
+def test_normalised_observations_are_not_divided_again():
+  spec = EnvSpec(_OBS, False, Discrete(3), 1, 0, obs_scale=255.0)
+  obs = np.random.default_rng(0).normal(size=(_B, 5)).astype(np.float32)
+  ones = np.ones(_B, np.float32)
+  timestep = TimeStep(obs, ones, ones, np.zeros(_B, bool))
+  for is_normalized in (False, True):
+    values = []
+    for scale in (255.0, None):
+      agent = helpers.make_agent(
+        'ppo',
+        spec._replace(obs_scale=scale),
+        normalize_observation=is_normalized,
+      )
+      variables = agent.init(jax.random.key(0))
+      carry = agent.initial_carry(np.arange(_B))
+      keys = jax.random.split(jax.random.key(0), _B)
+      values.append(jax.jit(agent.act)(variables, keys, timestep, carry))
+    same = all(map(np.array_equal, *map(jax.tree.leaves, values)))
+    assert same == is_normalized

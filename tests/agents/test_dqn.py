@@ -47,6 +47,31 @@ def _by_hand(sample, num_steps):
   return found
 
 
+def test_first_values_of_bytes_are_those_of_numbers_up_to_1():
+  raw = np.random.default_rng(0).integers(0, 256, (64, 128))
+
+  def first_values(dtype, scale):
+    obs = jax.ShapeDtypeStruct((128,), dtype)
+    agent = helpers.make_agent('dqn', _SPEC._replace(obs=obs), n_steps=1)
+    variables = jax.jit(agent.init)(jax.random.key(0))
+    timestep = TimeStep(
+      np.stack([raw / scale] * 2).astype(dtype),
+      *np.ones((2, 2, 64), np.float32),
+      np.zeros((2, 64), bool),
+    )
+    trajectory = Trajectory(
+      timestep, np.zeros((1, 64), np.int32), (), (), (), ()
+    )
+    sample = Sample(trajectory, (), np.ones(64, np.float32))
+    batch = agent.prepare(variables, variables.params, sample, None, None)
+    _, output = agent.loss(variables, variables.params, batch, None)
+    return output.metrics['value']
+
+  values = first_values(np.uint8, 1)
+  assert abs(values) < 3
+  np.testing.assert_allclose(values, first_values(np.float32, 255), rtol=1e-4)
+
+
 @pytest.mark.parametrize('is_double', [True, False])
 @pytest.mark.parametrize('num_steps', [1, 3])
 def test_targets_and_loss_by_hand(num_steps, is_double):

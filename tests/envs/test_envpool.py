@@ -89,6 +89,21 @@ def test_an_atari_spec():
   assert not adapter.make_spec('CarRacing-v3').channels_first
 
 
+def test_observations_have_the_scale_of_their_bounds():
+  assert np.all(adapter.make_spec('Pong-v5').obs_scale == 255)
+  assert np.all(adapter.make_spec('CartPole-v1').obs_scale == 1)
+  np.testing.assert_allclose(  # Its speeds are below 4 pi and 9 pi.
+    adapter.make_spec('Acrobot-v1').obs_scale,
+    [1, 1, 1, 1, 4 * np.pi, 9 * np.pi],
+    rtol=1e-6,
+  )
+  # The space of MiniGrid's image says 255, but it consists of categories.
+  env, timesteps, _ = _random_walk('MiniGrid-DoorKey-5x5-v0', 100)
+  scale = env.spec.obs_scale
+  assert scale['image'] == 10 and np.all(scale['mission'] == 255)
+  assert max(x.obs['image'].max() for x in timesteps) <= 10
+
+
 @pytest.mark.parametrize(
   'options', [{}, {'episodic_life': True, 'gray_scale': False, 'stack_num': 3}]
 )

@@ -81,6 +81,60 @@ def test_categories_and_dicts():
   np.testing.assert_array_equal(obs['where'], [[1, 0, 0], [0, 0, 1]])
 
 
+_Box = gymnasium.spaces.Box
+
+
+@pytest.mark.parametrize(
+  'space,scale',
+  [
+    (_Box(0, 255, (4, 4, 3), np.uint8), 255),
+    (_Box(0, 10, (7, 7, 3), np.uint8), 10),
+    (_Box(0, 1, (2,), np.uint8), 1),
+    (_Box(-5, 3, (2,), np.int8), 5),
+    (_Box(-(2**31), 2**31 - 1, (2,), np.int32), 1),
+    (_Box(0, 255, (2,), np.float32), 255),
+    (_Box(-8, 8, (2,), np.float32), 1),
+    (_Box(-np.inf, np.inf, (2,), np.float64), 1),
+    (_Box(0, np.inf, (2,), np.float32), 1),
+    (_Box(-3.4e38, 3.4e38, (2,), np.float32), 1),
+    (_Box(np.float32([-1, -30]), np.float32([1, 20])), [1, 30]),
+    (gymnasium.spaces.Discrete(300), 1),
+    (gymnasium.spaces.MultiDiscrete([300, 2]), 1),
+    (gymnasium.spaces.MultiBinary(4), 1),
+  ],
+)
+def test_the_scale_of_an_observation_is_the_bound_of_its_space(space, scale):
+  def env_spec(space):
+    return spaces.env_spec('Mine-v0', space, _TWO, 1, 0)
+
+  np.testing.assert_allclose(
+    *np.broadcast_arrays(env_spec(space).obs_scale, scale)
+  )
+  both = {'a': space, 'b': gymnasium.spaces.Tuple([_Box(0, 7, (1,), int)])}
+  found = env_spec(gymnasium.spaces.Dict(both)).obs_scale
+  assert found.keys() == {'a', 'b'} and found['b'][0] == 7
+  assert np.max(found['a']) == np.max(scale)
+  mask = gymnasium.spaces.MultiBinary(2)
+  masked = gymnasium.spaces.Dict({'observation': space, 'action_mask': mask})
+  assert np.max(env_spec(masked).obs_scale) == np.max(scale)
+
+
+@pytest.mark.parametrize(
+  'shapes,expected',
+  [
+    ([(3, 64, 60), (4,)], True),
+    ([(64, 60, 3), (4,)], False),
+    ([(4,), (5, 6)], False),
+    ([(3, 3, 5), (3, 64, 64)], True),  # The largest image decides.
+  ],
+)
+def test_the_largest_image_says_where_the_channels_are(shapes, expected):
+  boxes = {str(i): _Box(0, 255, x, np.uint8) for i, x in enumerate(shapes)}
+  space = gymnasium.spaces.Dict(boxes)
+  spec = spaces.env_spec('Mine-v0', space, _TWO, 1, 0)
+  assert spec.channels_first is expected
+
+
 @pytest.mark.parametrize(
   'space',
   [

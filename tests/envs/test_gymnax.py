@@ -90,6 +90,20 @@ def test_every_environment(name):
   assert not np.any(steps.is_first[1:] & steps.is_first[:-1])
 
 
+@pytest.mark.parametrize(
+  'name,scale',
+  [
+    ('FourRooms-misc', 11),  # Positions, which are integers.
+    ('CartPole-v1', 1),
+    ('Pendulum-v1', 1),  # A speed of up to 8 stays.
+    ('Acrobot-v1', [1, 1, 1, 1, 4 * np.pi, 9 * np.pi]),
+  ],
+)
+def test_observations_have_the_scale_of_their_bounds(name, scale):
+  found = adapter.make(name).spec.obs_scale
+  np.testing.assert_allclose(*np.broadcast_arrays(found, scale), rtol=1e-6)
+
+
 @pytest.mark.parametrize('name', _some_slow(sorted(adapter._BINARY_OBS)))
 def test_bool_images_lose_nothing(name):
   env, params = gymnax.make(name)

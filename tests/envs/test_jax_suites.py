@@ -207,6 +207,13 @@ def test_a_death_in_craftax_terminates():
   assert list(steps.is_first) == [True, False]
 
 
+def test_jumanjis_numbers_are_divided_by_their_bounds():
+  spec = _make('jumanji', 'Minesweeper-v0').spec
+  assert spec.obs_scale == {'board': 8, 'num_mines': 99}
+  assert spec.obs_scale.keys() == spec.obs.obs.keys()
+  assert _make('jumanji', 'Snake-v1').spec.obs_scale == 1
+
+
 def test_rewards_that_depend_on_the_time_limit_are_kept():
   jumanji = pytest.importorskip('jumanji')
   name = 'SearchAndRescue-v0'

@@ -62,6 +62,29 @@ def test_hidden_states_are_scaled_and_depend_on_the_action(
   assert abs(following[2] - first).max() > 0.01
 
 
+@pytest.mark.parametrize('channels,hidden', [(0, (8,)), (6, (10, 10, 6))])
+def test_a_hidden_state_depends_on_all_leaves(channels, hidden):
+  shapes = {'far': (10, 10, 4), 'near': (5, 5, 1), 'speed': (3,)}
+  obs = {k: jax.ShapeDtypeStruct(x, jnp.uint8) for k, x in shapes.items()}
+  spec = EnvSpec(obs, False, Discrete(_A), 1, 0)
+  own = helpers.network_fields(
+    'muzero', channels=channels, name='auto', layer_norm=True, dtype='float32'
+  )
+  network = muzero.make_network(spec, own, num_policy_params=_A, num_bins=_M)
+  rng = np.random.default_rng(0)
+  obs, other = (
+    {k: rng.integers(0, 256, (_N, *x), np.uint8) for k, x in shapes.items()}
+    for _ in range(2)
+  )
+  params = jax.jit(network.init)(jax.random.key(0))
+  represent = jax.jit(network.represent)
+  state = represent(params, obs)
+  assert state.shape == (_N, *hidden)
+  for key in shapes:
+    changed = represent(params, obs | {key: other[key]})
+    assert abs(changed - state).max() > 0.01
+
+
 def test_the_dynamics_add_to_the_hidden_image():
   network, obs = _network('minatar', 6, name='auto')
   params = jax.jit(network.init)(jax.random.key(0))

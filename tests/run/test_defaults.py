@@ -29,7 +29,23 @@ def _spec(obs, action=Discrete(3)):
 
 _SPECS = [
   ('gymnax', _spec(_VECTOR), ['numbers']),
-  ('envpool', _spec({'a': _VECTOR, 'b': _image(7, 7, 3)}), ['numbers']),
+  ('envpool', _spec({'a': _VECTOR, 'b': _image(7, 7, 3)}), ['small image']),
+  ('envpool', _spec({'a': _VECTOR, 'b': _image(2, 7, 3)}), ['numbers']),
+  (
+    'envpool',
+    _spec({'a': _image(7, 7, 3), 'b': _image(64, 64, 3), 'c': _VECTOR}),
+    ['large image'],
+  ),
+  (
+    'gymnax',
+    _spec({'a': _image(4, dtype=bool), 'b': _image(30, 40, 3, dtype=bool)}),
+    ['sparse image'],
+  ),
+  (
+    'gymnax',
+    _spec({'a': _VECTOR, 'b': _image(30, 40, 3, dtype=bool)}),
+    ['small image'],
+  ),
   ('gymnax', _spec(_VECTOR, _box(1)), ['numbers', 'continuous']),
   (
     'gymnax',

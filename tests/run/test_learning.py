@@ -40,6 +40,52 @@ def test_catch_is_solved(agent, num_steps, tmp_path):
   assert _evaluated('anakin_catch', tmp_path, *arguments) >= 0.95
 
 
+@pytest.mark.parametrize(
+  'agent,num_steps,fields',
+  [
+    # With less entropy, a policy that is wrong for one of the four pairs of
+    # bits may stay so.
+    (
+      'ppo',
+      30_000,
+      {
+        'unroll_length': 8,
+        'agent.entropy_cost': 0.1,
+        'network.activation': 'relu',
+        'optimizer.learning_rate': 2e-3,
+      },
+    ),
+    helpers.slow('pqn', 100_000, {}),
+    helpers.slow('dqn', 20_000, {}),
+  ],
+)
+def test_an_image_and_a_vector_are_seen_together(
+  agent, num_steps, fields, tmp_path
+):
+  _, records, _ = podrl.train(
+    'jax:helpers:two_inputs',
+    agent,
+    steps=num_steps,
+    workdir=f'{tmp_path}/run',
+    config={
+      'agent.gamma': 0.0,  # No action changes what follows.
+      'env.num_envs': 64,
+      'network.hidden_sizes': (64, 64),
+      'num_devices': 1,
+      **fields,
+    },
+  )
+  # A policy that lacks one of the two gets 0; the best return is 8.
+  assert records[-1]['eval_return'] == 8
+  # A saved policy takes the same dictionaries.
+  a, b = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
+  image = np.zeros((4, 6, 6, 2), np.uint8)
+  image[np.arange(4), 2, 3, a] = 255
+  vector = np.stack([b, 1 - b], axis=1).astype(np.float32)
+  action, _ = podrl.load(f'{tmp_path}/run')({'image': image, 'vector': vector})
+  np.testing.assert_array_equal(action, a ^ b)
+
+
 _MEMORY_CHAIN = ['--config.seed=1', '--config.total_env_steps=100_000']
 
 
