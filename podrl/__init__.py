@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def load(
-  path: str | os.PathLike, which: str | int = 'last', seed: int | None = None
+  path: str | os.PathLike,
+  which: str | int = 'last',
+  seed: int | None = None,
+  trust: bool = False,
 ) -> 'Policy':
   """Loads the policy of a run.
 
@@ -23,14 +26,16 @@ def load(
     which: 'last', 'best' (the highest evaluated return, as a mean over all
       agents), or the number of updates of a checkpoint.
     seed: index of the agent, from 0, if the run has several agents.
+    trust: whether to import the module of an environment `MODULE:NAME` even if
+      you did not make the run. Its code can do anything that you can do.
 
   Raises:
-    ValueError: if the run, the checkpoint or the agent does not exist, or
-      cannot be read.
+    ValueError: if the run, the checkpoint or the agent does not exist, cannot
+      be read, or needs `trust`.
   """
   from podrl.run import policy
 
-  return policy.load(path, which, seed)
+  return policy.load(path, which, seed, trust)
 
 
 def train(
@@ -43,6 +48,7 @@ def train(
   workdir: str | None = None,
   resume: bool = False,
   config: Mapping[str, Any] | None = None,
+  trust: bool = False,
 ) -> 'Trained':
   """Trains an agent in an environment, like the command `podrl train`.
 
@@ -60,6 +66,8 @@ def train(
     workdir: directory of the run; by default `runs/TASK/AGENT-TIME`.
     resume: whether to continue the run in `workdir`.
     config: fields of the configuration, for example `{'agent.gamma': 0.9}`.
+    trust: whether a resumed run may import a module that only its saved
+      configuration names, even if you did not make the run; see `load`.
 
   Returns:
     The policy, the records and the directory of the run.
@@ -73,7 +81,7 @@ def train(
   from podrl.run import tasks
 
   return tasks.train(
-    name, agent, steps, seed, seeds, workdir, resume, config or {}
+    name, agent, steps, seed, seeds, workdir, resume, config or {}, trust
   )
 
 

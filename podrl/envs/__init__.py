@@ -1,6 +1,8 @@
 """The suites: a table of environment libraries, with one file for each."""
 
 from collections.abc import Callable, Mapping
+import contextlib
+import importlib.machinery
 import importlib.util
 import itertools
 import os
@@ -209,15 +211,41 @@ def add_to_path(directory: str) -> None:
     sys.path.append(directory)
 
 
-def add_current_directory() -> None:
-  """Calls `add_to_path` with the current directory, which must exist."""
+def current_directory() -> str:
+  """Returns the current directory; raises a ValueError if it is deleted."""
   try:
-    directory = os.getcwd()
+    return os.getcwd()
   except OSError as error:
     raise ValueError(
       'the current directory no longer exists; change to another directory'
     ) from error
-  add_to_path(directory)
+
+
+def make_importable(name: str, directory: str = '') -> None:
+  """Lets Python find the module of an environment `MODULE:NAME`.
+
+  Python looks in `directory` and then in the current directory. Other names
+  need no module, so they change nothing.
+  """
+  if ':' in name:
+    add_to_path(directory)
+    add_to_path(current_directory())
+
+
+def describe_import(name: str, directory: str) -> str:
+  """Says what podrl imports for `MODULE:NAME`; it imports nothing itself.
+
+  `directory` is the one that `make_importable` gets.
+  """
+  module, _, attribute = name.partition(':')
+  top, spec = module.partition('.')[0], None
+  with contextlib.suppress(ImportError, ValueError):
+    find = importlib.machinery.PathFinder.find_spec
+    spec = importlib.util.find_spec(top)
+    spec = spec or find(top, [directory, current_directory()])
+  folders = list(spec.submodule_search_locations or ()) if spec else []
+  place = spec and spec.origin or next(iter(folders), 'not found')
+  return f'{attribute} of the module {module} ({place})'
 
 
 def module_directory(name: str) -> str:

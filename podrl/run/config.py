@@ -25,7 +25,13 @@ from podrl.agents import ACTOR_CRITICS, AGENTS
 from podrl.core import meta
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
-from podrl.envs import SUITES, add_current_directory, module_directory
+from podrl.envs import (
+  SUITES,
+  current_directory,
+  describe_import,
+  make_importable,
+  module_directory,
+)
 from podrl.messages import check_choice, similar, suggest
 from podrl.networks.cores import CORES
 from podrl.networks.torsos import ACTIVATIONS, TORSOS
@@ -486,6 +492,31 @@ def _check_members(config: ConfigDict) -> None:
     check(workdir.as_config(fields))
 
 
+def check_trust(
+  path: str, config: ConfigDict, trust: bool, is_named: bool = False
+) -> None:
+  """Raises a ValueError if a run could import code that its user did not write.
+
+  Args:
+    path: the directory of the run.
+    config: its saved configuration. If neither `trust` nor the signature
+      speaks for it, this function clears `env.path`.
+    trust: whether the user trusts the run.
+    is_named: whether the user has named the environment, and so its module.
+  """
+  if trust or workdir.is_own(path, config):
+    return
+  name, directory = config.env.name, config.env.get('path', '')
+  if directory:
+    config.env.path = ''
+  if ':' in name and not is_named:
+    raise ValueError(
+      f'{path} would import {describe_import(name, directory)}, and you did '
+      f'not make this run, or not with the key {workdir.key_path()}; if you '
+      'trust this code, add --trust, or trust=True in Python'
+    )
+
+
 def parse_value(name: str, text: str, default: Any) -> Any:
   """Converts the text of an override to the type of the field's default.
 
@@ -634,6 +665,7 @@ class Files(NamedTuple):
   num_resumes: int = 0  # How often it has been resumed, this time included.
 
 
+TRUST = 'import the module that a run names, even if you did not make the run.'
 # Flags that are short names of fields.
 _SHORT = {'steps': 'total_env_steps', 'seed': 'seed', 'seeds': 'num_seeds'}
 
@@ -653,6 +685,7 @@ def _make_flags() -> flags.FlagValues:
     comment = f'short for --config.{field}.'
     flags.DEFINE_string(name, None, comment, values)
   flags.DEFINE_bool('resume', False, 'continue the run in --workdir.', values)
+  flags.DEFINE_bool('trust', False, TRUST, values)
   flags.DEFINE_bool('help', False, 'show this help.', values, short_name='h')
   for name, low, comment in (
     ('num_processes', 1, 'number of processes of the run.'),
@@ -745,15 +778,28 @@ def _new_run(values: flags.FlagValues, config: ConfigDict) -> Files:
   return Files(path, values.init_from)
 
 
+def _refuse_links(path: str, config: ConfigDict) -> None:
+  """Raises a ValueError if a run would write to directories elsewhere."""
+  agents = {path, *workdir.agents(path, config)}
+  names = {os.path.join(x, 'checkpoints') for x in agents} | agents - {path}
+  if links := sorted(filter(os.path.islink, names)):
+    raise ValueError(
+      f'{links[0]} is a link, and you did not make this run; replace the link '
+      'with a directory, or add --trust, or trust=True in Python'
+    )
+
+
 def _resume_run(
   path: str,
   config: ConfigDict,
   requested: set[str],
   exit_stack: contextlib.ExitStack,
+  trust: bool,
 ) -> Files:
   """Returns the files of the run in `path`, which `exit_stack` keeps locked.
 
-  `config` receives the run's own values, except for the fields `requested`.
+  `config` receives the run's own values, except for the fields `requested`. If
+  `trust` is false, perhaps another user made the run.
   """
   if parent := workdir.run_of_agent(path, or_series=True):
     raise ValueError(
@@ -778,8 +824,11 @@ def _resume_run(
       )
   for message in messages:
     print(message, file=sys.stderr)
-  saved = workdir.read_config(path).env.get('path', '')
-  config.env.path = config.env.path or saved
+  saved = workdir.read_config(path)
+  if not trust:
+    _refuse_links(path, saved)
+  own = saved.env.get('path', '') if trust else module_directory(saved.env.name)
+  config.env.path = config.env.path or own
   return Files(path, '', True, num_resumes)
 
 
@@ -803,17 +852,23 @@ def resolve_config(
     shared["podrl's code"] = version_of_code()
     cluster.compare(shared | {'jax': jax.__version__})
 
-  def find_run() -> tuple[bool, str]:
-    path, agent = values.workdir, values.agent
+  def find_run() -> tuple[bool, str, bool]:
+    path, agent, trust = values.workdir, values.agent, values.trust
     is_resumed = bool(path and values.resume and workdir.is_run(path))
-    if is_resumed and not values['agent'].present:
-      agent = workdir.read_config(path).agent.name
-    return is_resumed, agent
+    if is_resumed:
+      saved = workdir.read_config(path)
+      agent = agent if values['agent'].present else saved.agent.name
+      trust = trust or workdir.is_own(path, saved)
+    return is_resumed, agent, trust
 
-  is_resumed, agent = cluster.decide(find_run)
+  is_resumed, agent, trust = cluster.decide(find_run)
 
   def make_config() -> tuple[ConfigDict, set[str]]:
-    config = get_config(agent, values.variant)
+    given, values['trust'].value = values.trust, trust
+    try:  # Process 0 decides for all: the others may have another key.
+      config = get_config(agent, values.variant)
+    finally:
+      values['trust'].value = given
     requested = apply_overrides(config, command_line.overrides)
     if values.variant:
       requested |= {*flatten(config.to_dict())} - workdir.CHANGEABLE
@@ -836,12 +891,13 @@ def resolve_config(
 
   # Only process 0 runs this. It completes `config`.
   def find_files() -> tuple[dict, Files]:
-    add_current_directory()
+    current_directory()  # It must exist.
+    make_importable(config.env.name)
     options, suite = config.env.options, SUITES.get(config.env.suite)
     for name in filter(options.get, suite.policy_options if suite else ()):
       options[name] = os.path.abspath(str(options[name]))
     if is_resumed:
-      files = _resume_run(values.workdir, config, requested, exit_stack)
+      files = _resume_run(values.workdir, config, requested, exit_stack, trust)
     else:
       files = _new_run(values, config)
     return config.to_dict(), files

@@ -65,7 +65,10 @@ def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
   text, values = command_line.task, command_line.flags
   saved = ConfigDict()
   if values.resume and files.is_run(values.workdir):
-    saved = files.read_config(values.workdir).env
+    config = files.read_config(values.workdir)
+    is_named = bool(text)
+    configs.check_trust(values.workdir, config, values.trust, is_named)
+    saved = config.env
     if text in ('', saved.name, f'{saved.suite}:{saved.name}'):
       return Task(saved.suite, saved.name), saved
   if not text and values.resume and values.workdir:
@@ -107,11 +110,13 @@ def train(
   workdir: str | None,
   resume: bool,
   config: Mapping[str, Any],
+  trust: bool = False,
 ) -> Trained:
   """Trains an agent in an environment; see `podrl.train`."""
   options = {'agent': agent, 'steps': steps, 'workdir': workdir}
   options |= {'seed': seed or None, 'seeds': seeds if seeds != 1 else None}
   arguments = [name, *(['--resume'] if resume else ())]
+  arguments += ['--trust'] if trust else []
   arguments += [f'--{k}={x}' for k, x in options.items() if x is not None]
   for field, value in config.items():
     if isinstance(value, np.generic | np.ndarray):
@@ -138,7 +143,8 @@ def train(
   if outcome.exit_code == PREEMPTED:
     raise SystemExit(PREEMPTED)
   return Trained(
-    policy.load(outcome.workdir, seed=0),
+    # The run has used this configuration, and has written it.
+    policy.load(outcome.workdir, seed=0, trust=True),
     files.read_records(outcome.workdir),
     outcome.workdir,
   )

@@ -1,11 +1,12 @@
 """Evaluates a run's policy.
 
   podrl evaluate RUN [--episodes=N] [--checkpoint=last|best|UPDATES]
-      [--[no]greedy] [--seed=S] [--out=FILE]
+      [--[no]greedy] [--seed=S] [--out=FILE] [--trust]
 
 This command runs N episodes and prints their mean return, with a bootstrap 95 %
 interval. It writes these numbers and the return of every episode to FILE. By
-default, FILE is evaluation.json in the directory RUN.
+default, FILE is evaluation.json in the directory RUN. A run that somebody else
+made may need --trust; see docs/how-to/policy.md.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   out = values.out or os.path.join(path, 'evaluation.json')
   if os.path.isdir(path):  # If it is not, `load` says so.
     tools.check_out(out)
-  loaded = policy.load(path, values.checkpoint)
+  loaded = policy.load(path, values.checkpoint, trust=values.trust)
   config = loaded.config
   config.eval.num_episodes = values.episodes
   if values.greedy is not None:
