@@ -32,6 +32,16 @@ def one_line(error: BaseException, *, with_kind: bool = False) -> str:
   return f'{kind}: {message}' if with_kind and message else message or kind
 
 
+def printable(text: str) -> str:
+  """Escapes what could control a terminal; keeps line breaks and tabs.
+
+  Names in the files of a run, and names of files, can contain any character.
+  """
+  return ''.join(
+    x if x.isprintable() or x in '\n\t' else ascii(x)[1:-1] for x in text
+  )
+
+
 def count(number: int, noun: str) -> str:
   """Returns a count and its noun, for example '1 actor' or '2 actors'."""
   return f'{number:,} {noun}{"s" * (number != 1)}'

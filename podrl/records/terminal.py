@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from podrl.drivers.limits import describe
-from podrl.messages import count
+from podrl.messages import count, printable
 from podrl.records.workdir import Record, agents, num_agents
 
 
@@ -81,7 +81,8 @@ class Terminal:
     self._console = Console(highlight=False, markup=False, quiet=is_silent)
     self._console.on_broken_pipe = self._go_silent  # type: ignore[method-assign]
     self._config = config
-    self._name = name = f'{config.env.name}, {config.agent.name}'
+    name = printable(f'{config.env.name}, {config.agent.name}')
+    self._name = name
     self._num_updates = num_updates
     self._steps_per_update = steps_per_update  # Joints included.
     self._num_agents = num_agents(config)
@@ -198,8 +199,8 @@ class Terminal:
     devices = f'{summary["devices"]} x {summary["platform"].upper()}'
     table.add_row('devices', devices)
     for name, value in describe(summary):
-      table.add_row(name, Text(value))
-    table.add_row('run', Text(workdir))
+      table.add_row(name, Text(printable(value)))
+    table.add_row('run', Text(printable(workdir)))
     self._console.print(table)
     if summary['exit'] == 'done':
       agent = next(iter(agents(workdir, self._config)))
@@ -210,9 +211,9 @@ class Terminal:
         ('evaluate', agent),
       ):
         line = f'{podrl} {command} {shlex.quote(path)}'
-        self._console.print(line, soft_wrap=True)
+        self._console.print(printable(line), soft_wrap=True)
     elif summary['exit'] in ('interrupted', 'preempted'):
-      self._console.print(resume_command, soft_wrap=True)
+      self._console.print(printable(resume_command), soft_wrap=True)
 
   def _describe_steps(self, summary: Record) -> str:
     """Describes the sum of a summary's environment steps and joints."""

@@ -32,7 +32,7 @@ from podrl.envs import (
   make_importable,
   module_directory,
 )
-from podrl.messages import check_choice, similar, suggest
+from podrl.messages import check_choice, printable, similar, suggest
 from podrl.networks.cores import CORES
 from podrl.networks.torsos import ACTIVATIONS, TORSOS
 from podrl.records import checkpoint, workdir
@@ -823,7 +823,7 @@ def _resume_run(
         f'{num_updates * unit} steps that {part} has done; set a larger total'
       )
   for message in messages:
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
   saved = workdir.read_config(path)
   if not trust:
     _refuse_links(path, saved)

@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 
 from podrl.envs import add_to_path, module_directory
-from podrl.messages import one_line
+from podrl.messages import one_line, printable
 from podrl.records import workdir
 from podrl.run.config import TRUST, CommandLine, apply_overrides
 
@@ -59,7 +59,7 @@ def run_command(
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except (flags.Error, ValueError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
+    print(f'error: {printable(str(error))}', file=sys.stderr)
     return 2
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)

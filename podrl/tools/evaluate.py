@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from podrl import tools
-from podrl.messages import count
+from podrl.messages import count, printable
 from podrl.records import workdir
 from podrl.run import build, policy
 from podrl.run.evaluation import bootstrap
@@ -54,8 +54,9 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     'length': length,
     'returns': returns.tolist(),
   }
+  name = printable(config.env.name)
   print(
-    f'{config.env.name}, after {loaded.num_updates} updates: '
+    f'{name}, after {loaded.num_updates} updates: '
     f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
     f'{len(returns)} episodes of {length:.0f} steps'
   )
@@ -68,7 +69,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     )
   with tools.writing(out):
     workdir.write_json(out, result)
-  print(f'written: {out}')
+  print(printable(f'written: {out}'))
 
 
 def run(argv: Sequence[str]) -> int:

@@ -29,7 +29,7 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 from podrl import tools
 from podrl.core.learner import fold_into_rows
 from podrl.envs import envpool
-from podrl.messages import one_line
+from podrl.messages import one_line, printable
 from podrl.records import workdir
 from podrl.run import build, policy
 from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree, Variables
@@ -430,7 +430,8 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   if episodes[0].note:
     print(episodes[0].note)
   size = os.path.getsize(out) / 1e6
-  print(f'written: {out}, {len(frames)} frames, {size:.2f} MB')
+  text = f'written: {out}, {len(frames)} frames, {size:.2f} MB'
+  print(printable(text))
 
 
 def run(argv: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ import jax
 import pytest
 
 import podrl
+from podrl.messages import printable
 from podrl.records import workdir
 from podrl.records.recorder import JsonLines
 from podrl.run import build, tasks, train
@@ -348,3 +349,30 @@ def test_no_file_is_written_through_a_link(home):
     *('.lock', 'checkpoints', 'config.json', 'curve.png', 'metrics.jsonl'),
     'summary.json',
   ]
+
+
+@pytest.mark.filterwarnings('error:Glyph')
+@pytest.mark.parametrize('way', [name for name, _ in _ways('')] + ['--y'])
+def test_names_cannot_control_the_terminal(way, home, capsys):
+  evil = 'x\x1b]0;owned\x07\x9b31m\u202e\r'
+  path = _download(home / f'run{evil}', 'gymnax', evil)
+  lines = pathlib.Path(path, 'metrics.jsonl')
+  record = json.loads(lines.read_text()) | {evil: 1.0}
+  lines.write_text(json.dumps(record) + '\n')
+  summary = {'limit': evil, 'limit_sentence': evil, 'exit': evil}
+  workdir.write_json(f'{path}/summary.json', summary)
+  ways = dict(_ways(path))
+  ways['--y'] = lambda: plot.run(['plot', path, '--y=x'])
+  try:
+    ways[way]()
+  except ValueError:
+    assert way in ('load', 'train')  # In Python, nothing is printed.
+  said = ''.join(capsys.readouterr())
+  assert not set(said) & set(evil[1:2] + '\x07\x9b\u202e\r')
+  assert way in ('load', 'train') or '\\x1b]0;owned\\x07\\x9b31m' in said
+
+
+def test_an_escaped_text_can_be_read():
+  assert printable('a\tb\nc é 漢 \x00\x7f\udc80') == (
+    'a\tb\nc é 漢 \\x00\\x7f\\udc80'
+  )
