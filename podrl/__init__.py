@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
   from podrl.run.policy import Policy
   from podrl.run.tasks import Trained
+  from podrl.types import DeviceEnv
 
 
 def load(
@@ -39,7 +40,7 @@ def load(
 
 
 def train(
-  name: str,
+  name: 'str | Callable[..., DeviceEnv]',
   agent: str = 'ppo',
   *,
   steps: float | None = None,
@@ -57,7 +58,8 @@ def train(
 
   Args:
     name: `[SUITE:]NAME` of an environment, or `MODULE:NAME` if a module
-      registers it with gymnasium.
+      registers it with gymnasium; or a function of a module, annotated with
+      `-> DeviceEnv`, as with the name `jax:MODULE:FUNCTION`.
     agent: 'ppo', 'impala', 'a2c', 'pqn', 'dqn', 'rainbow', 'r2d2', 'sac' or
       'muzero'.
     steps: environment steps; the default depends on the kind of environment.

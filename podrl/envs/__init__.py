@@ -58,6 +58,8 @@ class Suite(NamedTuple):
       a function `(rng_key, obs) -> action` of one observation.
     small_options: `(name) -> options` that make large images small enough for
       a machine without an accelerator.
+    is_local: `(name) -> bool`, whether only the running program has the
+      environment, so that no command of podrl can make it.
   """
 
   architecture: str
@@ -73,6 +75,7 @@ class Suite(NamedTuple):
   has_large_rewards: Callable[[str], bool] = lambda name: False
   policy_options: tuple[str, ...] = ()
   small_options: Callable[[str], dict[str, Any]] = lambda name: {}
+  is_local: Callable[[str], bool] = lambda name: False
 
 
 _INCOMPARABLE = ('episodic_life', 'reward_clip')
@@ -144,7 +147,9 @@ SUITES = {
     needs_memory=envpool.needs_memory,
     small_options=envpool.small_options,
   ),
-  'gymnasium': _host_suite(gymnasium, training_options=_INCOMPARABLE),
+  'gymnasium': _host_suite(
+    gymnasium, training_options=_INCOMPARABLE, is_local=gymnasium.is_local
+  ),
   'pgx': _device_suite(
     pgx, has_large_rewards=pgx.has_large_rewards, policy_options=('opponent',)
   ),
@@ -156,8 +161,18 @@ SUITES = {
   'brax': _device_suite(brax),
   'craftax': _device_suite(craftax),
   'playground': _device_suite(playground, 'mujoco_playground'),
-  'jax': Suite('anakin', functions.make, _spec_of(functions.make), list, 'jax'),
+  'jax': Suite(
+    'anakin',
+    functions.make,
+    _spec_of(functions.make),
+    list,
+    'jax',
+    is_local=functions.is_local,
+  ),
 }
+
+# A program may add more, which the commands of podrl do not have.
+BUILT_IN = frozenset(SUITES)
 
 
 class Task(NamedTuple):

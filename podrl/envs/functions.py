@@ -22,6 +22,11 @@ def makes_device_env(value: Any) -> bool:
   return returns is DeviceEnv
 
 
+def is_local(name: str) -> bool:
+  """See `Suite.is_local`."""
+  return name.startswith('__main__:')
+
+
 def make(name: str, /, **options: Any) -> DeviceEnv:
   """Calls a function that makes a batch of environments in JAX.
 

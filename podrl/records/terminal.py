@@ -13,9 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from podrl import agents, envs
 from podrl.drivers.limits import describe
 from podrl.messages import count, printable
-from podrl.records.workdir import Record, agents, num_agents
+from podrl.records import workdir as files
+from podrl.records.workdir import Record, num_agents
 
 
 def podrl_command() -> str:
@@ -36,6 +38,13 @@ def compact(value: float) -> str:
     if abs(value) >= smallest:
       return f'{value / size:.3g}{unit}'
   return f'{value:.4g}'
+
+
+def _is_local(config: ConfigDict) -> bool:
+  """Returns whether only the running program has the agent or environment."""
+  suite, env = config.env.suite, config.env.name
+  is_known = config.agent.name in agents.BUILT_IN and suite in envs.BUILT_IN
+  return not is_known or envs.SUITES[suite].is_local(env)
 
 
 _STAGES = """\
@@ -202,16 +211,15 @@ class Terminal:
       table.add_row(name, Text(printable(value)))
     table.add_row('run', Text(printable(workdir)))
     self._console.print(table)
+    podrl, is_local = podrl_command(), _is_local(self._config)
     if summary['exit'] == 'done':
-      agent = next(iter(agents(workdir, self._config)))
-      podrl = podrl_command()
-      for command, path in (
-        ('plot', workdir),
-        ('watch', agent),
-        ('evaluate', agent),
-      ):
+      agent = next(iter(files.agents(workdir, self._config)))
+      commands = [('plot', workdir), ('watch', agent), ('evaluate', agent)]
+      for command, path in commands[: 1 if is_local else 3]:
         line = f'{podrl} {command} {shlex.quote(path)}'
         self._console.print(printable(line), soft_wrap=True)
+    elif is_local and resume_command.startswith(f'{podrl} '):
+      pass  # Only the running program can resume the run.
     elif summary['exit'] in ('interrupted', 'preempted'):
       self._console.print(printable(resume_command), soft_wrap=True)
 

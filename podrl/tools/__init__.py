@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 
 from podrl.envs import add_to_path, module_directory
-from podrl.messages import one_line, printable
+from podrl.messages import one_line, printable, suggest
 from podrl.records import workdir
 from podrl.run.config import TRUST, CommandLine, apply_overrides
 
@@ -59,7 +59,11 @@ def run_command(
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except (flags.Error, ValueError, OSError) as error:
-    print(f'error: {printable(str(error))}', file=sys.stderr)
+    text = str(error)
+    if isinstance(error, flags.UnrecognizedFlagError):
+      name, names = error.flagname, [x for x in values if len(x) > 1]
+      text = f'{argv[0]} has no flag --{name}; {suggest(name, names, "--")}'
+    print(f'error: {printable(text)}', file=sys.stderr)
     return 2
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)

@@ -497,7 +497,9 @@ def _print_limits(config: ConfigDict, best: Record, base: Record) -> None:
 
 def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Searches, prints and draws; with --apply, it also runs the experiment."""
-  command_line = parse_command_line(['balance', *arguments], has_task=True)
+  command_line = parse_command_line(
+    ['balance', *arguments], has_task=True, own=[*values]
+  )
   path, size_range = command_line.task, values.size_range
   own = [x for x in arguments if x != path]
   if os.path.isdir(path):
