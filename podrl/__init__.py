@@ -1,4 +1,4 @@
-"""podrl: reinforcement learning in JAX, from a laptop to a TPU pod."""
+"""podrl: reinforcement learning in JAX on CPUs, GPUs and TPUs."""
 
 from collections.abc import Callable, Mapping
 import os
