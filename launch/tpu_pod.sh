@@ -250,15 +250,15 @@ find_first() {
   return 0
 }
 
-# Runs gcloud's ssh or scp for all hosts at once; @host stands for a host's name.
+# Runs gcloud's ssh or scp for all hosts at once; $host stands for a host's name.
 everywhere() {
   local line
   if ! is_group; then
-    tpu "${@/#@host/$name}" --worker=all --batch-size=all
+    tpu "${@/#$host/$name}" --worker=all --batch-size=all
     return
   fi
   line=$(quote "${listing[@]}")
-  line+=" | $(quote xargs -P 0 -I @host gcloud compute "$@" "${where[@]}")"
+  line+=" | $(quote xargs -P 0 -I "$host" gcloud compute "$@" "${where[@]}")"
   if [[ $dry_run ]]; then
     echo "$line"
   else
@@ -267,10 +267,10 @@ everywhere() {
   fi
 }
 
-copy_to_all() { everywhere scp "$archive" launch/tpu_worker.sh @host:; }
+copy_to_all() { everywhere scp "$archive" launch/tpu_worker.sh "$host:"; }
 
 # Runs a line of shell code on all hosts.
-on_all() { everywhere ssh @host "--command=$1"; }
+on_all() { everywhere ssh "$host" "--command=$1"; }
 
 # Runs a line of shell code on the first host.
 on_first() {
@@ -469,14 +469,19 @@ is_group && query=("${listing[@]/#--format=*/--format=value(instanceStatus)}")
 command -v gcloud >/dev/null || [[ $dry_run ]] \
   || mistake 'gcloud is missing; install the Google Cloud CLI'
 
+before=''
 for word in "$@"; do
   case $word in
     --workdir* | --coordinator* | --num_processes* | --process_id*)
       mistake "this script sets ${word%%=*}; leave it out" ;;
+    -*) ;;
     *.py)
-      git cat-file -e "HEAD:$word" 2>/dev/null \
-        || mistake "$word is not in the last commit, so the hosts do not get it; commit it" ;;
+      # Another word may end in .py without being a file that the hosts need.
+      [[ -e $word || ${before##*/} =~ ^python[0-9.]*$ ]] \
+        && ! git cat-file -e "HEAD:$word" 2>/dev/null \
+        && mistake "$word is not in the last commit, so the hosts do not get it; commit it" ;;
   esac
+  before=$word
 done
 if [[ $(git status --porcelain --untracked-files=no) ]]; then
   [[ $dry_run ]] || mistake \
@@ -484,7 +489,9 @@ if [[ $(git status --porcelain --untracked-files=no) ]]; then
   say 'there are uncommitted changes, which the hosts will not get'
 fi
 
-words=("$@")
+words=("$@") host=@host
+# xargs would replace it in the words of the command too.
+while [[ "${words[*]}" == *"$host"* ]]; do host+=_; done
 ((hosts > 1)) && words+=(--coordinator=auto)
 words+=("--workdir=$mount/$path" --resume)
 setup_line="bash tpu_worker.sh setup $(quote "$bucket_name" "$mount")"

@@ -1,4 +1,4 @@
-"""podrl: reinforcement learning in JAX, from a laptop to a TPU pod."""
+"""podrl: reinforcement learning in JAX on CPUs, GPUs and TPUs."""
 
 from collections.abc import Callable, Mapping
 import os
@@ -11,10 +11,14 @@ if TYPE_CHECKING:
 
   from podrl.run.policy import Policy
   from podrl.run.tasks import Trained
+  from podrl.types import DeviceEnv
 
 
 def load(
-  path: str | os.PathLike, which: str | int = 'last', seed: int | None = None
+  path: str | os.PathLike,
+  which: str | int = 'last',
+  seed: int | None = None,
+  trust: bool = False,
 ) -> 'Policy':
   """Loads the policy of a run.
 
@@ -23,18 +27,20 @@ def load(
     which: 'last', 'best' (the highest evaluated return, as a mean over all
       agents), or the number of updates of a checkpoint.
     seed: index of the agent, from 0, if the run has several agents.
+    trust: whether to import the module of an environment `MODULE:NAME` even if
+      you did not make the run. Its code can do anything that you can do.
 
   Raises:
-    ValueError: if the run, the checkpoint or the agent does not exist, or
-      cannot be read.
+    ValueError: if the run, the checkpoint or the agent does not exist, cannot
+      be read, or needs `trust`.
   """
   from podrl.run import policy
 
-  return policy.load(path, which, seed)
+  return policy.load(path, which, seed, trust)
 
 
 def train(
-  name: str,
+  name: 'str | Callable[..., DeviceEnv]',
   agent: str = 'ppo',
   *,
   steps: float | None = None,
@@ -43,6 +49,7 @@ def train(
   workdir: str | None = None,
   resume: bool = False,
   config: Mapping[str, Any] | None = None,
+  trust: bool = False,
 ) -> 'Trained':
   """Trains an agent in an environment, like the command `podrl train`.
 
@@ -51,7 +58,8 @@ def train(
 
   Args:
     name: `[SUITE:]NAME` of an environment, or `MODULE:NAME` if a module
-      registers it with gymnasium.
+      registers it with gymnasium; or a function of a module, annotated with
+      `-> DeviceEnv`, as with the name `jax:MODULE:FUNCTION`.
     agent: 'ppo', 'impala', 'a2c', 'pqn', 'dqn', 'rainbow', 'r2d2', 'sac' or
       'muzero'.
     steps: environment steps; the default depends on the kind of environment.
@@ -60,6 +68,8 @@ def train(
     workdir: directory of the run; by default `runs/TASK/AGENT-TIME`.
     resume: whether to continue the run in `workdir`.
     config: fields of the configuration, for example `{'agent.gamma': 0.9}`.
+    trust: whether a resumed run may import a module that only its saved
+      configuration names, even if you did not make the run; see `load`.
 
   Returns:
     The policy, the records and the directory of the run.
@@ -73,7 +83,7 @@ def train(
   from podrl.run import tasks
 
   return tasks.train(
-    name, agent, steps, seed, seeds, workdir, resume, config or {}
+    name, agent, steps, seed, seeds, workdir, resume, config or {}, trust
   )
 
 

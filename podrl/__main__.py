@@ -1,6 +1,7 @@
 """Runs the command line `podrl COMMAND` or `python -m podrl COMMAND`."""
 
 import importlib
+import importlib.metadata
 import sys
 
 from podrl.messages import suggest
@@ -20,12 +21,18 @@ COMMANDS = {
 
 def main() -> None:
   """Runs a command and exits with the command's exit code."""
-  name = sys.argv[1] if len(sys.argv) > 1 else '--help'
-  if name in ('--help', '-h'):
+  name, *arguments = sys.argv[1:] or ['--help']
+  if name == 'help' and arguments:  # podrl help train
+    name, arguments = arguments[0], ['--help']
+  if name in ('--version', '-V', 'version'):
+    print(f'podrl {importlib.metadata.version("podrl")}')
+    sys.exit(0)
+  if name in ('--help', '-h', 'help'):
     print('usage: podrl COMMAND [ARGUMENTS]\n')
     for command, text in COMMANDS.items():
       print(f'  {command:10}{text}')
     print('\npodrl COMMAND --help describes that command.')
+    print('podrl --version prints the version.')
     sys.exit(0)
   if name not in COMMANDS:
     message = f'podrl has no command {name}; {suggest(name, COMMANDS)}'
@@ -35,7 +42,7 @@ def main() -> None:
 
   with quiet_imports():
     module = importlib.import_module(f'podrl.tools.{name}')
-  sys.exit(module.run(sys.argv[1:]))
+  sys.exit(module.run([name, *arguments]))
 
 
 if __name__ == '__main__':

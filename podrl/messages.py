@@ -4,10 +4,13 @@ from collections.abc import Collection, Iterable
 import difflib
 
 
-def similar(name: str, known: Iterable[str]) -> list[str]:
-  """Returns up to three known names similar to `name`; case does not matter."""
+def similar(name: str, known: Iterable[str], least: float = 0.4) -> list[str]:
+  """Returns up to three known names similar to `name`; case does not matter.
+
+  `least` is the least similarity, from 0 to 1.
+  """
   names = {x.lower(): x for x in known}
-  near = difflib.get_close_matches(str(name).lower(), names, 3, 0.4)
+  near = difflib.get_close_matches(str(name).lower(), names, 3, least)
   return [names[x] for x in near]
 
 
@@ -17,7 +20,8 @@ def suggest(name: str, known: Collection[str], prefix: str = '') -> str:
     return f'did you mean {" or ".join(prefix + x for x in near)}'
   if len(known) > 200:  # Too many for a message.
     return 'no name is similar'
-  return f'choose from {", ".join(filter(None, known)) or "none"}'
+  names = ', '.join(prefix + x for x in known if x)
+  return f'choose from {names or "none"}'
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
@@ -30,6 +34,16 @@ def one_line(error: BaseException, *, with_kind: bool = False) -> str:
   """Returns an exception's message in one line; without a message, its type."""
   kind, message = type(error).__name__, ' '.join(str(error).split())
   return f'{kind}: {message}' if with_kind and message else message or kind
+
+
+def printable(text: str) -> str:
+  """Escapes what could control a terminal; keeps line breaks and tabs.
+
+  Names in the files of a run, and names of files, can contain any character.
+  """
+  return ''.join(
+    x if x.isprintable() or x in '\n\t' else ascii(x)[1:-1] for x in text
+  )
 
 
 def count(number: int, noun: str) -> str:

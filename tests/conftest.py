@@ -1,7 +1,7 @@
 """Sets up JAX for the tests: four CPU devices and no silent broadcasting.
 
-All tests of one session share a cache of compiled programs, and so do the
-processes that they start.
+All tests of one session share a cache of compiled programs and a key that signs
+runs, and so do the processes that they start.
 """
 
 import atexit
@@ -18,6 +18,7 @@ sys.path += [str(x) for x in sorted((_ROOT / 'tests').glob('**'))]
 _IS_WORKER = 'PYTEST_XDIST_WORKER' in os.environ
 if not _IS_WORKER:  # Workers inherit the variable.
   os.environ['XDG_CACHE_HOME'] = tempfile.mkdtemp(prefix='podrl-tests-')
+  os.environ['XDG_STATE_HOME'] = os.environ['XDG_CACHE_HOME']
   atexit.register(shutil.rmtree, os.environ['XDG_CACHE_HOME'], True)
 
 

@@ -249,6 +249,30 @@ def test_every_page_is_in_the_sites_navigation():
   assert all(f': {x}\n' in navigation for x in pages)
 
 
+def test_the_site_calls_no_other_host():
+  text = (_ROOT / 'mkdocs.yml').read_text()
+  # The theme would ask GitHub about the repository, and Google for its fonts.
+  assert 'repo_url' not in text and '://' not in text
+  assert re.search('^  font: false', text, re.M)
+  names = 'analytics extra_javascript extra_css social privacy mermaid'.split()
+  assert not [x for x in names if x in text]
+  for page, text in _TEXT.items():
+    assert not re.search(r'!\[[^]]*\]\(http|<(img|script|iframe)', text), page
+
+
+def test_pages_promise_only_what_was_tried():
+  for page, text in _TEXT.items():
+    text = ' '.join(text.split())
+    assert 'github.com/podrl' not in text, page  # There is no such address.
+    for match in re.finditer('bit for bit', text):
+      around = text[max(0, match.start() - 600) : match.end() + 600]
+      assert 'CPU' in around or 'GPU' in around, (page, around)
+  for page in (_ROOT / 'README.md', _DOCS / 'index.md'):
+    first = ' '.join(_TEXT[page].split('## ')[0].split())
+    assert 'has run on CPUs and on [one GPU]' in first
+    assert 'not yet on real hardware' in first
+
+
 def test_the_api_page_names_what_exists():
   text = _TEXT[_DOCS / 'reference/api.md']
   names = re.findall(r'^::: (\S+)', text, re.M)

@@ -1,5 +1,6 @@
 """Tests `podrl COMMAND`, and Ctrl-C while a program starts."""
 
+import importlib.metadata
 import pathlib
 import subprocess
 import sys
@@ -17,7 +18,7 @@ def _podrl(monkeypatch, *arguments):
   return outcome.value.code
 
 
-@pytest.mark.parametrize('arguments', [(), ('-h',), ('--help',)])
+@pytest.mark.parametrize('arguments', [(), ('-h',), ('--help',), ('help',)])
 def test_help_lists_the_commands(arguments, monkeypatch, capsys):
   assert _podrl(monkeypatch, *arguments) == 0
   text = capsys.readouterr().out
@@ -29,6 +30,35 @@ def test_each_command_has_help(name, monkeypatch, capsys):
   assert _podrl(monkeypatch, name, '--help') == 0
   text = capsys.readouterr().out
   assert f'\n  podrl {name} ' in text and '--[no]help' in text
+
+
+def test_help_of_a_command_and_the_version(monkeypatch, capsys):
+  assert _podrl(monkeypatch, 'help', 'plot') == 0
+  assert '\n  podrl plot ' in capsys.readouterr().out
+  assert _podrl(monkeypatch, '--version') == 0
+  version = importlib.metadata.version('podrl')
+  assert capsys.readouterr().out == f'podrl {version}\n'
+
+
+@pytest.mark.parametrize(
+  'arguments,message',
+  [
+    ('evaluate x --chekpoint=3', 'evaluate has no flag --chekpoint; did you '),
+    ('plot x --ouput=3', 'plot has no flag --ouput; did you mean --out'),
+    ('watch x --q', 'watch has no flag --q; choose from --episodes, --check'),
+    ('sweep CartPole-v1 --axes=3', '--axes=3 is not understood; did you mean '),
+    ('balance x.py --aply', '--aply is not understood; did you mean --apply'),
+    ('compile x.py --targets=3', '--targets=3 is not understood; did you mean'),
+    ('scaling x.py --oout=3', '--oout=3 is not understood; did you mean --out'),
+    ('train x --sede=3', '--sede=3 is not understood; did you mean --seed'),
+  ],
+)
+def test_an_unknown_flag_gets_near_names(
+  arguments, message, monkeypatch, capsys
+):
+  assert _podrl(monkeypatch, *arguments.split()) == 2
+  said = capsys.readouterr().err
+  assert said.startswith(f'error: {message}') and said.count('\n') == 1
 
 
 def test_an_unknown_command_gets_near_names(monkeypatch, capsys):

@@ -185,3 +185,5 @@ AGENTS = {
     muzero, muzero.sequence_length, target_update=muzero.target_update
   ),
 }
+# A program may add more, which the commands of podrl do not have.
+BUILT_IN = frozenset(AGENTS)

@@ -11,10 +11,14 @@ import glob
 import importlib.util
 import math
 import os
+import resource
 from typing import Any
 
 import jax
-from jax._src import xla_bridge  # `backends_are_initialized` is not public.
+from jax._src import (
+  distributed,  # JAX has no public API for the address.
+  xla_bridge,  # `backends_are_initialized` is not public.
+)
 from jax.extend import backend
 import jax.numpy as jnp
 from jax.sharding import (
@@ -45,6 +49,7 @@ MEMBERS: Any = PartitionSpec(MEMBER_AXIS)
 MEMBERS_BATCH: Any = PartitionSpec(MEMBER_AXIS, DEVICE_AXIS)
 
 _LIMIT = '/sys/fs/cgroup/memory.max'  # Of a container, in bytes.
+_MEMORY = '/proc/meminfo'
 _config: Any = jax.config  # mypy does not know its fields.
 # The platform in `compiling_for`, or empty.
 _target = contextvars.ContextVar('target', default='')
@@ -137,7 +142,7 @@ def init_learner(
   if (free := _bytes_per_device()) < needed:
     raise SizeError(
       f'the memory needs {needed / 2**30:.3g} GiB on each device, which has '
-      f'{free / 2**30:.3g} GiB; divide the capacity by '
+      f'{free / 2**30:.3g} GiB left; divide the capacity by '
       f'{math.ceil(needed / max(free, 1.0))}'
     )
   memory_specs = specs(learner.split_axes.memory, has_members)
@@ -151,13 +156,41 @@ def _bytes_per_device() -> float:
   """Returns the bytes that a device of this process can have, or infinity."""
   local = jax.local_devices()
   if local[0].platform == 'cpu':
-    size = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    # If a container has no limit, the file is missing or contains 'max'.
-    with contextlib.suppress(OSError, ValueError):
-      with open(_LIMIT, encoding='ascii') as file:
-        size = min(size, int(file.read()))
-    return size / len(local)  # CPU devices share the memory.
+    return _available_bytes() / (len(local) * _processes_here())
   return (local[0].memory_stats() or {}).get('bytes_limit', math.inf)
+
+
+def _available_bytes() -> int:
+  """Returns the bytes of this host that programs can still use."""
+  page = os.sysconf('SC_PAGE_SIZE')
+  size = os.sysconf('SC_PHYS_PAGES') * page
+  with contextlib.suppress(OSError, ValueError):  # Only Linux has this file.
+    with open(_MEMORY, encoding='ascii') as file:
+      lines = dict(line.split(':') for line in file)
+    size = min(size, 1024 * int(lines.get('MemAvailable', '').split()[0]))
+  # If a container has no limit, the file is missing or contains 'max'.
+  with contextlib.suppress(OSError, ValueError):
+    with open(_LIMIT, encoding='ascii') as file:
+      size = min(size, int(file.read()))
+  limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # From `ulimit -v`.
+  if limit != resource.RLIM_INFINITY:
+    with contextlib.suppress(OSError):
+      with open('/proc/self/statm', encoding='ascii') as file:
+        limit -= page * int(file.read().split()[0])
+    # Each process has such a limit, but `_bytes_per_device` divides the result.
+    size = min(size, max(limit, 0) * _processes_here())
+  return size
+
+
+def _processes_here() -> int:
+  """Returns how many processes of the run share the memory of this host.
+
+  With an address of the host itself, no other host can take part.
+  """
+  address = distributed.global_state.coordinator_address or ''
+  host = address.rpartition(':')[0].strip('[]')
+  is_alone = host == 'localhost' or host == '::1' or host.startswith('127.')
+  return jax.process_count() if is_alone else 1
 
 
 def device_map(

@@ -1,6 +1,8 @@
 """The suites: a table of environment libraries, with one file for each."""
 
 from collections.abc import Callable, Mapping
+import contextlib
+import importlib.machinery
 import importlib.util
 import itertools
 import os
@@ -57,6 +59,8 @@ class Suite(NamedTuple):
       a function `(rng_key, obs) -> action` of one observation.
     small_options: `(name) -> options` that make large images small enough for
       a machine without an accelerator.
+    is_local: `(name) -> bool`, whether only the running program has the
+      environment, so that no command of podrl can make it.
   """
 
   architecture: str
@@ -72,6 +76,7 @@ class Suite(NamedTuple):
   has_large_rewards: Callable[[str], bool] = lambda name: False
   policy_options: tuple[str, ...] = ()
   small_options: Callable[[str], dict[str, Any]] = lambda name: {}
+  is_local: Callable[[str], bool] = lambda name: False
 
 
 _INCOMPARABLE = ('episodic_life', 'reward_clip')
@@ -143,7 +148,9 @@ SUITES = {
     needs_memory=envpool.needs_memory,
     small_options=envpool.small_options,
   ),
-  'gymnasium': _host_suite(gymnasium, training_options=_INCOMPARABLE),
+  'gymnasium': _host_suite(
+    gymnasium, training_options=_INCOMPARABLE, is_local=gymnasium.is_local
+  ),
   'pgx': _device_suite(
     pgx, has_large_rewards=pgx.has_large_rewards, policy_options=('opponent',)
   ),
@@ -155,8 +162,18 @@ SUITES = {
   'brax': _device_suite(brax),
   'craftax': _device_suite(craftax),
   'playground': _device_suite(playground, 'mujoco_playground'),
-  'jax': Suite('anakin', functions.make, _spec_of(functions.make), list, 'jax'),
+  'jax': Suite(
+    'anakin',
+    functions.make,
+    _spec_of(functions.make),
+    list,
+    'jax',
+    is_local=functions.is_local,
+  ),
 }
+
+# A program may add more, which the commands of podrl do not have.
+BUILT_IN = frozenset(SUITES)
 
 
 class Task(NamedTuple):
@@ -210,15 +227,41 @@ def add_to_path(directory: str) -> None:
     sys.path.append(directory)
 
 
-def add_current_directory() -> None:
-  """Calls `add_to_path` with the current directory, which must exist."""
+def current_directory() -> str:
+  """Returns the current directory; raises a ValueError if it is deleted."""
   try:
-    directory = os.getcwd()
+    return os.getcwd()
   except OSError as error:
     raise ValueError(
       'the current directory no longer exists; change to another directory'
     ) from error
-  add_to_path(directory)
+
+
+def make_importable(name: str, directory: str = '') -> None:
+  """Lets Python find the module of an environment `MODULE:NAME`.
+
+  Python looks in `directory` and then in the current directory. Other names
+  need no module, so they change nothing.
+  """
+  if ':' in name:
+    add_to_path(directory)
+    add_to_path(current_directory())
+
+
+def describe_import(name: str, directory: str) -> str:
+  """Says what podrl imports for `MODULE:NAME`; it imports nothing itself.
+
+  `directory` is the one that `make_importable` gets.
+  """
+  module, _, attribute = name.partition(':')
+  top, spec = module.partition('.')[0], None
+  with contextlib.suppress(ImportError, ValueError):
+    find = importlib.machinery.PathFinder.find_spec
+    spec = importlib.util.find_spec(top)
+    spec = spec or find(top, [directory, current_directory()])
+  folders = list(spec.submodule_search_locations or ()) if spec else []
+  place = spec and spec.origin or next(iter(folders), 'not found')
+  return f'{attribute} of the module {module} ({place})'
 
 
 def module_directory(name: str) -> str:

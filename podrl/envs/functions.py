@@ -1,5 +1,6 @@
 """The user's own functions that make a `DeviceEnv`."""
 
+import inspect
 from typing import Any
 
 from podrl.envs import spaces
@@ -7,12 +8,31 @@ from podrl.messages import one_line, suggest
 from podrl.types import DeviceEnv
 
 
+def makes_device_env(value: Any) -> bool:
+  """Returns whether a value is a Python function annotated `-> DeviceEnv`.
+
+  Any other function could do anything with its arguments, for example
+  `os.system`, so podrl does not call it.
+  """
+  if not inspect.isfunction(value):
+    return False
+  returns = value.__annotations__.get('return')
+  if isinstance(returns, str):  # With `from __future__ import annotations`.
+    return returns.strip('\'"').rpartition('.')[2] == DeviceEnv.__name__
+  return returns is DeviceEnv
+
+
+def is_local(name: str) -> bool:
+  """See `Suite.is_local`."""
+  return name.startswith('__main__:')
+
+
 def make(name: str, /, **options: Any) -> DeviceEnv:
   """Calls a function that makes a batch of environments in JAX.
 
   Args:
-    name: 'MODULE:FUNCTION'. The function returns a `DeviceEnv`; see
-      `joints.make_device_env`.
+    name: 'MODULE:FUNCTION'. The function has the annotation `-> DeviceEnv`;
+      see `joints.make_device_env`.
     **options: the arguments of the function.
   """
   module_name, colon, function = name.partition(':')
@@ -22,14 +42,21 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
       'DeviceEnv'
     )
   module = spaces.import_module(name, module_name)
-  if not callable(getattr(module, function, None)):
-    known = [k for k, x in vars(module).items() if callable(x) and k[0] != '_']
+  make_env = getattr(module, function, None)
+  if not callable(make_env):
+    known = [k for k, x in vars(module).items() if makes_device_env(x)]
     raise ValueError(
       f'env.name={name}: the module {module_name} has no function {function}; '
       f'{suggest(function, known)}'
     )
+  if not makes_device_env(make_env):
+    raise ValueError(
+      f'env.name={name}: podrl calls {function} only if it is a Python '
+      f'function that says what it returns; write def {function}(...) -> '
+      'DeviceEnv'
+    )
   try:
-    env = getattr(module, function)(**options)
+    env = make_env(**options)
   except Exception as error:  # The user's code can raise anything.
     raise ValueError(
       f'env.name={name}: {function} failed: {one_line(error, with_kind=True)}'

@@ -1,6 +1,7 @@
 """gymnasium environments as a `HostEnv`."""
 
 from collections.abc import Sequence
+import importlib.metadata
 import inspect
 from multiprocessing import resource_tracker
 import signal
@@ -21,17 +22,33 @@ def names() -> list[str]:
   return sorted(gymnasium.registry)
 
 
+def is_local(name: str) -> bool:
+  """See `Suite.is_local`."""
+  if ':' in name:
+    return name.startswith('__main__:')
+  entry = _registered_spec(name).entry_point
+  module = entry.partition(':')[0] if isinstance(entry, str) else '__main__'
+  plugins = importlib.metadata.entry_points(group='gymnasium.envs')
+  # gymnasium imports these packages itself, so every process has their names.
+  everywhere = {'gymnasium', *(x.module.partition('.')[0] for x in plugins)}
+  return module.partition('.')[0] not in everywhere
+
+
 def _registered_spec(name: str) -> Any:
   """Returns the `gymnasium.EnvSpec` of an environment."""
   import gymnasium
 
   module, _, identifier = name.rpartition(':')
   if module:
-    spaces.import_module(name, module)
+    imported = spaces.import_module(name, module)
   try:
     return gymnasium.spec(identifier)
   except gymnasium.error.Error as error:
     advice = suggest(name, gymnasium.registry)
+    if module and hasattr(imported, identifier):
+      advice = f'for a function that makes a DeviceEnv, write jax:{name}'
+      if inspect.isclass(getattr(imported, identifier)):
+        advice = f'{identifier} is a class; register it with gymnasium.register'
     raise ValueError(
       f'env.name={name} is not a gymnasium environment; {advice}'
     ) from error

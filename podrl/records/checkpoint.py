@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from podrl.messages import one_line
+from podrl.messages import one_line, printable
 from podrl.records import workdir
 from podrl.records.workdir import Record, WriteError
 from podrl.types import LearnerState, Tree, Variables
@@ -331,7 +331,8 @@ def newest_intact(
     except Exception as error:  # Damaged files can raise anything.
       skipped.append(step)
       reason = one_line(error)[:_MAX_REASON]
-      print(f'checkpoint {step} is skipped: {reason}', file=sys.stderr)
+      text = printable(f'checkpoint {step} is skipped: {reason}')
+      print(text, file=sys.stderr)
       continue
     for damaged in skipped:  # A new checkpoint may need the same name.
       workdir.set_aside(_directory(path, damaged))

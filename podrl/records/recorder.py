@@ -219,7 +219,13 @@ class JsonLines:
   """
 
   def __init__(self, file: str, num_lines: int = 0):
-    self._file = open(file, 'a+', encoding='utf-8', errors='replace')
+    self._file = open(
+      file,
+      'a+',
+      encoding='utf-8',
+      errors='replace',
+      opener=workdir.open_no_link,
+    )
     self._file.seek(0)
     self.num_lines, end = 0, 0
     for line in itertools.islice(iter(self._file.readline, ''), num_lines):

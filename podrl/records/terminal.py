@@ -13,9 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from podrl import agents, envs
 from podrl.drivers.limits import describe
-from podrl.messages import count
-from podrl.records.workdir import Record, agents, num_agents
+from podrl.messages import count, printable
+from podrl.records import workdir as files
+from podrl.records.workdir import Record, num_agents
 
 
 def podrl_command() -> str:
@@ -36,6 +38,13 @@ def compact(value: float) -> str:
     if abs(value) >= smallest:
       return f'{value / size:.3g}{unit}'
   return f'{value:.4g}'
+
+
+def _is_local(config: ConfigDict) -> bool:
+  """Returns whether only the running program has the agent or environment."""
+  suite, env = config.env.suite, config.env.name
+  is_known = config.agent.name in agents.BUILT_IN and suite in envs.BUILT_IN
+  return not is_known or envs.SUITES[suite].is_local(env)
 
 
 _STAGES = """\
@@ -81,7 +90,8 @@ class Terminal:
     self._console = Console(highlight=False, markup=False, quiet=is_silent)
     self._console.on_broken_pipe = self._go_silent  # type: ignore[method-assign]
     self._config = config
-    self._name = name = f'{config.env.name}, {config.agent.name}'
+    name = printable(f'{config.env.name}, {config.agent.name}')
+    self._name = name
     self._num_updates = num_updates
     self._steps_per_update = steps_per_update  # Joints included.
     self._num_agents = num_agents(config)
@@ -198,21 +208,20 @@ class Terminal:
     devices = f'{summary["devices"]} x {summary["platform"].upper()}'
     table.add_row('devices', devices)
     for name, value in describe(summary):
-      table.add_row(name, Text(value))
-    table.add_row('run', Text(workdir))
+      table.add_row(name, Text(printable(value)))
+    table.add_row('run', Text(printable(workdir)))
     self._console.print(table)
+    podrl, is_local = podrl_command(), _is_local(self._config)
     if summary['exit'] == 'done':
-      agent = next(iter(agents(workdir, self._config)))
-      podrl = podrl_command()
-      for command, path in (
-        ('plot', workdir),
-        ('watch', agent),
-        ('evaluate', agent),
-      ):
+      agent = next(iter(files.agents(workdir, self._config)))
+      commands = [('plot', workdir), ('watch', agent), ('evaluate', agent)]
+      for command, path in commands[: 1 if is_local else 3]:
         line = f'{podrl} {command} {shlex.quote(path)}'
-        self._console.print(line, soft_wrap=True)
+        self._console.print(printable(line), soft_wrap=True)
+    elif is_local and resume_command.startswith(f'{podrl} '):
+      pass  # Only the running program can resume the run.
     elif summary['exit'] in ('interrupted', 'preempted'):
-      self._console.print(resume_command, soft_wrap=True)
+      self._console.print(printable(resume_command), soft_wrap=True)
 
   def _describe_steps(self, summary: Record) -> str:
     """Describes the sum of a summary's environment steps and joints."""

@@ -1,6 +1,6 @@
 """The files of a run.
 
-config.json      the configuration that the run uses
+config.json      the configuration that the run uses, with a signature
 metrics.jsonl    one record per line
 decisions.jsonl  one decision of sebulba.autotune, or of a population, per line
 checkpoints/     one directory per checkpoint, named by its number of updates
@@ -19,10 +19,13 @@ import contextlib
 import datetime
 import fcntl
 import glob
+import hashlib
+import hmac
 import itertools
 import json
 import os
 import re
+import secrets
 from typing import Any
 import uuid
 
@@ -52,6 +55,7 @@ _REQUIRED = {'agent.name', 'env.name', 'network.name', 'optimizer.name'}
 _REQUIRED_TO_LOAD = _REQUIRED.union(
   'agent.normalize_reward env.num_envs env.suite total_env_steps'.split()
 )
+_SIGNATURE = 'signature'  # A field of `config.json` that is not a setting.
 
 
 class WriteError(RuntimeError):
@@ -85,17 +89,33 @@ def to_json(value: Any, indent: int | None = None) -> str:
   return json.dumps(finite, indent=indent)
 
 
-def write_text(path: str, text: str) -> None:
-  """Writes a file atomically; raises an OSError if this fails."""
+def open_no_link(path: str, flags: int) -> int:
+  """Opens a file, but not through a link; an `opener` of `open`."""
+  return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[str]:
+  """Yields the name of a temporary file, which then replaces the file `path`.
+
+  So the file is written atomically, and never through a link. It raises an
+  OSError if this fails. Both names have the same ending.
+  """
   directory, name = os.path.split(path)
-  temporary = os.path.join(directory, f'.{name}-{uuid.uuid4().hex}')
+  temporary = os.path.join(directory, f'.{uuid.uuid4().hex}-{name}')
   try:
-    with open(temporary, 'w', encoding='utf-8') as file:
-      file.write(text)
+    yield temporary
     os.replace(temporary, path)
   finally:
     with contextlib.suppress(FileNotFoundError):
       os.unlink(temporary)
+
+
+def write_text(path: str, text: str) -> None:
+  """Writes a file; see `replacing`."""
+  with replacing(path) as temporary:
+    with open(temporary, 'w', encoding='utf-8') as file:
+      file.write(text)
 
 
 def write_json(path: str, value: Any) -> None:
@@ -113,6 +133,76 @@ def read_json(path: str) -> dict[str, Any]:
     return value
   except (OSError, ValueError, RecursionError) as error:
     raise ValueError(f'{path} cannot be read: {error}') from error
+
+
+def key_path() -> str:
+  """Returns the file with the key that signs this user's runs."""
+  home = os.environ.get('XDG_STATE_HOME', '')
+  if not os.path.isabs(home):
+    home = os.path.expanduser('~/.local/state')
+  return os.path.join(home, 'podrl', 'key')
+
+
+def _read_key() -> bytes:
+  """Reads the user's key; empty if others could have read or written it."""
+  try:
+    descriptor = os.open(key_path(), os.O_RDONLY | os.O_NOFOLLOW)
+  except OSError:
+    return b''
+  with open(descriptor, 'rb') as file:
+    status = os.fstat(descriptor)
+    is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return file.read() if is_private else b''
+
+
+def _make_key() -> None:
+  """Makes the user's key if there is none; without a home, there is no key."""
+  path = key_path()
+  temporary = f'{path}-{uuid.uuid4().hex}'
+  with contextlib.suppress(OSError):
+    os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with open(os.open(temporary, flags, 0o600), 'wb') as file:
+      file.write(secrets.token_bytes(32))
+    try:
+      os.link(temporary, path)  # It fails if another process was first.
+    finally:
+      os.unlink(temporary)
+
+
+def _signature(fields: dict[str, Any]) -> str:
+  """Returns the signature of a configuration; empty if there is no key."""
+  text = json.dumps(json.loads(to_json(fields)), sort_keys=True)
+  key = _read_key()
+  return hmac.new(key, text.encode(), hashlib.sha256).hexdigest() if key else ''
+
+
+def _write_config(path: str, fields: dict[str, Any]) -> None:
+  """Writes and signs the `config.json` of a run that this user makes."""
+  if not os.path.lexists(key_path()):
+    _make_key()
+  signature = _signature(fields)
+  signed = fields | ({_SIGNATURE: signature} if signature else {})
+  write_json(os.path.join(path, 'config.json'), signed)
+
+
+def is_own(path: str, config: ConfigDict) -> bool:
+  """Returns whether this user's key signed `config`, that of a run in `path`.
+
+  The signature is that of the contents, so it holds in any directory.
+  """
+  found = read_json(os.path.join(path, 'config.json')).get(_SIGNATURE)
+  expected = _signature(config.to_dict())
+  return bool(expected) and hmac.compare_digest(
+    str(found).encode(errors='replace'), expected.encode()
+  )
+
+
+def sign(path: str, config: ConfigDict) -> None:
+  """Signs the configuration of a run, if its directory can be written."""
+  if not is_own(path, config):
+    with contextlib.suppress(OSError):
+      _write_config(path, config.to_dict())
 
 
 def task_name(config: ConfigDict) -> str:
@@ -249,6 +339,7 @@ def read_config(path: str, required: Set[str] = _REQUIRED) -> ConfigDict:
       message += f'; it contains the run {os.path.dirname(newest)}'
     raise ValueError(message)
   fields = read_json(os.path.join(path, 'config.json'))
+  fields.pop(_SIGNATURE, None)
   names = flatten(fields)
   has_options = isinstance(names.get('env.options'), dict)
   if not (has_options and required <= set(names)):
@@ -322,7 +413,7 @@ def make(path: str, config: ConfigDict) -> None:
     contents = agents(path, config) | {path: config.to_dict()}
     for directory, fields in contents.items():
       os.makedirs(directory, exist_ok=True)
-      write_json(os.path.join(directory, 'config.json'), fields)
+      _write_config(directory, fields)
   except OSError as error:
     raise ValueError(
       f'--workdir={path} cannot be written ({error.strerror}); '
@@ -331,20 +422,23 @@ def make(path: str, config: ConfigDict) -> None:
 
 
 def update_config(path: str, config: ConfigDict) -> None:
-  """Writes the values of `CHANGEABLE` fields to each `config.json` of a run.
+  """Writes what a resumed run changes to each `config.json`, and signs it.
 
-  It raises a `WriteError` if this fails.
+  These are the `CHANGEABLE` fields, and `env.path`: this user trusts the path
+  of `config`, but perhaps not the saved one. It raises a `WriteError` if this
+  fails.
   """
   # Write the run's main file first. If the process is killed before the next
   # file, a resumed run reads the new values and writes the other files.
   contents = {path: config.to_dict()} | agents(path, config)
   for directory, own in contents.items():
     fields, saved = flatten(own), read_config(directory)
-    values = {name: fields[name] for name in CHANGEABLE if name in fields}
-    if not values.items() <= flatten(saved.to_dict()).items():
+    before, names = flatten(saved.to_dict()), {*CHANGEABLE, 'env.path'}
+    values = {k: fields[k] for k in names & fields.keys() & before.keys()}
+    if not values.items() <= before.items() or not is_own(directory, saved):
       saved.update_from_flattened_dict(values)
       with write_errors('config.json', OSError):
-        write_json(os.path.join(directory, 'config.json'), saved.to_dict())
+        _write_config(directory, saved.to_dict())
 
 
 @contextlib.contextmanager
@@ -355,7 +449,8 @@ def lock(path: str) -> Iterator[None]:
       os.makedirs(path, exist_ok=True)
       # The lock needs a separate file, because a run replaces its other files.
       # The file is open for writing, because NFS requires this for a lock.
-      file = open(os.path.join(path, '.lock'), 'a', encoding='utf-8')
+      name = os.path.join(path, '.lock')
+      file = open(name, 'a', encoding='utf-8', opener=open_no_link)
       fcntl.flock(stack.enter_context(file), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise ValueError(

@@ -17,12 +17,12 @@ from podrl.core import learner, memory, meta, population
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
-from podrl.envs import SUITES, Suite, add_current_directory, add_to_path
+from podrl.envs import SUITES, Suite, make_importable
 from podrl.messages import check_choice
 from podrl.records import checkpoint, workdir
 from podrl.records.workdir import agents, as_config, flatten, num_agents
 from podrl.run import devices, evaluation
-from podrl.run.config import check, meta_params
+from podrl.run.config import check, check_trust, meta_params
 from podrl.run.devices import Machine
 from podrl.run.evaluation import Evaluation
 
@@ -99,8 +99,7 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
 
 def _suite(config: ConfigDict) -> Suite:
   """Returns the suite, after making the user's modules importable."""
-  add_to_path(config.env.get('path', ''))
-  add_current_directory()
+  make_importable(config.env.name, config.env.get('path', ''))
   return SUITES[config.env.suite]
 
 
@@ -137,10 +136,12 @@ def _load_player(
   path: str, config: ConfigDict
 ) -> Callable[[chex.PRNGKey, types.Tree], types.Array]:
   """Loads a policy that plays in an environment; see `Suite.policy_options`."""
-  own, _, agent, variables, _ = load_agent(str(path))
-  names = [f'{x.env.suite}:{x.env.name}' for x in (config, own)]
+  # Compare first: nothing may be imported for another environment.
+  envs = [x.env for x in (config, workdir.find_agent(str(path))[1])]
+  names = [f'{x.suite}:{x.name}' for x in envs]
   if names[0] != names[1]:
     raise ValueError(f'{path} has learned {names[1]}, not {names[0]}')
+  own, _, agent, variables, _ = load_agent(str(path))
   variables = jax.tree.map(np.asarray, variables)  # For any device.
   carry = agent.initial_carry(np.zeros(1, np.int32))
   if own.network.get('recurrent', 'none') != 'none':
@@ -307,11 +308,17 @@ def hyperparams(
 
 
 def load_agent(
-  path: str, which: str | int = 'last', seed: int | None = None
+  path: str,
+  which: str | int = 'last',
+  seed: int | None = None,
+  trust: bool = False,
 ) -> tuple[ConfigDict, types.EnvSpec, types.Agent, types.Variables, int]:
   """Loads the fields of a `Policy` from a run; see `podrl.load`."""
   path, config, seed = workdir.find_agent(path, seed)
   step = checkpoint.find(path, which)
+  check_trust(path, config, trust)
+  if trust:  # The user does not need to say it again.
+    workdir.sign(path, config)
   spec = make_spec(config)
   agent = make_agent(config, spec)
   like = jax.eval_shape(agent.init, jax.random.key(0))

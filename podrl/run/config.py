@@ -6,7 +6,7 @@ table. The table `AGENTS` has the fields that an agent adds or changes.
 """
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import contextlib
 import importlib.util
 import itertools
@@ -25,8 +25,14 @@ from podrl.agents import ACTOR_CRITICS, AGENTS
 from podrl.core import meta
 from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
-from podrl.envs import SUITES, add_current_directory, module_directory
-from podrl.messages import check_choice, similar, suggest
+from podrl.envs import (
+  SUITES,
+  current_directory,
+  describe_import,
+  make_importable,
+  module_directory,
+)
+from podrl.messages import check_choice, printable, similar, suggest
 from podrl.networks.cores import CORES
 from podrl.networks.torsos import ACTIVATIONS, TORSOS
 from podrl.records import checkpoint, workdir
@@ -489,6 +495,31 @@ def _check_members(config: ConfigDict) -> None:
     check(workdir.as_config(fields))
 
 
+def check_trust(
+  path: str, config: ConfigDict, trust: bool, is_named: bool = False
+) -> None:
+  """Raises a ValueError if a run could import code that its user did not write.
+
+  Args:
+    path: the directory of the run.
+    config: its saved configuration. If neither `trust` nor the signature
+      speaks for it, this function clears `env.path`.
+    trust: whether the user trusts the run.
+    is_named: whether the user has named the environment, and so its module.
+  """
+  if trust or workdir.is_own(path, config):
+    return
+  name, directory = config.env.name, config.env.get('path', '')
+  if directory:
+    config.env.path = ''
+  if ':' in name and not is_named:
+    raise ValueError(
+      f'{path} would import {describe_import(name, directory)}, and you did '
+      f'not make this run, or not with the key {workdir.key_path()}; if you '
+      'trust this code, add --trust, or trust=True in Python'
+    )
+
+
 def parse_value(name: str, text: str, default: Any) -> Any:
   """Converts the text of an override to the type of the field's default.
 
@@ -543,6 +574,151 @@ def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
   return overrides, others
 
 
+# Words of other trainers (Stable-Baselines3, CleanRL, rejax, brax), after what
+# podrl calls the same thing: a flag, a field, or what to do instead.
+_WORDS = {
+  '--steps': 'total_timesteps num_timesteps n_timesteps timesteps total_steps '
+  'num_env_steps num_frames frames',
+  '--agent': 'algo algorithm alg',
+  '--seeds': 'n_seeds num_seeds',
+  '--workdir': 'logdir log_dir log_folder log_path output_dir out_dir exp_name '
+  'experiment_name run_name save_dir save_path',
+  '--init_from': 'trained_agent load_model model_path load_path pretrained '
+  'restore checkpoint_path load_checkpoint',
+  'env.num_envs': 'n_envs envs num_environments',
+  'unroll_length': 'num_steps n_steps rollout_length rollout_steps horizon',
+  'num_epochs': 'update_epochs n_epochs ppo_epochs num_update_epochs '
+  'num_updates_per_batch',
+  'num_minibatches': 'batch_size minibatch_size mini_batch_size num_mini_batch',
+  'num_devices': 'n_devices devices num_gpus gpus',
+  'agent.gamma': 'discount discounting discount_factor',
+  'agent.lambda_': 'gae_lambda lambda lam td_lambda',
+  'agent.clip': 'clip_coef clip_range clip_eps clip_epsilon clipping_epsilon',
+  'agent.entropy_cost': 'ent_coef entropy_coef entropy_coeff',
+  'agent.value_cost': 'vf_coef value_coef vf_coeff value_loss_coef',
+  'agent.normalize_advantage': 'norm_adv normalize_advantages',
+  'agent.normalize_observation': 'normalize_observations norm_obs normalize',
+  'agent.normalize_reward': 'norm_reward normalize_rewards reward_scaling',
+  'agent.initial_epsilon': 'start_e exploration_initial_eps eps_start',
+  'agent.final_epsilon': 'end_e exploration_final_eps eps_end',
+  'agent.target_period': 'target_network_frequency target_update_interval '
+  'target_update_freq',
+  'agent.target_rate': 'tau polyak',
+  'network.name': 'network policy policy_type net model arch',
+  'network.hidden_sizes': 'net_arch hidden_layer_sizes hidden_dim hidden_size '
+  'policy_kwargs agent_kwargs policy_hidden_layer_sizes',
+  'network.recurrent': 'lstm use_lstm rnn use_rnn',
+  'network.activation': 'activation_fn',
+  'optimizer.name': 'optimizer optim',
+  'optimizer.learning_rate': 'lr policy_lr q_lr step_size',
+  'optimizer.anneal': 'anneal_lr lr_schedule',
+  'optimizer.max_grad_norm': 'max_gradient_norm grad_clip clip_grad_norm',
+  'eval.num_episodes': 'eval_episodes n_eval_episodes num_eval_episodes '
+  'n_eval_envs num_eval_envs',
+  'eval.every_env_steps': 'eval_freq eval_frequency eval_interval eval_every '
+  'num_evals',
+  'eval.greedy': 'deterministic deterministic_eval',
+  'log.every_updates': 'log_interval log_freq log_every',
+  'log.tensorboard': 'tensorboard_log use_tensorboard',
+  'log.wandb': 'track use_wandb wandb_project wandb_project_name wandb_entity',
+  'checkpoint.every_env_steps': 'save_freq save_interval save_every '
+  'checkpoint_freq checkpoint_frequency',
+  'sebulba.threads_per_actor_device': 'num_workers n_workers num_actors '
+  'num_rollout_workers vec_env',
+  'sebulba.env_threads': 'num_threads n_threads',
+  'replay.capacity_steps': 'buffer_size memory_size replay_size '
+  'max_replay_size',
+  'replay.min_steps': 'learning_starts min_replay_size fill_buffer '
+  'start_steps warmup_steps',
+  'replay.sgd_steps_per_update': 'gradient_steps grad_updates_per_step '
+  'train_freq train_frequency',
+  'write the name without a flag, as in podrl train CartPole-v1': 'env env_id '
+  'env_name environment task gym_id game',
+  'write --config.env.options.NAME=VALUE for each': 'env_kwargs env_params',
+  'set the environment variable JAX_PLATFORMS, for example to cpu': 'device '
+  'cuda no_cuda gpu platform accelerator',
+  'later, podrl watch RUN records an episode': 'capture_video render '
+  'record_video video no_render',
+  'podrl always saves checkpoints, in the directory of the run': 'save_model '
+  'upload_model save save_replay_buffer',
+  'podrl always shows the progress': 'verbose progress progress_bar quiet',
+  "write --config.env.options.NAME=VALUE if the environment's library has such "
+  'an option': 'episode_length time_limit action_repeat frame_skip frame_stack',
+  'podrl has no such setting': 'target_kl clip_vloss clip_range_vf use_sde '
+  'torch_deterministic',
+}
+
+
+def _owners(name: str) -> str:
+  """Returns the architecture or the agents that have a field."""
+  base = FIELDS.keys() - _OPTIONAL
+  agents = (
+    k
+    for k, x in AGENTS.items()
+    if name in x.defaults or (name in base and name not in x.unused)
+  )
+  return _OWNERS.get(name) or ', '.join(agents)
+
+
+def _fields_named(word: str, known: Collection[str]) -> list[str]:
+  """Returns the fields whose name, or its last part, is `word`."""
+  found = [x for x in known if word in (x, x.rpartition('.')[2])]
+  # The fields of meta-gradients have the names of those that they tune.
+  return [x for x in found if not x.startswith('meta.')] or found
+
+
+def _similar_fields(word: str, known: Collection[str]) -> list[str]:
+  """Returns similar fields; the last part of a field counts first."""
+  near = similar(word, [x.rpartition('.')[2] for x in known])
+  return _fields_named(near[0], known) if near else similar(word, known)
+
+
+def explain_unknown(
+  argument: str, known: Collection[str], options: Collection[str]
+) -> str:
+  """Says that an argument is not understood, and what to write instead.
+
+  Args:
+    argument: the argument, with or without `--` and `=VALUE`.
+    known: the fields of the configuration.
+    options: the flags of the command.
+  """
+  flag, _, value = argument.lstrip('-').partition('=')
+  word = flag.replace('-', '_').lower()
+  flags_of = {field: name for name, field in _SHORT.items()}
+  known = [x for x in known if x not in ('env.options', 'agent.name')]
+  every = FIELDS.keys() | set().union(*(x.defaults for x in AGENTS.values()))
+  meant = next((k for k, x in _WORDS.items() if word in x.split()), '')
+
+  def write(name: str, value: str) -> str:
+    is_switch = name in FIELDS and isinstance(FIELDS[name].default, bool)
+    value = value or ('True' if is_switch else 'VALUE')
+    name = flags_of.get(name, name)
+    return f'--{name if name in options else f"config.{name}"}={value}'
+
+  last_parts = [x.rpartition('.')[2] for x in known]
+  if flag in options and not argument.startswith('-'):
+    advice = f'write --{argument}'
+  elif word == 'config':
+    advice = 'overrides have the form --config.FIELD=VALUE'
+  elif found := _fields_named(word, known):
+    advice = f'write {" or ".join(write(x, value) for x in found)}'
+  elif ' ' in meant:
+    advice = meant
+  elif meant in known or meant.startswith('--'):  # Its values may differ.
+    advice = f'write {write(meant.removeprefix("--"), "")}'
+  elif found := [meant] if meant else _fields_named(word, sorted(every)):
+    owners = _owners(found[0])
+    advice = f'{found[0]} is a field of {owners}, which this run does not use'
+  elif near := similar(word, [*options, *last_parts], 0.6):
+    found = [f'config.{x}' for x in _fields_named(near[0], known)]
+    names = [near[0]] if near[0] in options else found
+    advice = f'did you mean --{" or --".join(names)}'
+  else:
+    advice = '--help lists all flags and fields'
+  return f'{argument} is not understood; {advice}'
+
+
 def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
   """Sets fields from `--config.FIELD=VALUE` arguments, in place.
 
@@ -557,13 +733,9 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
   """
   names = set()
   overrides, others = _split_overrides(arguments)
-  for argument in others:
-    flag = argument.lstrip('-').partition('=')[0]
-    near = similar(flag, ['config', *_make_flags()])
-    remedy = 'overrides have the form --config.FIELD=VALUE'
-    if near and near[0] != flag:
-      remedy = f'did you mean --{near[0]}'
-    raise ValueError(f'{argument} is not understood; {remedy}')
+  if others:
+    fields = flatten(config.to_dict())
+    raise ValueError(explain_unknown(others[0], fields, [*_make_flags()]))
   for argument in overrides:
     name, equals, text = argument.partition('config.')[2].partition('=')
     if not equals:
@@ -576,22 +748,19 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
       continue
     known = sorted(set(flatten(config.to_dict())) - {'env.options'})
     if name not in known:
-      base = FIELDS.keys() - _OPTIONAL
-      agents = (
-        k
-        for k, x in AGENTS.items()
-        if name in x.defaults or (name in base and name not in x.unused)
-      )
       if name == 'env.options':
         raise ValueError(
           f'config.{name} cannot be set as a whole; set single options with '
           f'--config.{name}.NAME=VALUE'
         )
-      if owner := _OWNERS.get(name) or ', '.join(agents):
+      if owner := _owners(name):
         raise ValueError(
           f'config.{name} is a field of {owner}, which this run does not use'
         )
-      advice = suggest(name, known, 'config.')
+      near = _fields_named(name, known) or _similar_fields(field, known)
+      advice = suggest(name, known)
+      if near:
+        advice = f'did you mean config.{" or config.".join(near)}'
       raise ValueError(f'config.{name} is not a field; {advice}')
     if name == 'agent.name':
       raise ValueError(
@@ -637,6 +806,7 @@ class Files(NamedTuple):
   num_resumes: int = 0  # How often it has been resumed, this time included.
 
 
+TRUST = 'import the module that a run names, even if you did not make the run.'
 # Flags that are short names of fields.
 _SHORT = {'steps': 'total_env_steps', 'seed': 'seed', 'seeds': 'num_seeds'}
 
@@ -656,6 +826,7 @@ def _make_flags() -> flags.FlagValues:
     comment = f'short for --config.{field}.'
     flags.DEFINE_string(name, None, comment, values)
   flags.DEFINE_bool('resume', False, 'continue the run in --workdir.', values)
+  flags.DEFINE_bool('trust', False, TRUST, values)
   flags.DEFINE_bool('help', False, 'show this help.', values, short_name='h')
   for name, low, comment in (
     ('num_processes', 1, 'number of processes of the run.'),
@@ -681,13 +852,14 @@ def _make_flags() -> flags.FlagValues:
 
 
 def parse_command_line(
-  argv: Sequence[str], *, has_task: bool = False
+  argv: Sequence[str], *, has_task: bool = False, own: Collection[str] = ()
 ) -> CommandLine:
   """Parses a command line; raises a ValueError for a wrong flag.
 
   Args:
     argv: the script's path or the command, then its arguments.
     has_task: whether one of the arguments is the name of an environment.
+    own: further flags of the command, which hints may name.
   """
   values = _make_flags()
   try:
@@ -695,6 +867,10 @@ def parse_command_line(
   except flags.Error as error:
     raise ValueError(str(error)) from error
   overrides, others = _split_overrides(arguments)
+  if unknown := [x for x in others if x.startswith('-')]:
+    configs = base_config(values.agent), sebulba_config(values.agent)
+    known = dict.fromkeys(k for x in configs for k in flatten(x.to_dict()))
+    raise ValueError(explain_unknown(unknown[0], known, [*values, *own]))
   tasks = [x for x in others if has_task and not x.startswith('-')]
   if len(tasks) > 1:
     raise ValueError(f'expected one environment, got {" ".join(tasks)}')
@@ -748,15 +924,28 @@ def _new_run(values: flags.FlagValues, config: ConfigDict) -> Files:
   return Files(path, values.init_from)
 
 
+def _refuse_links(path: str, config: ConfigDict) -> None:
+  """Raises a ValueError if a run would write to directories elsewhere."""
+  agents = {path, *workdir.agents(path, config)}
+  names = {os.path.join(x, 'checkpoints') for x in agents} | agents - {path}
+  if links := sorted(filter(os.path.islink, names)):
+    raise ValueError(
+      f'{links[0]} is a link, and you did not make this run; replace the link '
+      'with a directory, or add --trust, or trust=True in Python'
+    )
+
+
 def _resume_run(
   path: str,
   config: ConfigDict,
   requested: set[str],
   exit_stack: contextlib.ExitStack,
+  trust: bool,
 ) -> Files:
   """Returns the files of the run in `path`, which `exit_stack` keeps locked.
 
-  `config` receives the run's own values, except for the fields `requested`.
+  `config` receives the run's own values, except for the fields `requested`. If
+  `trust` is false, perhaps another user made the run.
   """
   if parent := workdir.run_of_agent(path, or_series=True):
     raise ValueError(
@@ -780,9 +969,12 @@ def _resume_run(
         f'{num_updates * unit} steps that {part} has done; set a larger total'
       )
   for message in messages:
-    print(message, file=sys.stderr)
-  saved = workdir.read_config(path).env.get('path', '')
-  config.env.path = config.env.path or saved
+    print(printable(message), file=sys.stderr)
+  saved = workdir.read_config(path)
+  if not trust:
+    _refuse_links(path, saved)
+  own = saved.env.get('path', '') if trust else module_directory(saved.env.name)
+  config.env.path = config.env.path or own
   return Files(path, '', True, num_resumes)
 
 
@@ -806,17 +998,23 @@ def resolve_config(
     shared["podrl's code"] = version_of_code()
     cluster.compare(shared | {'jax': jax.__version__})
 
-  def find_run() -> tuple[bool, str]:
-    path, agent = values.workdir, values.agent
+  def find_run() -> tuple[bool, str, bool]:
+    path, agent, trust = values.workdir, values.agent, values.trust
     is_resumed = bool(path and values.resume and workdir.is_run(path))
-    if is_resumed and not values['agent'].present:
-      agent = workdir.read_config(path).agent.name
-    return is_resumed, agent
+    if is_resumed:
+      saved = workdir.read_config(path)
+      agent = agent if values['agent'].present else saved.agent.name
+      trust = trust or workdir.is_own(path, saved)
+    return is_resumed, agent, trust
 
-  is_resumed, agent = cluster.decide(find_run)
+  is_resumed, agent, trust = cluster.decide(find_run)
 
   def make_config() -> tuple[ConfigDict, set[str]]:
-    config = get_config(agent, values.variant)
+    given, values['trust'].value = values.trust, trust
+    try:  # Process 0 decides for all: the others may have another key.
+      config = get_config(agent, values.variant)
+    finally:
+      values['trust'].value = given
     requested = apply_overrides(config, command_line.overrides)
     if values.variant:
       requested |= {*flatten(config.to_dict())} - workdir.CHANGEABLE
@@ -839,12 +1037,13 @@ def resolve_config(
 
   # Only process 0 runs this. It completes `config`.
   def find_files() -> tuple[dict, Files]:
-    add_current_directory()
+    current_directory()  # It must exist.
+    make_importable(config.env.name)
     options, suite = config.env.options, SUITES.get(config.env.suite)
     for name in filter(options.get, suite.policy_options if suite else ()):
       options[name] = os.path.abspath(str(options[name]))
     if is_resumed:
-      files = _resume_run(values.workdir, config, requested, exit_stack)
+      files = _resume_run(values.workdir, config, requested, exit_stack, trust)
     else:
       files = _new_run(values, config)
     return config.to_dict(), files

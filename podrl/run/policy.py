@@ -138,7 +138,10 @@ class Policy:
 
 
 def load(
-  path: str | os.PathLike, which: str | int = 'last', seed: int | None = None
+  path: str | os.PathLike,
+  which: str | int = 'last',
+  seed: int | None = None,
+  trust: bool = False,
 ) -> Policy:
   """Loads the policy of a run; see `podrl.load`."""
-  return Policy(*build.load_agent(os.fspath(path), which, seed))
+  return Policy(*build.load_agent(os.fspath(path), which, seed, trust))

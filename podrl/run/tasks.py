@@ -10,7 +10,7 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.envs import Task, find_task
+from podrl.envs import Task, find_task, functions
 from podrl.messages import check_choice
 from podrl.records import workdir as files
 from podrl.records.terminal import podrl_command
@@ -19,6 +19,7 @@ from podrl.run import build, cluster, defaults, policy
 from podrl.run import config as configs
 from podrl.run import train as runs
 from podrl.run.signals import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
+from podrl.types import DeviceEnv
 
 # A run changes these settings of the whole process, and the verbosity of absl's
 # logs; `train` restores them.
@@ -65,7 +66,10 @@ def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
   text, values = command_line.task, command_line.flags
   saved = ConfigDict()
   if values.resume and files.is_run(values.workdir):
-    saved = files.read_config(values.workdir).env
+    config = files.read_config(values.workdir)
+    is_named = bool(text)
+    configs.check_trust(values.workdir, config, values.trust, is_named)
+    saved = config.env
     if text in ('', saved.name, f'{saved.suite}:{saved.name}'):
       return Task(saved.suite, saved.name), saved
   if not text and values.resume and values.workdir:
@@ -98,8 +102,21 @@ def _get_config(
   return defaults.make_config(task, agent, build.make_spec(config))
 
 
+def _name_of(env: Any) -> str:
+  """Returns the name of an environment that is an object of this program."""
+  if functions.makes_device_env(env) and '.' not in env.__qualname__:
+    return f'jax:{env.__module__}:{env.__name__}'
+  kind = env.__name__ if isinstance(env, type) else type(env).__name__
+  raise ValueError(
+    f"podrl.train takes the name of an environment, such as 'CartPole-v1', or "
+    'a function of a module that is annotated with -> DeviceEnv, but not this '
+    f"{kind}; register a gymnasium class with gymnasium.register('Mine-v0', "
+    "Mine), then call podrl.train('gymnasium:Mine-v0')"
+  )
+
+
 def train(
-  name: str,
+  name: str | Callable[..., DeviceEnv],
   agent: str,
   steps: float | None,
   seed: int,
@@ -107,11 +124,15 @@ def train(
   workdir: str | None,
   resume: bool,
   config: Mapping[str, Any],
+  trust: bool = False,
 ) -> Trained:
   """Trains an agent in an environment; see `podrl.train`."""
+  if not isinstance(name, str):
+    name = _name_of(name)
   options = {'agent': agent, 'steps': steps, 'workdir': workdir}
   options |= {'seed': seed or None, 'seeds': seeds if seeds != 1 else None}
   arguments = [name, *(['--resume'] if resume else ())]
+  arguments += ['--trust'] if trust else []
   arguments += [f'--{k}={x}' for k, x in options.items() if x is not None]
   for field, value in config.items():
     if isinstance(value, np.generic | np.ndarray):
@@ -138,7 +159,8 @@ def train(
   if outcome.exit_code == PREEMPTED:
     raise SystemExit(PREEMPTED)
   return Trained(
-    policy.load(outcome.workdir, seed=0),
+    # The run has used this configuration, and has written it.
+    policy.load(outcome.workdir, seed=0, trust=True),
     files.read_records(outcome.workdir),
     outcome.workdir,
   )

@@ -24,7 +24,7 @@ from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.drivers.energy import Meter
 from podrl.envs.joints import EnvironmentFailed
-from podrl.messages import count, format_size, one_line
+from podrl.messages import count, format_size, one_line, printable
 from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records
 from podrl.records.terminal import Terminal
@@ -166,7 +166,7 @@ def _local_devices(run: build.Run) -> list[jax.Device]:
 
 
 def _print_error(message: str) -> None:
-  print(f'error: {message}', file=sys.stderr, flush=True)
+  print(f'error: {printable(message)}', file=sys.stderr, flush=True)
 
 
 def _exit(exit_code: int) -> None:
@@ -257,7 +257,7 @@ def _find_seed(path: str, config: ConfigDict) -> Files | None:
   """Returns the files of a run's seed, or None if the seed is finished."""
   is_finished = workdir.is_finished(path, config.total_env_steps)
   text = 'is finished' if is_finished else f'trains seed {config.seed}'
-  print(f'{path} {text}', file=sys.stderr)
+  print(printable(f'{path} {text}'), file=sys.stderr)
   if is_finished:
     return None
   num_resumes, *_ = checkpoint.last_progress(path)
@@ -515,7 +515,7 @@ class _Trainer:
           'rounding and minibatch order differ, so the run is not bit-for-bit '
           'the same'
         )
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
     return found
 
   def _save(self) -> None:

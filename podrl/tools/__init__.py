@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import contextlib
+import errno
 import os
 import runpy
 import shlex
@@ -16,8 +17,9 @@ from rich import box
 from rich.table import Table
 
 from podrl.envs import add_to_path, module_directory
-from podrl.messages import one_line
-from podrl.run.config import CommandLine, apply_overrides
+from podrl.messages import one_line, printable, suggest
+from podrl.records import workdir
+from podrl.run.config import TRUST, CommandLine, apply_overrides
 
 
 def run_command(
@@ -57,7 +59,11 @@ def run_command(
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except (flags.Error, ValueError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
+    text = str(error)
+    if isinstance(error, flags.UnrecognizedFlagError):
+      name, names = error.flagname, [x for x in values if len(x) > 1]
+      text = f'{argv[0]} has no flag --{name}; {suggest(name, names, "--")}'
+    print(f'error: {printable(text)}', file=sys.stderr)
     return 2
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)
@@ -93,7 +99,10 @@ def define_integer(
 
 
 def policy_flags(default: int, most: int) -> flags.FlagValues:
-  """Defines --checkpoint, --greedy, --seed, and --episodes from 1 to `most`."""
+  """Defines the flags of commands that load a policy.
+
+  `default` is the default of --episodes, which is from 1 to `most`.
+  """
   values = flags.FlagValues()
   text = 'The number of episodes.'
   define_integer('episodes', default, text, 1, most, values)
@@ -103,6 +112,7 @@ def policy_flags(default: int, most: int) -> flags.FlagValues:
   flags.DEFINE_bool('greedy', None, text, values)
   text = 'The seed of the environments and the actions.'
   define_integer('seed', 0, text, 0, 2**31 - 1, values)
+  flags.DEFINE_bool('trust', False, TRUST, values)
   return values
 
 
@@ -129,11 +139,10 @@ def writing(path: str) -> Iterator[None]:
 
 def check_out(path: str) -> None:
   """Before the work begins, raises a ValueError if `path` cannot be written."""
-  is_new = not os.path.lexists(path)
-  with writing(path), open(path, 'ab'):
-    pass
-  if is_new:
-    os.remove(path)
+  with writing(path):
+    if os.path.isdir(path):
+      raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    tempfile.TemporaryFile(dir=os.path.dirname(path) or '.').close()
 
 
 def make_directory(path: str) -> None:
@@ -166,7 +175,8 @@ def figure(path: str, width: float, height: float) -> Iterator[Any]:
   yield figure
   for axes in figure.axes:
     axes.spines[['top', 'right']].set_visible(False)
-  figure.savefig(path, bbox_inches='tight')
+  with workdir.replacing(path) as temporary:
+    figure.savefig(temporary, bbox_inches='tight')
 
 
 def load_experiment(path: str) -> Callable[..., ConfigDict]:

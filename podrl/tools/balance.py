@@ -36,7 +36,7 @@ from podrl.drivers import culprits, limits
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
-from podrl.messages import count, one_line
+from podrl.messages import count, one_line, printable
 from podrl.records import workdir
 from podrl.records.recorder import Window
 from podrl.records.terminal import compact
@@ -472,14 +472,15 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
   workdir.refuse_series(path, config)
   if summary := workdir.read_summary(path):
     for name, text in limits.describe(summary):
-      print(f'{name}: {text}')
+      print(printable(f'{name}: {text}'))
   else:
-    print(f'{path} has not ended; at the end, summary.json names the limit')
+    text = f'{path} has not ended; at the end, summary.json names the limit'
+    print(printable(text))
   if config.sebulba.autotune:
     tools.make_directory(out)
     picture = os.path.join(out, 'balance.png')
     draw_decisions(path, picture)
-    print(f'drawn: {picture}')
+    print(printable(f'drawn: {picture}'))
 
 
 def _print_limits(config: ConfigDict, best: Record, base: Record) -> None:
@@ -496,7 +497,9 @@ def _print_limits(config: ConfigDict, best: Record, base: Record) -> None:
 
 def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Searches, prints and draws; with --apply, it also runs the experiment."""
-  command_line = parse_command_line(['balance', *arguments], has_task=True)
+  command_line = parse_command_line(
+    ['balance', *arguments], has_task=True, own=[*values]
+  )
   path, size_range = command_line.task, values.size_range
   own = [x for x in arguments if x != path]
   if os.path.isdir(path):

@@ -21,7 +21,7 @@ all-reduces; podrl scaling --help has their formula. It excludes Sebulba's
 environments, which run on the host.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 import dataclasses
 import math
 import os
@@ -572,15 +572,17 @@ def compile_command(
   target: Target,
   scale: bool = True,
   num_members: int = 0,
+  own: Collection[str] = (),
 ) -> tuple[ConfigDict, Report, dict[str, str]]:
   """Compiles a run for a target; `arguments` are those of a training command.
 
   If `scale` is true, each device has config.env.num_envs environments. If
-  `num_members` is above 1, the run is a program of a sweep. The function
-  returns the configuration, and the results of `compile_for`.
+  `num_members` is above 1, the run is a program of a sweep. Hints may name the
+  flags `own`. The function returns the configuration, and the results of
+  `compile_for`.
   """
   argv = ['podrl compile', *arguments]
-  command_line = configs.parse_command_line(argv, has_task=True)
+  command_line = configs.parse_command_line(argv, has_task=True, own=own)
   name, overrides = command_line.task, command_line.overrides
   # The configuration may depend on the platform.
   with spmd.compiling_for(target.platform):
@@ -623,7 +625,7 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   reports, task, path = [], '', ''
   for target in all_targets:
     config, report, texts = compile_command(
-      arguments, target, values.scale, values.members
+      arguments, target, values.scale, values.members, [*values]
     )
     reports.append(report)
     task = f'{config.env.name}, {config.agent.name}'

@@ -1,11 +1,12 @@
 """Evaluates a run's policy.
 
   podrl evaluate RUN [--episodes=N] [--checkpoint=last|best|UPDATES]
-      [--[no]greedy] [--seed=S] [--out=FILE]
+      [--[no]greedy] [--seed=S] [--out=FILE] [--trust]
 
 This command runs N episodes and prints their mean return, with a bootstrap 95 %
 interval. It writes these numbers and the return of every episode to FILE. By
-default, FILE is evaluation.json in the directory RUN.
+default, FILE is evaluation.json in the directory RUN. A run that somebody else
+made may need --trust; see docs/how-to/policy.md.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from podrl import tools
-from podrl.messages import count
+from podrl.messages import count, printable
 from podrl.records import workdir
 from podrl.run import build, policy
 from podrl.run.evaluation import bootstrap
@@ -28,7 +29,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   out = values.out or os.path.join(path, 'evaluation.json')
   if os.path.isdir(path):  # If it is not, `load` says so.
     tools.check_out(out)
-  loaded = policy.load(path, values.checkpoint)
+  loaded = policy.load(path, values.checkpoint, trust=values.trust)
   config = loaded.config
   config.eval.num_episodes = values.episodes
   if values.greedy is not None:
@@ -53,8 +54,9 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     'length': length,
     'returns': returns.tolist(),
   }
+  name = printable(config.env.name)
   print(
-    f'{config.env.name}, after {loaded.num_updates} updates: '
+    f'{name}, after {loaded.num_updates} updates: '
     f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
     f'{len(returns)} episodes of {length:.0f} steps'
   )
@@ -67,7 +69,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     )
   with tools.writing(out):
     workdir.write_json(out, result)
-  print(f'written: {out}')
+  print(printable(f'written: {out}'))
 
 
 def run(argv: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
-from podrl.messages import suggest
+from podrl.messages import printable, suggest
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run.evaluation import bootstrap
@@ -138,7 +138,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
       is_shared = not key.startswith(_SEEDS) and all(key in x for x in alike)
       if is_shared and any(x[key] != value for x in alike):
         label.append(f'{key.rpartition(".")[2]}={value}')
-    groups.append(Group(task, ', '.join(label), runs))
+    names = printable(task), printable(', '.join(label))
+    groups.append(Group(*names, runs))
   order = list(dict.fromkeys(group.task for group in groups))
   return sorted(groups, key=lambda group: order.index(group.task))
 
@@ -306,7 +307,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   if not runs and len(problems) == 1:
     raise ValueError(problems[0])
   for problem in problems:
-    print(f'skipped: {problem}', file=sys.stderr)
+    print(printable(f'skipped: {problem}'), file=sys.stderr)
   if not runs:
     raise ValueError('none of these runs can be drawn')
   known = {
@@ -333,7 +334,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     draw(groups, values.x, out, metrics)
   console = Console(highlight=False, markup=False)
   console.print(table(groups))
-  console.print(f'drawn: {out}', soft_wrap=True)
+  console.print(printable(f'drawn: {out}'), soft_wrap=True)
 
 
 def run(argv: Sequence[str]) -> int:

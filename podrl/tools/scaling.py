@@ -165,7 +165,7 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   for n in (sizes[0], sizes[len(sizes) // 2], sizes[-1]):
     target = all_targets[n]
     console.print(f'compiling for {target.name}', style='dim')
-    config, reports[n], _ = compile_command(arguments, target)
+    config, reports[n], _ = compile_command(arguments, target, own=[*values])
   rows = predict(reports, all_targets)
   task = f'{config.env.name}, {config.agent.name}'
   num_envs = config.env.num_envs // sizes[-1]

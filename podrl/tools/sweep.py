@@ -23,7 +23,7 @@ the returns and the best setting, and draws them.
 """
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 import itertools
 import json
 import math
@@ -288,10 +288,13 @@ def draw(results: Sequence[Result], title: str, path: str) -> None:
 
 
 def _experiment(
-  argv: Sequence[str],
+  argv: Sequence[str], own: Collection[str] = ()
 ) -> tuple[Callable[..., ConfigDict], configs.CommandLine]:
-  """Parses the arguments of a training command; see `tasks.parse`."""
-  command_line = configs.parse_command_line(argv, has_task=True)
+  """Parses the arguments of a training command; see `tasks.parse`.
+
+  Hints may name the flags `own`.
+  """
+  command_line = configs.parse_command_line(argv, has_task=True, own=own)
   if command_line.task.endswith('.py'):
     get_config = tools.load_experiment(command_line.task)
   else:
@@ -493,7 +496,7 @@ def _conclude(plan: _Plan) -> None:
 
 def _sweep(arguments: list[str], values: flags.FlagValues) -> int:
   """Trains the members, prints and draws their returns."""
-  get_config, command_line = _experiment(['podrl sweep', *arguments])
+  get_config, command_line = _experiment(['podrl sweep', *arguments], [*values])
   # Connect first, because a plan needs the environment's specification, which
   # may use devices.
   with connect(command_line.flags) as cluster:

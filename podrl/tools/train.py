@@ -13,6 +13,7 @@ which registers a gymnasium environment; MODULE may be in the current directory.
 from collections.abc import Sequence
 import sys
 
+from podrl.messages import printable
 from podrl.records.terminal import print_text
 from podrl.run import tasks, train
 from podrl.run.config import print_help
@@ -31,6 +32,6 @@ def run(argv: Sequence[str]) -> int:
     else:
       print_text(command_line.flags.get_help())
   except ValueError as error:
-    print(f'error: {error}', file=sys.stderr)
+    print(f'error: {printable(str(error))}', file=sys.stderr)
     return MISTAKE
   return DONE

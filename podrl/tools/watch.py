@@ -2,12 +2,14 @@
 
   podrl watch RUN [--out=FILE.gif|FILE.mp4] [--checkpoint=last|best|UPDATES]
       [--episodes=1] [--nogreedy] [--seed=0] [--max_steps=1000] [--fps=0]
+      [--trust]
 
 By default, FILE is episode.gif in the directory RUN. If the environment's
 library can draw pictures, FILE shows them. Otherwise, it shows the image that
 the agent observed, a drawing of a classic control task, or the observed numbers
 as bars. The text above each picture shows the return so far and the number of
-steps. FILE plays at about the speed of the real task.
+steps. FILE plays at about the speed of the real task. A run that somebody else
+made may need --trust; see docs/how-to/policy.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +29,8 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 from podrl import tools
 from podrl.core.learner import fold_into_rows
 from podrl.envs import envpool
-from podrl.messages import one_line
+from podrl.messages import one_line, printable
+from podrl.records import workdir
 from podrl.run import build, policy
 from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree, Variables
 
@@ -404,7 +407,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   if os.path.isdir(path):  # If it is not, `load` says so.
     tools.check_out(out)
   envpool.load_opengl()  # Call it before envpool is imported.
-  loaded = policy.load(path, values.checkpoint)
+  loaded = policy.load(path, values.checkpoint, trust=values.trust)
   config = loaded.config
   speed = real_speed(config, loaded.spec)
   episodes = []
@@ -422,12 +425,13 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     print(f'return {total:.6g}, {steps} steps{end}')
     episodes.append(episode)
   frames, seconds = to_frames(episodes, speed, values.fps)
-  with tools.writing(out):
-    write(out, frames, seconds)
+  with tools.writing(out), workdir.replacing(out) as temporary:
+    write(temporary, frames, seconds)
   if episodes[0].note:
     print(episodes[0].note)
   size = os.path.getsize(out) / 1e6
-  print(f'written: {out}, {len(frames)} frames, {size:.2f} MB')
+  text = f'written: {out}, {len(frames)} frames, {size:.2f} MB'
+  print(printable(text))
 
 
 def run(argv: Sequence[str]) -> int:

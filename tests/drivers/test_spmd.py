@@ -2,6 +2,7 @@
 
 import glob
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -137,3 +138,38 @@ def test_a_platform_to_compile_for():
     assert spmd.platform() == 'tpu' and spmd.has_accelerator()
     assert spmd.in_order_options() == {}
   assert spmd.platform() == 'cpu' and spmd.in_order_options()
+
+
+@pytest.mark.parametrize(
+  'available,container,ulimit,address,expected',
+  [
+    (8000, 'max', None, None, 8000 / 4),  # This process has four devices.
+    (8000, '6000', None, None, 6000 / 4),
+    (8000, '9000', None, None, 8000 / 4),
+    (8000, 'max', None, '127.0.0.1:80', 8000 / 8),  # There are two processes.
+    (8000, 'max', None, '[::1]:80', 8000 / 8),
+    (8000, 'max', None, '10.0.0.1:80', 8000 / 4),
+    (8000, 'max', 400, '127.0.0.1:80', 400 / 4),  # Each process has this much.
+    (8000, 'max', -1, None, 0),
+  ],
+)
+def test_the_memory_of_a_host_is_shared(
+  available, container, ulimit, address, expected, tmp_path, monkeypatch
+):
+  text = f'MemTotal: 9999999 kB\nMemAvailable: {available}000 kB\n'
+  (tmp_path / 'meminfo').write_text(text)
+  text = container if container == 'max' else str(1_024_000 * int(container))
+  (tmp_path / 'memory.max').write_text(text)
+  monkeypatch.setattr(spmd, '_MEMORY', str(tmp_path / 'meminfo'))
+  monkeypatch.setattr(spmd, '_LIMIT', str(tmp_path / 'memory.max'))
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  state = spmd.distributed.global_state
+  monkeypatch.setattr(state, 'coordinator_address', address)
+  limit = -1
+  if ulimit is not None:
+    page = os.sysconf('SC_PAGE_SIZE')
+    used = int(pathlib.Path('/proc/self/statm').read_text().split()[0]) * page
+    limit = used + 1_024_000 * ulimit
+  monkeypatch.setattr(spmd.resource, 'getrlimit', lambda kind: (limit, limit))
+  found = spmd._bytes_per_device() / 1_024_000
+  assert found == pytest.approx(expected, abs=30)  # The process may grow.

@@ -1,5 +1,7 @@
 """Tests the user's own functions as environments."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -11,10 +13,11 @@ def module(tmp_path, monkeypatch):
   text = """
 import jax, jax.numpy as jnp
 from podrl.envs import joints
-from podrl.types import Discrete, EnvSpec
+from podrl.types import DeviceEnv, Discrete, EnvSpec
 number = 3
+walks = []
 
-def count(length=4):
+def count(length=4) -> DeviceEnv:
   def reset(rng_key):
     return jnp.zeros(1), jnp.int32(0)
 
@@ -26,8 +29,20 @@ def count(length=4):
   spec = EnvSpec(obs, False, Discrete(2), 1, length)
   return joints.make_device_env(spec, reset, step)
 
-def wrong():
+def wrong() -> DeviceEnv:
   return 1
+
+def silent():
+  walks.append(1)
+
+def other() -> int:
+  return walks.append(1)
+
+def later(length=4) -> 'types.DeviceEnv':
+  return count(length)
+
+class Kind:
+  pass
 """
   (tmp_path / 'counting_envs.py').write_text(text)
   monkeypatch.syspath_prepend(tmp_path)
@@ -55,6 +70,11 @@ def test_an_option_is_an_argument_of_the_function(module):
     ('no_such_module:walk', {}, 'no_such_module cannot be imported'),
     ('counting_envs:counts', {}, 'has no function counts.*count'),
     ('counting_envs:number', {}, 'has no function number'),
+    ('counting_envs:silent', {}, r'write def silent\(...\) -> DeviceEnv$'),
+    ('counting_envs:other', {}, r'write def other\(...\) -> DeviceEnv$'),
+    ('counting_envs:Kind', {}, r'write def Kind\(...\) -> DeviceEnv$'),
+    ('os:system', {'command': 'true'}, 'calls system only if it is a Python'),
+    ('os:getcwd', {}, 'calls getcwd only if it is a Python function'),
     ('counting_envs:wrong', {}, 'must return a DeviceEnv, not a int'),
     ('counting_envs:count', {'size': 1}, 'count failed: TypeError'),
   ],
@@ -62,3 +82,9 @@ def test_an_option_is_an_argument_of_the_function(module):
 def test_a_mistake_is_explained(module, name, options, message):
   with pytest.raises(ValueError, match=message):
     functions.make(name, **options)
+  called = getattr(sys.modules.get('counting_envs'), 'walks', [])
+  assert called == []
+
+
+def test_an_annotation_may_be_a_text(module):
+  assert functions.make('counting_envs:later').spec.max_episode_steps == 4

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 import subprocess
@@ -886,6 +887,37 @@ def test_tpu_goes_on_after_a_preemption(life, tmp_path):
     'life 1 line 1\nexit 0\n'
   )
   assert not cloud.exists
+
+
+@pytest.mark.parametrize('accelerator', ['v4-16', 'tpu7x-16'])
+def test_tpu_passes_the_words_of_the_command_on(accelerator, tmp_path):
+  is_group = accelerator == 'tpu7x-16'
+  life = {
+    'follow': '1 0',
+    'states': 'RUNNING/RUNNING' if is_group else 'ACTIVE',
+  }
+  cloud = _Cloud(tmp_path, life, machines='slice-a\nslice-b')
+  _write(cloud.path / 'new.py', '')
+  words = (
+    'me@host',
+    '@host',
+    '@host_:x',
+    '--config.env.options.map=a.py',
+    'b.py',
+  )
+  command = ('python', 'experiments/x.py', *words)
+  code, _, stderr = cloud.run(accelerator=accelerator, command=command)
+  assert code == 0, stderr
+  starts = [x for x in cloud.calls() if ' start ' in ' '.join(x)]
+  assert len(starts) == 1 + is_group
+  for call in starts:
+    (line,) = [x for x in call if x.startswith('--command=')]
+    assert shlex.split(line)[4:10] == [*command[1:]]
+  for script in ('new.py', '/x/experiments/y.py'):
+    code, _, stderr = cloud.run(command=('bin/python3', script))
+    assert code == 2 and f'{script} is not in the last commit' in stderr
+  code, _, stderr = cloud.run(command=(*command, 'new.py'))
+  assert code == 2 and 'new.py is not in the last commit' in stderr
 
 
 def test_tpu_sees_that_the_node_has_gone(tmp_path):

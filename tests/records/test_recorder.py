@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 
+import gymnasium
 import helpers
 import numpy as np
 import pytest
 import rich.console
 from tensorboard.backend.event_processing import event_accumulator
 
+from podrl.agents import AGENTS
+from podrl.envs import SUITES
 from podrl.messages import format_size
 from podrl.records import recorder, terminal, workdir
 from podrl.records.workdir import WriteError
@@ -571,3 +574,44 @@ def test_steps_and_joints_of_seeds_still_add_up():
     [{'env_steps': x, 'num_joints': y} for x, y in pairs]
   )
   assert mean == {'env_steps': 94, 'num_joints': 6}
+
+
+@pytest.mark.parametrize(
+  'suite,name,agent,expected',
+  [
+    ('gymnax', 'Catch-bsuite', 'ppo', True),
+    ('gymnax', 'Catch-bsuite', 'own', False),
+    ('gymnasium', 'CartPole-v1', 'ppo', True),
+    ('gymnasium', 'my_envs:Walk-v0', 'ppo', True),
+    ('gymnasium', 'Class-v0', 'ppo', False),
+    ('gymnasium', 'Text-v0', 'ppo', False),
+    ('jax', 'my_envs:walk', 'ppo', True),
+    ('jax', '__main__:walk', 'ppo', False),
+    ('own', 'Walk', 'ppo', False),
+  ],
+)
+def test_only_commands_that_can_work_are_printed(
+  suite, name, agent, expected, monkeypatch
+):
+  monkeypatch.setitem(AGENTS, 'own', AGENTS['ppo'])
+  monkeypatch.setitem(SUITES, 'own', SUITES['gymnax'])
+  for own_name, entry in ('Class-v0', object), ('Text-v0', 'my_envs:Walk'):
+    spec = gymnasium.envs.registration.EnvSpec(own_name, entry)
+    monkeypatch.setitem(gymnasium.registry, own_name, spec)
+  config = _config()
+  config.env.suite, config.env.name, config.agent.name = suite, name, agent
+  lines = _lines(False, monkeypatch, [_RECORD], config).splitlines()
+  podrl = terminal.podrl_command()
+  printed = [x.split()[1] for x in lines if x.startswith(f'{podrl} ')]
+  assert printed == ['plot', *(['watch', 'evaluate'] if expected else [])]
+  # A script can resume its own run, but `podrl train` cannot.
+  for command in (f'{podrl} train --resume', 'python x.py --resume'):
+    monkeypatch.setattr(terminal.Terminal, '_describe_steps', lambda *_: '')
+    panel = terminal.Terminal(config, 100, 2048)
+    with io.StringIO() as out:
+      panel._console.file = out
+      ending = {'wall_seconds': 3.0, 'compile_seconds': 1.0, 'devices': 2}
+      ending |= {'platform': 'cpu', 'exit': 'interrupted'}
+      panel.print_summary(_RECORD | ending, 'runs/x', command)
+      is_shown = expected or command.startswith('python')
+      assert (command in out.getvalue()) == is_shown

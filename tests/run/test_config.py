@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,10 @@ def test_a_command_quotes_what_the_shell_would_split():
   [
     ('--config.sed=3', 'did you mean config.seed'),
     ('--config.agent.gama=.9', 'config.agent.gamma'),
-    ('--config.learning_rate=.9', 'config.optimizer.learning_rate'),
+    ('--config.learning_rate=.9', 'did you mean config.optimizer.learning_'),
+    ('--config.gamma=.9', 'did you mean config.agent.gamma$'),
+    ('--config.agent.learning_rate=.9', 'did you mean config.optimizer.lear'),
+    ('--config.env.num_env=.9', 'did you mean config.env.num_envs$'),
     ('--config.seed.x=3', 'not a field'),
     ('--config.sebulba.autotune=True', 'autotune is a field of Sebulba, which'),
     ('--config.sebulba.autotun=True', 'not a field'),
@@ -131,6 +135,78 @@ def test_mistakes_are_one_line(argument, message):
   with pytest.raises(ValueError, match=message) as error:
     apply_overrides(base_config('ppo'), [argument])
   assert '\n' not in str(error.value)
+
+
+# What users of Stable-Baselines3, CleanRL, rejax and brax type.
+_HINTS = {
+  '--total-timesteps=1e6': 'write --steps=VALUE',
+  '--num_timesteps=1e6': 'write --steps=VALUE',
+  '--env-id=CartPole-v1': 'as in podrl train CartPole-v1',
+  '--env=CartPole-v1': 'as in podrl train CartPole-v1',
+  '--num_envs=8': 'write --config.env.num_envs=8',
+  '--n-envs=8': 'write --config.env.num_envs=VALUE',
+  '--learning_rate=1e-3': 'write --config.optimizer.learning_rate=1e-3',
+  '--lr=1e-3': 'write --config.optimizer.learning_rate=VALUE',
+  '--gamma=0.9': 'write --config.agent.gamma=0.9',
+  '--gamma': 'write --config.agent.gamma=VALUE',
+  '--discounting=0.9': 'write --config.agent.gamma=VALUE',
+  '--gae-lambda=0.9': 'write --config.agent.lambda_=VALUE',
+  '--n_steps=128': 'write --config.unroll_length=VALUE',
+  '--batch_size=64': 'write --config.num_minibatches=VALUE',
+  '--update-epochs=4': 'write --config.num_epochs=VALUE',
+  '--clip-coef=0.2': 'write --config.agent.clip=VALUE',
+  '--ent_coef=0.01': 'write --config.agent.entropy_cost=VALUE',
+  '--device=cuda': 'set the environment variable JAX_PLATFORMS',
+  '--network=mlp': 'write --config.network.name=VALUE',
+  '--net_arch=64': 'write --config.network.hidden_sizes=VALUE',
+  '--wandb': 'write --config.log.wandb=True',
+  '--track': 'write --config.log.wandb=True',
+  '--capture-video': 'podrl watch RUN records an episode',
+  '--algo=dqn': 'write --agent=VALUE',
+  '--num-seeds=3': 'write --seeds=3',
+  '--logdir=x': 'write --workdir=VALUE',
+  '--eval-freq=100': 'write --config.eval.every_env_steps=VALUE',
+  '--num_episodes=3': 'write --config.eval.num_episodes=3',
+  '--buffer_size=10': 'replay.capacity_steps is a field of dqn, rainbow',
+  '--exploration-fraction=1': 'agent.exploration_fraction is a field of pqn',
+  '--target-kl=0.1': 'podrl has no such setting',
+  '--episode_length=9': "if the environment's library has such an option",
+  '--nmu_envs=8': 'did you mean --config.env.num_envs',
+  '--wordir=x': 'did you mean --workdir',
+  '--axes=x': 'did you mean --axis',
+  '--qqq': '--help lists all flags and fields',
+}
+
+
+@pytest.mark.parametrize('argument', _HINTS)
+def test_a_flag_of_another_trainer_gets_the_right_hint(argument):
+  argv = ['podrl train', argument, '100', 'CartPole-v1']
+  message = f'{argument} is not understood; '
+  with pytest.raises(ValueError, match=re.escape(message)) as error:
+    configs.parse_command_line(argv, has_task=True, own=['axis'])
+  advice = str(error.value).removeprefix(message)
+  assert advice.endswith(_HINTS[argument]) or (
+    advice.startswith(_HINTS[argument]) and '=' not in _HINTS[argument]
+  )
+
+
+def test_a_hint_names_a_field_that_the_agent_has():
+  argv = ['podrl train', '--agent=dqn', '--batch_size=64']
+  with pytest.raises(ValueError, match='write --config.replay.batch_size=64$'):
+    configs.parse_command_line(argv)
+  with pytest.raises(ValueError, match='; write --seed=3$'):
+    apply_overrides(base_config('ppo'), ['seed=3'])
+
+
+def test_every_hint_names_a_field_and_no_field_is_a_word_of_others():
+  config = {*FIELDS, *(k for x in AGENTS.values() for k in x.defaults)}
+  flags = {*configs._make_flags()}
+  words = [w for x in configs._WORDS.values() for w in x.split()]
+  assert len(words) == len({*words}) > 100
+  for target in configs._WORDS:
+    name = target.removeprefix('--')
+    assert ' ' in target or name in (flags if target[0] == '-' else config)
+  assert flags.isdisjoint(words)
 
 
 def test_fields_of_others_name_their_owner():

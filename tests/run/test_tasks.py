@@ -16,10 +16,12 @@ import pytest
 
 import podrl
 from podrl import __main__ as cli
+from podrl.envs import brax
 from podrl.records import workdir
 from podrl.records.terminal import podrl_command
 from podrl.run import tasks, train
 from podrl.tools import evaluate
+from podrl.types import DeviceEnv
 
 _TINY = {
   'total_env_steps': 256,
@@ -240,6 +242,50 @@ def test_python_raises_mistakes_and_failures(home, capsys):
   assert str(failure.value).startswith(message)
   assert isinstance(failure.value.__cause__.__cause__, OSError)
   assert json.loads((home / 'a' / 'summary.json').read_text())['error']
+
+
+def test_python_says_which_objects_it_accepts(home, monkeypatch):
+  import gymnasium
+
+  monkeypatch.syspath_prepend(home)
+  from my_envs import Walk
+
+  for env, kind in (
+    (gymnasium.make('CartPole-v1'), 'this TimeLimit'),
+    (Walk, 'this Walk'),
+    (lambda: None, 'this function'),
+    (None, 'this NoneType'),
+  ):
+    with pytest.raises(ValueError, match=f'takes the name of .* {kind};'):
+      podrl.train(env)
+
+  def walk() -> DeviceEnv: ...
+
+  with pytest.raises(ValueError, match='this function;'):
+    podrl.train(walk)  # Only this program could find it.
+  seen = []
+  monkeypatch.setattr(tasks, 'parse', lambda x: seen.append(x) or 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    podrl.train(brax.make)
+  assert seen[0][0] == 'jax:podrl.envs.brax:make'
+
+
+@pytest.mark.parametrize(
+  'name,message',
+  [
+    ('my_envs:walk', 'makes a DeviceEnv, write jax:my_envs:walk\n'),
+    ('my_envs:Walk', 'Walk is a class; register it with gymnasium.register\n'),
+  ],
+)
+def test_a_module_without_this_environment(
+  name, message, home, monkeypatch, capsys
+):
+  with open('my_envs.py', 'a') as file:
+    file.write('def walk(): pass\n')
+  assert _run(monkeypatch, name) == train.MISTAKE
+  said = f'error: env.name={name} is not a gymnasium environment; '
+  found = capsys.readouterr().err
+  assert found.startswith(said) and found.endswith(message)
 
 
 @pytest.fixture

@@ -287,7 +287,7 @@ def test_a_memory_that_does_not_fit_the_container_is_refused(
   monkeypatch.setattr(spmd, '_LIMIT', str(tmp_path / 'memory.max'))
   assert helpers.run(tmp_path / 'run', '--agent=dqn') == train.MISTAKE
   # The machine's four devices share 1 MB.
-  message = 'each device, which has 0.000233 GiB; divide the capacity by'
+  message = 'each device, which has 0.000233 GiB left; divide the capacity by'
   assert message in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from podrl.run.config import sebulba_config
 from podrl.tools import evaluate
 
 
-def _untrained(path, which):
+def _untrained(path, which, trust):
   """Returns what `policy.load` would for a Sebulba run, with new parameters."""
   config = sebulba_config('ppo')
   config.env.suite, config.env.name = 'envpool', 'FrozenLake-v1'
@@ -33,7 +33,9 @@ def test_the_result_is_printed_and_written(name, tmp_path, capsys, monkeypatch):
     run.mkdir()
     monkeypatch.setattr(policy, 'load', _untrained)
   argv = ['evaluate', str(run), '--episodes=40', '--nogreedy']
+  (run / 'evaluation.json').symlink_to(tmp_path / 'elsewhere')
   assert evaluate.run(argv) == 0
+  assert not (tmp_path / 'elsewhere').exists()
   found = json.loads((run / 'evaluation.json').read_text())
   returns = np.asarray(found['returns'])
   assert len(returns) == found['episodes'] == 40 and not found['greedy']

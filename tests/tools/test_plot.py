@@ -240,10 +240,10 @@ def test_a_file_that_cannot_be_written_is_noticed_first(tmp_path, monkeypatch):
   tools.check_out(str(file))
   assert file.read_text() == 'a'
 
-  def refuse(path, mode):
+  def refuse(dir):
     raise PermissionError(13, 'Permission denied')
 
-  monkeypatch.setattr(tools, 'open', refuse, raising=False)
+  monkeypatch.setattr(tools.tempfile, 'TemporaryFile', refuse)
   with pytest.raises(ValueError, match='cannot be written: Permission denied'):
     tools.check_out(str(file))
 

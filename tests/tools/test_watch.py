@@ -232,7 +232,7 @@ def test_mujoco_draws_in_a_process_of_its_own(tmp_path):
     assert 'envpool' not in sys.modules
     import test_watch
     config = test_watch._config('HalfCheetah-v4', 'envpool')
-    watch.policy.load = lambda path, name: test_watch._random(config)
+    watch.policy.load = lambda path, name, trust: test_watch._random(config)
     sys.exit(watch.run(['watch', '.', '--max_steps=2']))
   """
   path = f'{_ROOT}{os.pathsep}{_ROOT / "tests" / "tools"}'
@@ -340,7 +340,7 @@ def run(tmp_path, monkeypatch):
   (tmp_path / 'r').mkdir()
   loaded = []
 
-  def load(path, name):
+  def load(path, name, trust):
     if not os.path.isdir(path):
       raise ValueError(f'{path} is not a run')
     loaded.append(name)
@@ -355,6 +355,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_the_command(run, capsys):
+  os.symlink('elsewhere.gif', 'r/episode.gif')
   assert run('r', '--checkpoint=best', '--fps=20') == 0
   assert run.loaded == ['best']
   text = capsys.readouterr().out
@@ -364,6 +365,7 @@ def test_the_command(run, capsys):
     assert image.info['duration'] == 50
     image.seek(9)
     assert image.info['duration'] == 1000  # The last frame stays longer.
+  assert not os.path.lexists('elsewhere.gif')
 
 
 def test_episodes_seeds_and_samples(run, capsys):
