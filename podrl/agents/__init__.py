@@ -50,6 +50,7 @@ class AgentEntry(NamedTuple):
     sequence_length: `(fields) -> int`, transitions of each sequence that the
       agent's memory gives. None means that the agent has no memory. `fields` as
       above.
+    warn: `(record) -> str`, a warning about a record of metrics, or ''.
   """
 
   make_agent: Callable[[EnvSpec, _Fields, _Fields], Agent]
@@ -62,6 +63,7 @@ class AgentEntry(NamedTuple):
   minibatch_unit: Callable[[_Fields], str] = lambda fields: 'environments'
   target_update: Callable[[_Fields], Callable[..., Any] | None] | None = None
   sequence_length: Callable[[_Fields], int] | None = None
+  warn: Callable[[_Fields], str] = lambda record: ''
 
   def make(
     self, spec: EnvSpec, fields: _Fields, network_fields: _Fields
@@ -143,7 +145,9 @@ def _with_memory(
   )
 
 
-_DQN = _with_memory(dqn, lambda fields: fields['agent.n_steps'])
+_DQN = _with_memory(
+  dqn, lambda fields: fields['agent.n_steps'], warn=dqn.warn_of_ends
+)
 AGENTS = {
   'ppo': AgentEntry(
     acting.with_network(ppo.make_agent),
@@ -182,7 +186,10 @@ AGENTS = {
   'r2d2': _with_memory(r2d2, r2d2.sequence_length),
   'sac': _with_memory(sac, lambda fields: 1),
   'muzero': _with_memory(
-    muzero, muzero.sequence_length, target_update=muzero.target_update
+    muzero,
+    muzero.sequence_length,
+    target_update=muzero.target_update,
+    warn=dqn.warn_of_ends,
   ),
 }
 # A program may add more, which the commands of podrl do not have.

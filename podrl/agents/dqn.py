@@ -58,6 +58,8 @@ COMMENTS = {
 
 RAINBOW = {
   **DEFAULTS,
+  # The atoms must cover the returns, whatever the size of the rewards.
+  'agent.normalize_reward': True,
   'agent.duelling': True,
   'agent.num_atoms': 51,
   'replay.priority_exponent': 0.5,
@@ -103,6 +105,23 @@ def check(fields: Mapping[str, Any]) -> None:
       f'config.agent.min_value={low} must be less than '
       f'config.agent.max_value={high}'
     )
+
+
+# Beyond this share of targets at the ends of a support, values are cut off. An
+# untrained network has 2 / 51 there.
+_MANY_AT_ENDS = 0.1
+
+
+def warn_of_ends(record: Mapping[str, Any]) -> str:
+  """Returns a warning if the atoms or bins do not cover the targets, or ''."""
+  share = record.get('targets_at_ends', 0.0)
+  if not share > _MANY_AT_ENDS:
+    return ''
+  return (
+    f'{share:.0%} of the targets are at the ends of the support, so the agent '
+    'cannot tell larger returns apart; use config.agent.normalize_reward=True, '
+    'or a wider support'
+  )
 
 
 def target_update(fields: Mapping[str, Any]) -> Callable[..., Any]:
@@ -264,6 +283,10 @@ def make_agent(
     values = hide_illegal(to_values(all_outputs), batch.obs)
     value = jnp.mean(batch.weight * jnp.max(values, axis=-1))
     metrics: Metrics = {'value': value}
+    if num_atoms > 1:
+      at_ends = batch.target[:, 0] + batch.target[:, -1]
+      is_valid = batch.weight > 0.0
+      metrics['targets_at_ends'] = jnp.mean(jnp.where(is_valid, at_ends, 0.0))
     return jnp.mean(batch.weight * each), LossOutput(metrics, priority)
 
   init = exploring.make_init(

@@ -580,6 +580,9 @@ def make_agent(
       'value': values[0],
     }
     metrics = {k: jnp.mean(batch.importance * x) for k, x in metrics.items()}
+    is_at_end = jnp.abs(returns.rescale(targets.value[:, 0])) >= largest
+    is_at_end &= (batch.importance > 0.0) & (targets.weight[:, 0] > 0.0)
+    metrics['targets_at_ends'] = jnp.mean(is_at_end, dtype=jnp.float32)
     # The loss does not change the value where an episode ends, so a priority
     # there would never fall.
     error = jnp.abs(values[0] - targets.value[:, 0])

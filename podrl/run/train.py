@@ -19,6 +19,7 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.agents import AGENTS
 from podrl.core.memory import SizeError
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.anakin import Anakin
@@ -310,6 +311,7 @@ class _Trainer:
   checkpoints: checkpoint.Checkpoints | None = None
   saved_seconds: float = 0.0  # When the last periodic checkpoint was written.
   updates_per_round: int = 1
+  has_warned: bool = False  # Whether the agent has warned of its records.
   profile_end: int = 0  # The number of updates at which profiling ends.
   # Those that a population's members may differ in, after it has evolved.
   hyperparams: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -691,6 +693,10 @@ class _Trainer:
       signals.note(self.cluster.decide(lambda: signals.exit_code))
       return False
     recorder.write(outcomes)
+    warning = AGENTS[self.config.agent.name].warn(recorder.last[0])
+    if warning and not self.has_warned and self.cluster.process == 0:
+      print(f'warning: {warning}', file=sys.stderr)
+      self.has_warned = True
     return True
 
   def _evaluate(self) -> list[Record] | None:
