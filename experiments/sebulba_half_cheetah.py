@@ -21,7 +21,9 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   if not is_actor_critic(agent):
     config.eval.num_episodes = 16
     config.eval.every_env_steps = 30_000
-    return apply_kinds(config, 'numbers', 'continuous')
+    apply_kinds(config, 'numbers', 'continuous')
+    config.total_env_steps = 300_000
+    return config
   config.env.num_envs = 16
   config.agent.entropy_cost = 0.0
   config.agent.normalize_observation = True

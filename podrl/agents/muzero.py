@@ -89,6 +89,7 @@ KINDS: dict[str, dict[str, Any]] = {
   'memory': {'unroll_length': 8},
   'continuous': {'agent.support': 60},
   'small image': {
+    'total_env_steps': 600_000,
     'env.num_envs': 16,
     'agent.n_steps': 30,
     'network.hidden_sizes': (128,),

@@ -69,12 +69,21 @@ CHANGEABLE = ('agent.gamma', 'agent.target_entropy')
 # See `AgentEntry.kinds`.
 KINDS: dict[str, dict[str, Any]] = {
   'numbers': {
-    'total_env_steps': 300_000,
+    'total_env_steps': 30_000,
     'agent.normalize_observation': False,
     'agent.normalize_reward': False,
   },
   'memory': {'unroll_length': 1},
   'continuous': {'agent.target_entropy': -1.0},
+  'action vector': {'total_env_steps': 100_000},
+  # An optimiser step for each step of an environment would take an hour.
+  'small image': {
+    'total_env_steps': 600_000,
+    'env.num_envs': 64,
+    'unroll_length': 4,
+    'replay.batch_size': 128,
+    'replay.sgd_steps_per_update': 16,
+  },
   'large image': dqn.LARGE_IMAGE,
   'large image on a CPU': {'network.hidden_sizes': (256,)},
 }

@@ -10,7 +10,7 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.envs import Task, find_task, functions
+from podrl.envs import SUITES, Task, find_task, functions
 from podrl.messages import check_choice
 from podrl.records import workdir as files
 from podrl.records.terminal import podrl_command
@@ -30,6 +30,9 @@ _JAX_SETTINGS = (
   'jax_persistent_cache_min_compile_time_secs',
   'jax_persistent_cache_min_entry_size_bytes',
 )
+
+# With less than this part of the usual steps, an agent may not begin to learn.
+_FEW_STEPS = 0.2
 
 
 class Trained(NamedTuple):
@@ -99,7 +102,36 @@ def _get_config(
   build.set_up_jax(config, cluster.num_processes())
   if task.note and jax.process_index() == 0:
     print(task.note, file=sys.stderr)
-  return defaults.make_config(task, agent, build.make_spec(config))
+  steps = config.total_env_steps
+  is_chosen = steps != defaults.base(task, agent).total_env_steps
+  config = defaults.make_config(task, agent, build.make_spec(config))
+  warnings = _warnings(task, config, steps if is_chosen else None)
+  if jax.process_index() == 0 and not saved:
+    for warning in warnings:
+      print(f'warning: {warning}', file=sys.stderr)
+  return config
+
+
+def _warnings(task: Task, config: ConfigDict, steps: int | None) -> list[str]:
+  """Returns why a run may not learn.
+
+  Args:
+    config: the settings for the task.
+    steps: the environment steps that the user chose, if any.
+  """
+  found, agent, usual = [], config.agent.name, config.total_env_steps
+  if steps is not None and steps < _FEW_STEPS * usual:
+    found.append(
+      f'{steps:,} steps are few: for a task of this kind, {agent} has '
+      f'{usual:,} by default'
+    )
+  needs_memory = SUITES[task.suite].needs_memory(task.name)
+  if needs_memory and 'recurrent' not in config.network:
+    found.append(
+      f'{task.name} needs a memory, which {agent} does not have; use '
+      '--agent=ppo or --agent=r2d2'
+    )
+  return found
 
 
 def _name_of(env: Any) -> str:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.agents import dqn, exploring
+from podrl.agents import AGENTS, dqn, exploring
 from podrl.types import Discrete, EnvSpec, Sample, TimeStep, Trajectory
 
 _OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -183,7 +183,7 @@ def test_atoms_and_the_duelling_head_by_hand():
   obs = sample.trajectory.timestep.obs
   batch = agent.prepare(variables, target, sample, None, lambda x: x)
   loss, output = agent.loss(variables, target, batch, None)
-  losses, divergences = [], []
+  losses, divergences, at_ends = [], [], []
   for b, (reward, discount, t) in enumerate(_by_hand(sample, 3)):
     values = _distributions(variables.params, obs[t, b], 5) @ support
     found = _distributions(target, obs[t, b], 5)[np.argmax(values)]
@@ -194,6 +194,7 @@ def test_atoms_and_the_duelling_head_by_hand():
       expected[low] += (low + 1 - place) * probability
       expected[min(low + 1, 4)] += (place - low) * probability
     np.testing.assert_allclose(batch.target[b], expected, atol=1e-5)
+    at_ends.append(expected[0] + expected[4])
     action = sample.trajectory.action[0, b]
     predicted = _distributions(variables.params, obs[0, b], 5)[action]
     losses.append(-np.sum(expected * np.log(predicted)))
@@ -203,6 +204,26 @@ def test_atoms_and_the_duelling_head_by_hand():
   priority = divergences * (np.arange(6) != 2)  # Row 2 begins with a joint.
   np.testing.assert_allclose(output.priority, priority, rtol=1e-3, atol=1e-5)
   np.testing.assert_allclose(loss, np.mean(batch.weight * losses), rtol=1e-4)
+  np.testing.assert_allclose(
+    output.metrics['targets_at_ends'],
+    np.mean(at_ends * (np.arange(6) != 2)),
+    rtol=1e-4,
+  )
+
+
+def test_a_narrow_support_is_reported_once(tmp_path, capfd):
+  narrow = ['--config.agent.min_value=-0.01', '--config.agent.max_value=0.01']
+  narrow += ['--config.replay.min_steps=64', '--config.log.every_updates=1']
+  narrow += ['--config.replay.batch_size=8']
+  assert helpers.run(tmp_path, '--agent=rainbow', *narrow) == 0
+  assert helpers.read_records(tmp_path)[-1]['targets_at_ends'] > 0.5
+  assert capfd.readouterr().err.count('at the ends of the support') == 1
+
+
+def test_rainbow_normalises_rewards_of_any_kind_of_task():
+  assert AGENTS['rainbow'].defaults['agent.normalize_reward']
+  assert not dqn.warn_of_ends({'targets_at_ends': 0.1})
+  assert dqn.warn_of_ends({'targets_at_ends': 0.164}).startswith('16% of')
 
 
 def test_actions_are_random_as_often_as_epsilon_says():

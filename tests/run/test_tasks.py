@@ -363,3 +363,41 @@ def test_the_folder_of_the_clone_does_not_shadow_the_package(tmp_path):
     [python, '-c', code], capture_output=True, text=True, cwd=home
   )
   assert outcome.stdout == 'load\n', outcome.stderr
+
+
+@pytest.mark.parametrize(
+  'arguments,expected',
+  [
+    (['Catch-bsuite', '--agent=muzero', '--steps=2e4'], '20,000 steps are few'),
+    (['Catch-bsuite', '--agent=muzero', '--steps=1e5'], ''),
+    (['Catch-bsuite', '--agent=muzero'], ''),
+    (['MemoryChain-bsuite', '--agent=dqn'], 'dqn does not have; use --agent='),
+    (['MemoryChain-bsuite', '--agent=r2d2'], ''),
+  ],
+)
+def test_a_run_that_may_not_learn_says_so(
+  arguments, expected, monkeypatch, capsys
+):
+  monkeypatch.setattr(tasks.build, 'set_up_jax', lambda *_: None)
+  get_config, command_line = tasks.parse(arguments)
+  get_config(command_line.flags.agent, '')
+  said = capsys.readouterr().err
+  assert (expected in said) if expected else said == ''
+
+
+@pytest.mark.parametrize(
+  'name,agent,expected',
+  [
+    ('Pendulum-v1', 'sac', 30_000),
+    ('CartPole-v1', 'sac', 30_000),
+    ('Breakout-MinAtar', 'sac', 600_000),
+    ('Breakout-MinAtar', 'muzero', 600_000),
+    ('Breakout-MinAtar', 'rainbow', 1_000_000),
+    ('Breakout-MinAtar', 'pqn', 10_000_000),
+    ('Breakout-MinAtar', 'ppo', 2_000_000),
+  ],
+)
+def test_each_agent_has_its_own_budget(name, agent, expected, monkeypatch):
+  monkeypatch.setattr(tasks.build, 'set_up_jax', lambda *_: None)
+  get_config, _ = tasks.parse([name])
+  assert get_config(agent, '').total_env_steps == expected
