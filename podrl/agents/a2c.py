@@ -11,6 +11,10 @@ from podrl.types import Agent
 DEFAULTS = {**impala.DEFAULTS, 'sebulba.max_lag': 0}
 # Without minibatches, small batches give more optimiser steps.
 _SMALL_BATCHES: dict[str, dict[str, Any]] = {
+  'action vector': {
+    'network.initial_scale': 0.3,
+    'optimizer.learning_rate': 2e-3,
+  },
   'small image': {'env.num_envs': 16},
   'large image on a CPU': {'unroll_length': 8, 'optimizer.learning_rate': 1e-3},
 }

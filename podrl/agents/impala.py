@@ -24,6 +24,23 @@ DEFAULTS = {
 # and a higher rate. Images: Huang et al. 2023, arXiv:2310.00036.
 KINDS: dict[str, dict[str, Any]] = {
   'numbers': {'unroll_length': 8, 'optimizer.learning_rate': 3e-3},
+  # With 64 environments, Pendulum-v1 stayed near -1,200: it needs many small
+  # updates, and exploration.
+  'continuous': {
+    'total_env_steps': 1_000_000,
+    'env.num_envs': 8,
+    'agent.lambda_': 0.9,
+    'agent.entropy_cost': 0.02,
+    'optimizer.learning_rate': 1.5e-3,
+  },
+  'action vector': {  # Chosen on HalfCheetah-v4.
+    'env.num_envs': 16,
+    'unroll_length': 32,
+    'num_minibatches': 4,
+    'agent.lambda_': 0.95,
+    'agent.entropy_cost': 0.0,
+    'optimizer.learning_rate': 1e-3,
+  },
   # With less entropy, the policy of Breakout-MinAtar soon becomes certain, and
   # its return stays near 6. Other small images were not tried.
   'small image': {

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from podrl.envs import envpool
 from podrl.networks import actor_critic, torsos
 from podrl.types import Discrete, EnvSpec
 
@@ -336,3 +337,18 @@ def test_vectors_join_the_leaves_of_an_observation():
 def test_an_image_too_small_is_refused():
   with pytest.raises(ValueError, match='36 x 36'):
     torsos.make_torso('nature_cnn', _spec((10, 10, 4)), hidden_sizes=(8,))
+
+
+@pytest.mark.parametrize('name', ['conv', 'nature_cnn', 'impala_resnet'])
+def test_untrained_features_of_pong_have_unit_scale(name):
+  env = envpool.make('Pong-v5', 4, [1, 2, 3, 4])
+  env.reset()
+  for _ in range(30):
+    obs = env.step(np.zeros(4, np.int32)).obs
+  env.close()
+  torso = torsos.make_torso(name, envpool.make_spec('Pong-v5'), (256,))()
+  params = jax.jit(torso.init)(jax.random.key(0), obs[:1])
+  features = jax.jit(torso.apply)(params, obs)
+  # With unit features, the value head gives values of about 1, the size of
+  # Pong's rewards.
+  assert 0.1 < np.sqrt(np.mean(np.square(features))) < 1.5
