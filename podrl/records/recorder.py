@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -23,6 +24,8 @@ from podrl.records import workdir
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
 from podrl.types import Episodes, Report
+
+_NUM_RESAMPLES = 2000  # Number of resampled means per bootstrap interval.
 
 
 class _Reduction(NamedTuple):
@@ -54,11 +57,63 @@ _REDUCTIONS = defaultdict(_Reduction) | {
 }
 
 
-def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
+def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Computes a 95 % confidence interval of the mean by resampling.
+
+  Every call draws the same random samples.
+
+  Args:
+    values: float64 `[N, ...]`, one row for each run or episode.
+
+  Returns:
+    The lower end and the upper end of the interval, `[...]` each.
+
+  Source: Efron 1979, Bootstrap Methods; the percentile interval.
+  """
+  rng = np.random.default_rng(0)
+  draws = rng.integers(len(values), size=(_NUM_RESAMPLES, len(values)))
+  means = np.stack([values[draw].mean(0) for draw in draws])
+  return tuple(np.percentile(means, [2.5, 97.5], axis=0))
+
+
+def spread(
+  returns: Sequence[float], names: Sequence[str], are_alike: bool
+) -> Record:
+  """Returns fields that say how the evaluated returns of N agents differ.
+
+  Args:
+    returns: float `[N]`, the mean return of each agent.
+    names: `[N]`, the names of the agents.
+    are_alike: whether the agents differ only in their seeds. Only then, the
+      mean has an interval.
+  """
+  values = np.array(returns, np.float64)
+  worst = int(np.argmin(values))  # If there is a NaN, this is its index.
+  fields = {
+    'eval_return_std': np.std(values).item(),
+    'eval_return_worst': values[worst].item(),
+    'eval_return_worst_agent': names[worst],
+  }
+  if are_alike:
+    low, high = map(float, bootstrap(values))
+    fields |= {'eval_return_low': low, 'eval_return_high': high}
+  return fields
+
+
+def merge_seeds(
+  records: Sequence[Record],
+  names: Sequence[str] = (),
+  *,
+  are_alike: bool = True,
+  in_turn: bool = False,
+) -> Record:
   """Merges records of several agents; keeps only numbers that all records have.
 
-  `in_turn` says that the agents ran one after another. In this case, the rates
-  of the agents are averaged instead of added.
+  Args:
+    records: a record of each agent.
+    names: the names of the agents; `are_alike`: see `spread`.
+    in_turn: whether the agents ran one after another. In this case, the rates
+      of the agents are averaged instead of added.
   """
   merged = {}
   for name in records[0]:
@@ -70,6 +125,11 @@ def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
       )
       is_count = all(isinstance(x, int) for x in values)
       merged[name] = round(value) if is_count else value
+  if names and all('eval_return' in x for x in records):
+    # In a record that was read from a file, None stands for NaN.
+    returns = [np.float64(x['eval_return']).item() for x in records]
+    merged['eval_return'] = float(np.mean(returns))
+    merged |= spread(returns, names, are_alike)
   return merged
 
 
@@ -77,16 +137,21 @@ def join_seeds(path: str, directories: Sequence[str]) -> Record:
   """Averages the records of a run's finished seeds, and writes the means.
 
   It returns the summary. In the summary, times are sums over all seeds, and
-  texts come from the last seed.
+  values that are no numbers come from the last seed.
   """
   runs = [
     {record['num_updates']: record for record in workdir.read_records(x)}
     for x in directories
   ]
   shared = [x for x in runs[0] if all(x in records for records in runs)]
-  lines = [merge_seeds([x[i] for x in runs], in_turn=True) for i in shared]
+  names = [os.path.basename(x) for x in directories]
+  merge = functools.partial(merge_seeds, names=names, in_turn=True)
+  lines = [merge([x[i] for x in runs]) for i in shared]
   summaries = [workdir.read_summary(x) for x in directories]
-  summary = summaries[-1] | merge_seeds(summaries, in_turn=True)
+  others = {
+    k: x for k, x in summaries[-1].items() if not isinstance(x, int | float)
+  }
+  summary = others | merge(summaries)
   for name in 'wall_seconds', 'compile_seconds':
     summary[name] = sum(x[name] for x in summaries)
   text = ''.join(workdir.to_json(line) + '\n' for line in lines)
@@ -379,6 +444,11 @@ class Recorder:
   def __post_init__(self):
     config, path = self.config, self.path
     directories = [*workdir.agents(path, config)]
+    self._merge = functools.partial(
+      merge_seeds,
+      names=[os.path.basename(x) for x in directories],
+      are_alike=workdir.are_alike(config),
+    )
     sgd_steps = sgd_steps_per_update(workdir.flatten(config.to_dict()))
     self._windows = [Window(self.frame_skip, sgd_steps) for _ in directories]
     paths = list(dict.fromkeys([path, *directories]))
@@ -497,7 +567,7 @@ class Recorder:
     for record, outcome in zip(records, outcomes):
       record |= outcome
     if len(records) > 1:
-      records.insert(0, merge_seeds(records))
+      records.insert(0, self._merge(records))
     records[0] |= self.describe(records[0])
     times = self.times()
     for record, sinks, last in zip(records, self.sinks, self.last):
