@@ -20,11 +20,13 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.agents import sgd_steps_per_update
+from podrl.drivers import energy
 from podrl.records import workdir
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
 from podrl.types import Episodes, Report
 
+_ENERGY = 'joules_per_second', 'frames_per_joule'
 _NUM_RESAMPLES = 2000  # Number of resampled means per bootstrap interval.
 
 
@@ -49,7 +51,9 @@ _REDUCTIONS = defaultdict(_Reduction) | {
   'num_unrolls_dropped': _COUNT,
   'num_actor_waits': _COUNT,
   'policy_lag_max': _Reduction(np.max, np.max),
-  'joules_per_second': _Reduction(processes=np.sum, seeds=np.sum),
+  energy.JOULES: _Reduction(processes=np.sum),
+  energy.MOVES: _Reduction(processes=np.min),
+  'joules_per_second': _RATE,
   'steps_per_second': _RATE,
   'frames_per_second': _RATE,
   'updates_per_second': _RATE,
@@ -190,21 +194,44 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
   return report._replace(episodes=Episodes(*episodes), **merged)
 
 
+def describe_energy(used: Sequence[float], frame_skip: int) -> Record:
+  """Returns the mean power and the frames per joule.
+
+  Args:
+    used: the joules, the environment steps and the seconds of the calls whose
+      energy is known, and how often the counter moved during them.
+    frame_skip: frames of an environment step.
+
+  The result is empty if the counter moved less than twice. Otherwise, the
+  duration of a step of the counter would decide the result.
+  """
+  joules, num_steps, seconds, num_moves = used
+  if num_moves < 2 or not joules:
+    return {}
+  return {
+    'joules_per_second': joules / seconds,
+    'frames_per_joule': num_steps * frame_skip / joules,
+  }
+
+
 @dataclasses.dataclass
 class Window:
   """Adds up the reports of one agent, and makes a record of each window."""
 
   frame_skip: int
   sgd_steps_per_update: int
-  # These four counts are of the whole run so far.
+  # These four counts, and `run_energy`, are of the whole run so far.
   env_steps: int = 0
   num_joints: int = 0
   num_updates: int = 0
   num_sgd_steps: int = 0
+  # What `describe_energy` needs.
+  run_energy: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 4)
   # All other numbers are sums since the last record, as types of JSON.
   rows: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
   episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 3)
   stages: dict[str, float] = dataclasses.field(default_factory=dict)
+  own_energy: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 4)
   num_predictions: int = 0
   num_updates_since_record: int = 0
   seconds: float = 0.0
@@ -222,15 +249,22 @@ class Window:
       self.rows.append({name: x.tolist() for name, x in rows.items()})
       num_learning = int(np.sum(is_learning))
       self.num_sgd_steps += num_learning * self.sgd_steps_per_update
-    for name, seconds in report.stages.items():
+    num_joints = int(np.sum(report.episodes.num_episodes))
+    num_steps = report.num_predictions - num_joints
+    stages = dict(report.stages)
+    joules, moves = (stages.pop(x, None) for x in (energy.JOULES, energy.MOVES))
+    for name, seconds in stages.items():
       self.stages[name] = self.stages.get(name, 0.0) + seconds
+    if joules is not None:
+      used = joules, num_steps, report.seconds, moves
+      self.own_energy = [x + y for x, y in zip(self.own_energy, used)]
+      self.run_energy = [x + y for x, y in zip(self.run_energy, used)]
     self.num_predictions += report.num_predictions
     self.num_updates_since_record += report.num_updates
     self.seconds += report.seconds
     self.num_updates += report.num_updates
-    num_joints = int(np.sum(report.episodes.num_episodes))
     self.num_joints += num_joints
-    self.env_steps += report.num_predictions - num_joints
+    self.env_steps += num_steps
 
   def progress(self) -> Record:
     """Returns the window's state as JSON; `resume` restores it bit for bit."""
@@ -266,10 +300,10 @@ class Window:
       if values.size:
         record[name] = float(_REDUCTIONS[name].updates(values))
     record |= {k: seconds * rate for k, seconds in self.stages.items()}
-    if joules := record.get('joules_per_second'):
-      record['frames_per_joule'] = record['frames_per_second'] / joules
+    record |= describe_energy(self.own_energy, self.frame_skip)
     counts = self.env_steps, self.num_joints, self.num_updates
-    self.resume(Window(0, 0, *counts, self.num_sgd_steps).progress())
+    totals = *counts, self.num_sgd_steps, self.run_energy
+    self.resume(Window(0, 0, *totals).progress())
     return record
 
 
@@ -599,8 +633,26 @@ class Recorder:
     finally:
       self.terminal.close()  # `sinks` contains it only after `open`.
 
-  def write_summaries(self, outcome: Record) -> None:
-    """Writes each `summary.json`: the last values and `outcome`."""
+  def summaries(self, outcome: Record) -> list[Record]:
+    """Returns the summary for each directory, the run's main one first.
+
+    It has the last value of each metric, the energy of the whole run, and
+    `outcome`.
+    """
+    used = [
+      describe_energy(window.run_energy, self.frame_skip)
+      for window in self._windows
+    ]
+    if len(used) > 1:
+      used.insert(0, merge_seeds(used))
+    summaries = []
+    for last, own in zip(self.last, used):
+      kept = {k: x for k, x in last.items() if k not in _ENERGY}
+      summaries.append(kept | own | outcome)
+    return summaries
+
+  def write_summaries(self, summaries: Sequence[Record]) -> None:
+    """Writes what `summaries` returned to each `summary.json`."""
     if self.sinks:  # Before `open`, do not replace an earlier summary.
-      for path, last in zip(self._paths, self.last):
-        workdir.write_json(os.path.join(path, 'summary.json'), last | outcome)
+      for path, summary in zip(self._paths, summaries):
+        workdir.write_json(os.path.join(path, 'summary.json'), summary)

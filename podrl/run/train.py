@@ -420,16 +420,16 @@ class _Trainer:
     if outcome.exit_code == MISTAKE:
       return outcome
     ending = self._describe(outcome)
+    summaries = recorder.summaries(ending)
     try:
-      recorder.write_summaries(ending)
+      recorder.write_summaries(summaries)
     except OSError as exception:
       error = f'no summary could be written: {exception}'
       error = '; '.join(filter(None, [outcome.error, error]))
       outcome = outcome._replace(exit_code=exit_code, error=error)
     if self.cluster.process == 0:
-      summary = recorder.last[0] | ending
       path = self.files.workdir
-      recorder.terminal.print_summary(summary, path, self.resume())
+      recorder.terminal.print_summary(summaries[0], path, self.resume())
     return outcome
 
   def _describe(self, outcome: Outcome) -> Record:

@@ -96,7 +96,7 @@ def test_a_window_resumes_from_its_progress():
 def test_processes_are_merged():
   def report(scale, steps):
     return _report(2, 0)._replace(
-      stages={'busy_cores': 0.1 * scale, 'joules_per_second': 10.0 * scale},
+      stages={'busy_cores': 0.1 * scale, 'joules': 10.0 * scale},
       own={
         'policy_lag': np.array([1.0, 2.0]) * scale,
         'policy_lag_max': np.array([1, 2]) * scale,
@@ -109,7 +109,7 @@ def test_processes_are_merged():
   merged = recorder.merge_processes(report(1, 10), [other])
   assert merged.num_predictions == 30
   np.testing.assert_allclose(merged.stages['busy_cores'], 0.2)
-  np.testing.assert_allclose(merged.stages['joules_per_second'], 40.0)
+  np.testing.assert_allclose(merged.stages['joules'], 40.0)
   np.testing.assert_allclose(merged.own['policy_lag'], [2.0, 4.0])
   assert merged.own['policy_lag_max'].tolist() == [3, 6]
   assert merged.own['num_actors'].tolist() == [4, 4]
