@@ -98,6 +98,8 @@ def make_evaluate(
   def evaluate(
     variables: Variables, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
   ) -> Evaluation | None:
+    if should_stop():  # Do not compile in vain.
+      return None
     state, keys = start(rng_key)
     for t in range(0, settings.max_episode_steps, _CHUNK_STEPS):
       if should_stop():
