@@ -252,13 +252,13 @@ class Window:
     num_joints = int(np.sum(report.episodes.num_episodes))
     num_steps = report.num_predictions - num_joints
     stages = dict(report.stages)
-    joules, moves = (stages.pop(x, None) for x in (energy.JOULES, energy.MOVES))
-    for name, seconds in stages.items():
-      self.stages[name] = self.stages.get(name, 0.0) + seconds
-    if joules is not None:
+    if energy.JOULES in stages:
+      joules, moves = stages.pop(energy.JOULES), stages.pop(energy.MOVES)
       used = joules, num_steps, report.seconds, moves
       self.own_energy = [x + y for x, y in zip(self.own_energy, used)]
       self.run_energy = [x + y for x, y in zip(self.run_energy, used)]
+    for name, seconds in stages.items():
+      self.stages[name] = self.stages.get(name, 0.0) + seconds
     self.num_predictions += report.num_predictions
     self.num_updates_since_record += report.num_updates
     self.seconds += report.seconds

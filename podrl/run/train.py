@@ -379,6 +379,7 @@ class _Trainer:
       if self.variables is not None:  # A resumed run cannot get them elsewhere.
         self._save()
     is_finished = self._loop()
+    assert self.checkpoints is not None
     self._save()
     if recorder.num_updates_since_record:
       recorder.write()  # After `_save`: a resumed run continues this window.
