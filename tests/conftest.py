@@ -34,12 +34,14 @@ def _set_up_jax() -> None:
 
   from podrl.drivers import spmd
   from podrl.envs.gymnax import import_gymnax
+  from podrl.run import signals
 
   # The tests compile much and compute little, so skip LLVM's optimisations.
   flags = [os.environ.get('XLA_FLAGS'), '--xla_backend_optimization_level=0']
   if jax.__version_info__ < (0, 11):  # Later versions need fusion emitters.
     flags.append('--xla_cpu_use_fusion_emitters=false')  # It doubles the speed.
   os.environ['XLA_FLAGS'] = ' '.join(filter(None, flags))
+  signals.PATIENCE_SECONDS = float('inf')  # A signal must not end the tests.
   jax.config.update('jax_platforms', 'cpu')
   spmd.set_num_cpu_devices(4)
   jax.config.update('jax_numpy_rank_promotion', 'raise')

@@ -35,10 +35,10 @@ import numpy as np
 import training
 
 from podrl.drivers.anakin import make_unroll
+from podrl.records.recorder import bootstrap
 from podrl.records.terminal import compact
 from podrl.run import build
 from podrl.run.config import base_config
-from podrl.run.evaluation import bootstrap
 from podrl.tools import plot
 from podrl.types import Driver
 

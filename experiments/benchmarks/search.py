@@ -32,8 +32,8 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.agents import muzero
+from podrl.records.recorder import bootstrap
 from podrl.run import build
-from podrl.run.evaluation import bootstrap
 from podrl.run.policy import Policy, load
 from podrl.types import Discrete, Masked, Tree
 

@@ -4,15 +4,18 @@ A checkpoint is a directory `checkpoints/NUM_UPDATES` with these items:
 `variables`, all that a policy needs; `memory`, what a learner remembers, if the
 checkpoint contains it; `state`, the rest of the driver's state; and `progress`,
 all other data as JSON. A checkpoint gets its name only when it is complete. It
-has SHA-256 digests of its files, because orbax does not detect damaged data. It
-has no hyperparameters, because the configuration contains them. Only those of a
-population, which change during the run, are in `progress`.
+has SHA-256 digests of its files, because orbax does not detect damaged data.
+If the run saves again after the same update, the file of the digests gets the
+newer progress. A checkpoint has no hyperparameters, because the configuration
+contains them. Only those of a population, which change during the run, are in
+`progress`.
 """
 
 import contextlib
 import copy
 import glob
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -138,7 +141,7 @@ class Checkpoints:
   def save(
     self, num_updates: int, state: Tree, progress: Record, best: int | None
   ) -> None:
-    """Writes a checkpoint in the background, unless it exists already.
+    """Writes a checkpoint in the background; an existing one gets `progress`.
 
     The driver can continue at once, except that `save` waits until a memory is
     written. `progress` is JSON that a resumed run needs in addition to the
@@ -148,6 +151,7 @@ class Checkpoints:
     if best is not None:
       self._policies[1:] = [checkpoint_managers.CustomSteps([best])]
     if num_updates == self._manager.latest_step():
+      self._replace_progress(num_updates, progress)
       return
     memory = learner_of(state).memory if self._with_memory else ()
     state = change_learner(state, memory=())
@@ -185,6 +189,22 @@ class Checkpoints:
       # A device may have no room for a copy of the memory.
       if jax.tree.leaves(memory):
         self._manager.wait_until_finished()
+
+  def _replace_progress(self, num_updates: int, progress: Record) -> None:
+    """Replaces the progress of a checkpoint, for example after an evaluation.
+
+    The new progress is in the file of the digests, which is replaced atomically
+    and has no digest itself.
+    """
+    with self._errors():
+      self._manager.wait_until_finished()
+      if jax.process_index():
+        return
+      before = _read_progress(self._path, num_updates)
+      progress = progress | {k: before[k] for k in ('arrays', 'memory')}
+      file = _directory(self._path, num_updates, 'digests.json')
+      contents = workdir.read_json(file) | {'progress': progress}
+      workdir.write_text(file, json.dumps(contents))  # It keeps NaN.
 
   def wait(self) -> None:
     """Waits until all checkpoints are written, or raises a `WriteError`."""
@@ -249,6 +269,10 @@ def _read(path: str, step: int, item: str, like: Tree) -> Tree:
 
 
 def _read_progress(path: str, step: int) -> Record:
+  with contextlib.suppress(ValueError):  # `_verify` finds damaged digests.
+    contents = workdir.read_json(_directory(path, step, 'digests.json'))
+    if 'progress' in contents:  # It replaces the one below.
+      return contents['progress']
   # Read the file without orbax, which would wait for the other processes.
   return workdir.read_json(_directory(path, step, 'progress', 'metadata'))
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -19,10 +20,14 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.agents import sgd_steps_per_update
+from podrl.drivers import energy
 from podrl.records import workdir
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
 from podrl.types import Episodes, Report
+
+_ENERGY = 'joules_per_second', 'frames_per_joule'
+_NUM_RESAMPLES = 2000  # Number of resampled means per bootstrap interval.
 
 
 class _Reduction(NamedTuple):
@@ -46,7 +51,9 @@ _REDUCTIONS = defaultdict(_Reduction) | {
   'num_unrolls_dropped': _COUNT,
   'num_actor_waits': _COUNT,
   'policy_lag_max': _Reduction(np.max, np.max),
-  'joules_per_second': _Reduction(processes=np.sum, seeds=np.sum),
+  energy.JOULES: _Reduction(processes=np.sum),
+  energy.MOVES: _Reduction(processes=np.min),
+  'joules_per_second': _RATE,
   'steps_per_second': _RATE,
   'frames_per_second': _RATE,
   'updates_per_second': _RATE,
@@ -54,11 +61,63 @@ _REDUCTIONS = defaultdict(_Reduction) | {
 }
 
 
-def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
+def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Computes a 95 % confidence interval of the mean by resampling.
+
+  Every call draws the same random samples.
+
+  Args:
+    values: float64 `[N, ...]`, one row for each run or episode.
+
+  Returns:
+    The lower end and the upper end of the interval, `[...]` each.
+
+  Source: Efron 1979, Bootstrap Methods; the percentile interval.
+  """
+  rng = np.random.default_rng(0)
+  draws = rng.integers(len(values), size=(_NUM_RESAMPLES, len(values)))
+  means = np.stack([values[draw].mean(0) for draw in draws])
+  return tuple(np.percentile(means, [2.5, 97.5], axis=0))
+
+
+def spread(
+  returns: Sequence[float], names: Sequence[str], are_alike: bool
+) -> Record:
+  """Returns fields that say how the evaluated returns of N agents differ.
+
+  Args:
+    returns: float `[N]`, the mean return of each agent.
+    names: `[N]`, the names of the agents.
+    are_alike: whether the agents differ only in their seeds. Only then, the
+      mean has an interval.
+  """
+  values = np.array(returns, np.float64)
+  worst = int(np.argmin(values))  # If there is a NaN, this is its index.
+  fields = {
+    'eval_return_std': np.std(values).item(),
+    'eval_return_worst': values[worst].item(),
+    'eval_return_worst_agent': names[worst],
+  }
+  if are_alike:
+    low, high = map(float, bootstrap(values))
+    fields |= {'eval_return_low': low, 'eval_return_high': high}
+  return fields
+
+
+def merge_seeds(
+  records: Sequence[Record],
+  names: Sequence[str] = (),
+  *,
+  are_alike: bool = True,
+  in_turn: bool = False,
+) -> Record:
   """Merges records of several agents; keeps only numbers that all records have.
 
-  `in_turn` says that the agents ran one after another. In this case, the rates
-  of the agents are averaged instead of added.
+  Args:
+    records: a record of each agent.
+    names: the names of the agents; `are_alike`: see `spread`.
+    in_turn: whether the agents ran one after another. In this case, the rates
+      of the agents are averaged instead of added.
   """
   merged = {}
   for name in records[0]:
@@ -70,6 +129,11 @@ def merge_seeds(records: Sequence[Record], *, in_turn: bool = False) -> Record:
       )
       is_count = all(isinstance(x, int) for x in values)
       merged[name] = round(value) if is_count else value
+  if names and all('eval_return' in x for x in records):
+    # In a record that was read from a file, None stands for NaN.
+    returns = [np.float64(x['eval_return']).item() for x in records]
+    merged['eval_return'] = float(np.mean(returns))
+    merged |= spread(returns, names, are_alike)
   return merged
 
 
@@ -77,16 +141,21 @@ def join_seeds(path: str, directories: Sequence[str]) -> Record:
   """Averages the records of a run's finished seeds, and writes the means.
 
   It returns the summary. In the summary, times are sums over all seeds, and
-  texts come from the last seed.
+  values that are no numbers come from the last seed.
   """
   runs = [
     {record['num_updates']: record for record in workdir.read_records(x)}
     for x in directories
   ]
   shared = [x for x in runs[0] if all(x in records for records in runs)]
-  lines = [merge_seeds([x[i] for x in runs], in_turn=True) for i in shared]
+  names = [os.path.basename(x) for x in directories]
+  merge = functools.partial(merge_seeds, names=names, in_turn=True)
+  lines = [merge([x[i] for x in runs]) for i in shared]
   summaries = [workdir.read_summary(x) for x in directories]
-  summary = summaries[-1] | merge_seeds(summaries, in_turn=True)
+  others = {
+    k: x for k, x in summaries[-1].items() if not isinstance(x, int | float)
+  }
+  summary = others | merge(summaries)
   for name in 'wall_seconds', 'compile_seconds':
     summary[name] = sum(x[name] for x in summaries)
   text = ''.join(workdir.to_json(line) + '\n' for line in lines)
@@ -125,21 +194,44 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
   return report._replace(episodes=Episodes(*episodes), **merged)
 
 
+def describe_energy(used: Sequence[float], frame_skip: int) -> Record:
+  """Returns the mean power and the frames per joule.
+
+  Args:
+    used: the joules, the environment steps and the seconds of the calls whose
+      energy is known, and how often the counter moved during them.
+    frame_skip: frames of an environment step.
+
+  The result is empty if the counter moved less than twice. Otherwise, the
+  duration of a step of the counter would decide the result.
+  """
+  joules, num_steps, seconds, num_moves = used
+  if num_moves < 2 or not joules:
+    return {}
+  return {
+    'joules_per_second': joules / seconds,
+    'frames_per_joule': num_steps * frame_skip / joules,
+  }
+
+
 @dataclasses.dataclass
 class Window:
   """Adds up the reports of one agent, and makes a record of each window."""
 
   frame_skip: int
   sgd_steps_per_update: int
-  # These four counts are of the whole run so far.
+  # These four counts, and `run_energy`, are of the whole run so far.
   env_steps: int = 0
   num_joints: int = 0
   num_updates: int = 0
   num_sgd_steps: int = 0
+  # What `describe_energy` needs.
+  run_energy: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 4)
   # All other numbers are sums since the last record, as types of JSON.
   rows: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
   episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 3)
   stages: dict[str, float] = dataclasses.field(default_factory=dict)
+  own_energy: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 4)
   num_predictions: int = 0
   num_updates_since_record: int = 0
   seconds: float = 0.0
@@ -157,15 +249,22 @@ class Window:
       self.rows.append({name: x.tolist() for name, x in rows.items()})
       num_learning = int(np.sum(is_learning))
       self.num_sgd_steps += num_learning * self.sgd_steps_per_update
-    for name, seconds in report.stages.items():
+    num_joints = int(np.sum(report.episodes.num_episodes))
+    num_steps = report.num_predictions - num_joints
+    stages = dict(report.stages)
+    if energy.JOULES in stages:
+      joules, moves = stages.pop(energy.JOULES), stages.pop(energy.MOVES)
+      used = joules, num_steps, report.seconds, moves
+      self.own_energy = [x + y for x, y in zip(self.own_energy, used)]
+      self.run_energy = [x + y for x, y in zip(self.run_energy, used)]
+    for name, seconds in stages.items():
       self.stages[name] = self.stages.get(name, 0.0) + seconds
     self.num_predictions += report.num_predictions
     self.num_updates_since_record += report.num_updates
     self.seconds += report.seconds
     self.num_updates += report.num_updates
-    num_joints = int(np.sum(report.episodes.num_episodes))
     self.num_joints += num_joints
-    self.env_steps += report.num_predictions - num_joints
+    self.env_steps += num_steps
 
   def progress(self) -> Record:
     """Returns the window's state as JSON; `resume` restores it bit for bit."""
@@ -201,10 +300,10 @@ class Window:
       if values.size:
         record[name] = float(_REDUCTIONS[name].updates(values))
     record |= {k: seconds * rate for k, seconds in self.stages.items()}
-    if joules := record.get('joules_per_second'):
-      record['frames_per_joule'] = record['frames_per_second'] / joules
+    record |= describe_energy(self.own_energy, self.frame_skip)
     counts = self.env_steps, self.num_joints, self.num_updates
-    self.resume(Window(0, 0, *counts, self.num_sgd_steps).progress())
+    totals = *counts, self.num_sgd_steps, self.run_energy
+    self.resume(Window(0, 0, *totals).progress())
     return record
 
 
@@ -385,6 +484,11 @@ class Recorder:
   def __post_init__(self):
     config, path = self.config, self.path
     directories = [*workdir.agents(path, config)]
+    self._merge = functools.partial(
+      merge_seeds,
+      names=[os.path.basename(x) for x in directories],
+      are_alike=workdir.are_alike(config),
+    )
     sgd_steps = sgd_steps_per_update(workdir.flatten(config.to_dict()))
     self._windows = [Window(self.frame_skip, sgd_steps) for _ in directories]
     paths = list(dict.fromkeys([path, *directories]))
@@ -503,7 +607,7 @@ class Recorder:
     for record, outcome in zip(records, outcomes):
       record |= outcome
     if len(records) > 1:
-      records.insert(0, merge_seeds(records))
+      records.insert(0, self._merge(records))
     records[0] |= self.describe(records[0])
     times = self.times()
     for record, sinks, last in zip(records, self.sinks, self.last):
@@ -535,8 +639,26 @@ class Recorder:
     finally:
       self.terminal.close()  # `sinks` contains it only after `open`.
 
-  def write_summaries(self, outcome: Record) -> None:
-    """Writes each `summary.json`: the last values and `outcome`."""
+  def summaries(self, outcome: Record) -> list[Record]:
+    """Returns the summary for each directory, the run's main one first.
+
+    It has the last value of each metric, the energy of the whole run, and
+    `outcome`.
+    """
+    used = [
+      describe_energy(window.run_energy, self.frame_skip)
+      for window in self._windows
+    ]
+    if len(used) > 1:
+      used.insert(0, merge_seeds(used))
+    summaries = []
+    for last, own in zip(self.last, used):
+      kept = {k: x for k, x in last.items() if k not in _ENERGY}
+      summaries.append(kept | own | outcome)
+    return summaries
+
+  def write_summaries(self, summaries: Sequence[Record]) -> None:
+    """Writes what `summaries` returned to each `summary.json`."""
     if self.sinks:  # Before `open`, do not replace an earlier summary.
-      for path, last in zip(self._paths, self.last):
-        workdir.write_json(os.path.join(path, 'summary.json'), last | outcome)
+      for path, summary in zip(self._paths, summaries):
+        workdir.write_json(os.path.join(path, 'summary.json'), summary)

@@ -72,6 +72,18 @@ def describe_stages(record: Record) -> str:
   )
 
 
+def describe_spread(record: Record) -> str:
+  """Describes how the agents of a record differ; '' for a single agent."""
+  found = []
+  if 'eval_return_low' in record:
+    ends = record['eval_return_low'], record['eval_return_high']
+    found.append('95 %: {:,.2f} to {:,.2f}'.format(*ends))
+  if 'eval_return_worst' in record:
+    worst, name = record['eval_return_worst'], record['eval_return_worst_agent']
+    found.append(f'worst: {worst:,.2f}, {name}')
+  return '; '.join(found)
+
+
 def print_text(text: str) -> None:
   """Prints a text; exits quietly if its reader has ended, as `head` does."""
   Console(highlight=False, markup=False).print(text, soft_wrap=True)
@@ -152,6 +164,8 @@ class Terminal:
     for key, name in ('episode_return', 'return'), ('eval_return', 'evaluated'):
       if key in record:
         status += f'  {name} {record[key]:,.2f}'
+    if 'eval_return' in record and (spread := describe_spread(record)):
+      status += f' ({spread})'
     details = describe_stages(record).splitlines()
     if self._live:
       self._bar.update(self._task, completed=record['num_updates'])
@@ -189,12 +203,16 @@ class Terminal:
     table.add_column()
     table.add_column(overflow='fold')
     if 'eval_return' in summary:
-      text = (
-        f'{summary["eval_return"]:,.2f} +- {summary["eval_return_std"]:,.2f} '
-        f'(standard deviation, {count(summary["eval_episodes"], "episode")})'
-      )
+      text = f'{summary["eval_return"]:,.2f}'
+      episodes = count(summary['eval_episodes'], 'episode')
       if self._num_agents > 1:
-        text += f', mean of {self._num_agents} agents'
+        kind = 'members' if 'members' in self._config else 'seeds'
+        if spread := describe_spread(summary):
+          text += f' ({spread})'
+        text += f', mean of {self._num_agents} {kind} with {episodes} each'
+      else:
+        text += f' +- {summary["eval_return_std"]:,.2f} '
+        text += f'(standard deviation, {episodes})'
       table.add_row('evaluated return', text)
     if 'num_joints' in summary:
       rate = f'{summary["steps_per_second"]:,.0f} (last record)'
@@ -214,7 +232,7 @@ class Terminal:
     podrl, is_local = podrl_command(), _is_local(self._config)
     if summary['exit'] == 'done':
       agent = next(iter(files.agents(workdir, self._config)))
-      commands = [('plot', workdir), ('watch', agent), ('evaluate', agent)]
+      commands = [('plot', workdir), ('watch', agent), ('evaluate', workdir)]
       for command, path in commands[: 1 if is_local else 3]:
         line = f'{podrl} {command} {shlex.quote(path)}'
         self._console.print(printable(line), soft_wrap=True)

@@ -44,6 +44,8 @@ MOVABLE = tuple(
   'env.path sebulba.actor_devices sebulba.learner_devices sebulba.env_threads '
   'sebulba.hang_seconds'.split()
 )
+# Fields (or prefixes of fields) in which runs may differ that are compared.
+SEEDS = ('seed', 'num_seeds') + MOVABLE
 # A resumed run may change these fields only on its command line. `config.json`
 # then gets the new values.
 CHANGEABLE = {'total_env_steps', 'optimizer.learning_rate'}.union(
@@ -272,6 +274,18 @@ def num_agents(config: ConfigDict) -> int:
   return len(config.get('members', ())) or config.get('num_seeds', 1)
 
 
+def are_alike(config: ConfigDict) -> bool:
+  """Returns whether the agents of a run differ only in their seeds."""
+  own = [dict(x) | {'seed': 0} for x in config.get('members', ())]
+  return all(x == own[0] for x in own)
+
+
+def compared(fields: dict[str, Any]) -> str:
+  """Returns a text that is equal for runs that differ only in `SEEDS`."""
+  kept = {k: v for k, v in fields.items() if not k.startswith(SEEDS)}
+  return json.dumps(kept, sort_keys=True)
+
+
 def agents(path: str, config: ConfigDict) -> dict[str, dict[str, Any]]:
   """Maps the directory of each agent of a run to that agent's configuration.
 
@@ -290,6 +304,13 @@ def agents(path: str, config: ConfigDict) -> dict[str, dict[str, Any]]:
     fields.update_from_flattened_dict(own)
     found[os.path.join(path, f'{kind}_{i}')] = fields.to_dict()
   return found
+
+
+def paths_of_agents(path: str) -> list[str]:
+  """Returns the directories of a run's agents; `path` may be one of them."""
+  if not is_run(path) or run_of_agent(path):
+    return [path]
+  return [*agents(path, read_config(path))]
 
 
 def programs(path: str, config: ConfigDict) -> list[tuple[str, ConfigDict]]:

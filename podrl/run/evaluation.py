@@ -14,7 +14,6 @@ from podrl.core.learner import fold_into_rows
 from podrl.types import Agent, DeviceEnv, HostEnv, TimeStep, Tree, Variables
 
 _CHUNK_STEPS = 128  # Steps between two calls of `should_stop`.
-_NUM_RESAMPLES = 2000  # Number of resampled means per bootstrap interval.
 
 
 class Evaluation(NamedTuple):
@@ -99,6 +98,8 @@ def make_evaluate(
   def evaluate(
     variables: Variables, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
   ) -> Evaluation | None:
+    if should_stop():  # Do not compile in vain.
+      return None
     state, keys = start(rng_key)
     for t in range(0, settings.max_episode_steps, _CHUNK_STEPS):
       if should_stop():
@@ -162,22 +163,3 @@ def make_host_evaluate(
     return Evaluation(returns.astype(np.float32), lengths)
 
   return evaluate
-
-
-def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Computes a 95 % confidence interval of the mean by resampling.
-
-  Every call draws the same random samples.
-
-  Args:
-    values: float64 `[N, ...]`, one row for each run or episode.
-
-  Returns:
-    The lower end and the upper end of the interval, `[...]` each.
-
-  Source: Efron 1979, Bootstrap Methods; the percentile interval.
-  """
-  rng = np.random.default_rng(0)
-  draws = rng.integers(len(values), size=(_NUM_RESAMPLES, len(values)))
-  means = np.stack([values[draw].mean(0) for draw in draws])
-  return tuple(np.percentile(means, [2.5, 97.5], axis=0))

@@ -3,14 +3,21 @@
 from collections.abc import Callable, Iterator
 import contextlib
 import faulthandler
+import math
 import os
+import select
 import signal
 import sys
 import threading
+import time
 
 # Exit codes of a run, and their names in its summary; a mistake writes none.
 DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 NAMES = {0: 'done', 1: 'failed', 75: 'preempted', 130: 'interrupted'}
+
+# After a signal, a thread that may be left gets at most this time to return.
+PATIENCE_SECONDS = 2.0
+_PERIOD_SECONDS = 0.1  # How often the watcher looks, after a signal.
 
 
 @contextlib.contextmanager
@@ -53,6 +60,12 @@ class Signals:
   program would lose its donated arrays. In a run of several processes, JAX
   handles SIGTERM, because all processes must end at the same update. If they
   are connected already, `is_distributed` leaves JAX's handler in its place.
+
+  Python runs a handler only when the main thread returns from C++, and XLA may
+  compile for minutes. So a thread, the watcher, learns of signals through a
+  pipe. It notes a signal that no handler has noted, and ends the process in a
+  block that `leaving` allows to leave. Another program's process is not ended,
+  so a guest has no watcher.
   """
 
   def __init__(
@@ -69,7 +82,21 @@ class Signals:
       numbers.remove(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():
       numbers.clear()
+    self._has_begun = False
+    self._leave: Callable[[int], int] | None = None
+    self._lock = threading.Lock()  # Held while the process is left.
+    self._watcher: threading.Thread | None = None
     self._previous = {x: signal.signal(x, self._handle) for x in numbers}
+    if numbers and not is_guest:
+      self._reader, self._writer = os.pipe()
+      os.set_blocking(self._writer, False)
+      self._wakeup = signal.set_wakeup_fd(
+        self._writer, warn_on_full_buffer=False
+      )
+      self._watcher = threading.Thread(
+        target=self._watch, name='podrl-signals', daemon=True
+      )
+      self._watcher.start()
 
   def _handle(self, number: int, frame) -> None:
     del frame
@@ -77,6 +104,13 @@ class Signals:
       if not self.is_distributed or signal_number == signal.SIGINT:
         handler = previous if self._is_guest else signal.SIG_DFL
         signal.signal(signal_number, handler)
+    self._begin(number)
+
+  def _begin(self, number: int) -> None:
+    """Notes the first signal, and says so."""
+    if self._has_begun:
+      return
+    self._has_begun = True
     # An object of Python's io may be in use now, so write to the descriptor.
     name = 'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'
     text = f'{name}: the run stops and saves; a second signal ends it at once\n'
@@ -84,6 +118,51 @@ class Signals:
       os.write(2, text.encode())
     self.note(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
     self.on_signal()
+
+  def _watch(self) -> None:
+    """Waits for signals, and leaves the process where this is allowed."""
+    end_seconds, timeout = math.inf, None
+    while True:
+      if select.select([self._reader], [], [], timeout)[0]:
+        number = os.read(self._reader, 1)[0]
+        if not number:  # See `close`.
+          return
+        if number not in self._previous:
+          continue
+        if timeout:  # The main thread has not handled the first signal yet.
+          os._exit(128 + number)
+        grace_seconds = self.grace_seconds or math.inf
+        patience = PATIENCE_SECONDS * min(1.0, grace_seconds / 8)
+        end_seconds = time.monotonic() + patience
+        timeout = _PERIOD_SECONDS
+        time.sleep(min(_PERIOD_SECONDS, patience))
+        self._begin(number)
+      if time.monotonic() >= end_seconds:
+        with self._lock:
+          if self._leave:
+            exit_code = FAILED
+            try:
+              exit_code = self._leave(self.exit_code or FAILED)
+              sys.stdout.flush()
+            finally:
+              os._exit(exit_code)
+
+  @contextlib.contextmanager
+  def leaving(self, leave: Callable[[int], int] | None) -> Iterator[None]:
+    """Says how to end the process while the block runs.
+
+    If a signal has arrived and the block does not return for `PATIENCE_SECONDS`
+    (or a quarter of the grace time), another thread calls `leave` with the exit
+    code of the signal. The process then ends with the exit code that `leave`
+    returns. With None, the block always runs to its end.
+    """
+    with self._lock:
+      before, self._leave = self._leave, leave
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._leave = before
 
   def note(self, exit_code: int | None) -> None:
     """Sets the exit code if none is set yet; None changes nothing."""
@@ -99,5 +178,12 @@ class Signals:
   def close(self) -> None:
     """Restores the previous handlers."""
     faulthandler.cancel_dump_traceback_later()
+    if self._watcher:
+      signal.set_wakeup_fd(self._wakeup)
+      os.write(self._writer, b'\0')
+      self._watcher.join()
+      os.close(self._reader)
+      os.close(self._writer)
+      self._watcher = None
     for number, handler in self._previous.items():
       signal.signal(number, handler)

@@ -143,11 +143,12 @@ def execute(
     )
     with joined as cluster, contextlib.ExitStack() as exit_stack:
       signals.is_distributed = cluster.is_distributed
-      config, files = configs.resolve_config(
-        command_line, get_config, cluster, exit_stack
-      )
-      num_processes = cluster.num_processes
-      cluster.attempt(lambda: build.set_up_jax(config, num_processes))
+      with signals.leaving(_leave_nothing(cluster)):
+        config, files = configs.resolve_config(
+          command_line, get_config, cluster, exit_stack
+        )
+        num_processes = cluster.num_processes
+        cluster.attempt(lambda: build.set_up_jax(config, num_processes))
       if cluster.is_distributed:
         platforms = [x.platform for x in jax.local_devices()]
         cluster.compare({'num_processes': num_processes, 'devices': platforms})
@@ -159,6 +160,11 @@ def execute(
     return Outcome(MISTAKE, error=str(error))
   finally:
     signals.close()
+
+
+def _leave_nothing(cluster: Cluster) -> Callable[[int], int] | None:
+  """Returns how `Signals` may end a process that has not begun to train."""
+  return None if cluster.is_distributed else lambda exit_code: exit_code
 
 
 def _local_devices(run: build.Run) -> list[jax.Device]:
@@ -218,7 +224,8 @@ def _train_programs(
         exit_stack.enter_context(workdir.lock(path))
       return built, variables
 
-    built, variables = cluster.attempt(begin)
+    with signals.leaving(_leave_nothing(cluster)):
+      built, variables = cluster.attempt(begin)
     recorder = records.Recorder(
       program,
       path,
@@ -313,6 +320,8 @@ class _Trainer:
   updates_per_round: int = 1
   has_warned: bool = False  # Whether the agent has warned of its records.
   profile_end: int = 0  # The number of updates at which profiling ends.
+  has_evaluated: bool = False  # Whether the evaluation is compiled.
+  has_evolved: bool = False  # Whether the program that evolves is compiled.
   # Those that a population's members may differ in, after it has evolved.
   hyperparams: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
@@ -367,13 +376,12 @@ class _Trainer:
     # Wait until every process has compiled. The checkpoints then connect the
     # processes, and that fails if one of them is more than 30 seconds late.
     self.cluster.attempt(lambda: None)
-    fields = self.config.checkpoint
-    self.checkpoints = checkpoint.Checkpoints(
-      self.files.workdir, fields.keep, fields.get('memory', False)
-    )
-    if self.variables is not None:  # A resumed run cannot get them elsewhere.
-      self._save()
+    if not self.checkpoints:
+      self._open_checkpoints()
+      if self.variables is not None:  # A resumed run cannot get them elsewhere.
+        self._save()
     is_finished = self._loop()
+    assert self.checkpoints is not None
     self._save()
     if recorder.num_updates_since_record:
       recorder.write()  # After `_save`: a resumed run continues this window.
@@ -382,6 +390,45 @@ class _Trainer:
       return DONE
     recorder.terminal.say(f'saved after update {recorder.num_updates}')
     return signals.exit_code or FAILED
+
+  def _open_checkpoints(self) -> None:
+    fields = self.config.checkpoint
+    self.checkpoints = checkpoint.Checkpoints(
+      self.files.workdir, fields.keep, fields.get('memory', False)
+    )
+
+  def _compiling(self) -> contextlib.AbstractContextManager[None]:
+    """A block in which XLA may compile for long, and nothing can get lost.
+
+    A signal then ends the process without waiting for XLA. Several processes
+    wait, because none of them may end alone.
+    """
+    is_alone = not self.cluster.is_distributed
+    return self.signals.leaving(self._leave if is_alone else None)
+
+  def _leave(self, exit_code: int) -> int:
+    """Ends the run while the main thread compiles; returns the exit code."""
+    recorder, path = self.recorder, self.files.workdir
+    outcome = Outcome(exit_code, path)
+    if self.variables is not None and not self.checkpoints:
+      error = (
+        'the parameters of --init_from were not saved yet; start the run '
+        'again, in another --workdir'
+      )
+      outcome = Outcome(FAILED, path, error)
+      _print_error(error)
+    elif self.checkpoints:
+      recorder.terminal.say(f'saved after update {recorder.num_updates}')
+    with contextlib.suppress(WriteError):
+      if recorder.sinks and recorder.num_updates_since_record:
+        recorder.write()  # The checkpoint is older, so a resume repeats it.
+    return self._conclude(outcome).exit_code
+
+  def _save_and_wait(self, state: Tree = None) -> None:
+    """Writes a checkpoint, and waits until it is complete; see `_save`."""
+    self._save(state)
+    assert self.checkpoints is not None
+    self.checkpoints.wait()
 
   def _fail(self, exception: BaseException) -> Outcome:
     """Saves what is valid after a failure."""
@@ -422,16 +469,16 @@ class _Trainer:
     if outcome.exit_code == MISTAKE:
       return outcome
     ending = self._describe(outcome)
+    summaries = recorder.summaries(ending)
     try:
-      recorder.write_summaries(ending)
+      recorder.write_summaries(summaries)
     except OSError as exception:
       error = f'no summary could be written: {exception}'
       error = '; '.join(filter(None, [outcome.error, error]))
       outcome = outcome._replace(exit_code=exit_code, error=error)
     if self.cluster.process == 0:
-      summary = recorder.last[0] | ending
       path = self.files.workdir
-      recorder.terminal.print_summary(summary, path, self.resume())
+      recorder.terminal.print_summary(summaries[0], path, self.resume())
     return outcome
 
   def _describe(self, outcome: Outcome) -> Record:
@@ -457,7 +504,8 @@ class _Trainer:
     """Starts the driver, and prints the size of the learner's memory."""
     driver, config = self.run.driver, self.config
     try:
-      driver.start(self._restore)
+      with self._compiling():
+        driver.start(self._restore)
     except SizeError as error:
       capacity = config.replay.capacity_steps
       message = f'config.replay.capacity_steps={capacity}: {error}'
@@ -471,6 +519,15 @@ class _Trainer:
 
   def _restore(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
     """Restores a driver's initial state; see `types.Restore`."""
+    with self.signals.leaving(None):  # It changes files.
+      state, progress = self._read_state(state)
+      if self.variables is not None and not self.cluster.is_distributed:
+        # The driver compiles next. A resumed run cannot get them elsewhere.
+        self._open_checkpoints()
+        self._save_and_wait(state)
+    return state, progress
+
+  def _read_state(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
     files, found, progress = self.files, None, {}
     try:
       if files.is_resumed:
@@ -520,8 +577,8 @@ class _Trainer:
     print(printable(message), file=sys.stderr)
     return found
 
-  def _save(self) -> None:
-    """Writes a checkpoint."""
+  def _save(self, state: Tree = None) -> None:
+    """Writes a checkpoint of a state, by default the driver's."""
     run, recorder = self.run, self.recorder
     assert self.checkpoints is not None
     drivers = self.cluster.gather(run.driver.progress())
@@ -534,8 +591,8 @@ class _Trainer:
     if self.hyperparams:
       progress['hyperparams'] = self.hyperparams
     best = recorder.best and recorder.best[1]
-    number, state = recorder.num_updates, run.driver.state
-    self.checkpoints.save(number, state, progress, best)
+    state = run.driver.state if state is None else state
+    self.checkpoints.save(recorder.num_updates, state, progress, best)
 
   def _loop(self) -> bool:
     """Trains; returns false if a signal came before the last update."""
@@ -565,7 +622,7 @@ class _Trainer:
           self._save()
           self.saved_seconds = time.perf_counter()
         if recorder.num_updates and self._is_due(self.run.evolve_every_updates):
-          self._evolve()
+          self._evolve_safely()
         if recorder.num_updates >= self.profile_end:
           profile.close()
         reports = meter.measure(lambda: driver.advance(num_updates, plan))
@@ -601,6 +658,16 @@ class _Trainer:
     ends += [x for x in (run.num_updates, self.profile_end) if x > num_updates]
     num_updates = min(self.updates_per_round, *(x - num_updates for x in ends))
     return self.signals.exit_code, is_save, num_updates, self.run.driver.plan()
+
+  def _evolve_safely(self) -> None:
+    """Evolves; nothing gets lost if this compiles for long."""
+    if self.has_evolved:
+      self._evolve()
+      return
+    self._save_and_wait()
+    with self._compiling():
+      self._evolve()
+    self.has_evolved = True
 
   def _evolve(self) -> None:
     """Replaces the worst members of a population; see `core.population`."""
@@ -686,7 +753,14 @@ class _Trainer:
     is_due = is_evaluation or self._is_due(self.config.log.every_updates)
     if not is_due or not recorder.num_updates_since_record:
       return True
-    outcomes = self._evaluate() if is_evaluation else []
+    outcomes: list[Record] | None = []
+    if is_evaluation and (is_end or not self.has_evaluated):
+      self._save_and_wait()
+      with self._compiling():
+        outcomes = self._evaluate()
+      self.has_evaluated = True
+    elif is_evaluation:
+      outcomes = self._evaluate()
     if run.driver.error:  # An actor failed during the evaluation.
       raise run.driver.error
     if outcomes is None:  # The resumed run will write this record.
@@ -702,11 +776,16 @@ class _Trainer:
   def _evaluate(self) -> list[Record] | None:
     """Evaluates each agent; returns None if a signal stopped any process."""
     run, signals, cluster = self.run, self.signals, self.cluster
-    self.recorder.terminal.say('evaluating')
+    say, num_chunks = self.recorder.terminal.say, 0
+    say('evaluating' if self.has_evaluated else 'compiling the evaluation')
     assert run.driver.learner is not None
     variables = spmd.copy_to_first_device(run.driver.learner.variables)
 
     def should_stop() -> bool:
+      nonlocal num_chunks
+      num_chunks += 1
+      if num_chunks == 3 and not self.has_evaluated:  # All is compiled.
+        say('evaluating')
       cluster.beat()
       return signals.is_set() or run.driver.error is not None
 

@@ -125,6 +125,12 @@ def single_path(paths: Sequence[str], what: str, example: str) -> str:
   return paths[0]
 
 
+def common_directory(paths: Sequence[str]) -> str:
+  """Returns the only path, or the directory that contains all the paths."""
+  absolute = [os.path.abspath(x) for x in paths]
+  return os.path.commonpath(absolute) if len(paths) > 1 else paths[0]
+
+
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
   """Turns an OSError into a ValueError that names the file `path`."""

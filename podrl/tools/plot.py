@@ -13,7 +13,6 @@ directory RUN, or in the directory that contains all the runs.
 """
 
 from collections.abc import Sequence
-import json
 import math
 import os
 import re
@@ -30,12 +29,10 @@ from rich.table import Table
 from podrl import tools
 from podrl.messages import printable, suggest
 from podrl.records import workdir
+from podrl.records.recorder import bootstrap
 from podrl.records.terminal import compact
-from podrl.run.evaluation import bootstrap
 
 _AXES = {'env_steps': 'environment steps', 'wall_seconds': 'wall time (s)'}
-# Fields (or prefixes of fields) in which the runs of a group may differ.
-_SEEDS = ('seed', 'num_seeds') + workdir.MOVABLE
 _RETURNS = 'episode_return', 'eval_return'
 _NUM_POINTS = 200  # Points of one curve.
 _COLORS = ('#1f5fa8', '#c44e00', '#2f8f4e', '#8a4fbf', '#b8860b', '#5a5a5a')
@@ -55,7 +52,7 @@ class Run(NamedTuple):
 
 
 class Group(NamedTuple):
-  """Runs that differ only in the fields of `_SEEDS`."""
+  """Runs that differ only in the fields of `workdir.SEEDS`."""
 
   task: str
   label: str  # The agent, and the fields that differ from other groups.
@@ -118,11 +115,10 @@ def read_run(path: str) -> Run:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-  """Groups runs that differ only in fields of `_SEEDS`; keeps their order."""
+  """Groups runs that `workdir.compared` finds alike; keeps their order."""
   members: dict[str, list[Run]] = {}
   for run in runs:
-    compared = {k: v for k, v in run.config.items() if not k.startswith(_SEEDS)}
-    members.setdefault(json.dumps(compared, sort_keys=True), []).append(run)
+    members.setdefault(workdir.compared(run.config), []).append(run)
   configs = [runs[0].config for runs in members.values()]
   tasks = {_task(x) for x in configs}
   groups = []
@@ -135,7 +131,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     label = [str(agent)]
     for key, value in config.items():
       # Fields that only one architecture has would fill the legend.
-      is_shared = not key.startswith(_SEEDS) and all(key in x for x in alike)
+      is_shared = all(key in x for x in alike)
+      is_shared = is_shared and not key.startswith(workdir.SEEDS)
       if is_shared and any(x[key] != value for x in alike):
         label.append(f'{key.rpartition(".")[2]}={value}')
     names = printable(task), printable(', '.join(label))
@@ -291,9 +288,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   if not paths:
     raise ValueError('no run is given; try podrl plot RUN')
   paths = [os.path.normpath(path) for path in paths]
-  directory = paths[0]
-  if len(paths) > 1:
-    directory = os.path.commonpath([os.path.abspath(x) for x in paths])
+  directory = tools.common_directory(paths)
   out = values.out or os.path.join(directory, 'curve.png')
   if not out.endswith(('.png', '.svg')):
     raise ValueError(f'--out={out} must end in .png or .svg')

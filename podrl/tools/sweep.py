@@ -41,11 +41,11 @@ from rich.table import Table
 from podrl import tools
 from podrl.messages import check_choice, count
 from podrl.records import workdir
+from podrl.records.recorder import bootstrap
 from podrl.records.terminal import podrl_command
 from podrl.run import build, tasks, train
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
-from podrl.run.evaluation import bootstrap
 from podrl.run.signals import DONE
 
 # Flags for fields that cannot be an axis.

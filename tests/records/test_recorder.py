@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -98,7 +99,7 @@ def test_a_window_resumes_from_its_progress():
 def test_processes_are_merged():
   def report(scale, steps):
     return _report(2, 0)._replace(
-      stages={'busy_cores': 0.1 * scale, 'joules_per_second': 10.0 * scale},
+      stages={'busy_cores': 0.1 * scale, 'joules': 10.0 * scale},
       own={
         'policy_lag': np.array([1.0, 2.0]) * scale,
         'policy_lag_max': np.array([1, 2]) * scale,
@@ -111,7 +112,7 @@ def test_processes_are_merged():
   merged = recorder.merge_processes(report(1, 10), [other])
   assert merged.num_predictions == 30
   np.testing.assert_allclose(merged.stages['busy_cores'], 0.2)
-  np.testing.assert_allclose(merged.stages['joules_per_second'], 40.0)
+  np.testing.assert_allclose(merged.stages['joules'], 40.0)
   np.testing.assert_allclose(merged.own['policy_lag'], [2.0, 4.0])
   assert merged.own['policy_lag_max'].tolist() == [3, 6]
   assert merged.own['num_actors'].tolist() == [4, 4]
@@ -458,11 +459,85 @@ def test_a_summary_adds_up_and_says_what_its_figures_are(monkeypatch):
   dropped = _RECORD | {'env_steps': 103_448, 'num_unrolls_dropped': 2.0}
   text = _lines(False, monkeypatch, [dropped], sebulba_config('ppo'))
   assert 'joints = 104,448, including 2,048 in 2' in text
-  five = _lines(
-    False, monkeypatch, [_RECORD | _EVALUATED], _config(num_seeds=5)
-  )
-  assert 'joints included, for each of 5 agents\n' in five
-  assert re.search(r'mean\W+of\W+5\W+agents', five)
+
+
+def test_a_summary_of_several_seeds_says_how_they_differ(monkeypatch):
+  # Each seed has a small deviation, but the seeds differ a lot.
+  returns = 500.0, 500.0, 500.0, 154.0, 265.0
+  records = [
+    _RECORD | {'eval_return': x, 'eval_return_std': 3.88, 'eval_episodes': 128}
+    for x in returns
+  ]
+  names = [f'seed_{i}' for i in range(5)]
+  merged = recorder.merge_seeds(records, names)
+  # The mean is 1919 / 5, and the deviations from it are 3 x 116.2, -229.8 and
+  # -118.8: 146.58 is the root of (3 x 116.2**2 + 229.8**2 + 118.8**2) / 5.
+  assert merged['eval_return'] == 383.8 and merged['eval_episodes'] == 128
+  assert merged['eval_return_std'] == pytest.approx(146.580, abs=1e-3)
+  assert merged['eval_return_worst'] == 154.0
+  assert merged['eval_return_worst_agent'] == 'seed_3'
+  # The exact distribution: the mean of each of the 5**5 samples of 5 seeds.
+  means = sorted(sum(x) / 5 for x in itertools.product(returns, repeat=5))
+  exact = means[len(means) * 25 // 1000], means[len(means) * 975 // 1000]
+  found = merged['eval_return_low'], merged['eval_return_high']
+  assert found == pytest.approx(exact, abs=10.0)
+  text = _lines(False, monkeypatch, [merged], _config(num_seeds=5))
+  low, high = (f'{x:.2f}' for x in found)
+  spread = f'(95 %: {low} to {high}; worst: 154.00, seed_3)'
+  assert f'evaluated 383.80 {spread}\n' in text
+  assert 'joints included, for each of 5 agents\n' in text
+  cells = ' '.join(re.sub('[│\n]', ' ', text).split())
+  assert f'383.80 {spread}, mean of 5 seeds with 128 episodes each' in cells
+  assert '+-' not in text
+
+
+def test_members_that_differ_have_no_interval_and_a_nan_is_the_worst():
+  records = [
+    {'eval_return': x, 'eval_return_std': 0.0} for x in (3.0, None, 1.0)
+  ]
+  names = [f'member_{i}' for i in range(3)]
+  merged = recorder.merge_seeds(records, names, are_alike=False)
+  assert merged['eval_return_worst_agent'] == 'member_1'
+  for name in '', '_std', '_worst':
+    assert math.isnan(merged[f'eval_return{name}'])
+  assert 'eval_return_low' not in merged
+  # An agent without an evaluation is no NaN.
+  assert recorder.merge_seeds([records[0], {}], names) == {}
+
+
+@pytest.mark.parametrize(
+  'members,are_alike',
+  [
+    ((), True),
+    (({'seed': 0}, {'seed': 1}), True),
+    (({'seed': 0, 'agent.gamma': 0.9}, {'seed': 1, 'agent.gamma': 0.9}), True),
+    (({'seed': 0, 'agent.gamma': 0.9}, {'seed': 0, 'agent.gamma': 0.5}), False),
+  ],
+)
+def test_agents_are_alike_if_only_their_seeds_differ(members, are_alike):
+  config = _config(num_seeds=2)
+  with config.unlocked():
+    config.members = members
+  assert workdir.are_alike(config) == are_alike
+
+
+def test_values_of_the_last_seed_do_not_stand_for_all(tmp_path):
+  paths = [str(tmp_path / f'seed_{i}') for i in range(2)]
+  times = {'wall_seconds': 1.0, 'compile_seconds': 0.5, 'exit': 'done'}
+  own = [{'eval_return': None, 'loss': 1.0}, {'eval_return': 7.0, 'only': 2.0}]
+  for path, values in zip(paths, own):
+    os.mkdir(path)
+    workdir.write_json(os.path.join(path, 'summary.json'), values | times)
+    record = {'num_updates': 1, 'env_steps': 1} | values
+    text = workdir.to_json(record) + '\n'
+    workdir.write_text(os.path.join(path, 'metrics.jsonl'), text)
+  summary = recorder.join_seeds(str(tmp_path), paths)
+  assert math.isnan(summary['eval_return']) and summary['exit'] == 'done'
+  assert summary['eval_return_worst_agent'] == 'seed_0'
+  assert summary['wall_seconds'] == 2.0
+  assert 'only' not in summary and 'loss' not in summary
+  written = workdir.read_summary(str(tmp_path))
+  assert written['eval_return'] is None
 
 
 @pytest.mark.parametrize(
@@ -488,7 +563,7 @@ def test_a_finished_run_says_what_comes_next(
   assert lines.splitlines()[-3:] == [
     f"{podrl} plot '{path}'",
     f"{podrl} watch '{path}/seed_0'",
-    f"{podrl} evaluate '{path}/seed_0'",
+    f"{podrl} evaluate '{path}'",
   ]
 
 
@@ -615,3 +690,16 @@ def test_only_commands_that_can_work_are_printed(
       panel.print_summary(_RECORD | ending, 'runs/x', command)
       is_shown = expected or command.startswith('python')
       assert (command in out.getvalue()) == is_shown
+
+
+def test_bootstrap_intervals_of_two_and_of_equal_runs():
+  # The mean of two draws of 0 or 10 is 0 or 10 with probability 1/4 each.
+  low, high = recorder.bootstrap(np.asarray([[0.0, 3.0], [10.0, 3.0]]))
+  np.testing.assert_array_equal([low, high], [[0.0, 3.0], [10.0, 3.0]])
+  # For many values, the interval is the mean -+ 1.96 standard errors.
+  values = np.random.default_rng(1).normal(5.0, 2.0, 400)
+  low, high = recorder.bootstrap(values)
+  error = 1.96 * values.std() / 20
+  np.testing.assert_allclose(
+    [low, high], [values.mean() - error, values.mean() + error], atol=0.03
+  )

@@ -159,16 +159,3 @@ def test_the_shares_of_processes_make_the_whole(num_episodes):
   assert seeds[:num_episodes] == seeds[num_episodes:]
   for a, *b in zip(whole, *parts):
     np.testing.assert_array_equal(a, np.concatenate(b))
-
-
-def test_bootstrap_intervals_of_two_and_of_equal_runs():
-  # The mean of two draws of 0 or 10 is 0 or 10 with probability 1/4 each.
-  low, high = evaluate.bootstrap(np.asarray([[0.0, 3.0], [10.0, 3.0]]))
-  np.testing.assert_array_equal([low, high], [[0.0, 3.0], [10.0, 3.0]])
-  # For many values, the interval is the mean -+ 1.96 standard errors.
-  values = np.random.default_rng(1).normal(5.0, 2.0, 400)
-  low, high = evaluate.bootstrap(values)
-  error = 1.96 * values.std() / 20
-  np.testing.assert_allclose(
-    [low, high], [values.mean() - error, values.mean() + error], atol=0.03
-  )

@@ -296,9 +296,11 @@ def test_sebulba_resumes(tmp_path, monkeypatch):
     _signal_at(patch, sebulba.Sebulba, 'advance', 2)
     assert helpers.run(workdir, *_HOST, **arguments) == train.PREEMPTED
   first_seeds = seeds.copy()
+  saved, saved_progress = states[-1]
   seeds.clear()
   assert helpers.run(workdir, *_HOST, '--resume', **arguments) == 0
-  (saved, saved_progress), (found, found_progress) = states[-3:-1]
+  # The second run starts, and saves before and after its evaluation.
+  found, found_progress = states[-3]
   _assert_close(saved, found, 0)
   assert saved_progress == found_progress
   num_updates = int(found.num_updates)

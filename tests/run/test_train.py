@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from podrl.drivers import spmd
+from podrl.records import checkpoint
 from podrl.run import build, train
 from podrl.run import config as configs
 
@@ -550,3 +551,101 @@ def test_a_run_that_is_too_short_to_learn_warns(tmp_path, capfd):
     'so the agent never learns'
   ) in capfd.readouterr().err
   assert helpers.read_records(tmp_path / 'run')[-1]['num_sgd_steps'] == 0
+
+
+# It calculates in C for minutes, as XLA does, so no handler of a signal runs.
+_SLOW = """
+import hashlib, sys
+import anakin_catch
+from podrl.run import build, train
+
+_, where, *arguments = sys.argv
+make_env, make_evaluate = build.make_env, build.make_evaluate
+
+def slow(env):
+  def step(*args):
+    print('COMPILING', flush=True)
+    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
+    return env.step(*args)
+
+  return env._replace(step=step)
+
+if where == 'update':
+  build.make_env = lambda config: slow(make_env(config))
+else:
+  build.make_evaluate = lambda config, spec, agent, env: make_evaluate(
+    config, spec, agent, slow(env)
+  )
+sys.exit(train.run(anakin_catch.get_config, ['x.py', *arguments]))
+"""
+
+
+@pytest.mark.parametrize(
+  'where,number,code,outcome',
+  [
+    ('update', *_INTERRUPTED),
+    ('evaluation', *_PREEMPTED),
+    helpers.slow('update', *_PREEMPTED),
+    helpers.slow('evaluation', *_INTERRUPTED),
+  ],
+)
+def test_a_signal_ends_a_run_that_compiles_for_long(
+  where, number, code, outcome, tmp_path, capfd
+):
+  workdir = tmp_path / 'run'
+  argv = [sys.executable, '-c', _SLOW, where, f'--workdir={workdir}']
+  path = os.pathsep.join(filter(None, sys.path))
+  process = subprocess.Popen(
+    [*argv, *helpers.TINY],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    env=os.environ | {'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu'},
+  )
+  for line in process.stdout:
+    if line == 'COMPILING\n':
+      break
+  process.send_signal(number)
+  start = time.monotonic()
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode == code, out
+  assert time.monotonic() - start < 30.0  # The grace time is longer, as is C.
+  assert 'Traceback' not in out and 'Thread 0x' not in out
+  assert out.splitlines()[-1].endswith(' '.join(['--resume', *helpers.TINY]))
+  records, summary = helpers.read(workdir)
+  assert summary['exit'] == outcome
+  is_trained = where == 'evaluation'
+  assert checkpoint.steps(str(workdir)) == [8] * is_trained
+  assert [x['num_updates'] for x in records] == [3, 6, 8] * is_trained
+  assert summary.get('num_updates') == (8 if is_trained else None)
+  capfd.readouterr()
+  assert helpers.run(workdir, '--resume') == 0
+  found = 'resuming after update 8' if is_trained else 'no checkpoint yet'
+  assert found in capfd.readouterr().err
+  records, summary = helpers.read(workdir)
+  assert [x['num_updates'] for x in records] == [3, 6, 8]
+  assert 'eval_return' in records[-1] and summary['exit'] == 'done'
+
+
+def test_the_last_evaluation_begins_after_a_checkpoint(
+  tmp_path, monkeypatch, capfd
+):
+  saved, evaluate = [], train._Trainer._evaluate
+
+  def note(self):
+    saved.append(checkpoint.steps(str(tmp_path / 'run')))
+    return evaluate(self)
+
+  monkeypatch.setattr(train._Trainer, '_evaluate', note)
+  every = '--config.eval.every_env_steps=192'  # After 3 and 6 of 8 updates.
+  assert helpers.run(tmp_path / 'run', every) == 0
+  # Only the first evaluation compiles, and the last one may be lost.
+  assert [x[:1] for x in saved] == [[3], [3], [8]]
+  said = capfd.readouterr().out
+  assert said.count('compiling the evaluation') == 1
+  # The evaluation changes the progress of the last checkpoint, and a longer run
+  # keeps its record.
+  longer = '--config.total_env_steps=576'
+  assert helpers.run(tmp_path / 'run', every, '--resume', longer) == 0
+  records, _ = helpers.read(tmp_path / 'run')
+  assert [x['num_updates'] for x in records] == [3, 6, 8, 9]

@@ -78,11 +78,70 @@ def test_episodes_can_be_cut_and_agents_unknown(tmp_path, capsys):
   )
 
 
+@pytest.fixture(scope='module')
+def two_seeds(tmp_path_factory):
+  """Makes a run of two seeds that have not learned."""
+  path = tmp_path_factory.mktemp('two') / 'run'
+  seeds = '--config.num_seeds=2', '--config.total_env_steps=64'
+  assert helpers.run(path, *seeds) == 0
+  return path
+
+
+def test_several_agents_have_a_mean_an_interval_and_a_worst_one(
+  two_seeds, capsys, monkeypatch
+):
+  compiled, make = [], build.make_evaluate
+  monkeypatch.setattr(
+    build, 'make_evaluate', lambda *x: compiled.append(x) or make(*x)
+  )
+  assert evaluate.run(['evaluate', str(two_seeds), '--episodes=30']) == 0
+  assert len(compiled) == 1
+  said = capsys.readouterr().out.splitlines()
+  found = json.loads((two_seeds / 'evaluation.json').read_text())
+  assert [*found['agents']] == ['seed_0', 'seed_1'] and found['episodes'] == 30
+  means = [np.mean(x['returns']) for x in found['agents'].values()]
+  low, high = sorted(means)
+  assert found['return'] == pytest.approx((low + high) / 2)
+  # Half of the samples of two agents have one of them twice.
+  assert (found['return_low'], found['return_high']) == (low, high)
+  assert found['return_std'] == pytest.approx((high - low) / 2)
+  assert found['return_worst'] == low
+  worst = f'seed_{int(np.argmin(means))}'
+  assert found['return_worst_agent'] == worst
+  assert said[0].startswith('seed_0, after 1 updates: ')
+  assert said[2] == (
+    f'Catch-bsuite: {(low + high) / 2:.2f} (95 %: {low:.2f} to {high:.2f}; '
+    f'worst: {low:.2f}, {worst}), mean of 2 seeds with 30 episodes each'
+  )
+  # Each agent plays the same episodes as alone.
+  out = two_seeds.parent / 'alone.json'
+  argv = ['evaluate', str(two_seeds / 'seed_1'), '--episodes=30']
+  assert evaluate.run([*argv, f'--out={out}']) == 0
+  assert json.loads(out.read_text()) == found['agents']['seed_1']
+
+
+def test_runs_that_differ_have_no_interval(two_seeds, tmp_path, capsys):
+  other = tmp_path / 'other'
+  arguments = '--config.total_env_steps=64', '--config.agent.clip=0.3'
+  assert helpers.run(other, *arguments) == 0
+  capsys.readouterr()
+  argv = ['evaluate', str(other), str(two_seeds), '--episodes=3']
+  assert evaluate.run([*argv, f'--out={tmp_path}/x.json']) == 0
+  found = json.loads((tmp_path / 'x.json').read_text())
+  assert len(found['agents']) == 3 and 'return_low' not in found
+  said = capsys.readouterr().out.splitlines()
+  assert 'mean of 3 agents' in said[3] and '95 %' not in said[3]
+  path = other / 'config.json'
+  path.write_text(path.read_text().replace('"Catch-bsuite"', '"CartPole-v1"'))
+  assert evaluate.run(argv) == 2
+  assert 'these runs have different tasks' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   'arguments,message',
   [
-    ([], 'expected one run, got 0'),
-    (['a', 'b'], 'expected one run, got 2'),
+    ([], 'no run is given'),
+    (['a', 'b'], 'a is not a run'),
     (['nowhere'], 'is not a run'),
     (['nowhere', '--episodes=0'], 'not an integer in the range'),
   ],
