@@ -167,6 +167,8 @@ class EnvSpec(NamedTuple):
     to_library: `(action) -> action`, converts actions `[B, ...]` to the
       library's format. The library's first category may have another number
       than 0.
+    cut: `(obs) -> obs`, runs on the host before `observe`. It converts the
+      library's observations `[B, ...]` to 32 bits.
   """
 
   obs: Tree
@@ -177,6 +179,7 @@ class EnvSpec(NamedTuple):
   frame_stack: int = 1
   observe: Callable[[Tree], Tree] = lambda obs: obs
   to_library: Callable[[Array], Array] = lambda action: action
+  cut: Callable[[Tree], Tree] = lambda obs: obs
 
 
 class DeviceEnv(NamedTuple):

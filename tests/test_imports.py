@@ -26,6 +26,7 @@ _LEVEL = {name: i for i, names in enumerate(_FLOORS) for name in names}
 _ONLY = {
   'threading|concurrent': (
     'drivers/',
+    'envs/gymnasium',
     'run/cluster',
     'run/signals',
     'records/',

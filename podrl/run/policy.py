@@ -109,6 +109,10 @@ class Policy:
       ValueError: if an observation has a wrong shape.
     """
     batch_size = _batch_size(obs) or 1
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(obs)):
+      # If this fails, the error of `observe` is clearer.
+      with contextlib.suppress(TypeError, KeyError, IndexError, ValueError):
+        obs = self.spec.cut(obs)
     if is_first is None:
       is_first = np.full(batch_size, carry is None)
     if carry is None:
