@@ -1,6 +1,7 @@
 """Runs the command line `podrl COMMAND` or `python -m podrl COMMAND`."""
 
 import importlib
+import os
 import sys
 
 from podrl.messages import suggest
@@ -33,6 +34,7 @@ def main() -> None:
     sys.exit(2)
   from podrl.run.signals import quiet_imports
 
+  os.environ.pop('JAX_ENABLE_X64', None)  # podrl computes in 32 bits.
   with quiet_imports():
     module = importlib.import_module(f'podrl.tools.{name}')
   sys.exit(module.run(sys.argv[1:]))

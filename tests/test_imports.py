@@ -29,6 +29,7 @@ _ONLY = {
     'envs/gymnasium',
     'run/cluster',
     'run/signals',
+    'run/tasks',
     'records/',
   ),
   'shard_map': ('drivers/spmd',),

@@ -12,6 +12,7 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from podrl.envs import envpool, joints, spaces
@@ -24,6 +25,8 @@ _NAMESPACES = {
   'ALE': ('ale_py', 'ale-py'),
   'dm_control': ('shimmy', 'shimmy[dm-control]'),
 }
+_WATCHED_STEPS = 64  # A warning about precision looks at the first steps.
+_watched: set[str] = set()  # The environments that it has looked at.
 _ASYNC = (
   'with env.options.vectorization_mode=async, each environment has a process '
   'of its own and runs in its main thread'
@@ -490,6 +493,34 @@ def _make_async(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
   )
 
 
+def _watch(name: str, spec: EnvSpec) -> EnvSpec:
+  """Makes `spec.cut` warn once if it rounds away what an environment shows."""
+  if spec.cut is spaces.same or name in _watched:
+    return spec
+  steps: list[list[tuple[np.ndarray, np.ndarray]]] = []
+
+  def cut(obs: Any) -> Any:
+    small = spec.cut(obs)
+    if len(steps) == _WATCHED_STEPS:
+      return small
+    pairs = zip(jax.tree.leaves(obs), jax.tree.leaves(small))
+    steps.append([(x, y) for x, y in pairs if x.dtype.itemsize == 8])
+    if len(steps) == _WATCHED_STEPS:
+      leaves = zip(*steps)
+      is_lost = any(spaces.is_rounded_away(*zip(*leaf)) for leaf in leaves)
+      steps[:] = [[]] * _WATCHED_STEPS  # Free the memory.
+      if is_lost and name not in _watched:
+        print(
+          f'warning: {name}: 32 bits do not show the differences between its '
+          '64-bit observations; subtract a constant in the environment',
+          file=sys.stderr,
+        )
+      _watched.add(name)
+    return small
+
+  return spec._replace(cut=cut)
+
+
 def make(
   name: str,
   /,
@@ -522,6 +553,12 @@ def make(
       pool = _in_own_thread(make_pool)
     except Exception:  # Some environments can be made only in the main thread.
       pool = make_pool()
+
   return joints.make_host_env(
-    name, spec, pool, seed, close=pool.close, render=pool.render
+    name,
+    _watch(name, spec),
+    pool,
+    seed,
+    close=pool.close,
+    render=pool.render,
   )

@@ -134,14 +134,14 @@ def make_cut(space: Any) -> Callable[[Tree], Tree]:
   if kind in ('Dict', 'Tuple'):
     items = space.spaces.items() if kind == 'Dict' else enumerate(space.spaces)
     parts = {k: make_cut(v) for k, v in items}
-    if all(x is _same for x in parts.values()):
-      return _same
+    if all(x is same for x in parts.values()):
+      return same
     if kind == 'Dict':
       return lambda obs: {k: part(obs[k]) for k, part in parts.items()}
     return lambda obs: tuple(part(obs[k]) for k, part in parts.items())
   dtype = np.dtype(space.dtype or np.float32)
   if dtype.itemsize < 8 or kind not in ('Box', 'Discrete', 'MultiDiscrete'):
-    return _same
+    return same
   if kind == 'Box':
     offset, small = _offset(space).astype(dtype), _dtype(space)
   else:
@@ -151,8 +151,25 @@ def make_cut(space: Any) -> Callable[[Tree], Tree]:
   return lambda obs: (np.asarray(obs, dtype) - offset).astype(small)
 
 
-def _same(obs: Tree) -> Tree:
+def same(obs: Tree) -> Tree:
+  """The cut of observations that have 32 bits already."""
   return obs
+
+
+def is_rounded_away(wide: Sequence[Array], small: Sequence[Array]) -> bool:
+  """Returns whether a number changes only until it is cut to 32 bits.
+
+  Changes of less than 1e-12 of a float may be rounding errors of 64 bits.
+
+  Args:
+    wide: the observations `[B, ...]` of some steps, with 64 bits.
+    small: the same observations after the cut.
+  """
+  x, y = np.concatenate(wide), np.concatenate(small)
+  spread = np.subtract(x.max(0), x.min(0), dtype=np.longdouble)
+  tolerance = 1e-12 if x.dtype.kind == 'f' else 0.0
+  is_changing = spread > tolerance * np.abs(x.astype(np.longdouble)).max(0)
+  return bool(np.any(is_changing & (y.max(0) == y.min(0))))
 
 
 def _far_start(space: Any) -> Array:

@@ -120,6 +120,32 @@ def task_name(config: ConfigDict) -> str:
   return re.sub(r'[^\w.+-]+', '-', config.env.name)
 
 
+def _current_directory() -> str:
+  try:
+    return os.getcwd()
+  except OSError:  # It was deleted.
+    return ''
+
+
+_START = _current_directory()
+
+
+def absolute(path: str) -> str:
+  """Returns a path that stays the same if the current directory changes.
+
+  An environment may change it. A leading `~` becomes the home directory: bash
+  does not replace it in `--workdir=~/x`.
+  """
+  return os.path.abspath(os.path.expanduser(path)) if path else ''
+
+
+def short(path: str) -> str:
+  """Returns a path for a command that the user types where podrl started."""
+  inside = os.path.join(_START, '')
+  is_inside = path.startswith(inside) and _START == _current_directory()
+  return path.removeprefix(inside) if is_inside else path
+
+
 def default_path(config: ConfigDict) -> str:
   """Returns the directory of a run that begins now: `runs/TASK/AGENT-TIME`."""
   now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')

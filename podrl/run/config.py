@@ -31,7 +31,7 @@ from podrl.networks.cores import CORES
 from podrl.networks.torsos import ACTIVATIONS, TORSOS
 from podrl.records import checkpoint, workdir
 from podrl.records.terminal import print_text
-from podrl.records.workdir import flatten
+from podrl.records.workdir import flatten, short
 from podrl.run.cluster import Cluster, version_of_code
 
 
@@ -523,6 +523,14 @@ def parse_value(name: str, text: str, default: Any) -> Any:
   )
 
 
+def _with_absolute_path(override: str) -> str:
+  """Makes the path in an override of `compilation_cache` absolute."""
+  name, _, value = override.partition('=')
+  is_path = name.endswith('config.compilation_cache') and value
+  is_path = is_path and value not in ('auto', 'off')
+  return f'{name}={workdir.absolute(value)}' if is_path else override
+
+
 def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
   """Splits arguments into overrides and all other arguments.
 
@@ -610,6 +618,7 @@ class CommandLine(NamedTuple):
   task: str = ''  # The environment's name, for `podrl train`.
   # For a program of a sweep: the sweep's directory, then its own arguments.
   sweep: tuple[str, ...] = ()
+  directory: str = ''  # The current directory at the start.
 
   def resume(self, workdir: str, *more: str) -> str:
     """Returns the command that resumes the run in `workdir`.
@@ -620,7 +629,7 @@ class CommandLine(NamedTuple):
     kept = [x for x in self.overrides if x.partition('=')[0] not in fields]
     chosen = [x for x in ('agent', 'variant') if self.flags[x].present]
     chosen = [f'--{x}={self.flags[x].value}' for x in chosen]
-    path, *own = self.sweep or (workdir,)
+    path, *own = self.sweep or (short(workdir),)
     arguments = [f'--workdir={path}', '--resume', *own, *chosen, *kept, *more]
     return f'{self.command} {shlex.join(arguments)}'
 
@@ -691,7 +700,10 @@ def parse_command_line(
     arguments = values(argv, known_only=True)[1:]
   except flags.Error as error:
     raise ValueError(str(error)) from error
+  for flag in ('workdir', 'init_from'):
+    values[flag].value = workdir.absolute(values[flag].value)
   overrides, others = _split_overrides(arguments)
+  overrides = list(map(_with_absolute_path, overrides))
   tasks = [x for x in others if has_task and not x.startswith('-')]
   if len(tasks) > 1:
     raise ValueError(f'expected one environment, got {" ".join(tasks)}')
@@ -706,7 +718,8 @@ def parse_command_line(
   arguments = overrides + [x for x in others if x not in tasks]
   task = tasks[0] if tasks else ''
   command = f'python {shlex.quote(argv[0])}'
-  return CommandLine(command, values, arguments, task)
+  directory = workdir.absolute('.')
+  return CommandLine(command, values, arguments, task, directory=directory)
 
 
 def print_help(
@@ -732,9 +745,11 @@ def print_help(
   print_text('\n'.join(lines))
 
 
-def _new_run(values: flags.FlagValues, config: ConfigDict) -> Files:
+def _new_run(
+  values: flags.FlagValues, config: ConfigDict, directory: str
+) -> Files:
   """Returns the files of a new run; `config` receives its module's path."""
-  path = values.workdir or workdir.default_path(config)
+  path = os.path.join(directory, values.workdir or workdir.default_path(config))
   if source := values.init_from:
     checkpoint.find(workdir.run_of_agent(source) or source)
   workdir.check_new(path, config)
@@ -843,7 +858,7 @@ def resolve_config(
     if is_resumed:
       files = _resume_run(values.workdir, config, requested, exit_stack)
     else:
-      files = _new_run(values, config)
+      files = _new_run(values, config, command_line.directory)
     return config.to_dict(), files
 
   fields, files = cluster.decide(find_files)

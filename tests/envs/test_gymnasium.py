@@ -771,3 +771,41 @@ def test_integers_without_bounds_have_the_limits_of_their_dtype():
   assert box.low == -np.inf and box.high == np.inf
   box = spaces.action_space(_Space(0, 255, (1,), np.uint8))
   assert box.low == 0 and box.high == 255
+
+
+@pytest.mark.parametrize(
+  'space,values,is_lost',
+  [
+    # The spacing of float32 is 128 near 1.7e9.
+    (_Space(0, 1e12, (2,), np.float64), [1.7e9, 1.7e9 + 1], True),
+    (_Space(0, 1e12, (2,), np.float64), [1.7e9, 1.7e9 + 200], False),
+    (_Space(0, 2**62, (2,), np.int64), [2**40, 2**40 + 1], True),
+    (_Space(2**40, 2**40 + 9, (2,), np.int64), [2**40, 2**40 + 1], False),
+    # The last bits of 1 + 2e-16 may be rounding errors.
+    (_Space(-9, 9, (2,), np.float64), [1.0, 1.0 + 2.3e-16], False),
+    (_Space(-9, 9, (2,), np.float64), [1.0, 1.0 + 1e-9], True),
+    (_Space(-9, 9, (2,), np.float64), [1.0, 1.0], False),
+    (gymnasium.spaces.Discrete(3, start=2**40), [2**40, 2**40 + 1], False),
+  ],
+)
+def test_what_32_bits_do_not_show_is_warned_of_once(
+  space, values, is_lost, capsys, monkeypatch
+):
+  monkeypatch.setattr(adapter, '_watched', set())
+
+  class Steps(_Odd):
+    def _observe(self):
+      return np.full(space.shape, values[self.t % 2], space.dtype)
+
+  gymnasium.register('Steps-v0', Steps, disable_env_checker=True)
+  for _ in range(2):
+    env = adapter.make('Steps-v0', 2, seed=0, space=space)
+    env.reset()
+    for _ in range(70):
+      env.step(np.zeros(2, int))
+    env.close()
+  line = (
+    'warning: Steps-v0: 32 bits do not show the differences between its 64-bit '
+    'observations; subtract a constant in the environment\n'
+  )
+  assert capsys.readouterr().err == line * is_lost

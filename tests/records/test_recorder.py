@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -279,6 +280,24 @@ def test_wandb_gets_every_record(tmp_path, monkeypatch):
     assert run.is_finished and run.project == 'Catch-bsuite'
     assert [s for s, _ in run.rows] == [r['env_steps'] for r in records]
     assert run.rows[-1][1]['loss'] == pytest.approx(records[-1]['loss'])
+
+
+def test_each_new_run_has_an_id_of_its_own(tmp_path, monkeypatch):
+  ids = []
+
+  class Fake:
+    @staticmethod
+    def init(*, id, **_):
+      ids.append(id)
+
+  monkeypatch.setitem(sys.modules, 'wandb', Fake)
+  for path in ('first', 'first', 'second', 'first'):
+    if len(ids) == 3:  # The run is deleted, and another one has its path.
+      shutil.rmtree(tmp_path / 'first')
+    (tmp_path / path).mkdir(exist_ok=True)
+    recorder.Wandb(str(tmp_path / path), 'a project', {})
+  first, resumed, second, other = ids
+  assert first == resumed and len({first, second, other}) == 3
 
 
 def test_an_extra_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
