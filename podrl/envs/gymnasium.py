@@ -208,8 +208,8 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
             f'{len(obs)} observations{place}',
             f'its space says {len(space.spaces)}',
           )
-        items = enumerate(zip(space.spaces, obs))
-        return tuple(check(v, x, f'{place}[{i}]') for i, (v, x) in items)
+        parts = enumerate(zip(space.spaces, obs))
+        return tuple(check(v, x, f'{place}[{i}]') for i, (v, x) in parts)
       try:
         x = np.asarray(obs)
       except ValueError:  # Its rows have different lengths.

@@ -120,14 +120,17 @@ def task_name(config: ConfigDict) -> str:
   return re.sub(r'[^\w.+-]+', '-', config.env.name)
 
 
-def _current_directory() -> str:
+_start = ''  # The current directory of the last command.
+
+
+def note_start() -> str:
+  """Returns the current directory, which `short` uses; '' if it is deleted."""
+  global _start
   try:
-    return os.getcwd()
-  except OSError:  # It was deleted.
-    return ''
-
-
-_START = _current_directory()
+    _start = os.getcwd()
+  except OSError:
+    _start = ''
+  return _start
 
 
 def absolute(path: str) -> str:
@@ -136,14 +139,16 @@ def absolute(path: str) -> str:
   An environment may change it. A leading `~` becomes the home directory: bash
   does not replace it in `--workdir=~/x`.
   """
-  return os.path.abspath(os.path.expanduser(path)) if path else ''
+  path = os.path.expanduser(path)
+  try:
+    return os.path.abspath(path) if path else ''
+  except OSError:  # The current directory is deleted; a later message says so.
+    return path
 
 
 def short(path: str) -> str:
-  """Returns a path for a command that the user types where podrl started."""
-  inside = os.path.join(_START, '')
-  is_inside = path.startswith(inside) and _START == _current_directory()
-  return path.removeprefix(inside) if is_inside else path
+  """Returns a path as the user may type it where the command started."""
+  return path.removeprefix(os.path.join(_start, '')) if _start else path
 
 
 def default_path(config: ConfigDict) -> str:

@@ -526,9 +526,10 @@ def parse_value(name: str, text: str, default: Any) -> Any:
 def _with_absolute_path(override: str) -> str:
   """Makes the path in an override of `compilation_cache` absolute."""
   name, _, value = override.partition('=')
-  is_path = name.endswith('config.compilation_cache') and value
-  is_path = is_path and value not in ('auto', 'off')
-  return f'{name}={workdir.absolute(value)}' if is_path else override
+  is_path = name.endswith('config.compilation_cache')
+  if not is_path or value in ('', 'auto', 'off'):
+    return override
+  return f'{name}={workdir.absolute(value)}'
 
 
 def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -700,8 +701,9 @@ def parse_command_line(
     arguments = values(argv, known_only=True)[1:]
   except flags.Error as error:
     raise ValueError(str(error)) from error
+  directory = workdir.note_start()
   for flag in ('workdir', 'init_from'):
-    values[flag].value = workdir.absolute(values[flag].value)
+    values[flag].value = workdir.absolute(values[flag].value or '')
   overrides, others = _split_overrides(arguments)
   overrides = list(map(_with_absolute_path, overrides))
   tasks = [x for x in others if has_task and not x.startswith('-')]
@@ -718,7 +720,6 @@ def parse_command_line(
   arguments = overrides + [x for x in others if x not in tasks]
   task = tasks[0] if tasks else ''
   command = f'python {shlex.quote(argv[0])}'
-  directory = workdir.absolute('.')
   return CommandLine(command, values, arguments, task, directory=directory)
 
 
@@ -754,7 +755,8 @@ def _new_run(
     checkpoint.find(workdir.run_of_agent(source) or source)
   workdir.check_new(path, config)
   if values.resume:
-    print(f'{path} contains no run, so a new run starts', file=sys.stderr)
+    text = f'{short(path)} contains no run, so a new run starts'
+    print(text, file=sys.stderr)
   # The run may be resumed in another directory.
   config.env.path = config.env.path or module_directory(config.env.name)
   return Files(path, values.init_from)
@@ -772,7 +774,8 @@ def _resume_run(
   """
   if parent := workdir.run_of_agent(path, or_series=True):
     raise ValueError(
-      f'--workdir={path} is one agent of {parent}; use --workdir={parent}'
+      f'--workdir={short(path)} is one agent of {short(parent)}; use '
+      f'--workdir={short(parent)}'
     )
   exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
   messages = workdir.restore_config(config, path, requested)
@@ -780,9 +783,9 @@ def _resume_run(
   if workdir.is_finished(path, total):
     first = next(iter(workdir.agents(path, config)))
     raise ValueError(
-      f'--workdir={path} is finished; to extend it, set '
+      f'--workdir={short(path)} is finished; to extend it, set '
       f'config.total_env_steps to more than {total}; to start another run '
-      f'with its parameters, use --init_from={first}'
+      f'with its parameters, use --init_from={short(first)}'
     )
   for part, _ in workdir.programs(path, config):
     num_resumes, num_updates, unit = checkpoint.last_progress(part)

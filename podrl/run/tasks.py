@@ -76,8 +76,8 @@ def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
       return Task(saved.suite, saved.name), saved
   if not text and values.resume and values.workdir:
     raise ValueError(
-      f'--workdir={values.workdir} contains no run to resume, because it has '
-      'no config.json; check the path'
+      f'--workdir={files.short(values.workdir)} contains no run to resume, '
+      'because it has no config.json; check the path'
     )
   if not text:
     raise ValueError(

@@ -590,3 +590,21 @@ def test_steps_and_joints_of_seeds_still_add_up():
     [{'env_steps': x, 'num_joints': y} for x, y in pairs]
   )
   assert mean == {'env_steps': 94, 'num_joints': 6}
+
+
+def test_a_run_goes_on_without_its_terminal(monkeypatch, tmp_path):
+  with open(tmp_path / 'other', 'w') as stderr:
+    monkeypatch.setattr(sys, 'stderr', stderr)
+    primary, replica = os.openpty()
+    with open(replica, 'w') as stream:
+      monkeypatch.setattr(sys, 'stdout', stream)
+      panel = terminal.Terminal(_config(), 100, 2048)
+      panel.begin()
+      os.close(primary)  # The terminal ends.
+      panel.say('x' * 10000)
+      panel.write(
+        {'steps_per_second': 1.0, 'frames': 1, 'env_steps': 1}
+        | {'num_updates': 1}
+      )
+      panel.close()
+      print('nobody reads this', flush=True)
