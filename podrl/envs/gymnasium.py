@@ -1,6 +1,7 @@
 """gymnasium environments as a `HostEnv`."""
 
 from collections.abc import Callable
+import contextlib
 import copy
 import importlib.util
 import inspect
@@ -25,6 +26,7 @@ _NAMESPACES = {
   'ALE': ('ale_py', 'ale-py'),
   'dm_control': ('shimmy', 'shimmy[dm-control]'),
 }
+_bound: set[str] = set()  # The environments that need a thread of their own.
 _WATCHED_STEPS = 64  # A warning about precision looks at the first steps.
 _watched: set[str] = set()  # The environments that it has looked at.
 _ASYNC = (
@@ -303,7 +305,7 @@ class _Pool(NamedTuple):
   reset: Callable[..., Any]
   step: Callable[..., Any]
   render: Callable[[], Any]
-  close: Callable[[], None]
+  close: Callable[[], None]  # Prints the errors of the environments.
 
 
 def _make_sync(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
@@ -363,11 +365,7 @@ def _make_sync(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
 
 
 def _in_own_thread(make: Callable[[], _Pool]) -> _Pool:
-  """Makes a pool in a new thread, which then runs all of its functions.
-
-  Databases, OpenGL and others work only in the thread that made them. But a run
-  resets a pool in one thread, and steps it in another.
-  """
+  """Makes a pool in a new thread, which then runs all of its functions."""
   tasks: queue.SimpleQueue = queue.SimpleQueue()
 
   def run() -> None:
@@ -394,16 +392,6 @@ def _in_own_thread(make: Callable[[], _Pool]) -> _Pool:
     tasks.put(None)
     thread.join()
 
-  def step(actions: np.ndarray) -> Any:
-    try:
-      return call(lambda: pool.step(actions))
-    except (RuntimeError, ValueError) as error:
-      # For example, Python allows handlers of signals only in the main thread.
-      if 'thread' not in str(error):
-        raise
-      text = one_line(error, with_kind=True)
-      raise RuntimeError(f'{text}; {_ASYNC}') from error
-
   def close() -> None:
     call(pool.close)
     end()
@@ -416,9 +404,67 @@ def _in_own_thread(make: Callable[[], _Pool]) -> _Pool:
   return _Pool(
     pool.num_envs,
     lambda seed: call(lambda: pool.reset(seed)),
-    step,
+    lambda actions: call(lambda: pool.step(actions)),
     lambda: call(pool.render),
     close,
+  )
+
+
+def _make_threaded(name: str, make_pool: Callable[[], _Pool]) -> _Pool:
+  """Makes a pool that works in any thread.
+
+  Databases, OpenGL and others work only in the thread that made them. But a run
+  makes and resets a pool in one thread, and steps it in another. If the first
+  step there fails, the pool is made again in a thread of its own, which does
+  everything from then on. This is not the default, because to wake a thread in
+  each step is slow on a busy machine.
+  """
+  pool = _in_own_thread(make_pool) if name in _bound else make_pool()
+  first_seed, thread, is_tried = 0, 0, name in _bound
+
+  def reset(seed: int) -> Any:
+    nonlocal first_seed, thread
+    first_seed, thread = seed, threading.get_ident()
+    return pool.reset(seed)
+
+  def try_again(actions: np.ndarray) -> Any:
+    nonlocal pool
+    own = _in_own_thread(make_pool)
+    try:
+      own.reset(first_seed)  # To the same state, because of the seed.
+      result = own.step(actions)
+    except BaseException:
+      own.close()
+      raise
+    with contextlib.suppress(Exception):  # Even this may fail in this thread.
+      pool.close()
+    pool = own
+    _bound.add(name)
+    return result
+
+  def step(actions: np.ndarray) -> Any:
+    nonlocal is_tried
+    is_first, is_tried = not is_tried, True
+    try:
+      try:
+        return pool.step(actions)
+      except Exception:
+        if not is_first or threading.get_ident() == thread:
+          raise
+        return try_again(actions)
+    except (RuntimeError, ValueError) as error:
+      # For example, Python allows handlers of signals only in the main thread.
+      if 'thread' not in str(error):
+        raise
+      text = one_line(error, with_kind=True)
+      raise RuntimeError(f'{text}; {_ASYNC}') from error
+
+  return _Pool(
+    pool.num_envs,
+    reset,
+    step,
+    lambda: pool.render(),
+    lambda: pool.close(),
   )
 
 
@@ -545,14 +591,7 @@ def make(
   if options.pop('vectorization_mode', _MODES[0]) == 'async':
     pool = _make_async(name, num_envs, options)
   else:
-
-    def make_pool() -> _Pool:
-      return _make_sync(name, num_envs, options)
-
-    try:
-      pool = _in_own_thread(make_pool)
-    except Exception:  # Some environments can be made only in the main thread.
-      pool = make_pool()
+    pool = _make_threaded(name, lambda: _make_sync(name, num_envs, options))
 
   return joints.make_host_env(
     name,

@@ -479,21 +479,35 @@ class _Bound(_Odd):
     self.closed.append(self)
 
 
-def test_one_thread_makes_steps_and_closes_an_environment(capsys):
+def test_one_thread_makes_steps_and_closes_an_environment(monkeypatch):
+  monkeypatch.setattr(adapter, '_bound', set())
   _Bound.threads, _Bound.closed = [], []
   gymnasium.register('Bound-v0', _Bound, disable_env_checker=True)
   before = set(threading.enumerate())
   env = adapter.make('Bound-v0', 2, seed=0)
   env.reset()
   # As in Sebulba, another thread steps.
-  with ThreadPoolExecutor(1) as executor:
-    for _ in range(5):
-      executor.submit(env.step, np.zeros(2, int)).result()
-  assert len({*_Bound.threads}) == 2  # `make_spec` used the main thread.
+  steps = [_in_other_thread(env.step, np.zeros(2, int)) for _ in range(5)]
+  # The joint, after 3 steps, shows that no step was lost or done twice.
+  assert [x.is_first.tolist()[0] for x in steps] == [0, 0, 0, 1, 0]
+  assert len({*_Bound.threads}) == 2
   env.close()
-  assert len(_Bound.closed) == 3 and capsys.readouterr().err == ''
+  # In the end, all are closed in their threads.
+  assert len(_Bound.closed) == 3
+  # Now podrl knows that these environments need a thread of their own.
+  env = adapter.make('Bound-v0', 2, seed=0)
+  before_step = len(_Bound.threads)
+  env.reset()
+  _in_other_thread(env.step, np.zeros(2, int))
+  assert len(_Bound.threads) == before_step
+  env.close()
   after = set(threading.enumerate()) - before
   assert not any(x.name == 'podrl-envs' for x in after)
+
+
+def _in_other_thread(function, *args):
+  with ThreadPoolExecutor(1) as executor:
+    return executor.submit(function, *args).result()
 
 
 class _Main(_Odd):
@@ -517,12 +531,12 @@ def test_what_needs_the_main_thread():
   gymnasium.register('Main-v0', _Main, disable_env_checker=True)
   env = adapter.make('Main-v0', 1, seed=0, where='init')
   env.reset()
-  env.step(np.zeros(1, int))
+  _in_other_thread(env.step, np.zeros(1, int))
   env.close()
   env = adapter.make('Main-v0', 1, seed=0, where='step')
   env.reset()
   with pytest.raises(joints.EnvironmentFailed) as error:
-    env.step(np.zeros(1, int))
+    _in_other_thread(env.step, np.zeros(1, int))
   env.close()
   message = 'signal only works in main thread .*vectorization_mode=async'
   assert re.search(message, str(error.value))
