@@ -1,6 +1,6 @@
 """gymnasium environments as a `HostEnv`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import contextlib
 import copy
 import importlib.util
@@ -159,7 +159,8 @@ def _close(name: str, close: Callable[[], None]) -> None:
   """Closes an environment; prints an error instead of raising it."""
   try:
     close()
-  except Exception as error:  # The environment's code can raise anything.
+  # The environment's code can raise anything, and can also call `sys.exit`.
+  except (Exception, SystemExit) as error:
     text = one_line(error, with_kind=True)
     print(f'warning: {name} failed in close: {text}', file=sys.stderr)
 
@@ -198,6 +199,10 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
       raise ValueError(f'{name} returned {what} {where}; {rule}')
 
     def check(space: Any, obs: Any, place: str = '') -> Any:
+      if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        if not isinstance(obs, (Mapping, tuple, list)):
+          kind = type(obs).__name__
+          fail(f'an observation{place} of type {kind}', f'its space is {space}')
       if isinstance(space, spaces.Dict):
         missing = [k for k in space.spaces if k not in obs]
         if missing:
@@ -223,7 +228,8 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
         x = x.reshape(())
       if x.shape != space.shape:
         fail(f'{what} shape {x.shape}', f'its space says {space.shape}')
-      if not np.can_cast(x.dtype, space.dtype, 'same_kind'):
+      rule = 'same_kind' if space.dtype.kind == 'f' else 'safe'
+      if not np.can_cast(x.dtype, space.dtype, rule):
         with np.errstate(invalid='ignore'):
           cast = x.astype(space.dtype)
         if not np.array_equal(cast, x):
@@ -236,7 +242,9 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
 
     def number(what: str, value: Any) -> float:
       x = np.asarray(value)
-      if x.dtype.kind not in 'biuf':
+      # A large integer, a fraction or a decimal is an object for numpy.
+      is_number = x.dtype.kind in 'biuf' or hasattr(value, '__float__')
+      if not is_number or x.dtype.kind == 'c':
         fail(f'{what} of type {type(value).__name__}', 'it must be a number')
       if x.size != 1:
         fail(f'{what} of shape {x.shape}', 'it must be one number')
@@ -456,8 +464,7 @@ def _make_threaded(name: str, make_pool: Callable[[], _Pool]) -> _Pool:
       # For example, Python allows handlers of signals only in the main thread.
       if 'thread' not in str(error):
         raise
-      text = one_line(error, with_kind=True)
-      raise RuntimeError(f'{text}; {_ASYNC}') from error
+      raise RuntimeError(f'{one_line(error)}; {_ASYNC}') from error
 
   return _Pool(
     pool.num_envs,

@@ -1,6 +1,8 @@
 """Tests gymnasium environments as a HostEnv."""
 
 from concurrent.futures import ThreadPoolExecutor
+import decimal
+import fractions
 import random
 import re
 import signal
@@ -386,6 +388,8 @@ def test_nobody_reads_the_infos(infos):
 @pytest.mark.parametrize(
   'reward',
   [
+    decimal.Decimal(1),
+    fractions.Fraction(1),
     np.ones(1),
     np.ones((1, 1), np.float32),
     np.int8(1),
@@ -440,6 +444,10 @@ def test_what_an_environment_returns_wrongly_is_named(options, message):
   with pytest.raises(joints.EnvironmentFailed) as error:
     _odd_steps(**options)
   assert str(error.value).startswith(f'Odd-v0 returned {message}')
+
+
+def test_a_large_integer_is_a_reward():
+  assert _odd_steps(reward=10**30)[1].reward.tolist() == [np.float32(1e30)] * 2
 
 
 def test_observations_arrive_in_the_dtype_of_their_space():
