@@ -228,7 +228,7 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
         x = x.reshape(())
       if x.shape != space.shape:
         fail(f'{what} shape {x.shape}', f'its space says {space.shape}')
-      rule = 'same_kind' if space.dtype.kind == 'f' else 'safe'
+      rule: Any = 'same_kind' if space.dtype.kind == 'f' else 'safe'
       if not np.can_cast(x.dtype, space.dtype, rule):
         with np.errstate(invalid='ignore'):
           cast = x.astype(space.dtype)
