@@ -54,7 +54,8 @@ def train(
   """Trains an agent in an environment, like the command `podrl train`.
 
   The run writes the same files as a run of that command. If JAX has already
-  started, the run uses the devices that JAX has.
+  started, the run uses the devices that JAX has. It computes in 32 bits. If
+  several threads call this function, their runs follow one another.
 
   Args:
     name: `[SUITE:]NAME` of an environment, or `MODULE:NAME` if a module

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import os
 import sys
 
 from podrl.messages import suggest
@@ -40,6 +41,7 @@ def main() -> None:
     sys.exit(2)
   from podrl.run.signals import quiet_imports
 
+  os.environ.pop('JAX_ENABLE_X64', None)  # podrl computes in 32 bits.
   with quiet_imports():
     module = importlib.import_module(f'podrl.tools.{name}')
   sys.exit(module.run([name, *arguments]))

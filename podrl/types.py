@@ -171,6 +171,8 @@ class EnvSpec(NamedTuple):
     obs_scale: tree like `obs`, but without a mask. A network divides each leaf
       by its scale, a float or an array that broadcasts to the leaf's shape.
       None means 255 for uint8, and 1 for other dtypes.
+    cut: `(obs) -> obs`, runs on the host before `observe`. It converts the
+      library's observations `[B, ...]` to 32 bits.
   """
 
   obs: Tree
@@ -182,6 +184,7 @@ class EnvSpec(NamedTuple):
   observe: Callable[[Tree], Tree] = lambda obs: obs
   to_library: Callable[[Array], Array] = lambda action: action
   obs_scale: Tree = None
+  cut: Callable[[Tree], Tree] = lambda obs: obs
 
 
 class DeviceEnv(NamedTuple):

@@ -26,8 +26,10 @@ _LEVEL = {name: i for i, names in enumerate(_FLOORS) for name in names}
 _ONLY = {
   'threading|concurrent': (
     'drivers/',
+    'envs/gymnasium',
     'run/cluster',
     'run/signals',
+    'run/tasks',
     'records/',
   ),
   'shard_map': ('drivers/spmd',),

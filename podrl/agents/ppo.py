@@ -68,7 +68,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def check(fields: Mapping[str, Any]) -> None:
-  """Raises a ValueError if `agent.clip` is out of range."""
+  """Raises a ValueError if a field is out of range, or does not fit others."""
+  num_steps = fields['env.num_envs'] * fields['unroll_length']
+  if fields['agent.normalize_advantage'] and num_steps == 1:
+    raise ValueError(
+      'config.env.num_envs=1 and config.unroll_length=1 give one step per '
+      'update, whose advantage cannot be normalised; set '
+      'config.unroll_length=2, or config.agent.normalize_advantage=False'
+    )
   clip = fields['agent.clip']
   if not 0 < clip < math.inf:
     raise ValueError(f'config.agent.clip={clip} must be more than 0 and finite')

@@ -303,7 +303,7 @@ def normalize(
 
     def first_moments(old: list) -> list:
       arguments = quantities(variables, trajectory)
-      return [calibrate(*x, mean=mean) if x else () for x in arguments]
+      return [calibrate(x[0], x[1], x[2], mean) if x else () for x in arguments]
 
     count = next(x.count for x in old if x)
     new = jax.lax.cond(count == 0.0, first_moments, lambda old: old, old)

@@ -1,17 +1,39 @@
 """gymnasium environments as a `HostEnv`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import copy
 import importlib.metadata
+import importlib.util
 import inspect
 from multiprocessing import resource_tracker
+import queue
+import random
 import signal
-from typing import Any
+import sys
+import threading
+from typing import Any, NamedTuple
 
-from podrl.envs import joints, spaces
-from podrl.messages import check_choice, one_line, suggest
+import jax
+import numpy as np
+
+from podrl.envs import envpool, joints, spaces
+from podrl.messages import check_choice, one_line, similar, suggest
 from podrl.types import EnvSpec, HostEnv
 
 _MODES = ('sync', 'async')
+# The packages that register the usual namespaces, and how to install them.
+_NAMESPACES = {
+  'ALE': ('ale_py', 'ale-py'),
+  'dm_control': ('shimmy', 'shimmy[dm-control]'),
+}
+_bound: set[str] = set()  # The environments that need a thread of their own.
+_WATCHED_STEPS = 64  # A warning about precision looks at the first steps.
+_watched: set[str] = set()  # The environments that it has looked at.
+_ASYNC = (
+  'with env.options.vectorization_mode=async, each environment has a process '
+  'of its own and runs in its main thread'
+)
 _TAKEN = {'num_envs', 'seed', 'num_threads', 'render'}  # Arguments of `make`.
 
 
@@ -43,6 +65,8 @@ def _registered_spec(name: str) -> Any:
     imported = spaces.import_module(name, module)
   try:
     return gymnasium.spec(identifier)
+  except gymnasium.error.NamespaceNotFound as error:
+    raise ValueError(_explain_namespace(name, identifier)) from error
   except gymnasium.error.Error as error:
     advice = suggest(name, gymnasium.registry)
     if module and hasattr(imported, identifier):
@@ -52,6 +76,23 @@ def _registered_spec(name: str) -> Any:
     raise ValueError(
       f'env.name={name} is not a gymnasium environment; {advice}'
     ) from error
+
+
+def _explain_namespace(name: str, identifier: str) -> str:
+  """Says which package registers the namespace of `NAMESPACE/NAME`."""
+  namespace, _, own = identifier.partition('/')
+  module, package = _NAMESPACES.get(namespace, ('', ''))
+  if not module:
+    return (
+      f'env.name={name}: no imported module registers {namespace}/; write '
+      f'MODULE:{identifier}, where MODULE is the module that registers it'
+    )
+  text = f'env.name={name} needs {module}; write {module}:{identifier}'
+  if not importlib.util.find_spec(module):
+    text += f' after pip install {package!r}'
+  words, _, version = own.rpartition('-')  # cartpole-swingup-v0, in dm_control.
+  ours = similar(f'{words.replace("-", "")}-{version}', envpool.names())
+  return f'{text}, or train envpool:{ours[0]}' if ours else text
 
 
 def _load(entry_point: Any) -> Any:
@@ -115,8 +156,13 @@ def make_spec(name: str, /, **options: Any) -> EnvSpec:
   spec, options = _registered_spec(name), _with_whole_limit(options)
   mode = options.pop('vectorization_mode', _MODES[0])
   check_choice('env.options.vectorization_mode', mode, _MODES)
+  if spec.entry_point is None:
+    raise ValueError(
+      f'env.name={name} has no entry_point, only a vector_entry_point; '
+      'register it with an entry_point that makes a single environment'
+    )
   env = _make_single(name, spec.entry_point, options)
-  env.close()
+  _close(name, env.close)
   max_steps = options.get('max_episode_steps')
   if max_steps is None:
     max_steps = spec.max_episode_steps or 0
@@ -124,6 +170,425 @@ def make_spec(name: str, /, **options: Any) -> EnvSpec:
   return spaces.env_spec(
     name, observation_space, action_space, 1, max(max_steps, 0)
   )
+
+
+def _close(name: str, close: Callable[[], None]) -> None:
+  """Closes an environment; prints an error instead of raising it."""
+  try:
+    close()
+  # The environment's code can raise anything, and can also call `sys.exit`.
+  except (Exception, SystemExit) as error:
+    text = one_line(error, with_kind=True)
+    print(f'warning: {name} failed in close: {text}', file=sys.stderr)
+
+
+def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
+  """Makes a function that checks what an environment returns, in its place.
+
+  The function replaces the methods `reset` and `step`. `info` becomes empty,
+  because nothing reads it, and it may not fit in an array. The first reset
+  seeds the spaces of the environment, because some environments sample them.
+
+  The mode 'async' copies the code of this function to other processes, where
+  podrl is not imported. So the code uses only numpy, gymnasium and Python.
+
+  Args:
+    is_process: whether the environment has a process of its own. Its global
+      generators are then seeded too, and it raises only a ValueError, because
+      gymnasium hangs if it cannot send an error to the main process.
+  """
+
+  def guard(env: Any) -> Any:
+    from gymnasium import spaces
+
+    reset, step, base = env.reset, env.step, env.unwrapped
+    for key in ('action_space', 'observation_space'):
+      space = getattr(type(base), key, None)
+      # If all environments shared a space, its seed would be shared too.
+      if isinstance(space, spaces.Space) and key not in vars(base):
+        setattr(base, key, copy.deepcopy(space))
+    space, num_steps = env.observation_space, 0
+    shape, dtype, array = space.shape, space.dtype, np.ndarray
+    is_plain = isinstance(space, spaces.Box)
+
+    def fail(what: str, rule: str) -> None:
+      where = f'in step {num_steps}' if num_steps else 'in reset'
+      raise ValueError(f'{name} returned {what} {where}; {rule}')
+
+    def check(space: Any, obs: Any, place: str = '') -> Any:
+      if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        if not isinstance(obs, (Mapping, tuple, list)):
+          kind = type(obs).__name__
+          fail(f'an observation{place} of type {kind}', f'its space is {space}')
+      if isinstance(space, spaces.Dict):
+        missing = [k for k in space.spaces if k not in obs]
+        if missing:
+          fail(f'an observation{place} without {missing[0]!r}', 'add it')
+        items = space.spaces.items()
+        return {k: check(v, obs[k], f'{place}[{k!r}]') for k, v in items}
+      if isinstance(space, spaces.Tuple):
+        if len(obs) != len(space.spaces):
+          fail(
+            f'{len(obs)} observations{place}',
+            f'its space says {len(space.spaces)}',
+          )
+        parts = enumerate(zip(space.spaces, obs))
+        return tuple(check(v, x, f'{place}[{i}]') for i, (v, x) in parts)
+      try:
+        x = np.asarray(obs)
+      except ValueError:  # Its rows have different lengths.
+        x = np.asarray(obs, object)
+      what = f'an observation{place} of'
+      if x.dtype.kind not in 'biuf':
+        fail(f'{what} type {type(obs).__name__}', f'its space says {dtype}')
+      if space.shape == () and x.size == 1:
+        x = x.reshape(())
+      if x.shape != space.shape:
+        fail(f'{what} shape {x.shape}', f'its space says {space.shape}')
+      rule: Any = 'same_kind' if space.dtype.kind == 'f' else 'safe'
+      if not np.can_cast(x.dtype, space.dtype, rule):
+        with np.errstate(invalid='ignore'):
+          cast = x.astype(space.dtype)
+        if not np.array_equal(cast, x):
+          fail(
+            f'{what} {x.dtype} that {space.dtype} cannot contain',
+            f'its space says {space.dtype}',
+          )
+        return cast
+      return x
+
+    def number(what: str, value: Any) -> float:
+      x = np.asarray(value)
+      # A large integer, a fraction or a decimal is an object for numpy.
+      is_number = x.dtype.kind in 'biuf' or hasattr(value, '__float__')
+      if not is_number or x.dtype.kind == 'c':
+        fail(f'{what} of type {type(value).__name__}', 'it must be a number')
+      if x.size != 1:
+        fail(f'{what} of shape {x.shape}', 'it must be one number')
+      return x.item()
+
+    def checked_reset(*, seed: Any = None, options: Any = None) -> Any:
+      nonlocal num_steps
+      num_steps = 0
+      if seed is not None:
+        env.action_space.seed(seed)
+        env.observation_space.seed(seed)
+        if is_process:
+          np.random.seed(seed)
+          random.seed(seed)
+      found = reset(seed=seed, options=options)
+      if not isinstance(found, tuple) or len(found) != 2:
+        fail(f'a {type(found).__name__}', 'it must return (obs, info)')
+      return check(space, found[0]), {}
+
+    def checked_step(action: Any) -> Any:
+      nonlocal num_steps
+      num_steps += 1
+      found = step(action)
+      if len(found) != 5:
+        fail(
+          f'{len(found)} values',
+          'it must return (obs, reward, terminated, truncated, info)',
+        )
+      obs, reward, terminated, truncated, _ = found
+      # The usual types are checked here, because this is faster.
+      is_usual = is_plain and type(obs) is array
+      if not is_usual or obs.dtype is not dtype or obs.shape != shape:
+        obs = check(space, obs)
+      if not isinstance(reward, float):
+        reward = float(number('a reward', reward))
+      if type(terminated) is not bool:
+        terminated = bool(number('terminated', terminated))
+      if type(truncated) is not bool:
+        truncated = bool(number('truncated', truncated))
+      return obs, reward, terminated, truncated, {}
+
+    def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+      def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+          return method(*args, **kwargs)
+        except Exception as error:
+          if isinstance(error, ValueError) and str(error).startswith(name):
+            raise
+          text = f'{type(error).__name__}: {error}'
+          text = f'{name} failed in step {num_steps}: {text}'
+          raise ValueError(text) from error
+
+      return call
+
+    wrap = alone if is_process else lambda method: method
+    env.reset, env.step = wrap(checked_reset), wrap(checked_step)
+    return env
+
+  return guard
+
+
+class _Pool(NamedTuple):
+  """Some environments; the functions are those of gymnasium's `VectorEnv`."""
+
+  num_envs: int
+  reset: Callable[..., Any]
+  step: Callable[..., Any]
+  render: Callable[[], Any]
+  close: Callable[[], None]  # Prints the errors of the environments.
+
+
+def _make_sync(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
+  """Makes environments that are stepped one after another.
+
+  It is faster than gymnasium's `SyncVectorEnv`, and gives the same results.
+  """
+  import gymnasium
+  from gymnasium.vector.utils import concatenate, create_empty_array
+
+  guard, envs = _make_guard(name, is_process=False), []
+  is_over = [False] * num_envs
+  for _ in range(num_envs):
+    envs.append(guard(gymnasium.make(name, **options)))
+    # The checks of gymnasium only warn, so one environment is enough.
+    options = options | {'disable_env_checker': True}
+  space, action_space = envs[0].observation_space, envs[0].action_space
+  for env in envs:
+    if (env.observation_space, env.action_space) != (space, action_space):
+      raise ValueError(
+        f'env.name={name}: the spaces of two environments differ: '
+        f'{space} and {env.observation_space}, {action_space} and '
+        f'{env.action_space}; make them equal'
+      )
+
+  def stack(observations: list[Any]) -> Any:
+    empty = create_empty_array(space, num_envs, np.empty)
+    return concatenate(space, observations, empty)
+
+  def reset(seed: int) -> tuple[Any, dict[str, Any]]:
+    is_over[:] = [False] * num_envs
+    return stack([x.reset(seed=seed + i)[0] for i, x in enumerate(envs)]), {}
+
+  def step(actions: np.ndarray) -> tuple[Any, ...]:
+    observations, rewards, ends, cuts = [], [], [], []
+    for i, env in enumerate(envs):
+      if is_over[i]:
+        obs, reward, terminated, truncated = env.reset()[0], 0.0, False, False
+      else:
+        obs, reward, terminated, truncated, _ = env.step(actions[i])
+      observations.append(obs)
+      rewards.append(reward)
+      ends.append(terminated)
+      cuts.append(truncated)
+      is_over[i] = terminated or truncated
+    arrays = np.array(rewards), np.array(ends), np.array(cuts)
+    return stack(observations), *arrays, {}
+
+  def render() -> Any:
+    return envs[0].render()
+
+  def close() -> None:
+    for env in envs:
+      _close(name, env.close)
+
+  return _Pool(num_envs, reset, step, render, close)
+
+
+def _in_own_thread(make: Callable[[], _Pool]) -> _Pool:
+  """Makes a pool in a new thread, which then runs all of its functions."""
+  tasks: queue.SimpleQueue = queue.SimpleQueue()
+
+  def run() -> None:
+    while task := tasks.get():
+      function, answer = task
+      try:
+        answer.put((function(), None))
+      except BaseException as error:  # `call` raises it.
+        answer.put((None, error))
+
+  # A daemon, because a program may forget to close the environments.
+  thread = threading.Thread(target=run, name='podrl-envs', daemon=True)
+  thread.start()
+
+  def call(function: Callable[[], Any]) -> Any:
+    answer: queue.SimpleQueue = queue.SimpleQueue()
+    tasks.put((function, answer))
+    result, error = answer.get()
+    if error:
+      raise error
+    return result
+
+  def end() -> None:
+    tasks.put(None)
+    thread.join()
+
+  def close() -> None:
+    call(pool.close)
+    end()
+
+  try:
+    pool = call(make)
+  except BaseException:
+    end()
+    raise
+  return _Pool(
+    pool.num_envs,
+    lambda seed: call(lambda: pool.reset(seed)),
+    lambda actions: call(lambda: pool.step(actions)),
+    lambda: call(pool.render),
+    close,
+  )
+
+
+def _make_threaded(name: str, make_pool: Callable[[], _Pool]) -> _Pool:
+  """Makes a pool that works in any thread.
+
+  Databases, OpenGL and others work only in the thread that made them. But a run
+  makes and resets a pool in one thread, and steps it in another. If the first
+  step there fails, the pool is made again in a thread of its own, which does
+  everything from then on. This is not the default, because to wake a thread in
+  each step is slow on a busy machine.
+  """
+  pool = _in_own_thread(make_pool) if name in _bound else make_pool()
+  first_seed, thread, is_tried = 0, 0, name in _bound
+
+  def reset(seed: int) -> Any:
+    nonlocal first_seed, thread
+    first_seed, thread = seed, threading.get_ident()
+    return pool.reset(seed)
+
+  def try_again(actions: np.ndarray) -> Any:
+    nonlocal pool
+    own = _in_own_thread(make_pool)
+    try:
+      own.reset(first_seed)  # To the same state, because of the seed.
+      result = own.step(actions)
+    except BaseException:
+      own.close()
+      raise
+    with contextlib.suppress(Exception):  # Even this may fail in this thread.
+      pool.close()
+    pool = own
+    _bound.add(name)
+    return result
+
+  def step(actions: np.ndarray) -> Any:
+    nonlocal is_tried
+    is_first, is_tried = not is_tried, True
+    try:
+      try:
+        return pool.step(actions)
+      except Exception:
+        if not is_first or threading.get_ident() == thread:
+          raise
+        return try_again(actions)
+    except (RuntimeError, ValueError) as error:
+      # For example, Python allows handlers of signals only in the main thread.
+      if 'thread' not in str(error):
+        raise
+      raise RuntimeError(f'{one_line(error)}; {_ASYNC}') from error
+
+  return _Pool(
+    pool.num_envs,
+    reset,
+    step,
+    lambda: pool.render(),
+    lambda: pool.close(),
+  )
+
+
+def _make_async(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
+  """Makes environments that have a process each."""
+  import gymnasium
+
+  # Start the tracker now: its start would reset the mask that is set below.
+  resource_tracker.ensure_running()
+  # Processes inherit the mask, so Ctrl-C or SIGTERM does not end them directly.
+  signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+  mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+  try:
+    envs: Any = gymnasium.make_vec(
+      name,
+      num_envs,
+      'async',
+      # Do not fork: a fork copies locks while JAX's threads use them.
+      vector_kwargs={
+        'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP,
+        'context': 'spawn',
+      },
+      wrappers=[_make_guard(name, is_process=True)],
+      **options,
+    )
+  except EOFError as error:
+    raise ValueError(
+      f'env.name={name}: a process of an environment ended while it started'
+    ) from error
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+  def explain(error: Exception) -> str:
+    for i, process in enumerate(envs.processes):
+      process.join(1.0)
+      if code := process.exitcode:
+        text = f'ended with code {code}'
+        if code < 0:
+          text = f'was killed by signal {-code}'
+        if code == -signal.SIGKILL:
+          text += '; the machine may not have enough memory'
+        return f'the process of environment {i} {text}'
+      if code == 0:
+        return f'the process of environment {i} ended'
+    return one_line(error, with_kind=True)
+
+  def alive(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+      try:
+        return method(*args, **kwargs)
+      except (EOFError, OSError) as error:
+        raise RuntimeError(explain(error)) from error
+
+    return call
+
+  def close() -> None:
+    try:
+      envs.close()
+    except BaseException:  # A process of an environment died.
+      for process in envs.unwrapped.processes:
+        process.kill()  # The processes block SIGTERM.
+      envs.unwrapped.closed = True  # Otherwise, its finalizer closes it again.
+      raise
+
+  # By default, VectorEnv returns copies of observations, as HostEnv requires.
+  return _Pool(
+    num_envs,
+    alive(envs.reset),
+    alive(envs.step),
+    lambda: envs.render()[0],
+    lambda: _close(name, close),
+  )
+
+
+def _watch(name: str, spec: EnvSpec) -> EnvSpec:
+  """Makes `spec.cut` warn once if it rounds away what an environment shows."""
+  if spec.cut is spaces.same or name in _watched:
+    return spec
+  steps: list[list[tuple[np.ndarray, np.ndarray]]] = []
+
+  def cut(obs: Any) -> Any:
+    small = spec.cut(obs)
+    if len(steps) == _WATCHED_STEPS:
+      return small
+    pairs = zip(jax.tree.leaves(obs), jax.tree.leaves(small))
+    steps.append([(x, y) for x, y in pairs if x.dtype.itemsize == 8])
+    if len(steps) == _WATCHED_STEPS:
+      leaves = zip(*steps)
+      is_lost = any(spaces.is_rounded_away(*zip(*leaf)) for leaf in leaves)
+      steps[:] = [[]] * _WATCHED_STEPS  # Free the memory.
+      if is_lost and name not in _watched:
+        print(
+          f'warning: {name}: 32 bits do not show the differences between its '
+          '64-bit observations; subtract a constant in the environment',
+          file=sys.stderr,
+        )
+      _watched.add(name)
+    return small
+
+  return spec._replace(cut=cut)
 
 
 def make(
@@ -140,43 +605,23 @@ def make(
 
   For the name 'module:Id', podrl first imports the module, which must register
   Id. The option `vectorization_mode` is 'sync', which steps one environment
-  after another, or 'async', which steps each environment in its own process.
+  after another in one thread, or 'async', which steps each environment in its
+  own process.
   """
-  import gymnasium
-
   del num_threads
   if render and _can_draw(name):
     options['render_mode'] = 'rgb_array'
   spec, options = make_spec(name, **options), _with_whole_limit(options)
-  mode = options.pop('vectorization_mode', _MODES[0])
-  vector_kwargs: dict[str, Any] = {
-    'autoreset_mode': gymnasium.vector.AutoresetMode.NEXT_STEP
-  }
-  if mode == 'async':
-    # Do not fork: a fork copies locks while JAX's threads use them.
-    vector_kwargs['context'] = 'spawn'
-    # Start the tracker now: its start would reset the mask that is set below.
-    resource_tracker.ensure_running()
-  # Processes inherit the mask, so Ctrl-C or SIGTERM does not end them directly.
-  signals = (signal.SIGINT, signal.SIGTERM)
-  mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-  try:
-    envs: Any = gymnasium.make_vec(
-      name, num_envs, mode, vector_kwargs=vector_kwargs, **options
-    )
-  finally:
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+  if options.pop('vectorization_mode', _MODES[0]) == 'async':
+    pool = _make_async(name, num_envs, options)
+  else:
+    pool = _make_threaded(name, lambda: _make_sync(name, num_envs, options))
 
-  def close() -> None:
-    try:
-      envs.close()
-    except BaseException:  # A process of an environment died.
-      for process in getattr(envs.unwrapped, 'processes', ()):
-        process.kill()  # The processes block SIGTERM.
-      envs.unwrapped.closed = True  # Otherwise, its finalizer closes it again.
-      raise
-
-  # By default, VectorEnv returns copies of observations, as HostEnv requires.
   return joints.make_host_env(
-    name, spec, envs, seed, close=close, render=lambda: envs.render()[0]
+    name,
+    _watch(name, spec),
+    pool,
+    seed,
+    close=pool.close,
+    render=pool.render,
   )

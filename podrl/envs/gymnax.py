@@ -57,7 +57,7 @@ def import_gymnax() -> Any:
     finally:
       for name in names:
         sys.modules.pop(name, None)
-  return sys.modules['gymnax']
+  return importlib.import_module('gymnax')  # Another thread may import it now.
 
 
 def names() -> list[str]:

@@ -225,9 +225,11 @@ def _fail(name: str, method: str, error: BaseException) -> NoReturn:
   is_default = handler is signal.default_int_handler
   if isinstance(error, KeyboardInterrupt) and is_default:
     raise error
-  raise EnvironmentFailed(
-    f'environment {name} failed in {method}: {one_line(error, with_kind=True)}'
-  ) from error
+  text = one_line(error)
+  if not text.startswith(f'{name} '):  # The adapter has not named it.
+    text = one_line(error, with_kind=True)
+    text = f'environment {name} failed in {method}: {text}'
+  raise EnvironmentFailed(text) from error
 
 
 def make_host_env(
@@ -247,7 +249,7 @@ def make_host_env(
 
   Args:
     name: the environment's name, for messages.
-    spec: describes one environment.
+    spec: describes one environment; its `cut` is applied here.
     envs: has the interface of `gymnasium.vector.VectorEnv`, and resets an
       environment in the step after an episode's last step (gymnasium's
       next-step mode). `envs` does not need to report which steps are first.
@@ -266,7 +268,7 @@ def make_host_env(
       _fail(name, 'reset', error)
     reward = np.zeros(num_envs, np.float32)
     discount, is_first = np.ones(num_envs, np.float32), np.ones(num_envs, bool)
-    return TimeStep(obs, reward, discount, is_first)
+    return TimeStep(spec.cut(obs), reward, discount, is_first)
 
   def step(action: np.ndarray) -> TimeStep:
     nonlocal is_last
@@ -275,7 +277,9 @@ def make_host_env(
       obs, reward, terminated, truncated, _ = envs.step(library_action)
     except BaseException as error:
       _fail(name, 'step', error)
-    is_last, timestep = _arrive(is_last, obs, reward, terminated, truncated)
+    is_last, timestep = _arrive(
+      is_last, spec.cut(obs), reward, terminated, truncated
+    )
     return timestep
 
   if xla:

@@ -39,6 +39,10 @@ _MASKED = {'observation', 'action_mask'}
 # Networks get floats up to this bound as they are; larger ones are scaled.
 _LARGEST_FLOAT = 10.0
 _NO_BOUND = 1e6  # Larger bounds say nothing about the usual numbers.
+_KINDS = ('Box', 'Discrete', 'MultiDiscrete', 'MultiBinary', 'Dict', 'Tuple')
+# If the range of a box is a smaller part of its bounds than this, 32 bits do
+# not show enough of it.
+_SMALLEST_RANGE = 1e-3
 
 
 def import_module(name: str, module: str) -> Any:
@@ -53,10 +57,16 @@ def import_module(name: str, module: str) -> Any:
     ) from error
 
 
+def _kind(space: Any) -> str:
+  """Returns the name of a space's class, or of the known class it extends."""
+  names = [x.__name__ for x in type(space).__mro__]
+  return next((x for x in names if x in _KINDS), names[0])
+
+
 def _check(what: str, space: Any) -> None:
   """Raises a ValueError if a space is empty or has too many categories."""
   fields = {'Discrete': 'n', 'MultiDiscrete': 'nvec'}
-  field = fields.get(type(space).__name__)
+  field = fields.get(_kind(space))
   if field and np.sum(getattr(space, field)) > _MAX_CATEGORIES:
     raise ValueError(
       f'{what} are {space}, but podrl accepts at most {_MAX_CATEGORIES} '
@@ -77,7 +87,7 @@ def obs_spec(space: Any) -> Tree:
   tuple of spaces. Any other space raises a ValueError. A dict of `observation`
   and `action_mask` becomes `Masked`.
   """
-  kind = type(space).__name__
+  kind = _kind(space)
   if kind == 'Dict':
     parts = {k: obs_spec(v) for k, v in space.spaces.items()}
     if parts.keys() != _MASKED:
@@ -94,9 +104,7 @@ def obs_spec(space: Any) -> Tree:
   if kind == 'MultiDiscrete':
     return jax.ShapeDtypeStruct((int(space.nvec.sum()),), bool)
   if kind in ('Box', 'MultiBinary'):
-    # JAX converts 64-bit numbers to 32 bits when it copies them to a device.
-    dtype = jax.dtypes.canonicalize_dtype(space.dtype)
-    return jax.ShapeDtypeStruct(space.shape, dtype)
+    return jax.ShapeDtypeStruct(space.shape, _dtype(space))
   raise ValueError(
     f'observations are {space}, which no network accepts; networks accept '
     'boxes, categories and dicts of them'
@@ -127,8 +135,89 @@ def obs_scale(space: Any) -> Tree:
   if kind == 'Tuple':
     return tuple(map(obs_scale, space.spaces))
   if kind == 'Box':
-    return scale(space.dtype, space.low, space.high)
+    offset = _offset(space) if np.dtype(space.dtype).itemsize == 8 else 0
+    return scale(space.dtype, space.low - offset, space.high - offset)
   return np.float32(1)
+
+
+def _dtype(space: Any) -> np.dtype:
+  """Returns the dtype of an observation's leaf: at most 32 bits.
+
+  Integers that 32 bits cannot contain become floats.
+  """
+  dtype = np.dtype(space.dtype)
+  narrow = {'i8': np.int32, 'u8': np.uint32, 'f8': np.float32}
+  small = np.dtype(narrow.get(dtype.str[1:], dtype))
+  if small.kind not in 'iu' or small == dtype:
+    return small
+  limits = np.iinfo(small)
+  fits = np.all(space.low >= limits.min) and np.all(space.high <= limits.max)
+  return small if fits else np.dtype(np.float32)
+
+
+def make_cut(space: Any) -> Callable[[Tree], Tree]:
+  """Makes a function that converts observations `[B, ...]` to 32 bits.
+
+  The function runs on the host. If the bounds of a box are close together, but
+  far from 0, it first subtracts the lower bound, because 32 bits would round
+  the differences away.
+  """
+  kind = _kind(space)
+  if kind in ('Dict', 'Tuple'):
+    items = space.spaces.items() if kind == 'Dict' else enumerate(space.spaces)
+    parts = {k: make_cut(v) for k, v in items}
+    if all(x is same for x in parts.values()):
+      return same
+    if kind == 'Dict':
+      return lambda obs: {k: part(obs[k]) for k, part in parts.items()}
+    return lambda obs: tuple(part(obs[k]) for k, part in parts.items())
+  dtype = np.dtype(space.dtype or np.float32)
+  if dtype.itemsize < 8 or kind not in ('Box', 'Discrete', 'MultiDiscrete'):
+    return same
+  if kind == 'Box':
+    offset, small = _offset(space).astype(dtype), _dtype(space)
+  else:
+    offset, small = _far_start(space), np.dtype(np.int32)
+  if not offset.any():
+    return lambda obs: np.asarray(obs).astype(small)
+  return lambda obs: (np.asarray(obs, dtype) - offset).astype(small)
+
+
+def same(obs: Tree) -> Tree:
+  """The cut of observations that have 32 bits already."""
+  return obs
+
+
+def is_rounded_away(wide: Sequence[Array], small: Sequence[Array]) -> bool:
+  """Returns whether a number changes only until it is cut to 32 bits.
+
+  Changes of less than 1e-12 of a float may be rounding errors of 64 bits.
+
+  Args:
+    wide: the observations `[B, ...]` of some steps, with 64 bits.
+    small: the same observations after the cut.
+  """
+  x, y = np.concatenate(wide), np.concatenate(small)
+  spread = np.subtract(x.max(0), x.min(0), dtype=np.longdouble)
+  tolerance = 1e-12 if x.dtype.kind == 'f' else 0.0
+  is_changing = spread > tolerance * np.abs(x.astype(np.longdouble)).max(0)
+  return bool(np.any(is_changing & (y.max(0) == y.min(0))))
+
+
+def _far_start(space: Any) -> Array:
+  """Returns the first category, or 0 if 32 bits can contain all of them."""
+  start = np.asarray(space.start, np.int64)
+  size = np.asarray(getattr(space, 'nvec', getattr(space, 'n', 0)), np.int64)
+  is_near = np.all(start >= -(2**31)) and np.all(start + size < 2**31)
+  return np.zeros_like(start) if is_near else start
+
+
+def _offset(space: Any) -> Array:
+  """Returns what `make_cut` subtracts from a box: its lower bound, or 0."""
+  low, high = (np.asarray(x, np.float64) for x in (space.low, space.high))
+  with np.errstate(invalid='ignore', over='ignore'):
+    is_far = high - low < _SMALLEST_RANGE * np.maximum(abs(low), abs(high))
+  return np.where(is_far & np.isfinite(low), space.low, 0)
 
 
 def observe(space: Any, obs: Tree) -> Tree:
@@ -137,7 +226,7 @@ def observe(space: Any, obs: Tree) -> Tree:
   A category becomes a one-hot vector; several categories become one vector of
   concatenated one-hot vectors. The function runs on the device.
   """
-  kind = type(space).__name__
+  kind = _kind(space)
   if kind == 'Dict':
     parts = {k: observe(v, obs[k]) for k, v in space.spaces.items()}
     if parts.keys() != _MASKED:
@@ -148,11 +237,12 @@ def observe(space: Any, obs: Tree) -> Tree:
   if kind == 'Tuple':
     return tuple(map(observe, space.spaces, obs))
   if kind == 'Discrete':
-    category = obs.reshape(-1) - int(space.start)
+    category = obs.reshape(-1) - int(space.start - _far_start(space))
     return jax.nn.one_hot(category, space.n, dtype=bool)
   if kind == 'MultiDiscrete':
     sizes = space.nvec.reshape(-1).tolist()
-    columns = (obs - space.start[None]).reshape(-1, len(sizes)).T
+    start = space.start - _far_start(space)
+    columns = (obs - start[None]).reshape(-1, len(sizes)).T
     one_hot = functools.partial(jax.nn.one_hot, dtype=bool)
     return jnp.concatenate([*map(one_hot, columns, sizes)], axis=-1)
   return obs.reshape(-1, *space.shape)
@@ -160,12 +250,14 @@ def observe(space: Any, obs: Tree) -> Tree:
 
 def action_space(space: Any) -> Discrete | MultiDiscrete | Box:
   """Converts a gymnasium action space; in the result, categories start at 0."""
-  kind = type(space).__name__
+  kind = _kind(space)
   _check('actions', space)
   if kind == 'Discrete':
     return Discrete(int(space.n))
   if kind == 'MultiDiscrete':
     return MultiDiscrete(tuple(space.nvec.reshape(-1).tolist()))
+  if kind == 'MultiBinary':
+    return MultiDiscrete((2,) * math.prod(space.shape))
   if kind == 'Box':
     # Round inwards: in float32, 0.4 is larger than the bound 0.4 in float64.
     low, high = (np.asarray(x, np.float32) for x in (space.low, space.high))
@@ -173,6 +265,11 @@ def action_space(space: Any) -> Discrete | MultiDiscrete | Box:
     high = np.where(
       high > space.high, np.nextafter(high, np.float32(-np.inf)), high
     )
+    if np.dtype(space.dtype).kind in 'iu' and space.dtype.itemsize >= 4:
+      # gymnasium replaces infinite bounds by the limits of the dtype.
+      limits = np.iinfo(space.dtype)
+      low = np.where(space.low == limits.min, np.float32(-np.inf), low)
+      high = np.where(space.high == limits.max, np.float32(np.inf), high)
     return Box(space.shape, low, high)
   raise ValueError(
     f'actions are {space}, which no agent accepts; agents accept categories '
@@ -204,6 +301,7 @@ def env_spec(
     observe=functools.partial(observe, obs_space),
     to_library=to_library_action(library_action_space),
     obs_scale=without_mask(obs_scale(obs_space)),
+    cut=make_cut(obs_space),
   )
 
 
@@ -211,23 +309,26 @@ def to_library_action(space: Any) -> Callable[[Array], Array]:
   """Builds a function that converts actions `[B, ...]` to the library's format.
 
   The function adds the number of the space's first category to each category.
-  It casts the numbers of a box to the dtype of the space. If this is an integer
-  dtype, the function first rounds the numbers.
+  The actions have the dtype of the space, or on a device at most 32 bits. For a
+  box of integers, the function first rounds the numbers.
   """
-  if type(space).__name__ in ('Discrete', 'MultiDiscrete'):
-    start = np.asarray(space.start, np.int32)[None]
-    if not start.any():
-      return lambda action: action.reshape(-1, *space.shape)
-    return lambda action: action.reshape(-1, *space.shape) + start
-  is_integer = np.issubdtype(space.dtype, np.integer)
-  device_dtype = jax.dtypes.canonicalize_dtype(space.dtype)
+  kind, dtype = _kind(space), np.dtype(space.dtype)
+  device_dtype = jax.dtypes.canonicalize_dtype(dtype)
+  is_box, is_integer = kind == 'Box', dtype.kind in 'iu'
+  start = np.asarray(getattr(space, 'start', 0), np.int64)[None]
 
-  def cast(action: Array) -> Array:  # JAX's arrays are read-only, so copy.
+  def convert(action: Array) -> Array:
     is_host = isinstance(action, np.ndarray)
-    action = action.round() if is_integer else action
-    return action.astype(space.dtype if is_host else device_dtype)
+    if is_box:
+      action = action.round() if is_integer else action
+    else:
+      action = action.reshape(-1, *space.shape)
+      if start.any():
+        action = action + (start if is_host else start.astype(np.int32))
+    # JAX's arrays are read-only, so copy.
+    return action.astype(dtype if is_host else device_dtype)
 
-  return cast
+  return convert
 
 
 class UnknownOption(ValueError):

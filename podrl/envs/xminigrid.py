@@ -1,5 +1,6 @@
 """XLand-MiniGrid as a `DeviceEnv`."""
 
+import sys
 from typing import Any
 
 import chex
@@ -9,6 +10,9 @@ from podrl.envs import joints, spaces
 from podrl.types import Array, DeviceEnv, Discrete, Tree
 
 _MIN_SIDE = 5  # Of a grid; a smaller one may have no room for a wall or a door.
+# The parts of a ruleset, and how many numbers the library encodes each row in.
+_RULESET = {'goal': 5, 'rules': 7, 'init_tiles': 2}
+_told: set[str] = set()  # The environments whose missing goal was mentioned.
 
 
 def names() -> list[str]:
@@ -23,13 +27,49 @@ def needs_memory(name: str) -> bool:
   return 'Memory' in name
 
 
+def _with_ruleset(
+  name: str, params: Any, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+  """Returns the parameters with the ruleset of the options, and the others."""
+  parts = {}
+  for key, width in _RULESET.items():
+    if key not in options:
+      continue
+    rows = np.asarray(options[key])
+    is_byte = rows.dtype.kind in 'iu' and np.all((rows >= 0) & (rows < 256))
+    if not is_byte or not rows.size or rows.size % width:
+      raise ValueError(
+        f'env.options.{key}={options[key]!r} must be rows of {width} numbers '
+        'from 0 to 255'
+      )
+    shape = (width,) if key == 'goal' else (-1, width)
+    try:
+      parts[key] = rows.astype(np.uint8).reshape(shape)
+    except ValueError as error:
+      raise ValueError(
+        f'env.options.{key}={options[key]!r} must be {width} numbers'
+      ) from error
+  if 'goal' not in parts and name not in _told:
+    _told.add(name)
+    print(
+      f'warning: {name} has no goal, so no reward is possible; set '
+      'env.options.goal and env.options.init_tiles, for example to (1,3,1,0,0) '
+      'and (3,1): pick up a red ball',
+      file=sys.stderr,
+    )
+  options = {k: x for k, x in options.items() if k not in _RULESET}
+  return params.replace(ruleset=params.ruleset.replace(**parts)), options
+
+
 def make(name: str, /, **options: Any) -> DeviceEnv:
   """Makes a batch of environments of XLand-MiniGrid.
 
   Args:
-    name: the registered name, for example 'MiniGrid-DoorKey-5x5'. The rules and
-      the goal of an 'XLand-MiniGrid' environment are the library's default.
-    **options: whole numbers of `EnvParams`, for example `view_size=5`.
+    name: the registered name, for example 'MiniGrid-DoorKey-5x5'.
+    **options: whole numbers of `EnvParams`, for example `view_size=5`. An
+      'XLand-MiniGrid' environment has no goal by default; the options `goal`,
+      `rules` and `init_tiles` have the numbers of a `RuleSet` of the library,
+      one row after another.
 
   Returns:
     A `DeviceEnv`; each cell of the view is a bool one-hot vector of the tile,
@@ -41,6 +81,8 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
   env: Any
   params: Any
   env, params = xminigrid.make(name)
+  if hasattr(params, 'ruleset'):
+    params, options = _with_ruleset(name, params, options)
   spaces.check_numbers(name, options, vars(params))
   options = {k: spaces.check_whole(k, x) for k, x in options.items()}
   params = params.replace(**options)

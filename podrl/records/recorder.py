@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from typing import Any, NamedTuple
+import uuid
 
 import jax
 from ml_collections import ConfigDict
@@ -380,18 +381,24 @@ class TensorBoard:
 class Wandb:
   """A run at Weights & Biases, whose step is `env_steps`.
 
-  Its name comes from the directory, so a resumed run continues the same run at
-  Weights & Biases. Each seed has a separate run there.
+  Each run and each seed has an id there, which the directory keeps. So a
+  resumed run continues, and another run in the same path gets another id.
   """
 
   def __init__(self, path: str, project: str, config: dict[str, Any]):
     import wandb  # The extra `wandb` installs it.
 
     name = os.path.abspath(path).strip(os.sep).replace(os.sep, '-')[-120:]
+    file = os.path.join(path, 'wandb_id')
+    if not os.path.exists(file):
+      with open(file, 'w') as f:
+        f.write(uuid.uuid4().hex)
+    with open(file) as f:
+      run_id = f.read()
     self._run = wandb.init(
       project=project,
       name=name,
-      id=name,
+      id=run_id,
       dir=path,
       config=config,
       resume='allow',

@@ -1,10 +1,14 @@
 """Shows a run: a live panel or plain lines, and a summary at the end."""
 
+from collections.abc import Callable
+import contextlib
+import functools
 import os
 import shlex
 import shutil
 import sys
 import time
+from typing import Any
 
 from ml_collections import ConfigDict
 from rich import progress
@@ -17,7 +21,7 @@ from podrl import agents, envs
 from podrl.drivers.limits import describe
 from podrl.messages import count, printable
 from podrl.records import workdir as files
-from podrl.records.workdir import Record, num_agents
+from podrl.records.workdir import Record, num_agents, short
 
 
 def podrl_command() -> str:
@@ -89,6 +93,19 @@ def print_text(text: str) -> None:
   Console(highlight=False, markup=False).print(text, soft_wrap=True)
 
 
+def _goes_on(method: Callable[..., None]) -> Callable[..., None]:
+  """Makes a method of `Terminal` go on if the terminal no longer exists."""
+
+  @functools.wraps(method)
+  def call(self: 'Terminal', *args: Any, **kwargs: Any) -> None:
+    try:
+      method(self, *args, **kwargs)
+    except OSError:
+      self._go_silent()
+
+  return call
+
+
 class Terminal:
   """Shows a live panel in a terminal, plain lines elsewhere, or nothing."""
 
@@ -124,8 +141,15 @@ class Terminal:
   def _go_silent(self) -> None:
     """Stops all output after its reader has ended, for example `| head`."""
     self._console.quiet = True
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError, AttributeError):  # It has no descriptor.
+      null = os.open(os.devnull, os.O_WRONLY)
+      os.dup2(null, sys.stdout.fileno())
+      try:
+        os.write(sys.stderr.fileno(), b'')
+      except OSError:  # It was the same terminal.
+        os.dup2(null, sys.stderr.fileno())
 
+  @_goes_on
   def begin(self) -> None:
     """Shows how many updates and steps are planned, and that podrl compiles."""
     if self._live:
@@ -142,6 +166,7 @@ class Terminal:
     self._console.print(f'{self._name}: {text}', soft_wrap=is_plain)
     self.say('compiling')
 
+  @_goes_on
   def start(self, num_updates: int) -> None:
     """Shows that training starts after `num_updates` earlier updates."""
     self._start = time.perf_counter(), num_updates / self._num_updates
@@ -149,6 +174,7 @@ class Terminal:
       self._bar.update(self._task, completed=num_updates)
     self.say('training')
 
+  @_goes_on
   def say(self, status: str) -> None:
     """Shows what the run is doing."""
     if self._live:
@@ -156,6 +182,7 @@ class Terminal:
     else:
       self._console.print(f'{self._name}: {status}', soft_wrap=True)
 
+  @_goes_on
   def write(self, record: Record) -> None:
     """Shows a record."""
     status = f'{compact(record["steps_per_second"])} steps/s'
@@ -182,12 +209,14 @@ class Terminal:
       f'{seconds_left:.0f} s left  ' + '\n  '.join([status, *details])
     )
 
+  @_goes_on
   def close(self) -> None:
     """Ends the live panel."""
-    if self._live:
-      self._live.stop()
+    if live := self._live:
       self._live = None
+      live.stop()
 
+  @_goes_on
   def print_summary(
     self, summary: Record, workdir: str, resume_command: str = ''
   ) -> None:
@@ -227,6 +256,7 @@ class Terminal:
     table.add_row('devices', devices)
     for name, value in describe(summary):
       table.add_row(name, Text(printable(value)))
+    workdir = short(workdir)
     table.add_row('run', Text(printable(workdir)))
     self._console.print(table)
     podrl, is_local = podrl_command(), _is_local(self._config)

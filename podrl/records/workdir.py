@@ -212,6 +212,37 @@ def task_name(config: ConfigDict) -> str:
   return re.sub(r'[^\w.+-]+', '-', config.env.name)
 
 
+_start = ''  # The current directory of the last command.
+
+
+def note_start() -> str:
+  """Returns the current directory, which `short` uses; '' if it is deleted."""
+  global _start
+  try:
+    _start = os.getcwd()
+  except OSError:
+    _start = ''
+  return _start
+
+
+def absolute(path: str) -> str:
+  """Returns a path that stays the same if the current directory changes.
+
+  An environment may change it. A leading `~` becomes the home directory: bash
+  does not replace it in `--workdir=~/x`.
+  """
+  path = os.path.expanduser(path)
+  try:
+    return os.path.abspath(path) if path else ''
+  except OSError:  # The current directory is deleted; a later message says so.
+    return path
+
+
+def short(path: str) -> str:
+  """Returns a path as the user may type it where the command started."""
+  return path.removeprefix(os.path.join(_start, '')) if _start else path
+
+
 def default_path(config: ConfigDict) -> str:
   """Returns the directory of a run that begins now: `runs/TASK/AGENT-TIME`."""
   now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')

@@ -73,6 +73,8 @@ def architecture(config: ConfigDict) -> str:
 def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
   """Configures JAX for a run; call it before the first use of a device."""
   is_anakin = architecture(config) == 'anakin'
+  # Programs are written for 32 bits; a profile may set JAX_ENABLE_X64.
+  jax.config.update('jax_enable_x64', False)
   # Keep the CPU devices that a test or XLA_FLAGS made.
   has_devices = jax.config.jax_num_cpu_devices > 0  # type: ignore
   has_devices |= 'device_count' in os.environ.get('XLA_FLAGS', '')

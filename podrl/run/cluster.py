@@ -159,7 +159,7 @@ class Watchdog:
   def _end(self, message: str) -> None:
     """Ends this process because another one failed; never returns."""
     self._ending.acquire()  # Never released, so a second caller waits here.
-    faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)
     try:
       self.on_failure(message)
       if self._process == 0 and self._client:

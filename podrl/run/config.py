@@ -37,7 +37,7 @@ from podrl.networks.cores import CORES
 from podrl.networks.torsos import ACTIVATIONS, TORSOS
 from podrl.records import checkpoint, workdir
 from podrl.records.terminal import print_text
-from podrl.records.workdir import flatten
+from podrl.records.workdir import flatten, short
 from podrl.run.cluster import Cluster, version_of_code
 
 
@@ -557,6 +557,15 @@ def parse_value(name: str, text: str, default: Any) -> Any:
   )
 
 
+def _with_absolute_path(override: str) -> str:
+  """Makes the path in an override of `compilation_cache` absolute."""
+  name, _, value = override.partition('=')
+  is_path = name.endswith('config.compilation_cache')
+  if not is_path or value in ('', 'auto', 'off'):
+    return override
+  return f'{name}={workdir.absolute(value)}'
+
+
 def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
   """Splits arguments into overrides and all other arguments.
 
@@ -782,6 +791,7 @@ class CommandLine(NamedTuple):
   task: str = ''  # The environment's name, for `podrl train`.
   # For a program of a sweep: the sweep's directory, then its own arguments.
   sweep: tuple[str, ...] = ()
+  directory: str = ''  # The current directory at the start.
 
   def resume(self, workdir: str, *more: str) -> str:
     """Returns the command that resumes the run in `workdir`.
@@ -792,7 +802,7 @@ class CommandLine(NamedTuple):
     kept = [x for x in self.overrides if x.partition('=')[0] not in fields]
     chosen = [x for x in ('agent', 'variant') if self.flags[x].present]
     chosen = [f'--{x}={self.flags[x].value}' for x in chosen]
-    path, *own = self.sweep or (workdir,)
+    path, *own = self.sweep or (short(workdir),)
     arguments = [f'--workdir={path}', '--resume', *own, *chosen, *kept, *more]
     return f'{self.command} {shlex.join(arguments)}'
 
@@ -866,11 +876,15 @@ def parse_command_line(
     arguments = values(argv, known_only=True)[1:]
   except flags.Error as error:
     raise ValueError(str(error)) from error
+  directory = workdir.note_start()
+  for flag in ('workdir', 'init_from'):
+    values[flag].value = workdir.absolute(values[flag].value or '')
   overrides, others = _split_overrides(arguments)
   if unknown := [x for x in others if x.startswith('-')]:
     configs = base_config(values.agent), sebulba_config(values.agent)
     known = dict.fromkeys(k for x in configs for k in flatten(x.to_dict()))
     raise ValueError(explain_unknown(unknown[0], known, [*values, *own]))
+  overrides = list(map(_with_absolute_path, overrides))
   tasks = [x for x in others if has_task and not x.startswith('-')]
   if len(tasks) > 1:
     raise ValueError(f'expected one environment, got {" ".join(tasks)}')
@@ -885,7 +899,7 @@ def parse_command_line(
   arguments = overrides + [x for x in others if x not in tasks]
   task = tasks[0] if tasks else ''
   command = f'python {shlex.quote(argv[0])}'
-  return CommandLine(command, values, arguments, task)
+  return CommandLine(command, values, arguments, task, directory=directory)
 
 
 def print_help(
@@ -911,14 +925,17 @@ def print_help(
   print_text('\n'.join(lines))
 
 
-def _new_run(values: flags.FlagValues, config: ConfigDict) -> Files:
+def _new_run(
+  values: flags.FlagValues, config: ConfigDict, directory: str
+) -> Files:
   """Returns the files of a new run; `config` receives its module's path."""
-  path = values.workdir or workdir.default_path(config)
+  path = os.path.join(directory, values.workdir or workdir.default_path(config))
   if source := values.init_from:
     checkpoint.find(workdir.run_of_agent(source) or source)
   workdir.check_new(path, config)
   if values.resume:
-    print(f'{path} contains no run, so a new run starts', file=sys.stderr)
+    text = f'{short(path)} contains no run, so a new run starts'
+    print(text, file=sys.stderr)
   # The run may be resumed in another directory.
   config.env.path = config.env.path or module_directory(config.env.name)
   return Files(path, values.init_from)
@@ -949,7 +966,8 @@ def _resume_run(
   """
   if parent := workdir.run_of_agent(path, or_series=True):
     raise ValueError(
-      f'--workdir={path} is one agent of {parent}; use --workdir={parent}'
+      f'--workdir={short(path)} is one agent of {short(parent)}; use '
+      f'--workdir={short(parent)}'
     )
   exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
   messages = workdir.restore_config(config, path, requested)
@@ -957,9 +975,9 @@ def _resume_run(
   if workdir.is_finished(path, total):
     first = next(iter(workdir.agents(path, config)))
     raise ValueError(
-      f'--workdir={path} is finished; to extend it, set '
+      f'--workdir={short(path)} is finished; to extend it, set '
       f'config.total_env_steps to more than {total}; to start another run '
-      f'with its parameters, use --init_from={first}'
+      f'with its parameters, use --init_from={short(first)}'
     )
   for part, _ in workdir.programs(path, config):
     num_resumes, num_updates, unit = checkpoint.last_progress(part)
@@ -1045,7 +1063,7 @@ def resolve_config(
     if is_resumed:
       files = _resume_run(values.workdir, config, requested, exit_stack, trust)
     else:
-      files = _new_run(values, config)
+      files = _new_run(values, config, command_line.directory)
     return config.to_dict(), files
 
   fields, files = cluster.decide(find_files)

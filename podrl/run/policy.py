@@ -64,6 +64,13 @@ def _convert(spec: EnvSpec, obs: Tree, size: int) -> Tree | None:
   return None
 
 
+def in_32_bits() -> contextlib.AbstractContextManager[Any]:
+  """Returns a context in which JAX's new arrays have at most 32 bits."""
+  is_64 = jax.dtypes.canonicalize_dtype(np.int64).itemsize == 8
+  # Most programs do not need the context, which takes time.
+  return jax.enable_x64(False) if is_64 else contextlib.nullcontext()
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
   """A policy with its variables on one device."""
@@ -109,13 +116,20 @@ class Policy:
       ValueError: if an observation has a wrong shape.
     """
     batch_size = _batch_size(obs) or 1
+    leaves = jax.tree.leaves((obs, carry, is_first, rng_key))
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    if not is_traced:
+      # If this fails, the error of `observe` is clearer.
+      with contextlib.suppress(TypeError, KeyError, IndexError, ValueError):
+        obs = self.spec.cut(obs)
     if is_first is None:
       is_first = np.full(batch_size, carry is None)
-    if carry is None:
-      carry = self.initial_carry(batch_size)
-    action, carry = self._act(
-      self.variables, obs, carry, jnp.asarray(is_first), rng_key
-    )
+    with contextlib.nullcontext() if is_traced else in_32_bits():
+      if carry is None:
+        carry = self.initial_carry(batch_size)
+      action, carry = self._act(
+        self.variables, obs, carry, jnp.asarray(is_first), rng_key
+      )
     if isinstance(action, jax.core.Tracer):
       return action, carry
     # gymnasium refuses JAX's arrays. Copied, so that they can be changed.
@@ -144,4 +158,6 @@ def load(
   trust: bool = False,
 ) -> Policy:
   """Loads the policy of a run; see `podrl.load`."""
-  return Policy(*build.load_agent(os.fspath(path), which, seed, trust))
+  path = os.path.expanduser(os.fspath(path))
+  with in_32_bits():
+    return Policy(*build.load_agent(path, which, seed, trust))

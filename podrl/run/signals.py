@@ -1,4 +1,4 @@
-"""Handles Ctrl-C and SIGTERM in the training loop, and during imports."""
+"""Handles signals in the training loop and during imports; repairs streams."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -14,6 +14,32 @@ import time
 # Exit codes of a run, and their names in its summary; a mistake writes none.
 DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 NAMES = {0: 'done', 1: 'failed', 75: 'preempted', 130: 'interrupted'}
+_STDERR = 2  # The descriptor; `sys.stderr` may have none, or be None.
+
+
+def dump_stacks() -> None:
+  """Prints the stacks of all threads."""
+  faulthandler.dump_traceback(_STDERR, all_threads=True)
+
+
+def repair_streams() -> None:
+  """Makes sure that a program can print without an error.
+
+  If a shell has closed a standard stream, as in `2>&-`, the next file that the
+  program opens would get its descriptor. If a stream cannot encode a character,
+  it prints an escape sequence.
+  """
+  while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+    pass
+  os.close(descriptor)
+  sys.stdout = sys.stdout or open(os.devnull, 'w')
+  sys.stderr = sys.stderr or open(os.devnull, 'w')
+  for stream in (sys.stdout, sys.stderr):
+    if getattr(stream, 'errors', '') == 'strict':
+      # The streams of a notebook or a test lack this method.
+      reconfigure = getattr(stream, 'reconfigure', lambda **_: None)
+      reconfigure(errors='backslashreplace')
+
 
 # After a signal, a thread that may be left gets at most this time to return.
 PATIENCE_SECONDS = 2.0
@@ -27,6 +53,7 @@ def quiet_imports() -> Iterator[None]:
   An exception during the imports would not help: some libraries ignore it, and
   others raise another error. A second Ctrl-C ends the program immediately.
   """
+  repair_streams()
   is_main = threading.current_thread() is threading.main_thread()
   previous = signal.getsignal(signal.SIGINT)
   if not is_main or previous is not signal.default_int_handler:
@@ -53,6 +80,9 @@ def quiet_imports() -> Iterator[None]:
 class Signals:
   """Remembers Ctrl-C or SIGTERM; a second signal ends the process immediately.
 
+  SIGHUP, which arrives when a terminal ends, counts as SIGTERM, unless the
+  process ignores it, as under nohup.
+
   `is_guest` says that the run is part of another program. The first signal then
   restores that program's handlers. Only the main thread can handle signals.
 
@@ -77,9 +107,13 @@ class Signals:
     self.grace_seconds: float | None = None  # Time to end after SIGTERM.
     self.is_distributed = is_distributed
     self._is_guest = is_guest
+    self._is_armed = False  # Whether the process ends after `grace_seconds`.
+    repair_streams()
     numbers = {signal.SIGINT, signal.SIGTERM}
     if is_distributed:
       numbers.remove(signal.SIGTERM)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+      numbers.add(signal.SIGHUP)
     if threading.current_thread() is not threading.main_thread():
       numbers.clear()
     self._has_begun = False
@@ -101,8 +135,10 @@ class Signals:
   def _handle(self, number: int, frame) -> None:
     del frame
     for signal_number, previous in self._previous.items():
-      if not self.is_distributed or signal_number == signal.SIGINT:
+      if not self.is_distributed or signal_number != signal.SIGTERM:
         handler = previous if self._is_guest else signal.SIG_DFL
+        if number == signal_number == signal.SIGHUP:
+          handler = signal.SIG_IGN  # The shell sends it too.
         signal.signal(signal_number, handler)
     self._begin(number)
 
@@ -112,10 +148,11 @@ class Signals:
       return
     self._has_begun = True
     # An object of Python's io may be in use now, so write to the descriptor.
-    name = 'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'
+    name = signal.Signals(number).name
+    name = 'Ctrl-C' if number == signal.SIGINT else name
     text = f'{name}: the run stops and saves; a second signal ends it at once\n'
     with contextlib.suppress(OSError):
-      os.write(2, text.encode())
+      os.write(_STDERR, text.encode())
     self.note(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
     self.on_signal()
 
@@ -168,16 +205,27 @@ class Signals:
     """Sets the exit code if none is set yet; None changes nothing."""
     if self.exit_code is None and exit_code == PREEMPTED and self.grace_seconds:
       # If the run has not ended by then, this prints all stacks and exits.
-      faulthandler.dump_traceback_later(self.grace_seconds, exit=True)
+      faulthandler.dump_traceback_later(
+        self.grace_seconds, exit=True, file=_STDERR
+      )
+      self._is_armed = True
     self.exit_code = self.exit_code or exit_code
 
   def is_set(self) -> bool:
     """Returns whether a signal has arrived."""
     return self.exit_code is not None
 
+  def keep(self) -> None:
+    """Installs the handlers again: an environment may have replaced them."""
+    if not self.is_set():
+      for number in self._previous:
+        if not self.is_distributed or number != signal.SIGTERM:
+          signal.signal(number, self._handle)
+
   def close(self) -> None:
     """Restores the previous handlers."""
-    faulthandler.cancel_dump_traceback_later()
+    if self._is_armed:  # The program may have a timer of its own.
+      faulthandler.cancel_dump_traceback_later()
     if self._watcher:
       signal.set_wakeup_fd(self._wakeup)
       os.write(self._writer, b'\0')

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import sys
+import threading
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -24,6 +25,7 @@ from podrl.types import DeviceEnv
 # A run changes these settings of the whole process, and the verbosity of absl's
 # logs; `train` restores them.
 _JAX_SETTINGS = (
+  'jax_enable_x64',
   'jax_cpu_enable_async_dispatch',
   'jax_enable_compilation_cache',
   'jax_compilation_cache_dir',
@@ -33,6 +35,10 @@ _JAX_SETTINGS = (
 
 # With less than this part of the usual steps, an agent may not begin to learn.
 _FEW_STEPS = 0.2
+
+
+# So only one thread at a time can train.
+_training = threading.RLock()
 
 
 class Trained(NamedTuple):
@@ -77,8 +83,8 @@ def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
       return Task(saved.suite, saved.name), saved
   if not text and values.resume and values.workdir:
     raise ValueError(
-      f'--workdir={values.workdir} contains no run to resume, because it has '
-      'no config.json; check the path'
+      f'--workdir={files.short(values.workdir)} contains no run to resume, '
+      'because it has no config.json; check the path'
     )
   if not text:
     raise ValueError(
@@ -172,6 +178,20 @@ def train(
     # The type of an option is unknown, so quotes must mark a string.
     text = repr(value) if field.startswith('env.options.') else value
     arguments.append(f'--config.{field}={text}')
+  if not _training.acquire(blocking=False):
+    print(
+      f'{name}: this run waits for the run of another thread', file=sys.stderr
+    )
+    _training.acquire()
+  try:
+    with policy.in_32_bits():
+      return _train(arguments)
+  finally:
+    _training.release()
+
+
+def _train(arguments: Sequence[str]) -> Trained:
+  """Trains an agent with the arguments of `podrl train`."""
   get_config, command_line = parse(arguments)
   # Some settings are not attributes of `jax.config`.
   before = {x: jax.config.values[x] for x in _JAX_SETTINGS}

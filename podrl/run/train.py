@@ -7,7 +7,6 @@ depends on a clock or a signal, and the other processes follow.
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
-import faulthandler
 import functools
 import os
 import sys
@@ -43,6 +42,7 @@ from podrl.run.signals import (
   NAMES,
   PREEMPTED,
   Signals,
+  dump_stacks,
 )
 from podrl.types import Culprit, Report, Tree, Variables
 
@@ -343,7 +343,7 @@ class _Trainer:
         names = ', '.join(hanging)
         print(f'{names} did not return; all stacks follow:', file=sys.stderr)
         sys.stderr.flush()
-        faulthandler.dump_traceback(all_threads=True)
+        dump_stacks()
         outcome = outcome._replace(
           exit_code=outcome.exit_code or FAILED,
           error=outcome.error or f'{names} did not return',
@@ -612,6 +612,7 @@ class _Trainer:
           return False
         if recorder.num_updates == self.run.num_updates:
           return True
+        self.signals.keep()
         if cluster.is_preempted():
           self.signals.note(PREEMPTED)
         exit_code, is_save, num_updates, plan = cluster.decide(self._next_round)

@@ -52,6 +52,8 @@ def run_command(
     if values.help:
       print(f'{doc}\n{values.get_help(include_special_flags=False)}')
     else:
+      if 'out' in values and values.out:  # bash keeps the ~ of --out=~/x.
+        values.out = os.path.expanduser(values.out)
       exit_code = act(paths, values)
     sys.stdout.flush()
   except BrokenPipeError:

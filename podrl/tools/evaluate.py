@@ -87,8 +87,9 @@ def _join(
   fields = spread([x['return'] for x in found], [*results], are_alike)
   kind = 'seeds' if are_alike else 'agents'
   print(
-    f'{printable(first["env"])}: {mean:,.2f} ({describe_spread(fields)}), mean of '
-    f'{len(found)} {kind} with {count(first["episodes"], "episode")} each'
+    f'{printable(first["env"])}: {mean:,.2f} ({describe_spread(fields)}), '
+    f'mean of {len(found)} {kind} with {count(first["episodes"], "episode")} '
+    'each'
   )
   return {
     'env': first['env'],

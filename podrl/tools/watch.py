@@ -162,10 +162,12 @@ def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
 
 def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
   """Returns (a function that draws, ''), or (None, the reason for None)."""
+  draw = env.render
   try:
-    if env.render and np.shape(env.render())[2:] != (3,):
-      raise NotImplementedError
-    return env.render, ''
+    if draw is None:
+      return None, ''
+    to_rgb(draw())
+    return lambda: to_rgb(draw()), ''
   except Exception as error:  # Libraries raise many kinds of errors.
     reason = one_line(error)
     what = f'the environment could not draw itself ({reason})'
@@ -173,6 +175,27 @@ def _find_renderer(env: HostEnv) -> tuple[Callable | None, str]:
     if is_missing or 'not implemented' in reason.lower():
       what = 'the environment cannot draw itself'
     return None, f'{what}; the video shows its observations'
+
+
+def to_rgb(picture: Any) -> np.ndarray:
+  """Converts a library's picture to uint8 `[H, W, 3]`.
+
+  The picture is `[H, W]` or has 1, 3 or 4 channels. If no float is more than 1,
+  floats are from 0 to 1; other numbers are from 0 to 255.
+
+  Raises:
+    NotImplementedError: if it is no picture.
+  """
+  x = np.asarray(picture)
+  x = x[..., None] if x.ndim == 2 else x
+  if x.ndim != 3 or x.shape[2] not in (1, 3, 4) or x.dtype.kind not in 'buif':
+    raise NotImplementedError
+  x = x.repeat(3, 2) if x.shape[2] == 1 else x[..., :3]
+  if x.dtype == np.uint8:
+    return x
+  x = np.nan_to_num(x.astype(np.float32))
+  is_unit = np.asarray(picture).dtype.kind in 'bf' and x.max(initial=0) <= 1
+  return np.clip(x * 255 if is_unit else x, 0, 255).astype(np.uint8)
 
 
 def fit(picture: np.ndarray) -> np.ndarray:
@@ -353,10 +376,15 @@ def to_frames(
 ) -> tuple[list[np.ndarray], list[float]]:
   """Returns the frames of all episodes, and the seconds to show each one."""
   frames, seconds = [], []
+  shapes = [x.shape for episode in episodes for x in episode.pictures]
+  height, width, _ = np.max(shapes, axis=0)  # A file has one size.
   for i, episode in enumerate(episodes, 1):
     number = f'{i}/{len(episodes)}  ' if len(episodes) > 1 else ''
     digits = 2 if np.any(episode.returns % 1) else 0
     for picture, t in zip(episode.pictures, episode.steps):
+      rest = height - len(picture), width - picture.shape[1]
+      sides = [(x // 2, x - x // 2) for x in rest]
+      picture = np.pad(picture, [*sides, (0, 0)])
       left = f'{number}return {episode.returns[t]:.{digits}f}'
       frames.append(add_caption(picture, left, f'step {t}'))
     strides = np.diff(episode.steps)

@@ -1,5 +1,7 @@
 """Tests agents: acting, learning, joints, and the table of agents."""
 
+import contextlib
+
 import chex
 import helpers
 import jax
@@ -491,3 +493,22 @@ def test_normalised_observations_are_not_divided_again():
       values.append(jax.jit(agent.act)(variables, keys, timestep, carry))
     same = all(map(np.array_equal, *map(jax.tree.leaves, values)))
     assert same == is_normalized
+
+
+@pytest.mark.parametrize(
+  'fields,is_refused',
+  [
+    ({}, True),
+    ({'unroll_length': 2}, False),
+    ({'env.num_envs': 2}, False),
+    ({'agent.normalize_advantage': False}, False),
+  ],
+)
+def test_one_step_has_no_deviation_of_advantages(fields, is_refused):
+  fields = {'env.num_envs': 1, 'unroll_length': 1, 'agent.clip': 0.2} | {
+    'agent.normalize_advantage': True,
+    **fields,
+  }
+  expected = pytest.raises(ValueError, match='unroll_length=1 give one step')
+  with expected if is_refused else contextlib.nullcontext():
+    ppo.check(fields)

@@ -199,9 +199,9 @@ def test_saturated_actions_keep_finite_densities_and_gradients(name):
 
 
 def test_boxes_of_any_shape_and_with_missing_bounds():
-  inf = np.inf
-  low = np.float32([[-1.0, -inf, 0.0], [-inf, 2.0, -1e10]])
-  high = np.float32([[1.0, inf, inf], [5.0, 2.0, 1e10]])
+  inf, most = np.inf, np.finfo(np.float32).max
+  low = np.float32([[-1.0, -inf, 0.0], [-inf, 2.0, -most]])
+  high = np.float32([[1.0, inf, inf], [5.0, 2.0, most]])
   dist = distributions.for_action_space(Box((2, 3), low, high))
   assert dist.num_params == 12 and dist.num_constant_params == 6
   sample = jnp.asarray([0.5, 0.5, 0.5, -0.5, 0.5, 0.5])
@@ -211,13 +211,22 @@ def test_boxes_of_any_shape_and_with_missing_bounds():
   np.testing.assert_allclose(dist.to_action(sample), expected)
   np.testing.assert_array_equal(
     dist.to_action(jnp.full((4, 6), 1e12))[0],
-    np.float32([[1.0, 1e12, 1e12], [5.0, 2.0, 1e10]]),
+    np.float32([[1.0, 1e12, 1e12], [5.0, 2.0, 1e12]]),
   )
   np.testing.assert_allclose(
     dist.log_prob(jnp.zeros(12), sample),
     scipy.stats.norm.logpdf(0.5) * 6,
     rtol=1e-5,
   )
+
+
+@pytest.mark.parametrize('name', ['gaussian', 'tanh_gaussian'])
+def test_large_bounds_are_bounds(name):
+  box = Box((1,), np.float32([0]), np.float32([5e6]))
+  dist = distributions.for_action_space(box, name)
+  # A sample of 0 is the middle, and one of 100 is the upper bound.
+  actions = dist.to_action(jnp.array([[0.0], [100.0], [-100.0]]))
+  np.testing.assert_array_equal(actions[:, 0], [2.5e6, 5e6, 0.0])
 
 
 @pytest.mark.parametrize(

@@ -213,3 +213,13 @@ print(type(env.render(state, params)).__name__, 'seaborn' in sys.modules)
     [sys.executable, '-c', code], capture_output=True, text=True, check=True
   )
   assert outcome.stdout.splitlines() == ['[]', 'AxesImage True']
+
+
+def test_several_threads_import_gymnax():
+  code = """if True:
+    from concurrent.futures import ThreadPoolExecutor
+    from podrl.envs.gymnax import import_gymnax
+    with ThreadPoolExecutor(4) as executor:
+      list(executor.map(lambda _: import_gymnax().make, range(4)))
+  """
+  subprocess.run([sys.executable, '-c', code], check=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.envs import SUITES
+from podrl.envs import SUITES, xminigrid
 from podrl.records import workdir
 from podrl.run import policy
 from podrl.types import Box, Discrete, Masked, MultiDiscrete
@@ -402,3 +402,37 @@ def test_a_suite_draws_its_environments(suite):
     pytest.skip('MuJoCo needs libEGL to draw')
   command = [sys.executable, '-c', _DRAWS, suite, _ONE[suite]]
   subprocess.run(command, check=True)
+
+
+def test_a_ruleset_of_xland_is_an_option(capsys, monkeypatch):
+  monkeypatch.setattr(xminigrid, '_told', set())
+  name = 'XLand-MiniGrid-R1-9x9'
+  for _ in range(2):
+    SUITES['xminigrid'].make(name)
+  said = capsys.readouterr().err
+  assert said.count('\n') == 1 and 'has no goal, so no reward' in said
+  # Goal 1 is to hold a tile; 3 is a ball and 1 is red.
+  options = {'goal': (1, 3, 1, 0, 0), 'init_tiles': ((3, 1), (3, 2))}
+  env = SUITES['xminigrid'].make(name, **options)
+  state, _ = env.reset(jax.random.split(jax.random.key(0), 64))
+  total, step = 0.0, jax.jit(env.step)
+  for i in range(200):
+    key = jax.random.fold_in(jax.random.key(1), i)
+    state, timestep = step(state, jax.random.randint(key, (64,), 0, 6))
+    total += float(timestep.reward.sum())
+  assert total > 0 and capsys.readouterr().err == ''
+
+
+@pytest.mark.parametrize(
+  'options,message',
+  [
+    ({'goal': (1, 2)}, r'goal=\(1, 2\) must be rows of 5 numbers'),
+    ({'goal': (1,) * 10}, 'must be 5 numbers'),
+    ({'goal': (1, 3, 1, 0, -1)}, 'numbers from 0 to 255'),
+    ({'rules': 'text'}, "rules='text' must be rows of 7 numbers"),
+    ({'init_tiles': ((3, 1.5),)}, 'must be rows of 2 numbers'),
+  ],
+)
+def test_a_wrong_ruleset_is_one_line(options, message):
+  with pytest.raises(ValueError, match=message):
+    SUITES['xminigrid'].make('XLand-MiniGrid-R1-9x9', **options)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -283,6 +284,24 @@ def test_wandb_gets_every_record(tmp_path, monkeypatch):
     assert run.is_finished and run.project == 'Catch-bsuite'
     assert [s for s, _ in run.rows] == [r['env_steps'] for r in records]
     assert run.rows[-1][1]['loss'] == pytest.approx(records[-1]['loss'])
+
+
+def test_each_new_run_has_an_id_of_its_own(tmp_path, monkeypatch):
+  ids = []
+
+  class Fake:
+    @staticmethod
+    def init(*, id, **_):
+      ids.append(id)
+
+  monkeypatch.setitem(sys.modules, 'wandb', Fake)
+  for path in ('first', 'first', 'second', 'first'):
+    if len(ids) == 3:  # The run is deleted, and another one has its path.
+      shutil.rmtree(tmp_path / 'first')
+    (tmp_path / path).mkdir(exist_ok=True)
+    recorder.Wandb(str(tmp_path / path), 'a project', {})
+  first, resumed, second, other = ids
+  assert first == resumed and len({first, second, other}) == 3
 
 
 def test_an_extra_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
@@ -703,3 +722,21 @@ def test_bootstrap_intervals_of_two_and_of_equal_runs():
   np.testing.assert_allclose(
     [low, high], [values.mean() - error, values.mean() + error], atol=0.03
   )
+
+
+def test_a_run_goes_on_without_its_terminal(monkeypatch, tmp_path):
+  with open(tmp_path / 'other', 'w') as stderr:
+    monkeypatch.setattr(sys, 'stderr', stderr)
+    primary, replica = os.openpty()
+    with open(replica, 'w') as stream:
+      monkeypatch.setattr(sys, 'stdout', stream)
+      panel = terminal.Terminal(_config(), 100, 2048)
+      panel.begin()
+      os.close(primary)  # The terminal ends.
+      panel.say('x' * 10000)
+      panel.write(
+        {'steps_per_second': 1.0, 'frames': 1, 'env_steps': 1}
+        | {'num_updates': 1}
+      )
+      panel.close()
+      print('nobody reads this', flush=True)

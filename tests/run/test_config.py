@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 
 import jax
@@ -77,7 +78,34 @@ def test_the_directory_follows_the_final_configuration():
     Cluster(),
     contextlib.ExitStack(),
   )
-  assert files.workdir.startswith('runs/a-b-c/impala-2')
+  assert files.workdir.startswith(os.path.abspath('runs/a-b-c/impala-2'))
+
+
+def test_paths_are_absolute_at_the_start(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv('HOME', '/home/me')
+  argv = ['x.py', '--workdir=~/a', '--init_from=b', '--seed=1']
+  argv += ['--config.compilation_cache', 'c/../d', '--config.agent.name=e']
+  command_line = configs.parse_command_line(argv)
+  monkeypatch.chdir('/')  # As an environment may do.
+  values = command_line.flags
+  assert values.workdir == '/home/me/a' and values.init_from == f'{tmp_path}/b'
+  assert command_line.overrides[:2] == [
+    f'--config.compilation_cache={tmp_path}/d',
+    '--config.agent.name=e',
+  ]
+  # The user types the command where the run started.
+  assert command_line.resume(f'{tmp_path}/runs/f').startswith(
+    'python x.py --workdir=runs/f --resume'
+  )
+
+
+@pytest.mark.parametrize('value', ['auto', 'off'])
+def test_words_are_no_paths(value):
+  argument = f'--config.compilation_cache={value}'
+  command_line = configs.parse_command_line(['x.py', argument])
+  assert list(command_line.overrides) == [argument]
+  assert command_line.flags.workdir == ''
 
 
 def test_options_are_open():

@@ -1,7 +1,11 @@
 """Tests what a signal changes in the process."""
 
+import contextlib
+import io
 import os
 import signal
+import subprocess
+import sys
 
 from podrl.run import signals
 
@@ -11,7 +15,7 @@ def test_a_second_signal_ends_the_process_and_the_grace_time_runs(monkeypatch):
   monkeypatch.setattr(
     signals.faulthandler,
     'dump_traceback_later',
-    lambda seconds, exit: calls.append((seconds, exit)),
+    lambda seconds, exit, file: calls.append((seconds, exit, file)),
   )
   numbers = signal.SIGINT, signal.SIGTERM
   before = [signal.getsignal(x) for x in numbers]
@@ -19,7 +23,7 @@ def test_a_second_signal_ends_the_process_and_the_grace_time_runs(monkeypatch):
   handler.grace_seconds = 7.0
   try:
     os.kill(os.getpid(), signal.SIGTERM)
-    assert handler.exit_code == signals.PREEMPTED and calls == [(7.0, True)]
+    assert handler.exit_code == signals.PREEMPTED and calls == [(7.0, True, 2)]
     assert [signal.getsignal(x) for x in numbers] == [signal.SIG_DFL] * 2
   finally:
     handler.close()
@@ -36,3 +40,91 @@ def test_connected_processes_leave_sigterm_to_jax():
   finally:
     handler.close()
   assert [signal.getsignal(x) for x in numbers] == before
+
+
+def test_a_hangup_is_a_sigterm_and_may_come_twice():
+  before = signal.getsignal(signal.SIGHUP)
+  handler = signals.Signals()
+  try:
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGHUP)  # The kernel and the shell send it.
+    assert handler.exit_code == signals.PREEMPTED
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+  finally:
+    handler.close()
+  assert signal.getsignal(signal.SIGHUP) == before
+
+
+def test_nohup_is_respected():
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  handler = signals.Signals()
+  try:
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not handler.is_set()
+  finally:
+    handler.close()
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_an_environment_that_replaces_handlers_does_not_win():
+  handler = signals.Signals()
+  try:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    handler.keep()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert handler.exit_code == signals.PREEMPTED
+    handler.keep()  # A second signal still ends the process.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+  finally:
+    handler.close()
+
+
+def test_stderr_needs_no_descriptor():
+  handler = signals.Signals(is_guest=True)
+  handler.grace_seconds = 100.0
+  try:
+    with contextlib.redirect_stderr(io.StringIO()):
+      os.kill(os.getpid(), signal.SIGTERM)
+    assert handler.exit_code == signals.PREEMPTED
+  finally:
+    handler.close()
+
+
+def test_the_timer_of_another_program_goes_on():
+  code = """if True:
+    import faulthandler, time
+    from podrl.run.signals import Signals
+    faulthandler.dump_traceback_later(1.0, exit=True)
+    Signals(is_guest=True).close()
+    time.sleep(60)
+  """
+  outcome = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, timeout=50
+  )
+  assert outcome.returncode == 1 and 'Timeout (0:00:01)' in outcome.stderr
+
+
+def test_closed_streams_and_an_encoding_without_umlauts(tmp_path):
+  code = """if True:
+    import os, sys
+    from podrl.run.signals import dump_stacks, repair_streams
+    repair_streams()
+    print('\\xe4')
+    print('\\xe4', file=sys.stderr)
+    dump_stacks()
+    with open(sys.argv[1], 'w') as f:
+      assert f.fileno() > 2
+      os.write(2, b'text')
+  """
+  for end in ('>&-', '2>&-'):
+    file = tmp_path / 'file'
+    command = f'"$0" -c "$1" "$2" {end}'
+    outcome = subprocess.run(
+      ['sh', '-c', command, sys.executable, code, str(file)],
+      capture_output=True,
+      text=True,
+      env={**os.environ, 'PYTHONIOENCODING': 'ascii'},
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout == ('' if end == '>&-' else '\\xe4\n')
+    assert file.read_text() == ''

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 from absl import logging
 import helpers
+from helpers import slow
 import jax
 import numpy as np
 import pytest
@@ -225,6 +227,69 @@ def test_python_trains_in_any_thread_and_keeps_the_session(tmp_path):
       lambda x: np.zeros((2, *x.shape), x.dtype), outcome.policy.spec.obs
     )
     assert outcome.policy(obs)[0].shape == (2,)
+
+
+def test_an_environment_may_change_the_directory(tmp_path, monkeypatch, capsys):
+  code = textwrap.dedent(_WALK).replace('Walk-v0', 'Chdir-v0')
+  code = code.replace('import gymnasium', 'import os; import gymnasium')
+  code = code.replace('self.x = 2', 'self.x = 2; os.chdir("/")')
+  (tmp_path / 'walk_elsewhere.py').write_text(code)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+  outcome = podrl.train(
+    'walk_elsewhere:Chdir-v0', workdir='runs/a', config=_TINY | _DEVICES
+  )
+  assert outcome.workdir == str(tmp_path / 'runs' / 'a')
+  found = {x.name for x in (tmp_path / 'runs' / 'a').iterdir()}
+  assert {'config.json', 'checkpoints', 'summary.json'} <= found
+  assert 'evaluate runs/a\n' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  'name', ['CartPole-v1', slow('Acrobot-v1'), slow('envpool:CartPole-v1')]
+)
+def test_podrl_computes_in_32_bits(name, tmp_path):
+  config = _TINY | (_DEVICES if ':' in name else {})
+  plain = podrl.train(name, workdir=str(tmp_path / 'a'), config=config)
+  obs = np.zeros((2, *plain.policy.spec.obs.shape))
+  with jax.enable_x64(True):
+    outcome = podrl.train(name, workdir=str(tmp_path / 'b'), config=config)
+    assert jax.numpy.arange(2).dtype == np.int64
+    loaded = podrl.load(outcome.workdir)
+    assert loaded(obs)[0].dtype == plain.policy(obs)[0].dtype
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    plain.policy.variables.params,
+    loaded.variables.params,
+  )
+
+
+def test_one_thread_at_a_time_trains(monkeypatch, capsys):
+  running, most = [], []
+  both = threading.Barrier(2, timeout=20)
+
+  def execute(*args, is_guest):
+    running.append(1)
+    most.append(len(running))
+    time.sleep(0.2)
+    running.pop()
+    return train.Outcome(train.MISTAKE, error='this is a test')
+
+  monkeypatch.setattr(tasks.runs, 'execute', execute)
+
+  def call():
+    both.wait()
+    with pytest.raises(ValueError, match='this is a test'):
+      podrl.train('Catch-bsuite')
+
+  threads = [threading.Thread(target=call) for _ in range(2)]
+  for x in threads:
+    x.start()
+  for x in threads:
+    x.join()
+  assert most == [1, 1]
+  line = 'Catch-bsuite: this run waits for the run of another thread\n'
+  assert capsys.readouterr().err == line
 
 
 def test_python_raises_mistakes_and_failures(home, capsys):

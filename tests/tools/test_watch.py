@@ -428,3 +428,41 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message, capsys):
   assert run(*arguments) == 2
   stderr = capsys.readouterr().err
   assert message in stderr and stderr.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+  'picture,expected',
+  [
+    (np.full((9, 8, 3), 0.5, np.float32), 127),  # 0.5 x 255, cut.
+    (np.full((9, 8, 3), 200.0), 200),
+    (np.full((9, 8), True), 255),
+    (np.full((9, 8), 7, np.int64), 7),
+    (np.full((9, 8, 1), 7, np.uint8), 7),
+    (np.full((9, 8, 4), 7, np.uint8), 7),
+    (np.full((9, 8, 3), np.nan), 0),
+    ([[[7] * 3] * 8] * 9, 7),
+  ],
+)
+def test_pictures_of_any_dtype_become_rgb(picture, expected):
+  found = watch.to_rgb(picture)
+  assert found.dtype == np.uint8
+  np.testing.assert_array_equal(found, np.full((9, 8, 3), expected))
+
+
+@pytest.mark.parametrize('picture', [None, 'text', np.zeros((9, 8, 2)), []])
+def test_what_is_no_picture(picture):
+  with pytest.raises(NotImplementedError):
+    watch.to_rgb(picture)
+
+
+def test_pictures_of_several_sizes_have_frames_of_one_size():
+  pictures = [
+    np.full((200 + 10 * t, 180 - t, 3), 9, np.uint8) for t in range(3)
+  ]
+  episode = watch.Episode(pictures, [0, 1, 2], np.zeros(4), True, '')
+  frames, _ = watch.to_frames([episode], 10.0, 0.0)
+  # The caption has 18 rows.
+  assert [x.shape for x in frames] == [(18 + 220, 180, 3)] * 3
+  # The first picture has 10 black rows above it and below it.
+  column = frames[0][18:, 90, 0]
+  assert column.tolist() == [0] * 10 + [9] * 200 + [0] * 10
