@@ -73,9 +73,15 @@ def test_the_tutorials_code_runs_and_learns(home):
   derived = scope['host_driver'].describe({name: 1.0 for name in measured})
   assert derived.keys() <= _metrics_page()
   # The page names nothing else except metrics of SAC, MuZero and other agents
-  # with values, of sweeps, of meta-gradients, and energy, which few measure.
+  # with values, of several agents, of sweeps, of meta-gradients, and energy,
+  # which few measure.
   others = {
+    'eval_return_low',
+    'eval_return_high',
+    'eval_return_worst',
+    'eval_return_worst_agent',
     'reward_loss',
+    'targets_at_ends',
     'value',
     'temperature',
     'joules_per_second',

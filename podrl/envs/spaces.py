@@ -125,7 +125,7 @@ def scale(dtype: Any, low: Any, high: Any) -> np.ndarray:
 
 def obs_scale(space: Any) -> Tree:
   """Returns a scale for each leaf of `obs_spec`; see `EnvSpec.obs_scale`."""
-  kind = type(space).__name__
+  kind = _kind(space)
   if kind == 'Dict':
     parts = {k: obs_scale(v) for k, v in space.spaces.items()}
     one = np.float32(1)
