@@ -28,7 +28,7 @@ def _steps(optimizer, **kwargs):
     (
       'rmsprop',
       lambda rate: optax.rmsprop(
-        rate, decay=0.99, eps=0.01 / 640, eps_in_sqrt=False
+        rate, decay=0.99, eps=0.02 / 640, eps_in_sqrt=False
       ),
     ),
     ('sgd', optax.sgd),
@@ -56,7 +56,7 @@ def test_without_a_value_the_rate_is_the_argument():
   assert jax.tree.leaves(optimizer.init({}))[0] == 0  # The leaf counts steps.
 
 
-def test_rmsprop_of_a_mean_loss_steps_as_cleanba_does_with_a_sum():
+def test_rmsprop_of_a_mean_loss_steps_about_as_far_as_cleanba_with_a_sum():
   # Cleanba sums the loss over 20 x 32 slots, clips the gradient's norm to 40,
   # and divides by sqrt(nu) + 0.01, for nu = 0.99 nu + 0.01 g^2.
   fields = sebulba_config('impala')
@@ -72,10 +72,13 @@ def test_rmsprop_of_a_mean_loss_steps_as_cleanba_does_with_a_sum():
     norm = np.linalg.norm(total)
     total *= min(1.0, 40.0 / norm)
     nu = 0.99 * nu + 0.01 * total**2
-    expected = -6e-4 * total / (np.sqrt(nu) + 0.01)
+    theirs = -6e-4 * total / (np.sqrt(nu) + 0.01)
     mean = {'a': np.float32(grads)}
     updates, state = optimizer.update(mean, state, params)
+    expected = -6e-4 * total / (np.sqrt(nu) + 0.02)
     np.testing.assert_allclose(updates['a'], expected, rtol=1e-4)
+    ratio = np.linalg.norm(updates['a']) / np.linalg.norm(theirs)
+    assert 0.5 <= ratio <= 1.0
     assert (norm > 40.0) == (scale > 1e-3)  # The clip binds where theirs does.
 
 
