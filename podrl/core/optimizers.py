@@ -14,8 +14,8 @@ from podrl.types import Array, Hyperparams, Tree
 _EPS_ROOT = 1e-16
 
 # Cleanba adds 0.01 for a loss that it sums over minibatches of 20 x 32 steps.
-# podrl's losses are means, so its gradients are 640 times smaller. This is twice
-# the number that would follow, and steps are 0.5 to 1 times Cleanba's. With half
+# podrl's losses are means, so its gradients are 640 times smaller. This number
+# is twice the one that follows: steps are 0.5 to 1 times Cleanba's. With half
 # of it, the entropy on Pong-v5 fell from 1.79 to 1.74 in the first update; with
 # this number, to 1.78.
 _RMS_EPS = 0.02 / 640
