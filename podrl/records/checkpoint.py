@@ -373,8 +373,8 @@ def newest_intact(
       if refusal := _system_error(error):
         directory = _directory(path, step)
         raise ValueError(
-          f'{directory} cannot be read ({refusal.strerror}), but may be intact; '
-          'make it readable, or rename it to continue from an older checkpoint'
+          f'{directory} cannot be read ({refusal.strerror}), but may be '
+          'intact; make it readable, or rename it to continue from an older checkpoint'
         ) from error
       skipped.append(step)
       reason = one_line(error)[:_MAX_REASON]
