@@ -374,7 +374,8 @@ def newest_intact(
         directory = _directory(path, step)
         raise ValueError(
           f'{directory} cannot be read ({refusal.strerror}), but may be '
-          'intact; make it readable, or rename it to continue from an older checkpoint'
+          'intact; make it readable, or rename it to continue from an older '
+          'checkpoint'
         ) from error
       skipped.append(step)
       reason = one_line(error)[:_MAX_REASON]
