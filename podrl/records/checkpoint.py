@@ -81,10 +81,28 @@ def _difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
   return ''
 
 
+def _raise(error: OSError) -> None:
+  raise error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+  """Returns the error for which the system did not read a file, if any.
+
+  A file that is missing is damage, but one that cannot be read, for example for
+  want of permission, may be intact.
+  """
+  missing = FileNotFoundError, NotADirectoryError, IsADirectoryError
+  while error:
+    if isinstance(error, OSError) and not isinstance(error, missing):
+      return error
+    error = error.__cause__
+  return None
+
+
 def _digests(directory: str) -> dict[str, str]:
   """Maps the relative path of each file in a subdirectory to its digest."""
   digests = {}
-  for parent, _, names in os.walk(directory):
+  for parent, _, names in os.walk(directory, onerror=_raise):
     for name in names if parent != directory else ():
       path = os.path.join(parent, name)
       with open(path, 'rb') as file:
@@ -228,7 +246,10 @@ def steps(path: str) -> list[int]:
     return []
   if not os.path.isdir(directory):
     raise ValueError(f'{directory} is not a directory that can be read')
-  names = os.listdir(directory)
+  try:
+    names = os.listdir(directory)
+  except OSError as error:
+    raise ValueError(f'{directory} cannot be read: {error.strerror}') from error
   found = [int(x) for x in names if re.fullmatch(r'0|[1-9][0-9]*', x)]
   return sorted(found, reverse=True)
 
@@ -338,7 +359,7 @@ def newest_intact(
 
   Raises:
     IncompatibleError: if the number of steps per update has changed.
-    ValueError: if all checkpoints are damaged.
+    ValueError: if all checkpoints are damaged, or one cannot be read.
   """
   skipped = []
   for step in steps(path):
@@ -353,6 +374,13 @@ def newest_intact(
     except IncompatibleError:
       raise
     except Exception as error:  # Damaged files can raise anything.
+      if refusal := _system_error(error):
+        directory = _directory(path, step)
+        raise ValueError(
+          f'{directory} cannot be read ({refusal.strerror}), but may be '
+          'intact; make it readable, or rename it to continue from an older '
+          'checkpoint'
+        ) from error
       skipped.append(step)
       reason = one_line(error)[:_MAX_REASON]
       text = printable(f'checkpoint {step} is skipped: {reason}')

@@ -346,6 +346,18 @@ class JsonLines:
     self._file.close()
 
 
+def _open_lines(file: str, number: int, kind: str) -> JsonLines:
+  """Opens a file that had `number` lines, and reports those that are lost."""
+  lines = JsonLines(file, number)
+  if lost := number - lines.num_lines:
+    print(
+      f'warning: {file}: {lost} of the {number} {kind} before the checkpoint '
+      'are lost; the run continues from the checkpoint, which is intact',
+      file=sys.stderr,
+    )
+  return lines
+
+
 class TensorBoard:
   """A file of TensorBoard events, whose step is `env_steps`.
 
@@ -546,14 +558,7 @@ class Recorder:
         file = os.path.join(path, 'metrics.jsonl')
         if not progress and os.path.exists(file) and os.path.getsize(file):
           workdir.set_aside(file)  # An earlier start saved no checkpoint.
-        self._files.append(JsonLines(file, number))
-        if lost := number - self._files[-1].num_lines:
-          print(
-            f'warning: {file}: {lost} of the {number} records before the '
-            'checkpoint are lost; the run continues from the checkpoint, which '
-            'is intact',
-            file=sys.stderr,
-          )
+        self._files.append(_open_lines(file, number, 'records'))
         sinks: list[Sink] = [self._files[-1]]
         self.sinks.append(sinks)  # From now on, `close` closes them.
         if self.config.log.tensorboard:
@@ -569,7 +574,7 @@ class Recorder:
       if self._paths and (decides or os.path.exists(file)):
         # This deletes the lines that the run will repeat.
         number = progress.get('num_decisions', 0)
-        self._decisions.append(JsonLines(file, number))
+        self._decisions.append(_open_lines(file, number, 'decisions'))
     if self._paths:
       self.sinks[0].append(self.terminal)
 

@@ -401,10 +401,16 @@ def read_config(path: str, required: Set[str] = _REQUIRED) -> ConfigDict:
 
 def parse_record(line: str) -> Record:
   """Reads a line of `metrics.jsonl`; raises a ValueError if it is damaged."""
-  record = json.loads(line)
-  names = set(record) if isinstance(record, dict) else set()
-  if not {'num_updates', 'env_steps'} <= names:
-    raise ValueError('it is not a record')
+  try:
+    record = json.loads(line)
+  except RecursionError as error:
+    raise ValueError('it has too many brackets') from error
+  fields = record if isinstance(record, dict) else {}
+  for name in 'num_updates', 'env_steps':
+    if not isinstance(fields.get(name), int | float):
+      raise ValueError('it is not a record')
+  if any(isinstance(x, int) and abs(x) >= 2**63 for x in fields.values()):
+    raise ValueError('a number is too large')  # No array can contain it.
   return record
 
 

@@ -106,9 +106,11 @@ def read_run(path: str) -> Run:
   records = workdir.read_records(path)
   if not any(r.get(y) is not None for r in records for y in _RETURNS):
     raise ValueError(f'{path} has no return yet')
+  kinds = [(k, x) for r in records for k, x in r.items()]
+  numbers = {*_RETURNS, *(k for k, x in kinds if isinstance(x, int | float))}
   for number, record in enumerate(records, 1):
     values = [record.get(x) for x in _AXES]
-    values += [record[y] for y in _RETURNS if record.get(y) is not None]
+    values += [record[y] for y in numbers if record.get(y) is not None]
     if not all(isinstance(x, int | float) for x in values):
       raise ValueError(f'{path}/metrics.jsonl is damaged in line {number}')
   return Run(config, records)

@@ -247,6 +247,17 @@ def test_lines_before_a_damaged_one_are_kept(tmp_path):
   assert (tmp_path / 'metrics.jsonl.set_aside').read_text() == whole
 
 
+def test_lost_decisions_are_reported(tmp_path, capsys):
+  file = tmp_path / 'decisions.jsonl'
+  file.write_text('{"num_updates": 1, "env_steps": 1}\n')
+  recorder._open_lines(str(file), 1, 'decisions').close()
+  assert capsys.readouterr().err == ''
+  recorder._open_lines(str(file), 3, 'decisions').close()
+  assert capsys.readouterr().err.startswith(
+    f'warning: {file}: 2 of the 3 decisions before the checkpoint are lost; '
+  )
+
+
 def test_wandb_gets_every_record(tmp_path, monkeypatch):
   class Fake:
     """Stands in for the parts of wandb that podrl uses."""

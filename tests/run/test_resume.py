@@ -1,6 +1,8 @@
 """Tests runs that are stopped, killed or damaged, and resumed."""
 
+import builtins
 import contextlib
+import errno
 import json
 import math
 import os
@@ -420,6 +422,48 @@ def test_a_damaged_checkpoint_is_skipped(item, damage, workdir, capsys):
   assert _plain(helpers.read_records(workdir)) == expected
   assert (workdir / 'checkpoints' / '8.set_aside').is_dir()
   assert checkpoint.steps(str(workdir))[0] == 8
+
+
+@pytest.mark.parametrize(
+  'name,number',
+  [
+    ('digests.json', errno.EACCES),
+    ('metadata', errno.EMFILE),
+    ('state', errno.EIO),
+    ('8', errno.EACCES),
+    ('', errno.EACCES),
+  ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
+  name, number, workdir, monkeypatch, capsys
+):
+  before = _files(workdir)
+  last = workdir / 'checkpoints' / '8'
+
+  def refusing(function):
+    def call(path='.', *args, **kwargs):
+      text = os.fspath(path) if not isinstance(path, int) else ''
+      parent = {'': str(last.parent), '8': str(last)}.get(name)
+      is_file = parent is None and os.path.basename(text) == name
+      if text == parent or (is_file and text.startswith(str(last))):
+        raise OSError(number, os.strerror(number), text)
+      return function(path, *args, **kwargs)
+
+    return call
+
+  for owner, function in (
+    (builtins, 'open'),
+    (os, 'scandir'),
+    (os, 'listdir'),
+  ):
+    monkeypatch.setattr(owner, function, refusing(getattr(owner, function)))
+  assert helpers.run(workdir, '--resume') == train.MISTAKE
+  monkeypatch.undo()
+  said = capsys.readouterr().err
+  where = str(last if name else last.parent)
+  assert f'{where} cannot be read' in said and 'Traceback' not in said
+  assert os.strerror(number) in said and said.count('\n') == 1
+  assert _files(workdir) == before
 
 
 def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import sys
 
 import numpy as np
@@ -230,6 +231,35 @@ def test_runs_that_cannot_be_drawn_are_skipped(tmp_path, capsys, monkeypatch):
   assert (tmp_path / 'curve.png').exists()
   assert plot.run(['plot', 'cut', 'new']) == 2
   assert capsys.readouterr().err.endswith('none of these runs can be drawn\n')
+
+
+@pytest.mark.parametrize(
+  'name,value',
+  [
+    ('loss', '[' * 200_000),
+    ('loss', '9' * 400),
+    ('loss', '9' * 5_000),
+    ('loss', '"text"'),
+    ('wall_seconds', '"text"'),
+    ('episode_return', '{}'),
+    ('num_updates', '"text"'),
+    ('env_steps', 'null'),
+  ],
+)
+def test_a_value_that_is_no_number_skips_only_its_run(
+  name, value, tmp_path, capsys
+):
+  for path in 'good', 'odd':
+    _write(tmp_path / path)
+    file = tmp_path / path / 'metrics.jsonl'
+    whole = file.read_text().replace('"limit"', '"loss": 1.0, "limit"')
+    first, second, rest = whole.split('\n', 2)
+    if path == 'odd':
+      second = re.sub(rf'"{name}": [^,}}]+', f'"{name}": {value}', second)
+    file.write_text('\n'.join([first, second, rest]))
+  assert plot.run(['plot', str(tmp_path), '--y=episode_return,loss']) == 0
+  said = capsys.readouterr().err
+  assert said == f'skipped: {tmp_path}/odd/metrics.jsonl is damaged in line 2\n'
 
 
 def test_a_file_that_cannot_be_written_is_noticed_first(tmp_path, monkeypatch):
