@@ -339,6 +339,7 @@ def test_a_ratio_that_overflows_is_bounded():
 
 def _fields(name, **changes):
   fields = {
+    'env.num_envs': 64,
     'sebulba.max_lag': 1,
     'network.recurrent': 'none',
   }
