@@ -360,9 +360,12 @@ def _make_sync(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
     empty = create_empty_array(space, num_envs, np.empty)
     return concatenate(space, observations, empty)
 
-  def reset(seed: int) -> tuple[Any, dict[str, Any]]:
+  def reset(seed: int | Sequence[int]) -> tuple[Any, dict[str, Any]]:
     is_over[:] = [False] * num_envs
-    return stack([x.reset(seed=seed + i)[0] for i, x in enumerate(envs)]), {}
+    seeds = (
+      [seed + i for i in range(num_envs)] if isinstance(seed, int) else seed
+    )
+    return stack([x.reset(seed=s)[0] for x, s in zip(envs, seeds)]), {}
 
   def step(actions: np.ndarray) -> tuple[Any, ...]:
     observations, rewards, ends, cuts = [], [], [], []
@@ -445,9 +448,10 @@ def _make_threaded(name: str, make_pool: Callable[[], _Pool]) -> _Pool:
   each step is slow on a busy machine.
   """
   pool = _in_own_thread(make_pool) if name in _bound else make_pool()
-  first_seed, thread, is_tried = 0, 0, name in _bound
+  first_seed: int | Sequence[int] = 0
+  thread, is_tried = 0, name in _bound
 
-  def reset(seed: int) -> Any:
+  def reset(seed: int | Sequence[int]) -> Any:
     nonlocal first_seed, thread
     first_seed, thread = seed, threading.get_ident()
     return pool.reset(seed)

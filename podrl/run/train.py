@@ -768,10 +768,11 @@ class _Trainer:
       signals.note(self.cluster.decide(lambda: signals.exit_code))
       return False
     recorder.write(outcomes)
-    warning = AGENTS[self.config.agent.name].warn(recorder.last[0])
-    if warning and not self.has_warned and self.cluster.process == 0:
-      print(f'warning: {warning}', file=sys.stderr)
-      self.has_warned = True
+    if self.cluster.process == 0 and not self.has_warned:
+      warning = AGENTS[self.config.agent.name].warn(recorder.last[0])
+      self.has_warned = bool(warning)
+      if warning:
+        print(f'warning: {warning}', file=sys.stderr)
     return True
 
   def _evaluate(self) -> list[Record] | None:
