@@ -14,7 +14,7 @@ from podrl.agents import AGENTS
 from podrl.envs import joints, spaces
 from podrl.run import train
 from podrl.run.config import base_config
-from podrl.types import Discrete, Sample
+from podrl.types import DeviceEnv, Discrete, Sample
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The experiments that train an agent by its configuration.
@@ -138,7 +138,7 @@ def read(workdir):
   return read_records(workdir), summary
 
 
-def two_inputs():
+def two_inputs() -> DeviceEnv:
   """An environment in JAX whose right action is bit a XOR bit b.
 
   The image shows a as the channel of its one pixel, and the vector shows b. The
