@@ -12,9 +12,9 @@ from podrl.types import Array, Box, Discrete, MultiDiscrete
 
 DISTRIBUTIONS = ('auto', 'categorical', 'gaussian', 'tanh_gaussian')
 
-# A dimension with a larger bound counts as unbounded: it is infinite, or the
-# largest number of its dtype.
-_LARGEST_BOUND = 1e30
+# A dimension with a larger bound counts as unbounded: it is infinite, or it
+# stands for infinity, as the 1e10 of LqrLqr21-v1 does.
+_LARGEST_BOUND = 1e9
 _SMALLEST_SCALE = 1e-3
 # Gauss-Hermite nodes and weights give E[f(x)] for a standard normal x.
 _nodes, _weights = np.polynomial.hermite_e.hermegauss(32)
