@@ -33,12 +33,10 @@ _JAX_SETTINGS = (
   'jax_persistent_cache_min_entry_size_bytes',
 )
 
-# With less than this part of the usual steps, an agent may not begin to learn.
-_FEW_STEPS = 0.2
-
-
 # So only one thread at a time can train.
 _training = threading.RLock()
+# With less than this part of the usual steps, an agent may not begin to learn.
+_FEW_STEPS = 0.2
 
 
 class Trained(NamedTuple):
