@@ -110,7 +110,7 @@ def explain(culprit: Culprit, fields: Mapping[str, Any]) -> str:
     return ''
   if not is_finite:
     remedy = 'correct the environment'
-  text = 'NaN' + ' or None' * is_reward if math.isnan(value) else f'{value:g}'
+  text = 'NaN' if math.isnan(value) else f'{value:g}'
   place = '' if is_reward else f' (element {element})'
   return (
     f'environment {env} of {fields["env.name"]} gave the {name} {text}{place} '

@@ -162,7 +162,8 @@ def make_xla_env(pool: Any) -> XlaEnv | None:
 
   def step(env_state: Tree, action: Array) -> tuple[Tree, Any]:
     _, (_, (_, *specs)), _ = functions['recv']
-    dtypes = [jax.dtypes.canonicalize_dtype(dtype) for dtype, _ in specs]
+    with jax.enable_x64(False):  # podrl computes in 32 bits.
+      dtypes = [jax.dtypes.canonicalize_dtype(dtype) for dtype, _ in specs]
     with jax.enable_x64(True):  # envpool uses float64.
       action = action.astype(action_spec.dtype)
       (handle,) = call('send', env_state['pool'], *pool._from(action))

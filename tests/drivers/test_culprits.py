@@ -95,7 +95,7 @@ def test_steps_are_counted_beyond_2_to_the_31():
     (
       Culprit('reward', _NAN, 12, 5, 0),
       {'agent.reward_clip': 1.0},
-      'environment 5 of Mine-v0 gave the reward NaN or None in its step 12; '
+      'environment 5 of Mine-v0 gave the reward NaN in its step 12; '
       'correct the environment',
     ),
     (
@@ -206,7 +206,7 @@ class _Broken(gymnasium.Env):
 @pytest.mark.parametrize(
   'reward,obs,message',
   [
-    (None, 0.0, 'reward NaN or None in its step 10; correct the environment'),
+    (_NAN, 0.0, 'reward NaN in its step 10; correct the environment'),
     (
       0.0,
       _INF,

@@ -405,6 +405,7 @@ def test_a_suite_draws_its_environments(suite):
 
 
 def test_a_ruleset_of_xland_is_an_option(capsys, monkeypatch):
+  pytest.importorskip(_PACKAGES['xminigrid'])
   monkeypatch.setattr(xminigrid, '_told', set())
   name = 'XLand-MiniGrid-R1-9x9'
   for _ in range(2):
@@ -434,5 +435,6 @@ def test_a_ruleset_of_xland_is_an_option(capsys, monkeypatch):
   ],
 )
 def test_a_wrong_ruleset_is_one_line(options, message):
+  pytest.importorskip(_PACKAGES['xminigrid'])
   with pytest.raises(ValueError, match=message):
     SUITES['xminigrid'].make('XLand-MiniGrid-R1-9x9', **options)

@@ -102,14 +102,14 @@ def test_a_closed_pool_does_not_wait_for_the_garbage_collector():
     gc.enable()
 
 
-def test_observations_keep_64_bits_if_jax_does():
+def test_observations_have_32_bits_even_if_jax_has_64():
   env, other = _make('HalfCheetah-v4'), _make('HalfCheetah-v4')
   env.reset(), other.reset()
   action = np.zeros((_NUM_ENVS, 6), np.float32)
   with jax.enable_x64(True):
     state = env.xla.init(lambda: True, lambda: None)
     obs = jax.jit(env.xla.step)(state, action)[1].obs
-  assert obs.dtype == np.float64
+  assert obs.dtype == np.float32
   np.testing.assert_array_equal(obs, other.step(action).obs)
 
 
