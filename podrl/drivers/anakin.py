@@ -377,7 +377,10 @@ class Anakin:
 
   def start(self, restore: Restore = lambda state: (state, [])) -> None:
     """Makes the state and compiles."""
-    state, _ = restore(self.programs.init(self.rng_key, self.hyperparams))
+    state, saved = restore(self.programs.init(self.rng_key, self.hyperparams))
+    for process in reversed(saved):  # The first process counts.
+      for agent, culprit in process.get('culprits', []):
+        self._culprits[agent] = Culprit(*culprit)
     # Compile now, with zero updates, so that `advance` does not compile.
     self.state, _ = self.programs.train(state, np.int32(0))
     jax.block_until_ready(self.state)
@@ -456,15 +459,16 @@ class Anakin:
         break
     return None if is_sound else self._culprits.get(agent)
 
+  def progress(self) -> dict[str, Any]:
+    """Returns the culprits: a memory or a mean may contain their numbers."""
+    return {'culprits': [*self._culprits.items()]}
+
   # `Driver` requires the methods below, but Anakin does not need them.
 
   def plan(self) -> dict[str, Any]:
     return {}
 
   def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
-
-  def progress(self) -> dict[str, Any]:
     return {}
 
   def stop(self) -> None:

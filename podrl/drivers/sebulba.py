@@ -108,6 +108,7 @@ class Sebulba:
       'num_dropped': self._num_dropped,
       'num_waits': self._count_waits(),
       'num_actors': self._tuner.best if self._tuner else self._num_active,
+      'culprit': self._culprit,
     }
 
   def _count_waits(self) -> int:
@@ -200,6 +201,8 @@ class Sebulba:
   def _resume(self, saved: list[dict[str, Any]]) -> None:
     """Restores what `progress` returned in each process of the saved run."""
     self._num_updates = int(self.state.num_updates)
+    for culprit in filter(None, [x.get('culprit') for x in saved]):
+      self._culprit = self._culprit or types.Culprit(*culprit)
     if len(saved) == jax.process_count():
       saved = [saved[jax.process_index()]]
     elif jax.process_index():  # Only process 0 adds the saved counts.

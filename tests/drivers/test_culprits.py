@@ -177,6 +177,14 @@ def test_anakin_names_the_environment(
   monkeypatch.setattr(build, 'make_env', make_env)
   path = tmp_path / 'run'
   _check_run(path, capsys, message, *settings, name='anakin_cartpole')
+  if value == _INF:  # The checkpoint has the mean, and remembers the culprit.
+    path = tmp_path / 'parts'
+    few = '--config.total_env_steps=192'
+    assert helpers.run(path, *settings, few, name='anakin_cartpole') == 0
+    capsys.readouterr()
+    more = [*settings, '--resume']
+    assert helpers.run(path, *more, name='anakin_cartpole') == train.FAILED
+    assert message in capsys.readouterr().err
 
 
 class _Broken(gymnasium.Env):
@@ -203,6 +211,19 @@ class _Broken(gymnasium.Env):
     return obs, reward, False, False, {}
 
 
+# Normalisation would clip large numbers.
+_BROKEN = [
+  *(x for x in helpers.TINY if 'num_devices' not in x),
+  '--config.env.suite=gymnasium',
+  '--config.env.name=Broken-v0',
+  '--config.agent.normalize_observation=False',
+  '--config.agent.normalize_reward=False',
+  '--config.sebulba.actor_devices=0',
+  '--config.sebulba.learner_devices=0,1',
+  '--config.sebulba.threads_per_actor_device=2',
+]
+
+
 @pytest.mark.parametrize(
   'reward,obs,message',
   [
@@ -221,21 +242,29 @@ def test_sebulba_names_the_environment(
   monkeypatch.setattr(_Broken, 'reward', reward)
   monkeypatch.setattr(_Broken, 'obs', obs)
   gymnasium.register('Broken-v0', _Broken)
-  arguments = [x for x in helpers.TINY if 'num_devices' not in x]
   _check_run(
     tmp_path / 'run',
     capsys,
     f'at update 2: environment 6 of Broken-v0 gave the {message}',
-    *arguments,
-    '--config.env.suite=gymnasium',
-    '--config.env.name=Broken-v0',
-    '--config.network.hidden_sizes=8',
-    # Normalisation would clip large numbers.
-    '--config.agent.normalize_observation=False',
-    '--config.agent.normalize_reward=False',
-    '--config.sebulba.actor_devices=0',
-    '--config.sebulba.learner_devices=0,1',
-    '--config.sebulba.threads_per_actor_device=2',
+    *_BROKEN,
     name='sebulba_cartpole',
     tiny=False,
   )
+
+
+def test_a_resumed_run_of_sebulba_remembers_the_culprit(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(_Broken, 'obs', _INF)
+  gymnasium.register('Broken-v0', _Broken)
+  arguments = [*_BROKEN, '--config.agent.normalize_observation=True']
+  few, path = '--config.total_env_steps=128', tmp_path / 'run'
+  options = {'name': 'sebulba_cartpole', 'tiny': False}
+  assert helpers.run(path, *arguments, few, **options) == 0
+  capsys.readouterr()
+  arguments.append('--resume')
+  assert helpers.run(path, *arguments, **options) == train.FAILED
+  assert (
+    "environment 6 of Broken-v0 gave the observation['x'] inf (element 2) in "
+    'its step 10'
+  ) in capsys.readouterr().err
