@@ -11,6 +11,7 @@ contains them. Only those of a population, which change during the run, are in
 `progress`.
 """
 
+from collections.abc import Callable, Iterator
 import contextlib
 import copy
 import glob
@@ -128,21 +129,32 @@ def _verify(directory: str) -> None:
 class Checkpoints:
   """Writes a run's checkpoints; keeps the best one and the `keep` newest.
 
-  If `with_memory` is true, the checkpoints contain the learner's memory.
+  If `with_memory` is true, the checkpoints contain the learner's memory. Each
+  method runs in a block of `busy`, because it may wait for the file system.
   """
 
-  def __init__(self, path: str, keep: int, with_memory: bool = True):
+  def __init__(
+    self,
+    path: str,
+    keep: int,
+    with_memory: bool = True,
+    busy: Callable[[], Any] = contextlib.nullcontext,
+  ):
     logging.set_verbosity(logging.FATAL)  # Orbax would log every file.
     self._path = path
+    self._busy = busy
     self._with_memory = with_memory
     self._num_updates = 0  # Number of the checkpoint being written.
     self._policies: list = [checkpoint_managers.LatestN(keep)]
     policy = checkpoint_managers.AnyPreservationPolicy(self._policies)
     # Orbax calls this before it gives the checkpoint its name.
-    callback = ocp.AsyncOptions(post_finalization_callback=self._write_digests)
+    async_options = ocp.AsyncOptions(
+      timeout_secs=workdir.SAVE_SECONDS,
+      post_finalization_callback=self._write_digests,
+    )
     options = ocp.CheckpointManagerOptions(
       cleanup_tmp_directories=True,
-      async_options=callback,
+      async_options=async_options,
       preservation_policy=policy,
     )
     with self._errors():
@@ -234,9 +246,11 @@ class Checkpoints:
     with contextlib.suppress(WriteError), self._errors():
       self._manager.close()
 
-  def _errors(self) -> contextlib.AbstractContextManager[None]:
+  @contextlib.contextmanager
+  def _errors(self) -> Iterator[None]:
     # Catch every exception: file systems make orbax raise many kinds.
-    return workdir.write_errors(f'checkpoint {self._num_updates}')
+    with self._busy(), workdir.write_errors(f'checkpoint {self._num_updates}'):
+      yield
 
 
 def steps(path: str) -> list[int]:

@@ -9,7 +9,8 @@ Process 0 reads them. If a process is silent or makes no progress, process 0
 writes a message, the verdict. All processes print the verdict and end.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import ctypes
 import dataclasses
 import faulthandler
@@ -31,6 +32,7 @@ from jax._src import distributed  # JAX has no public API for the store.
 from jax.experimental import multihost_utils
 
 from podrl.messages import one_line
+from podrl.records.workdir import SAVE_SECONDS
 from podrl.run.signals import FAILED, INTERRUPTED
 
 _PERIOD_SECONDS = 0.5  # Time between two signs of life.
@@ -56,6 +58,7 @@ class Watchdog:
     self._process, self._abort_message = 0, ''
     self._client: Any = None
     self._num_beats = 0  # How often the main thread reported progress.
+    self._busy_until = 0.0  # While the main thread uses files; see `busy`.
     self._num_contacts = 0  # How often process 0 answered.
     # For each process: its last sign of life, its last beat, and the number of
     # periods since each of the two changed.
@@ -93,12 +96,23 @@ class Watchdog:
     """Records that the main thread makes progress."""
     self._num_beats += 1
 
+  @contextlib.contextmanager
+  def busy(self) -> Iterator[None]:
+    """A block that makes progress, without beats, for `SAVE_SECONDS`."""
+    before, self._busy_until = self._busy_until, time.monotonic() + SAVE_SECONDS
+    try:
+      yield
+    finally:
+      self._busy_until = before
+
   def _report(self) -> None:
     """Runs in a thread: reports to process 0, and may end this process."""
     num_signs = 0
     try:
       while not self._closed.wait(_PERIOD_SECONDS):
         num_signs += 1
+        if time.monotonic() < self._busy_until:
+          self.beat()
         self._client.key_value_set(
           store_key('alive', self._process),
           json.dumps([num_signs, self._num_beats]),
@@ -244,6 +258,10 @@ class Cluster:
     """Records progress; call it again and again during long work."""
     if self.watchdog:
       self.watchdog.beat()
+
+  def busy(self) -> contextlib.AbstractContextManager[None]:
+    """A block that reads or writes files, which may take long."""
+    return self.watchdog.busy() if self.watchdog else contextlib.nullcontext()
 
   def decide(self, make_decision: Callable[[], Any]) -> Any:
     """Returns, in every process, what `make_decision` returns in process 0.

@@ -394,7 +394,10 @@ class _Trainer:
   def _open_checkpoints(self) -> None:
     fields = self.config.checkpoint
     self.checkpoints = checkpoint.Checkpoints(
-      self.files.workdir, fields.keep, fields.get('memory', False)
+      self.files.workdir,
+      fields.keep,
+      fields.get('memory', False),
+      self.cluster.busy,
     )
 
   def _compiling(self) -> contextlib.AbstractContextManager[None]:
@@ -519,7 +522,7 @@ class _Trainer:
 
   def _restore(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
     """Restores a driver's initial state; see `types.Restore`."""
-    with self.signals.leaving(None):  # It changes files.
+    with self.signals.leaving(None), self.cluster.busy():  # It changes files.
       state, progress = self._read_state(state)
       if self.variables is not None and not self.cluster.is_distributed:
         # The driver compiles next. A resumed run cannot get them elsewhere.

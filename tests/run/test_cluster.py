@@ -1,5 +1,6 @@
 """Tests several processes: agreement, the watchdog, runs of two and four."""
 
+import contextlib
 import json
 import os
 import signal
@@ -223,6 +224,31 @@ def test_a_hanging_process_is_named_in_all(watch):
 
   messages = watch(behave, (0, 1), heartbeat_seconds=5.0)
   assert messages[0] == messages[1] == ['no progress for 0.8 s in process 1']
+
+
+def test_a_process_that_saves_does_not_hang(watch, monkeypatch):
+  start, blocks = time.monotonic(), contextlib.ExitStack()
+
+  def behave(dogs):
+    if time.monotonic() > start + 3:
+      blocks.close()
+    elif not dogs[1]._busy_until:
+      blocks.enter_context(dogs[1].busy())
+    dogs[0].beat()
+
+  messages = watch(behave, (0,), heartbeat_seconds=5.0)
+  assert messages[0] == ['no progress for 0.8 s in process 1']
+  assert time.monotonic() > start + 3
+  # A file system that never answers is found too.
+  monkeypatch.setattr(cluster, 'SAVE_SECONDS', 0.1)
+
+  def save_forever(dogs):
+    if not dogs[1]._busy_until:
+      blocks.enter_context(dogs[1].busy())
+    dogs[0].beat()
+
+  messages = watch(save_forever, (0,), heartbeat_seconds=5.0)
+  assert messages[0] == ['no progress for 0.8 s in process 1']
 
 
 def test_all_that_hang_are_named(watch):
