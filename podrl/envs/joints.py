@@ -6,6 +6,7 @@ ignored, and it returns the first time step of the next episode, as in dm_env.
 
 from collections.abc import Callable, Sequence
 import functools
+import inspect
 import signal
 from typing import Any, NamedTuple, NoReturn
 
@@ -222,7 +223,7 @@ def _fail(name: str, method: str, error: BaseException) -> NoReturn:
   # A run replaces Python's handler of Ctrl-C, so that only the environment's
   # own code can raise a KeyboardInterrupt. Elsewhere, the user interrupts.
   handler = signal.getsignal(signal.SIGINT)
-  is_default = handler is signal.default_int_handler
+  is_default = inspect.unwrap(handler) is signal.default_int_handler
   if isinstance(error, KeyboardInterrupt) and is_default:
     raise error
   text = one_line(error)

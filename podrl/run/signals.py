@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 import contextlib
 import faulthandler
+import functools
 import math
 import os
 import select
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 # Exit codes of a run, and their names in its summary; a mistake writes none.
 DONE, FAILED, MISTAKE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -75,6 +77,48 @@ def quiet_imports() -> Iterator[None]:
     signal.signal(signal.SIGINT, previous)
   if is_interrupted:  # KeyboardInterrupt does not end an interactive session.
     raise KeyboardInterrupt if hasattr(sys, 'ps1') else SystemExit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+  """A block that Ctrl-C ends, even if XLA keeps Python's handlers waiting.
+
+  If no handler runs within `PATIENCE_SECONDS`, a thread ends the process.
+  """
+  is_main = threading.current_thread() is threading.main_thread()
+  previous = signal.getsignal(signal.SIGINT)
+  if not is_main or previous is not signal.default_int_handler:
+    yield
+    return
+  is_handled = threading.Event()
+
+  @functools.wraps(signal.default_int_handler)
+  def interrupt(number: int, frame: Any) -> None:
+    is_handled.set()
+    signal.default_int_handler(number, frame)
+
+  def watch() -> None:
+    while number := os.read(reader, 1)[0]:
+      if number == signal.SIGINT and not is_handled.wait(PATIENCE_SECONDS):
+        os.write(_STDERR, b'interrupted\n')
+        os._exit(INTERRUPTED)
+      is_handled.clear()
+
+  reader, writer = os.pipe()
+  os.set_blocking(writer, False)
+  wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+  signal.signal(signal.SIGINT, interrupt)
+  watcher = threading.Thread(target=watch, name='podrl-signals', daemon=True)
+  watcher.start()
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, previous)
+    signal.set_wakeup_fd(wakeup)
+    os.write(writer, b'\0')
+    watcher.join()
+    os.close(reader)
+    os.close(writer)
 
 
 class Signals:

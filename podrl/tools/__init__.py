@@ -20,6 +20,7 @@ from podrl.envs import add_to_path, module_directory
 from podrl.messages import one_line, printable, suggest
 from podrl.records import workdir
 from podrl.run.config import TRUST, CommandLine, apply_overrides
+from podrl.run.signals import interruptible
 
 
 def run_command(
@@ -54,7 +55,8 @@ def run_command(
     else:
       if 'out' in values and values.out:  # bash keeps the ~ of --out=~/x.
         values.out = os.path.expanduser(values.out)
-      exit_code = act(paths, values)
+      with interruptible():
+        exit_code = act(paths, values)
     sys.stdout.flush()
   except BrokenPipeError:
     # Python flushes the rest of the output at its end, and would complain.

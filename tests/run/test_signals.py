@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from podrl.run import signals
 
 
@@ -128,3 +130,33 @@ def test_closed_streams_and_an_encoding_without_umlauts(tmp_path):
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout == ('' if end == '>&-' else '\\xe4\n')
     assert file.read_text() == ''
+
+
+_COMMAND = """
+import hashlib, sys, time
+from absl import flags
+from podrl.tools import run_command
+
+def act(paths, values):
+  print('begins', flush=True)
+  try:
+    if paths:  # As XLA's compiler, this waits in C and lets other threads run.
+      hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
+    time.sleep(60)
+  finally:
+    print('ends')
+
+sys.exit(run_command(sys.argv, 'text', flags.FlagValues(), act))
+"""
+
+
+@pytest.mark.parametrize('in_c', [False, True])
+def test_ctrl_c_ends_a_command_even_if_it_compiles(in_c):
+  command = [sys.executable, '-c', _COMMAND, *['in_c'] * in_c]
+  pipe = subprocess.PIPE
+  process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+  assert process.stdout.readline() == 'begins\n'
+  process.send_signal(signal.SIGINT)
+  out, said = process.communicate(timeout=20)
+  assert process.returncode == 130 and said == 'interrupted\n'
+  assert out == ('' if in_c else 'ends\n')
