@@ -77,8 +77,8 @@ def make_device_env(
   """
 
   @functools.cache
-  def shapes() -> Tree:
-    return jax.eval_shape(reset, jax.random.key(0))[1]
+  def shapes() -> tuple[Tree, Tree]:
+    return jax.eval_shape(reset, jax.random.key(0))
 
   def reset_one(rng_key: chex.PRNGKey) -> tuple[JointState, TimeStep]:
     reset_key, step_key = jax.random.split(rng_key)
@@ -95,10 +95,13 @@ def make_device_env(
     return jax.random.fold_in(state.rng_key, state.num_steps)
 
   def advance(state: JointState, action: Array) -> Tree:
-    env_state = _with_empty(state.env_state, shapes())
+    old_obs, old = shapes()
+    env_state = _with_empty(state.env_state, old)
     obs, new, *others = step(next_key(state), env_state, action)
-    _check_dtypes(new, shapes())
-    return obs, _without_empty(new), *others
+    _check_shapes(obs, old_obs)
+    _check_dtypes(new, old)
+    names = 'reward', 'terminated', 'truncated'
+    return obs, _without_empty(new), *map(_to_scalar, names, others)
 
   def first(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
     obs, env_state = reset(rng_key)
@@ -151,7 +154,7 @@ def make_device_env(
   def render_first(state: JointState) -> np.ndarray:
     assert render
     env_state = jax.tree.map(lambda x: x[0], state.env_state)
-    return render(_with_empty(env_state, shapes()))
+    return render(_with_empty(env_state, shapes()[1]))
 
   return DeviceEnv(
     spec,
@@ -159,6 +162,26 @@ def make_device_env(
     step_batch if reset_chunk else jax.vmap(step_on_platform),
     render_first if render else None,
   )
+
+
+def _to_scalar(name: str, x: Any) -> Array:
+  """Returns an array with one element as `[]`, or raises a ValueError."""
+  if np.size(x) != 1:
+    shape = np.shape(x)
+    raise ValueError(
+      f'the {name} of one environment has shape {shape}; it must be one number'
+    )
+  return jnp.reshape(x, ())
+
+
+def _check_shapes(new: Tree, old: Tree) -> None:
+  """Raises a ValueError if observations of `step` differ from `reset`'s."""
+  after_step, after_reset = (jax.tree.map(np.shape, x) for x in (new, old))
+  if after_step != after_reset:
+    raise ValueError(
+      f'observations have shape {after_reset} after `reset`, but {after_step} '
+      'after `step`'
+    )
 
 
 def _check_dtypes(new: Tree, old: Tree) -> None:

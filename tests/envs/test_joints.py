@@ -166,6 +166,44 @@ def test_a_state_that_becomes_fractional_is_said(chunk):
     env.step(state, jnp.zeros(2, jnp.int32))
 
 
+def _one_step(chunk, shape=(), reward=0.0, end=False):
+  """Steps 2 environments that return these values."""
+
+  def step(rng_key, state, action):
+    return jnp.broadcast_to(action, shape), state, reward, end, end
+
+  env = joints.make_device_env(
+    _SPEC, lambda rng_key: (jnp.int32(0), 0), step, reset_chunk=chunk
+  )
+  state, _ = env.reset(jax.random.split(jax.random.key(0), 2))
+  return env.step(state, jnp.zeros(2, jnp.int32))[1]
+
+
+@pytest.mark.parametrize('chunk', [0, 2])
+def test_a_reward_may_be_an_array_of_one_number(chunk):
+  timestep = _one_step(chunk, reward=jnp.array([3]), end=jnp.array([[True]]))
+  np.testing.assert_array_equal(timestep.reward, [3.0, 3.0])
+  np.testing.assert_array_equal(timestep.discount, [0.0, 0.0])
+  assert timestep.obs.shape == timestep.is_first.shape == (2,)
+
+
+@pytest.mark.parametrize('chunk', [0, 2])
+@pytest.mark.parametrize(
+  'values,message',
+  [
+    (
+      {'reward': jnp.zeros(2)},
+      r'the reward of .* shape \(2,\); it must be one',
+    ),
+    ({'end': jnp.zeros(0)}, r'the terminated of .* has shape \(0,\)'),
+    ({'shape': (1,)}, r'shape \(\) after `reset`, but \(1,\) after `step`'),
+  ],
+)
+def test_a_wrong_shape_is_said(values, message, chunk):
+  with pytest.raises(ValueError, match=message):
+    _one_step(chunk, **values)
+
+
 def _data(tree):
   """Returns a tree with the numbers of its random keys."""
   return jax.tree.map(
