@@ -38,6 +38,7 @@ DEFAULTS = {
   'agent.target_rate': 0.005,
   'agent.initial_temperature': 1.0,
   'agent.noise_steps': 1,
+  'agent.uniform_fraction': 0.0,
   'network.activation': 'relu',
   'network.hidden_sizes': (256, 256),
   'optimizer.learning_rate': 3e-4,
@@ -61,6 +62,9 @@ COMMENTS = {
     'Steps for which the noise of an action stays the same. If actions with '
     'new noise at each step never reach a reward, more steps may.'
   ),
+  'agent.uniform_fraction': (
+    'Part of the discrete actions that are random; not if greedy.'
+  ),
 }
 
 UNUSED = dqn.UNUSED
@@ -74,13 +78,23 @@ KINDS: dict[str, dict[str, Any]] = {
     'agent.normalize_reward': False,
   },
   'memory': {'unroll_length': 1},
-  'continuous': {'agent.target_entropy': -1.0},
+  'continuous': {
+    'agent.target_entropy': -1.0,
+    'agent.uniform_fraction': 0.0,
+  },
   'action vector': {'total_env_steps': 100_000},
-  # An optimiser step for each step of an environment would take an hour.
+  # An optimiser step for each step of an environment would take an hour. With
+  # the policy's own actions only, the return of Breakout-MinAtar stays near 9:
+  # the policy is certain where another action would reach more.
   'small image': {
     'total_env_steps': 600_000,
     'env.num_envs': 64,
     'unroll_length': 4,
+    'agent.initial_temperature': 0.3,
+    'agent.target_rate': 0.02,
+    'agent.uniform_fraction': 0.1,
+    'optimizer.learning_rate': 5e-4,
+    'replay.capacity_steps': 100_000,
     'replay.batch_size': 128,
     'replay.sgd_steps_per_update': 16,
   },
@@ -93,6 +107,10 @@ def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field is out of range."""
   dqn.check_targets(fields)
   acting.check_counts(fields, 'agent.noise_steps')
+  if not 0 <= (fraction := fields['agent.uniform_fraction']) <= 1:
+    raise ValueError(
+      f'config.agent.uniform_fraction={fraction} must be from 0 to 1'
+    )
   temperature = fields['agent.initial_temperature']
   if not 0 < temperature < math.inf:
     raise ValueError(
@@ -174,6 +192,12 @@ def make_agent(
   arXiv:2005.05719, section 3 (noise that stays for several steps).
   """
   is_discrete = isinstance(spec.action, Discrete)
+  fraction = fields['uniform_fraction']
+  if fraction and not is_discrete:
+    raise ValueError(
+      f'agent.uniform_fraction={fraction} needs discrete actions; continuous '
+      'ones explore with agent.noise_steps'
+    )
   outer = inner = acting.bounded_distribution(spec.action)
   num_actions, num_components = outer.num_params, 1
   if isinstance(spec.action, Box):
@@ -237,6 +261,10 @@ def make_agent(
     greedy: bool = False,
   ) -> tuple[Array, Extras, Noise]:
     head = policy_head(variables.params.policy, timestep.obs)
+    if fraction and not greedy:
+      uniform = hide_illegal(jnp.zeros_like(head), timestep.obs)
+      probabilities = (1.0 - fraction) * jax.nn.softmax(head)
+      head = jnp.log(probabilities + fraction * jax.nn.softmax(uniform))
     is_due = carry.steps_left == 0
     fresh = jax.random.key_data(rng_key)
     key_data = jnp.where(is_due[:, None], fresh, carry.key_data)

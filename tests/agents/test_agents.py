@@ -376,6 +376,8 @@ def test_every_agent_accepts_its_own_defaults():
     ('sac', 'agent.initial_temperature', 0.0),
     ('sac', 'agent.noise_steps', 0),
     ('sac', 'agent.noise_steps', 10**10),
+    ('sac', 'agent.uniform_fraction', -0.1),
+    ('sac', 'agent.uniform_fraction', float('nan')),
     ('sac', 'agent.target_entropy', float('inf')),
   ],
 )

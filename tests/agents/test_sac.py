@@ -14,6 +14,7 @@ from podrl.types import (
   Box,
   Discrete,
   EnvSpec,
+  Masked,
   MultiDiscrete,
   Sample,
   TimeStep,
@@ -268,6 +269,36 @@ def test_the_noise_stays_for_its_number_of_steps(space):
   expected, found = actions_of(agent), actions_of(slow)
   assert np.any(expected[0] != expected[1])
   np.testing.assert_array_equal(found, [expected[x // 3 * 3] for x in range(7)])
+
+
+def test_a_part_of_the_actions_is_random():
+  _, variables, _ = _agent('discrete')
+  number, fraction = 20_000, 0.3
+  obs = np.tile(np.float32([1.0, -2.0, 0.5]), (number, 1))
+  zeros = np.zeros(number, np.float32)
+  obs = Masked(obs, np.tile([True, True, False, True], (number, 1)))
+  steps = TimeStep(obs, zeros, zeros, zeros > 0)
+  keys = jax.random.split(jax.random.key(1), number)
+
+  def actions_of(fraction, **options):
+    spec = EnvSpec(
+      Masked(_OBS, jax.ShapeDtypeStruct((4,), bool)), False, Discrete(4), 1, 0
+    )
+    agent = helpers.make_agent('sac', spec, uniform_fraction=fraction)
+    carry = agent.initial_carry(np.arange(number))
+    actions, _, _ = agent.act(variables, keys, steps, carry, **options)
+    return np.bincount(actions, minlength=4) / number
+
+  own, mixed = actions_of(0.0), actions_of(fraction)
+  expected = (1 - fraction) * own + fraction / 3 * np.array([1, 1, 0, 1])
+  # Each of the two frequencies has a standard error of at most 0.0036.
+  np.testing.assert_allclose(mixed, expected, atol=0.02)
+  assert np.abs(mixed - own).max() > 0.05 and mixed[2] == 0
+  np.testing.assert_array_equal(
+    actions_of(fraction, greedy=True), actions_of(0.0, greedy=True)
+  )
+  with pytest.raises(ValueError, match='needs discrete actions'):
+    _make(_SPACES['box'], uniform_fraction=fraction)
 
 
 @pytest.mark.parametrize(
