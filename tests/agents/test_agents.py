@@ -377,6 +377,7 @@ def test_every_agent_accepts_its_own_defaults():
     ('sac', 'agent.noise_steps', 0),
     ('sac', 'agent.noise_steps', 10**10),
     ('sac', 'agent.uniform_fraction', -0.1),
+    ('sac', 'agent.caution', 1.1),
     ('sac', 'agent.uniform_fraction', float('nan')),
     ('sac', 'agent.target_entropy', float('inf')),
   ],

@@ -271,6 +271,33 @@ def test_the_noise_stays_for_its_number_of_steps(space):
   np.testing.assert_array_equal(found, [expected[x // 3 * 3] for x in range(7)])
 
 
+@pytest.mark.parametrize('space', _SPACES)
+def test_caution_moves_targets_from_the_mean_to_the_smaller_value(space):
+  _, variables, target = _agent(space)
+  sample = _sample(space)
+
+  def targets(caution):
+    agent = _make(_SPACES[space], caution=caution)
+    return _prepare(agent, variables, target, sample).target
+
+  mean, middle, smaller = map(targets, (0.0, 0.5, 1.0))
+  assert np.all(smaller <= mean) and np.any(smaller < mean - 0.01)
+  np.testing.assert_allclose(middle, (mean + smaller) / 2, rtol=1e-5)
+  # With two equal critics, there is no smaller value.
+  policy, _, log_temperature = variables.params
+  obs, keys = sample.trajectory.timestep.obs[1], _keys(1)
+  temperature = np.exp(log_temperature)
+  alone = []
+  for i in range(2):
+    critic = jax.tree.map(lambda x: jnp.stack([x[i]] * 2), target.critic)
+    value, _ = _soft_value(space, policy, critic, temperature, obs, keys)
+    alone.append(np.asarray(value))
+  timestep = sample.trajectory.timestep
+  expected = np.clip(timestep.reward[1], -0.5, 0.5)
+  expected += _GAMMA * np.mean(alone, 0) * timestep.discount[1]
+  np.testing.assert_allclose(mean, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_part_of_the_actions_is_random():
   _, variables, _ = _agent('discrete')
   number, fraction = 20_000, 0.3
