@@ -232,7 +232,7 @@ def make_agent(
   def policy_head(params: Tree, obs: Tree) -> Array:
     return hide_illegal(policy.apply(params, without_mask(obs)), obs)
 
-  def cautious(values: Array) -> Array:
+  def cautious(values: Array) -> jax.Array:
     """Maps the values of the two critics, `[2, ...]`, to `[...]`."""
     caution = fields['caution']
     smaller, mean = jnp.min(values, axis=0), jnp.mean(values, axis=0)

@@ -245,7 +245,7 @@ def _fail(name: str, method: str, error: BaseException) -> NoReturn:
   """Raises an `EnvironmentFailed` that names the environment."""
   # A run replaces Python's handler of Ctrl-C, so that only the environment's
   # own code can raise a KeyboardInterrupt. Elsewhere, the user interrupts.
-  handler = signal.getsignal(signal.SIGINT)
+  handler: Any = signal.getsignal(signal.SIGINT)
   is_default = inspect.unwrap(handler) is signal.default_int_handler
   if isinstance(error, KeyboardInterrupt) and is_default:
     raise error
