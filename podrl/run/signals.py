@@ -19,6 +19,11 @@ NAMES = {0: 'done', 1: 'failed', 75: 'preempted', 130: 'interrupted'}
 _STDERR = 2  # The descriptor; `sys.stderr` may have none, or be None.
 
 
+# A forked process, for example of an environment, gets a copy of the pipe to the
+# watchers below. Its own signals are not theirs.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
 def dump_stacks() -> None:
   """Prints the stacks of all threads."""
   faulthandler.dump_traceback(_STDERR, all_threads=True)

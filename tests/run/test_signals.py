@@ -160,3 +160,40 @@ def test_ctrl_c_ends_a_command_even_if_it_compiles(in_c):
   out, said = process.communicate(timeout=20)
   assert process.returncode == 130 and said == 'interrupted\n'
   assert out == ('' if in_c else 'ends\n')
+
+
+_FORK = """
+import multiprocessing, os, signal, threading, time
+from podrl.run import signals
+
+def wait():
+  try:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print('ready', flush=True)
+    time.sleep(60)
+  except KeyboardInterrupt:
+    pass
+
+handler = signals.Signals()
+process = multiprocessing.get_context('fork').Process(target=wait)
+threading.Thread(target=process.start).start()  # As a pool's own thread does.
+while not handler.is_set():
+  time.sleep(0.1)
+process.join()
+time.sleep(1)  # The watcher would end this process within a tenth of that.
+handler.close()
+print(f'ends with {handler.exit_code}')
+"""
+
+
+def test_the_signal_of_a_forked_environment_is_not_a_second_one():
+  process = subprocess.Popen(
+    [sys.executable, '-c', _FORK],
+    stdout=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  )
+  assert process.stdout.readline() == 'ready\n'
+  os.killpg(process.pid, signal.SIGINT)  # As a terminal does.
+  out, _ = process.communicate(timeout=30)
+  assert process.returncode == 0 and out == 'ends with 130\n'
