@@ -19,8 +19,8 @@ NAMES = {0: 'done', 1: 'failed', 75: 'preempted', 130: 'interrupted'}
 _STDERR = 2  # The descriptor; `sys.stderr` may have none, or be None.
 
 
-# A forked process, for example of an environment, gets a copy of the pipe to the
-# watchers below. Its own signals are not theirs.
+# A forked process, as some environments have, inherits the pipe to the watchers
+# below. Its signals are not those of this process.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
