@@ -45,7 +45,8 @@ def test_connected_processes_leave_sigterm_to_jax():
 
 
 def test_a_hangup_is_a_sigterm_and_may_come_twice():
-  before = signal.getsignal(signal.SIGHUP)
+  # Under nohup, these tests ignore SIGHUP.
+  before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
   handler = signals.Signals()
   try:
     os.kill(os.getpid(), signal.SIGHUP)
@@ -54,7 +55,7 @@ def test_a_hangup_is_a_sigterm_and_may_come_twice():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
   finally:
     handler.close()
-  assert signal.getsignal(signal.SIGHUP) == before
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_DFL
 
 
 def test_nohup_is_respected():
@@ -133,8 +134,10 @@ def test_closed_streams_and_an_encoding_without_umlauts(tmp_path):
 
 
 _COMMAND = """
-import hashlib, sys, time
+import hashlib, signal, sys, time
 from absl import flags
+# A program in the background, as these tests may be, ignores Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from podrl.tools import run_command
 
 def act(paths, values):
