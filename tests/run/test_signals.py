@@ -160,7 +160,10 @@ def test_ctrl_c_ends_a_command_even_if_it_compiles(in_c):
   process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
   assert process.stdout.readline() == 'begins\n'
   process.send_signal(signal.SIGINT)
-  out, said = process.communicate(timeout=20)
+  try:
+    out, said = process.communicate(timeout=20)
+  finally:
+    process.kill()
   assert process.returncode == 130 and said == 'interrupted\n'
   assert out == ('' if in_c else 'ends\n')
 
