@@ -201,5 +201,8 @@ def test_the_signal_of_a_forked_environment_is_not_a_second_one():
   )
   assert process.stdout.readline() == 'ready\n'
   os.killpg(process.pid, signal.SIGINT)  # As a terminal does.
-  out, _ = process.communicate(timeout=30)
+  try:
+    out, _ = process.communicate(timeout=30)
+  finally:
+    process.kill()
   assert process.returncode == 0 and out == 'ends with 130\n'
