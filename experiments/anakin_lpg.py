@@ -23,7 +23,7 @@ from podrl import tools, types
 from podrl.core import returns
 from podrl.core.learner import make_learner
 from podrl.drivers import anakin, spmd
-from podrl.envs import gymnax, joints
+from podrl.envs import autoreset, gymnax
 
 _META_STEPS = flags.DEFINE_integer('meta_steps', 200, 'Steps of the rule.', 1)
 _IMAGE = flags.DEFINE_string('image', 'lpg.png', 'The picture to write.')
@@ -65,7 +65,7 @@ def make_env(following, reward, is_end):
   states = jnp.arange(_NUM_STATES)
   obs = jax.ShapeDtypeStruct(states.shape, bool)
   spec = types.EnvSpec(obs, False, types.Discrete(_NUM_ACTIONS), 1, _MAX_STEPS)
-  return joints.make_device_env(spec, reset, step, lambda x: states == x)
+  return autoreset.make_device_env(spec, reset, step, lambda x: states == x)
 
 
 class Network(nn.Module):
@@ -84,18 +84,18 @@ class Rule(nn.Module):
   """Maps inputs `[T, B, F]` to weights of actions, targets of predictions."""
 
   @nn.compact
-  def __call__(self, inputs, is_joint):
+  def __call__(self, inputs, is_reset_step):
     def step(cell, carry, row):
-      x, is_joint = row
+      x, is_reset_step = row
       carry, hidden = cell(carry, x)
       # Nothing passes from an episode to the one before.
-      return jnp.where(is_joint[..., None], 0.0, carry), hidden
+      return jnp.where(is_reset_step[..., None], 0.0, carry), hidden
 
     x = nn.relu(nn.Dense(32)(inputs))
     options = {'variable_broadcast': 'params', 'split_rngs': {'params': False}}
     carry = jnp.zeros((x.shape[1], 32))
     scan = nn.scan(step, reverse=True, **options)
-    _, hidden = scan(nn.GRUCell(32), carry, (x, is_joint))
+    _, hidden = scan(nn.GRUCell(32), carry, (x, is_reset_step))
     return nn.Dense(1)(hidden)[..., 0], nn.Dense(_NUM_PREDICTIONS)(hidden)
 
 

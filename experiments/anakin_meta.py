@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import podrl
-from podrl.envs import joints
+from podrl.envs import autoreset
 from podrl.messages import check_choice
 from podrl.run.config import ConfigDict, base_config
 from podrl.types import DeviceEnv, Discrete, EnvSpec
@@ -41,7 +41,7 @@ def corridor() -> DeviceEnv:
     frame_skip=1,
     max_episode_steps=_LENGTH,
   )
-  return joints.make_device_env(spec, reset, step)
+  return autoreset.make_device_env(spec, reset, step)
 
 
 def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:

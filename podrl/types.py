@@ -48,7 +48,7 @@ class TimeStep(NamedTuple):
     discount: `[...]` float32, 0 if the episode terminated, else 1. It is also 1
       if the episode was truncated. It does not include the agent's gamma.
     is_first: `[...]` bool, whether the step is the first of an episode. The
-      transition into a first step is the joint between two episodes; the
+      transition into a first step is the reset step between two episodes; the
       environment ignored the action of this transition.
   """
 
@@ -69,8 +69,8 @@ class Trajectory(NamedTuple):
       for an agent without a carry.
     env_index: int32 `[1, B]`, the global index of each environment.
     num_steps: int32 `[1, B]`, steps of each environment before this unroll,
-      joints included, modulo 2**32: it is negative after 2**31 steps. A memory
-      joins the unrolls of an environment by it. In a sample of a memory,
+      reset steps included, modulo 2**32: it is negative after 2**31 steps. A
+      memory joins the unrolls of an environment by it. In a sample of a memory,
       `carry`, `env_index` and `num_steps` are `()`.
   """
 
@@ -188,7 +188,7 @@ class EnvSpec(NamedTuple):
 
 
 class DeviceEnv(NamedTuple):
-  """A batch of B environments written in JAX; `envs.joints` helps to build one.
+  """A batch of B environments written in JAX; `envs.autoreset` builds one.
 
   Attributes:
     spec: describes one environment.
@@ -392,7 +392,7 @@ class Episodes(NamedTuple):
 
   Attributes:
     num_episodes: int, number of episodes that ended. This is also the number of
-      joints. A joint is not an environment step.
+      reset steps. A reset step is not an environment step.
     return_sum: float, sum of the ended episodes' returns.
     length_sum: int, sum of the ended episodes' lengths in steps.
   """
@@ -410,7 +410,7 @@ class Culprit(NamedTuple):
   Attributes:
     field: 'reward', 'observation', or a part such as "observation['x']".
     value: the number, which is NaN, infinite or large.
-    step: number of the environment's earlier steps, joints included.
+    step: number of the environment's earlier steps, reset steps included.
     env: global index of the environment.
     element: index of the number in the flattened array.
   """
@@ -429,7 +429,8 @@ class Report(NamedTuple):
     metrics: float32 `[N]` each, the learner's metrics. They are the same in
       all processes.
     episodes: leaves `[N, ...]`, one row for each update.
-    num_predictions: number of actions that the agent chose, joints included.
+    num_predictions: number of actions that the agent chose, including
+      those at reset steps.
     seconds: wall time of the call.
     is_finite: false if the call ended with update N + 1, because the loss of
       this update was NaN or infinite.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from podrl.agents import AGENTS
-from podrl.envs import joints, spaces
+from podrl.envs import autoreset, spaces
 from podrl.run import train
 from podrl.run.config import base_config
 from podrl.types import DeviceEnv, Discrete, Sample
@@ -165,6 +165,6 @@ def two_inputs() -> DeviceEnv:
     reward = jnp.where(action == answer, 1.0, -1.0)
     return obs, (following, num_steps + 1), reward, num_steps == 7, False
 
-  return joints.make_device_env(
+  return autoreset.make_device_env(
     spaces.device_spec(reset, Discrete(2), 8), reset, step
   )

@@ -279,7 +279,7 @@ def make_agent(
         jax.scipy.special.xlogy(batch.target, batch.target), axis=-1
       )
       priority = jnp.maximum(each - entropy, 0.0)  # The divergence KL.
-    # The loss never changes the error of a joint, so it would never fall.
+    # The loss never changes the error of a reset step, so it would never fall.
     priority = jnp.where(batch.weight > 0.0, priority, 0.0)
     values = hide_illegal(to_values(all_outputs), batch.obs)
     value = jnp.mean(batch.weight * jnp.max(values, axis=-1))

@@ -96,7 +96,7 @@ class Batch(NamedTuple):
   log_prob: Array  # `[N, S]` float32, under the behaviour policy.
   advantage: Array  # `[N, S]` float32.
   target: Array  # `[N, S]` float32, the value target.
-  weight: Array  # `[N, S]` float32, 0 at joints.
+  weight: Array  # `[N, S]` float32, 0 at reset steps.
 
 
 def normalize(
@@ -106,13 +106,13 @@ def normalize(
 
   Args:
     advantage: `[...]` float32.
-    weight: `[...]` float32, 0 at joints, so that joints do not count.
+    weight: `[...]` float32, 0 at reset steps, so that reset steps do not count.
     mean: averages a tree over devices.
   """
   chex.assert_equal_shape([advantage, weight])
   powers = 1.0, advantage, jnp.square(advantage)
   share, first, second = mean([jnp.mean(weight * x) for x in powers])
-  share = jnp.maximum(share, 1e-8)  # Avoids 0 / 0 if all slots are joints.
+  share = jnp.maximum(share, 1e-8)  # Avoids 0 / 0 if all slots are reset steps.
   first, second = first / share, second / share
   # If the mean is large, rounding errors may be all that is left of the
   # variance. And the root has no derivative at 0, which meta-gradients need.

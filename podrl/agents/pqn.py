@@ -86,7 +86,7 @@ class Batch(NamedTuple):
   carry: Tree  # `[N, 1, ...]`, the carry before the first step.
   action: Array  # `[N, S]` int32.
   target: Array  # `[N, S]` float32, the value target.
-  weight: Array  # `[N, S]` float32, 0 at joints.
+  weight: Array  # `[N, S]` float32, 0 at reset steps.
 
 
 def make_agent(

@@ -1,8 +1,8 @@
 """Losses: weighted means over slots.
 
-All arguments have the same shape; a weight is 0 at joints. A mean divides by
-the number of all slots, joints included. A mean without the joints would depend
-on how the batch is split over devices.
+All arguments have the same shape; a weight is 0 at reset steps. A mean divides
+by the number of all slots, reset steps included. A mean without the reset steps
+would depend on how the batch is split over devices.
 
 Gradients flow through advantages and targets, for example to gamma. Callers
 stop gradients at the network outputs from which these are computed.

@@ -115,7 +115,8 @@ def absorb(moments: Moments, measured: Measured) -> Moments:
   Computing Sample Variances, eq. 2.1.
   """
   share = measured.share
-  safe_share = jnp.maximum(share, _EPSILON)  # Avoids 0 / 0 if all are joints.
+  # Avoids 0 / 0 if all are reset steps.
+  safe_share = jnp.maximum(share, _EPSILON)
   shift = jax.tree.map(lambda x: x / safe_share, measured.first)
   count = moments.count + share
   gain = share / jnp.maximum(count, _EPSILON)

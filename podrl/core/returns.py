@@ -12,7 +12,7 @@ from podrl.types import Array, TimeStep
 
 
 def weights(timestep: TimeStep) -> Array:
-  """Returns `[T, ...]` float32: 1 for a real transition, 0 for a joint.
+  """Returns `[T, ...]` float32: 1 for a real transition, 0 for a reset step.
 
   Args:
     timestep: the steps of an unroll; `is_first` is `[T+1, ...]`.
@@ -33,17 +33,17 @@ def vtrace(
     delta_t = min(1, ratio_t) (r_t + discount_t v_{t+1} - v_t)
     error_t = delta_t + discount_t lambda min(1, ratio_t) error_{t+1}
 
-  A ratio of 0 marks a joint. The error of a joint is 0, so errors of the next
-  episode do not reach the previous episode. If every other ratio is 1, the
-  errors are the advantages of GAE(lambda).
+  A ratio of 0 marks a reset step. The error of a reset step is 0, so errors of
+  the next episode do not reach the previous episode. If every other ratio is 1,
+  the errors are the advantages of GAE(lambda).
 
   Args:
     values: `[T+1, ...]` float32, the values of all time steps.
     rewards: `[T, ...]` float32, received on arrival at step t + 1.
     discounts: `[T, ...]` float32, gamma included; 0 if the episode terminated.
     ratios: `[T, ...]` float32, importance ratio of the action at step t; 0 for
-      a joint. This ratio is the action's probability under the current policy
-      divided by its probability under the behaviour policy.
+      a reset step. This ratio is the action's probability under the current
+      policy divided by its probability under the behaviour policy.
     lambda_: from 0 (one-step returns) to 1 (full returns).
 
   Returns:
@@ -87,13 +87,13 @@ def q_lambda(
     target_t = r_t + discount_t (lambda target_{t+1} + (1 - lambda) v_{t+1})
 
   The last target of an unroll or of an episode bootstraps from the value on
-  arrival. The target of a joint is its value.
+  arrival. The target of a reset step is its value.
 
   Args:
     values: `[T+1, ...]` float32, the largest action value of each time step.
     rewards: `[T, ...]` float32, received on arrival at step t + 1.
     discounts: `[T, ...]` float32, gamma included; 0 if the episode terminated.
-    weights: `[T, ...]` float32, 0 for a joint, else 1.
+    weights: `[T, ...]` float32, 0 for a reset step, else 1.
     lambda_: from 0 (one-step returns) to 1 (full returns).
 
   Source: Peng and Williams 1994; Gallici et al. 2024, arXiv:2407.04811 (PQN).
@@ -110,7 +110,7 @@ def n_step(
     target_t = r_t + discount_t (r_{t+1} + discount_{t+1} (... + v_{t+n}))
 
   If the episode or the unroll ends inside the window, the target bootstraps
-  from the value of its last time step. The target of a joint is its value.
+  from the value of its last time step. The target of a reset step is its value.
 
   A categorical agent calls this function twice, with its N atoms as the last
   axis. If `values` is the support in every time step, the targets are the atoms
@@ -121,7 +121,7 @@ def n_step(
     values: `[T+1, ...]` float32, from which the targets bootstrap.
     rewards: `[T, ...]` float32, received on arrival at step t + 1.
     discounts: `[T, ...]` float32, gamma included; 0 if the episode terminated.
-    weights: `[T, ...]` float32, 0 for a joint, else 1.
+    weights: `[T, ...]` float32, 0 for a reset step, else 1.
     n: at least 1, the largest number of rewards in a target.
 
   Source: Sutton and Barto 2018, eq. 7.1; Hessel et al. 2018, arXiv:1710.02298,

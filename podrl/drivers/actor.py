@@ -186,7 +186,7 @@ class _Episodes:
 
   def add(self, reward: np.ndarray, is_first: np.ndarray) -> types.Episodes:
     """Counts the episodes that ended in one unroll; arguments are `[T, B]`."""
-    # Steps after an environment's last joint belong to an open episode.
+    # Steps after an environment's last reset step belong to an open episode.
     is_open = ~np.logical_or.accumulate(is_first[::-1])[::-1]
     ends = is_first.any(0)
     sums: list[Any] = [int(is_first.sum())]

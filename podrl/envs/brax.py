@@ -8,7 +8,7 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.envs import joints, spaces
+from podrl.envs import autoreset, spaces
 from podrl.messages import check_choice
 from podrl.types import Array, Box, DeviceEnv, Tree
 
@@ -113,6 +113,6 @@ def from_brax(
   high = np.ones(env.action_size, np.float32)
   action = Box(high.shape, -high, high)
   spec = spaces.device_spec(reset, action, episode_length)
-  return joints.make_device_env(
+  return autoreset.make_device_env(
     spec, reset, step, reset_chunk=16, render=render
   )

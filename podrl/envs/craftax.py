@@ -6,7 +6,7 @@ from typing import Any
 import chex
 import numpy as np
 
-from podrl.envs import joints, spaces
+from podrl.envs import autoreset, spaces
 from podrl.types import Array, DeviceEnv, Discrete, Tree
 
 _TILE = 16  # The side of a tile in a picture, in pixels.
@@ -53,6 +53,6 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
 
   actions = Discrete(env.action_space(params).n)
   spec = spaces.device_spec(reset, actions, max_steps)
-  return joints.make_device_env(
+  return autoreset.make_device_env(
     spec, reset, step, reset_chunk=16, render=render
   )

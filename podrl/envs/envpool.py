@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 
-from podrl.envs import joints, spaces
+from podrl.envs import autoreset, spaces
 from podrl.envs.xla import make_xla_env, release
 from podrl.messages import one_line, suggest
 from podrl.types import EnvSpec, HostEnv
@@ -197,7 +197,7 @@ def make(
     release(pool)
     pool.close()
 
-  return joints.make_host_env(
+  return autoreset.make_host_env(
     name,
     spec,
     pool,

@@ -32,7 +32,7 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
 
   Args:
     name: 'MODULE:FUNCTION'. The function has the annotation `-> DeviceEnv`;
-      see `joints.make_device_env`.
+      see `autoreset.make_device_env`.
     **options: the arguments of the function.
   """
   module_name, colon, function = name.partition(':')

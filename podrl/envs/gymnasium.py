@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from podrl.envs import envpool, joints, spaces
+from podrl.envs import autoreset, envpool, spaces
 from podrl.messages import check_choice, one_line, similar, suggest
 from podrl.types import EnvSpec, HostEnv
 
@@ -621,7 +621,7 @@ def make(
   else:
     pool = _make_threaded(name, lambda: _make_sync(name, num_envs, options))
 
-  return joints.make_host_env(
+  return autoreset.make_host_env(
     name,
     _watch(name, spec),
     pool,

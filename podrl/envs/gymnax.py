@@ -12,7 +12,7 @@ import chex
 import jax
 import numpy as np
 
-from podrl.envs import joints, spaces
+from podrl.envs import autoreset, spaces
 from podrl.types import Array, Box, DeviceEnv, Discrete, Tree
 
 # These environments return images of zeros and ones, in float32.
@@ -137,6 +137,6 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
   if num_categories is None:
     scale = spaces.scale(spec.obs.dtype, space.low, space.high)
     spec = spec._replace(obs_scale=scale)
-  return joints.make_device_env(
+  return autoreset.make_device_env(
     spec, reset, step, observe, render=render if name in _DRAWN else None
   )

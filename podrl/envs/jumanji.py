@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.core.observations import without_mask
-from podrl.envs import joints, spaces
+from podrl.envs import autoreset, spaces
 from podrl.messages import one_line
 from podrl.types import (
   Array,
@@ -170,7 +170,7 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
     to_library=jax.vmap(to_library),
     obs_scale=without_mask(observe(_scales(env.observation_spec))),
   )
-  return joints.make_device_env(spec, reset, step, render=render)
+  return autoreset.make_device_env(spec, reset, step, render=render)
 
 
 def _scales(spec: Any) -> Tree:

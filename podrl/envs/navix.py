@@ -5,7 +5,7 @@ from typing import Any
 import chex
 import numpy as np
 
-from podrl.envs import joints, spaces
+from podrl.envs import autoreset, spaces
 from podrl.messages import check_choice
 from podrl.types import Array, DeviceEnv, Discrete, Tree
 
@@ -68,7 +68,7 @@ def make(
     rng_key: chex.PRNGKey, timestep: Any, action: Array
   ) -> tuple[Tree, Tree, Array, Array, Array]:
     del rng_key  # The state has a key of its own.
-    # `step` would reset in the step after the last; joints do this.
+    # `step` would reset in the step after the last; `autoreset` does this.
     new = env._step(timestep, action)
     ends = new.is_termination(), new.is_truncation()
     return new.observation, new, new.reward, *ends
@@ -78,6 +78,6 @@ def make(
 
   actions = Discrete(len(env.action_set))
   spec = spaces.device_spec(reset, actions, int(env.max_steps), observe)
-  return joints.make_device_env(
+  return autoreset.make_device_env(
     spec, reset, step, observe, reset_chunk=16, render=render
   )

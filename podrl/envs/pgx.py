@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.envs import joints, spaces
+from podrl.envs import autoreset, spaces
 from podrl.types import Array, DeviceEnv, Discrete, Masked, Tree
 
 _FONT = 'DejaVu Sans'
@@ -128,6 +128,6 @@ def make(
     return np.asarray(Image.open(io.BytesIO(bytes(png))).convert('RGB'))
 
   spec = spaces.device_spec(reset, Discrete(env.num_actions), 0)
-  return joints.make_device_env(
+  return autoreset.make_device_env(
     spec, reset, step, reset_chunk=16, render=render
   )

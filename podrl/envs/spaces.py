@@ -431,8 +431,8 @@ def device_spec(
   from those of their spaces.
 
   Args:
-    reset: see `joints.make_device_env`.
-    observe: see `joints.make_device_env`.
+    reset: see `autoreset.make_device_env`.
+    observe: see `autoreset.make_device_env`.
 
   Raises:
     ValueError: if a part of the observation contains no number.

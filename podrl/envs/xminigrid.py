@@ -6,7 +6,7 @@ from typing import Any
 import chex
 import numpy as np
 
-from podrl.envs import joints, spaces
+from podrl.envs import autoreset, spaces
 from podrl.types import Array, DeviceEnv, Discrete, Tree
 
 _MIN_SIDE = 5  # Of a grid; a smaller one may have no room for a wall or a door.
@@ -116,6 +116,6 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
 
   actions = Discrete(env.num_actions(params))
   spec = spaces.device_spec(reset, actions, params.max_steps, observe)
-  return joints.make_device_env(
+  return autoreset.make_device_env(
     spec, reset, step, observe, reset_chunk=16, render=render
   )

@@ -44,10 +44,10 @@ _RATE = _Reduction(seeds=np.sum)
 _ROUNDED_DOWN = _Reduction(seeds=lambda x: sum(x) // len(x))
 # All other metrics are averaged, for example losses.
 _REDUCTIONS = defaultdict(_Reduction) | {
-  # Steps are rounded down and joints up, so that their sum stays exact.
+  # Steps are rounded down and reset steps up, so that their sum stays exact.
   'env_steps': _ROUNDED_DOWN,
   'frames': _ROUNDED_DOWN,
-  'num_joints': _Reduction(seeds=lambda x: -(-sum(x) // len(x))),
+  'num_reset_steps': _Reduction(seeds=lambda x: -(-sum(x) // len(x))),
   'num_actors': _COUNT,
   'num_unrolls_dropped': _COUNT,
   'num_actor_waits': _COUNT,
@@ -223,7 +223,7 @@ class Window:
   sgd_steps_per_update: int
   # These four counts, and `run_energy`, are of the whole run so far.
   env_steps: int = 0
-  num_joints: int = 0
+  num_reset_steps: int = 0
   num_updates: int = 0
   num_sgd_steps: int = 0
   # What `describe_energy` needs.
@@ -250,8 +250,8 @@ class Window:
       self.rows.append({name: x.tolist() for name, x in rows.items()})
       num_learning = int(np.sum(is_learning))
       self.num_sgd_steps += num_learning * self.sgd_steps_per_update
-    num_joints = int(np.sum(report.episodes.num_episodes))
-    num_steps = report.num_predictions - num_joints
+    num_reset_steps = int(np.sum(report.episodes.num_episodes))
+    num_steps = report.num_predictions - num_reset_steps
     stages = dict(report.stages)
     if energy.JOULES in stages:
       joules, moves = stages.pop(energy.JOULES), stages.pop(energy.MOVES)
@@ -264,7 +264,7 @@ class Window:
     self.num_updates_since_record += report.num_updates
     self.seconds += report.seconds
     self.num_updates += report.num_updates
-    self.num_joints += num_joints
+    self.num_reset_steps += num_reset_steps
     self.env_steps += num_steps
 
   def progress(self) -> Record:
@@ -284,7 +284,7 @@ class Window:
     rate = 1.0 / max(self.seconds, 1e-9)
     record = {
       'env_steps': self.env_steps,
-      'num_joints': self.num_joints,
+      'num_reset_steps': self.num_reset_steps,
       'frames': self.env_steps * self.frame_skip,
       'num_updates': self.num_updates,
       'num_sgd_steps': self.num_sgd_steps,
@@ -302,7 +302,7 @@ class Window:
         record[name] = float(_REDUCTIONS[name].updates(values))
     record |= {k: seconds * rate for k, seconds in self.stages.items()}
     record |= describe_energy(self.own_energy, self.frame_skip)
-    counts = self.env_steps, self.num_joints, self.num_updates
+    counts = self.env_steps, self.num_reset_steps, self.num_updates
     totals = *counts, self.num_sgd_steps, self.run_energy
     self.resume(Window(0, 0, *totals).progress())
     return record
@@ -495,7 +495,7 @@ class Recorder:
   path: str
   frame_skip: int
   total_updates: int
-  steps_per_update: int  # Joints included.
+  steps_per_update: int  # Reset steps included.
   start_seconds: float  # `time.perf_counter()` at the start of the process.
   describe: Callable[[Record], Record]  # Makes more fields for a run's record.
   is_writer: bool = True  # Whether this process writes.

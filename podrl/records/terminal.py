@@ -122,7 +122,7 @@ class Terminal:
     name = printable(f'{config.env.name}, {config.agent.name}')
     self._name = name
     self._num_updates = num_updates
-    self._steps_per_update = steps_per_update  # Joints included.
+    self._steps_per_update = steps_per_update  # Reset steps included.
     self._num_agents = num_agents(config)
     self._live: Live | None = None
     self._start = 0.0, 0.0  # (time, share of the run that was done then)
@@ -159,7 +159,7 @@ class Terminal:
     text = f'{count(self._num_updates, "update")} of {steps:,} steps'
     if steps == num_envs * length:
       text += f' ({count(num_envs, "environment")} x {length})'
-    text += f' = {self._num_updates * steps:,} steps, joints included'
+    text += f' = {self._num_updates * steps:,} steps, reset steps included'
     if self._num_agents > 1:
       text += f', for each of {self._num_agents} agents'
     is_plain = not self._live
@@ -243,7 +243,7 @@ class Terminal:
         text += f' +- {summary["eval_return_std"]:,.2f} '
         text += f'(standard deviation, {episodes})'
       table.add_row('evaluated return', text)
-    if 'num_joints' in summary:
+    if 'num_reset_steps' in summary:
       rate = f'{summary["steps_per_second"]:,.0f} (last record)'
       table.add_row('environment steps', self._describe_steps(summary))
       table.add_row('steps per second', rate)
@@ -272,12 +272,12 @@ class Terminal:
       self._console.print(printable(resume_command), soft_wrap=True)
 
   def _describe_steps(self, summary: Record) -> str:
-    """Describes the sum of a summary's environment steps and joints."""
-    steps, num_joints = summary['env_steps'], summary['num_joints']
+    """Describes the sum of a summary's environment steps and reset steps."""
+    steps, num_reset_steps = summary['env_steps'], summary['num_reset_steps']
     done = summary['num_updates'] * self._steps_per_update
     budget = self._num_updates * self._steps_per_update
-    total = steps + num_joints
-    text = f'{steps:,} + {count(num_joints, "joint")} = {total:,}'
+    total = steps + num_reset_steps
+    text = f'{steps:,} + {count(num_reset_steps, "reset step")} = {total:,}'
     if total > done:
       number = count(round(summary['num_unrolls_dropped']), 'dropped unroll')
       text += f', including {total - done:,} in {number}'

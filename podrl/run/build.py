@@ -40,7 +40,7 @@ class Run(NamedTuple):
   driver: types.Driver
   evaluate: Callable[..., Evaluation | None]  # See `make_evaluate`.
   eval_keys: Sequence[chex.PRNGKey]  # Each agent's key for evaluations.
-  steps_per_update: int  # Environment steps, joints included.
+  steps_per_update: int  # Environment steps, reset steps included.
   num_updates: int
   eval_every_updates: int  # 0 means that the run evaluates only at its end.
   checkpoint_every_updates: int  # 0 means never after a number of updates.
@@ -437,7 +437,7 @@ def make_run(
 
 
 # Contains the driver, the run's devices in all processes, environment steps per
-# update (joints included), the number of updates, and warnings.
+# update (reset steps included), the number of updates, and warnings.
 _System = tuple[types.Driver, Sequence[jax.Device], int, int, Sequence[str]]
 
 

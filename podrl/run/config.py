@@ -94,7 +94,7 @@ FIELDS = {
   ),
   'total_env_steps': Field(
     1_000_000,
-    'Environment steps, joints included, rounded up to whole updates.',
+    'Environment steps, reset steps included, rounded up to whole updates.',
     Range(1),
   ),
   'unroll_length': Field(32, 'Steps of each environment in an unroll.', _COUNT),

@@ -298,7 +298,7 @@ class Lowered(NamedTuple):
   """The programs of a run by name, and numbers that describe an update."""
 
   programs: dict[str, Program]
-  num_steps: int  # Environment steps of an update, joints included.
+  num_steps: int  # Environment steps of an update, reset steps included.
   num_params: int
   # Whether the programs run at the same time, on different devices.
   overlaps: bool

@@ -23,7 +23,7 @@ from podrl.core.memory import SizeError
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.drivers.energy import Meter
-from podrl.envs.joints import EnvironmentFailed
+from podrl.envs.autoreset import EnvironmentFailed
 from podrl.messages import count, format_size, one_line, printable
 from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records

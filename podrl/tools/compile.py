@@ -301,7 +301,7 @@ class Report:
   num_devices: int
   num_envs: int
   programs: dict[str, Analysis]
-  num_steps: int  # Environment steps of an update, joints included.
+  num_steps: int  # Environment steps of an update, reset steps included.
   num_params: int
   overlaps: bool  # Whether the programs run at the same time.
   warnings: Sequence[str]

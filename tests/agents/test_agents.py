@@ -1,4 +1,4 @@
-"""Tests agents: acting, learning, joints, and the table of agents."""
+"""Tests agents: acting, learning, reset steps, and the table of agents."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ _SPACES = {
   'multi': MultiDiscrete((3, 2)),
   'box': Box((2,), np.float32([-1, 0]), np.float32([1, 3])),
 }
-_T, _B, _JOINT = 14, 4, 6  # In environment 0, step 6 is a joint.
+_T, _B, _RESET_STEP = 14, 4, 6  # In environment 0, step 6 is a reset step.
 
 
 def _agent(name, core='gru', space='discrete', dist_name='auto', **kwargs):
@@ -55,7 +55,7 @@ def _agent(name, core='gru', space='discrete', dist_name='auto', **kwargs):
 def _steps(seed=0):
   rng = np.random.default_rng(seed)
   is_first = rng.random((_T + 1, _B)) < 0.15
-  is_first[:, 0] = np.arange(_T + 1) == _JOINT
+  is_first[:, 0] = np.arange(_T + 1) == _RESET_STEP
   # Half of the episodes terminate, the others are truncated.
   is_terminal = np.roll(is_first, -1, 0) & (np.arange(_B) % 2 == 0)
   return TimeStep(
@@ -182,11 +182,12 @@ def test_actions_stay_inside_their_bounds(name, dist_name):
 
 
 def _mixed(before, after):
-  """Joins two trajectories at the joint; the carry is from the first."""
+  """Joins two trajectories at the reset step; the carry is from the first."""
 
-  # The ignored action, which precedes the joint, is from the first trajectory.
+  # The ignored action, which precedes the reset step, is from the first
+  # trajectory.
   def join(a, b):
-    return np.concatenate([a[:_JOINT], b[_JOINT:]])
+    return np.concatenate([a[:_RESET_STEP], b[_RESET_STEP:]])
 
   parts = before._replace(carry=()), after._replace(carry=())
   return jax.tree.map(join, *parts)._replace(carry=before.carry)
@@ -201,7 +202,9 @@ def _mixed(before, after):
     helpers.slow('a2c', 'gru', 'discrete'),
   ],
 )
-def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
+def test_a_reset_step_separates_the_gradients_of_two_episodes(
+  name, core, space
+):
   kwargs = {'normalize_advantage': False} if name == 'ppo' else {}
   _, _, agent = _agent(name, core, space, **kwargs)
   variables = _scaled(3.0, jax.jit(agent.init)(jax.random.key(0)))
@@ -224,8 +227,9 @@ def test_a_joint_separates_the_gradients_of_two_episodes(name, core, space):
 
   (a, b) = runs
   aa, ab, ba, bb = map(gradient, (a, _mixed(a, b), _mixed(b, a), b))
-  # A joint separates what is before it from what is after it. So the gradients
-  # of (a, a) and (b, b) have the same sum as those of (a, b) and (b, a).
+  # A reset step separates what is before it from what is after it. So the
+  # gradients of (a, a) and (b, b) have the same sum as those of (a, b) and (b,
+  # a).
   sizes = []
   for w, x, y, z in zip(*map(jax.tree.leaves, (aa, ab, ba, bb))):
     np.testing.assert_allclose(w + z, x + y, atol=1e-5)
@@ -331,7 +335,7 @@ def test_a_ratio_that_overflows_is_bounded():
   _, _, agent = _agent('impala', 'none', 'box')
   variables = jax.jit(agent.init)(jax.random.key(0))
   trajectory, _ = _act_through(agent, variables, _steps())
-  trajectory.extras.log_prob[_JOINT - 1, 0] = -500.0
+  trajectory.extras.log_prob[_RESET_STEP - 1, 0] = -500.0
   batch = _prepare(agent)(variables, trajectory)
   loss, _ = jax.jit(agent.loss)(variables, (), batch, jax.random.key(0))
   assert np.isfinite(loss)

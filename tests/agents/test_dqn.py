@@ -15,7 +15,7 @@ _GAMMA = 0.9
 
 
 def _sample(num_steps, batch=6, seed=0):
-  """Makes sequences: 0 and 1 end inside, 2 begins with a joint, 3 ends last."""
+  """Makes sequences: 0, 1 end inside, 2 begins with a reset step, 3 ends."""
   rng = np.random.default_rng(seed)
   is_first = np.zeros((num_steps + 1, batch), bool)
   discount = np.ones((num_steps + 1, batch), np.float32)
@@ -106,7 +106,7 @@ def test_targets_and_loss_by_hand(num_steps, is_double):
     best = np.argmax(q(chooser, obs[t, b]))
     expected.append(reward + discount * q(target, obs[t, b])[best])
   np.testing.assert_allclose(batch.target, expected, rtol=1e-5)
-  # A sequence that begins with a joint is not learned from.
+  # A sequence that begins with a reset step is not learned from.
   weight = sample.weight * (np.arange(6) != 2)
   np.testing.assert_allclose(batch.weight, weight)
   loss, output = agent.loss(variables, target, batch, None)
@@ -114,7 +114,8 @@ def test_targets_and_loss_by_hand(num_steps, is_double):
   error = q(variables.params, obs[0])[np.arange(6), action] - expected
   huber = np.where(abs(error) < 1, error**2 / 2, abs(error) - 0.5)
   np.testing.assert_allclose(loss, np.mean(weight * huber), rtol=1e-5)
-  # The error of a joint would never fall, and a memory would draw it forever.
+  # The error of a reset step would never fall, and a memory would draw it
+  # forever.
   priority = abs(error) * (weight > 0)
   # Differences of numbers of about 1 have a rounding error of 1e-7.
   np.testing.assert_allclose(output.priority, priority, rtol=1e-4, atol=2e-7)
@@ -202,7 +203,9 @@ def test_atoms_and_the_duelling_head_by_hand():
     positive = expected > 0
     ratio = expected[positive] / predicted[positive]
     divergences.append(np.sum(expected[positive] * np.log(ratio)))
-  priority = divergences * (np.arange(6) != 2)  # Row 2 begins with a joint.
+  priority = divergences * (
+    np.arange(6) != 2
+  )  # Row 2 begins with a reset step.
   np.testing.assert_allclose(output.priority, priority, rtol=1e-3, atol=1e-5)
   np.testing.assert_allclose(loss, np.mean(batch.weight * losses), rtol=1e-4)
   np.testing.assert_allclose(

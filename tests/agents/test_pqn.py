@@ -1,4 +1,4 @@
-"""Tests PQN's targets, loss and joints against plain Python."""
+"""Tests PQN's targets, loss and reset steps against plain Python."""
 
 import helpers
 import jax
@@ -27,10 +27,10 @@ def _agent(core='none', reward_clip=0.0):
 
 
 def _steps():
-  """Makes steps with joints inside the unroll and at both of its ends.
+  """Makes steps with reset steps inside the unroll and at both of its ends.
 
   Environment 0 terminates and begins again, 1 is truncated. In 2, the first and
-  the last transition are joints. The last step of 3 terminates.
+  the last transition are reset steps. The last step of 3 terminates.
   """
   rng = np.random.default_rng(0)
   is_first = np.zeros((_T + 1, _B), bool)
@@ -79,7 +79,7 @@ def _values(params, obs):
 
 
 def _targets(timestep, values):
-  """Computes Q(lambda) targets `[T, B]` with a loop; 0 for joints."""
+  """Computes Q(lambda) targets `[T, B]` with a loop; 0 for reset steps."""
   targets = np.zeros((_T, _B))
   for b in range(_B):
     for t in reversed(range(_T)):
@@ -118,7 +118,7 @@ def test_targets_and_loss_by_hand(reward_clip):
 
   loss, output = jax.jit(agent.loss)(variables, (), batch, None)
   chosen = np.take_along_axis(q[:-1], trajectory.action[..., None], -1)[..., 0]
-  # The mean is over all slots, joints included.
+  # The mean is over all slots, reset steps included.
   errors = weight * (chosen - expected)
   np.testing.assert_allclose(loss, 0.5 * np.mean(errors**2), rtol=1e-4)
   value = np.mean(weight * q[:-1].max(-1))
@@ -137,7 +137,7 @@ def test_targets_depend_on_gamma_and_lambda_but_not_on_parameters():
 
 
 @pytest.mark.parametrize('core', ['none', 'gru'])
-def test_nothing_is_learned_from_a_joint(core):
+def test_nothing_is_learned_from_a_reset_step(core):
   agent, variables = _agent(core)
   steps = _steps()
   trajectory, _ = _act(agent, variables, steps)
@@ -149,16 +149,16 @@ def test_nothing_is_learned_from_a_joint(core):
     return agent.loss(variables, (), changed, None)[0]
 
   arguments = batch.obs, batch.target, batch.action
-  is_joint = np.asarray(batch.weight) == 0
-  assert is_joint.sum() == 4
-  # The step before a joint is the last of its episode, so its observation
+  is_reset_step = np.asarray(batch.weight) == 0
+  assert is_reset_step.sum() == 4
+  # The step before a reset step is the last of its episode, so its observation
   # matters for no other slot.
   for grad in jax.jit(jax.grad(loss, (0, 1)))(*arguments):
-    changes = np.asarray(grad).reshape(*is_joint.shape, -1).any(-1)
-    np.testing.assert_array_equal(changes, ~is_joint)
+    changes = np.asarray(grad).reshape(*is_reset_step.shape, -1).any(-1)
+    np.testing.assert_array_equal(changes, ~is_reset_step)
   others = (batch.action + 1) % 3
-  at_joints = np.where(is_joint, others, batch.action)
-  assert loss(*arguments[:2], at_joints) == loss(*arguments)
+  at_reset_steps = np.where(is_reset_step, others, batch.action)
+  assert loss(*arguments[:2], at_reset_steps) == loss(*arguments)
   assert loss(*arguments[:2], others) != loss(*arguments)
 
 

@@ -33,9 +33,9 @@ def _agent(**fields):
 def _sample(burn_in=_BURN_IN):
   """Makes sequences with a carry before each of their steps.
 
-  Sequence 0 has no joint. In 1, the first learned step is the first of its
+  Sequence 0 has no reset step. In 1, the first learned step is the first of its
   episode. In 2, an episode terminates in the burn-in. 3 is truncated and 4
-  terminates at learned steps; 4 ends with a joint.
+  terminates at learned steps; 4 ends with a reset step.
   """
   rng = np.random.default_rng(0)
   shape = burn_in + _L + 1, _B
@@ -118,7 +118,7 @@ def test_loss_and_priority_by_hand(burn_in, rescales, reward_clip):
         total += discount * reward[end, b]
         discount *= _GAMMA * timestep.discount[end, b]
       if end == t:
-        continue  # A joint.
+        continue  # A reset step.
       value = frozen[end, b, online[end, b].argmax()]
       if rescales:
         expected = _rescale(total + discount * _inverse(value))
@@ -160,7 +160,7 @@ def test_parameters_get_no_gradient_from_the_burn_in():
   chex.assert_trees_all_close(flowing, constant, atol=1e-5)
 
 
-def test_the_burn_in_changes_the_loss_unless_a_joint_follows():
+def test_the_burn_in_changes_the_loss_unless_a_reset_step_follows():
   agent, variables, target = _agent()
   sample = _sample()
 
@@ -178,8 +178,8 @@ def test_the_burn_in_changes_the_loss_unless_a_joint_follows():
   )
   changes = np.any(of_obs, axis=-1)
   assert changes.shape == (_BURN_IN + _L + 1, _B)
-  # The joint at the first learned step separates sequence 1 from its burn-in,
-  # and the joint in the burn-in separates 2 from its first step.
+  # The reset step at the first learned step separates sequence 1 from its
+  # burn-in, and the reset step in the burn-in separates 2 from its first step.
   expected = np.ones((_BURN_IN, _B), bool)
   expected[:, 1] = expected[0, 2] = False
   np.testing.assert_array_equal(changes[:_BURN_IN], expected)

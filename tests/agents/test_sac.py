@@ -53,7 +53,7 @@ def _agent(space):
 
 
 def _sample(space):
-  """Makes transitions: 0 terminates, 1 is truncated, 2 is a joint."""
+  """Makes transitions: 0 terminates, 1 is truncated, 2 is a reset step."""
   rng = np.random.default_rng(0)
   obs = rng.normal(size=(2, _B, 3)).astype(np.float32)
   is_first = np.zeros((2, _B), bool)
@@ -131,7 +131,7 @@ def test_targets_by_hand(space):
   bootstrap[0] = 0.0  # A termination; the truncation of 1 bootstraps.
   expected = np.clip(timestep.reward[1], -0.5, 0.5) + bootstrap
   np.testing.assert_allclose(batch.target, expected, rtol=1e-4, atol=1e-4)
-  weight = sample.weight * (np.arange(_B) != 2)  # Row 2 is a joint.
+  weight = sample.weight * (np.arange(_B) != 2)  # Row 2 is a reset step.
   np.testing.assert_array_equal(batch.weight, weight)
 
 
@@ -179,7 +179,7 @@ def test_each_loss_changes_only_its_own_parameters(space):
 
 
 @pytest.mark.parametrize('space', _SPACES)
-def test_nothing_is_learned_from_a_joint_and_targets_are_constants(space):
+def test_nothing_is_learned_from_a_reset_step_and_targets_are_constants(space):
   agent, variables, target = _agent(space)
   sample = _sample(space)
   batch = _prepare(agent, variables, target, sample)

@@ -62,10 +62,10 @@ def _agent(name, is_full=False):
 
 
 def _trajectory(agent, seed=0, length=_T, batch=_B):
-  """Makes a random trajectory with terminations, truncations and joints."""
+  """Makes a random trajectory with terminations, truncations, reset steps."""
   rng = np.random.default_rng(seed)
   is_first = rng.random((length + 1, batch)) < 0.15
-  is_first[1, 0] = is_first[-1, 1] = True  # Add a joint at each end.
+  is_first[1, 0] = is_first[-1, 1] = True  # Add a reset step at each end.
   ended = np.roll(is_first, -1, 0)
   discount = np.where(ended & (rng.random(ended.shape) < 0.5), 0.0, 1.0)
   timestep = TimeStep(

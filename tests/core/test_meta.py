@@ -218,7 +218,7 @@ def test_a_gradient_of_zero_gives_no_nan():
     'adam', learning_rate=0.01, anneal=False, max_grad_norm=0.5
   )
   _, learner, (unroll, *_) = _learners('impala', optimizer, 1.0)
-  # All transitions are joints, and the entropy's weight is 0 there.
+  # All transitions are reset steps, and the entropy's weight is 0 there.
   is_first = np.ones_like(unroll.timestep.is_first)
   unroll = unroll._replace(timestep=unroll.timestep._replace(is_first=is_first))
   state = _begin(learner.init(jax.random.key(0), unroll))

@@ -318,7 +318,7 @@ def test_the_optimizer_leaves_the_statistics_alone():
   )
 
 
-def test_an_unroll_of_joints_does_not_change_the_return_statistics():
+def test_an_unroll_of_reset_steps_does_not_change_the_return_statistics():
   agent = _agent(observations=False)
   steps = _steps(9)._replace(is_first=np.ones((9, 4), bool))
   learner, update = make_update(agent, optax.sgd(0.1), 1)

@@ -10,8 +10,8 @@ from podrl.core import returns
 from podrl.types import TimeStep
 
 
-def _random_unroll(seed, length=25, batch=4, last_is_joint=False):
-  """Draws an unroll with terminations, truncations and joints."""
+def _random_unroll(seed, length=25, batch=4, last_is_reset_step=False):
+  """Draws an unroll with terminations, truncations and reset steps."""
   rng = np.random.default_rng(seed)
   values = rng.normal(size=(length + 1, batch)).astype(np.float32)
   rewards = rng.normal(size=(length, batch)).astype(np.float32)
@@ -19,12 +19,12 @@ def _random_unroll(seed, length=25, batch=4, last_is_joint=False):
   weights = np.ones((length, batch), np.float32)
   for b in range(batch):
     for t in rng.choice(np.arange(1, length), 6, replace=False):
-      weights[t, b] = 0.0  # This is a joint.
+      weights[t, b] = 0.0  # This is a reset step.
       rewards[t, b] = 0.0
       if rng.random() < 0.5:
         discounts[t - 1, b] = 0.0
   weights[0, 0] = 0.0
-  if last_is_joint:
+  if last_is_reset_step:
     weights[-1] = 0.0
   return values, rewards, discounts, weights
 
@@ -62,7 +62,7 @@ def _lambda_loop(values, rewards, discounts, weights, lambda_):
   following = values[-1]
   for t in reversed(range(len(rewards))):
     mixed = lambda_ * following + (1.0 - lambda_) * values[t + 1]
-    following = values[t]  # What a joint's target is.
+    following = values[t]  # What a reset step's target is.
     if weights[t] > 0.0:
       following = rewards[t] + discounts[t] * mixed
     targets[t] = following
@@ -84,7 +84,7 @@ def _project_loop(atoms, probabilities, support):
 def test_worked_example():
   # gamma is .9, lambda .95. Episode A is truncated at the value .7, and the
   # value 50 starts episode B. t=1: 2 + .9*.7 - .6 = 2.03; t=0: 1 + .9*.6 - .5
-  # + .9*.95*2.03 = 2.77565; the joint at t=2 learns nothing.
+  # + .9*.95*2.03 = 2.77565; the reset step at t=2 learns nothing.
   errors = returns.vtrace(
     jnp.asarray([0.5, 0.6, 0.7, 50.0]),
     jnp.asarray([1.0, 2.0, 0.0]),
@@ -103,11 +103,13 @@ def test_weights_mark_the_step_that_arrives_first():
   )
 
 
-@pytest.mark.parametrize('last_is_joint', [False, True])
+@pytest.mark.parametrize('last_is_reset_step', [False, True])
 @pytest.mark.parametrize('lambda_', [0.0, 0.95, 1.0])
 @pytest.mark.parametrize('seed', [0, 1, 2])
-def test_errors_are_gae_where_ratios_are_weights(seed, lambda_, last_is_joint):
-  unroll = _random_unroll(seed, last_is_joint=last_is_joint)
+def test_errors_are_gae_where_ratios_are_weights(
+  seed, lambda_, last_is_reset_step
+):
+  unroll = _random_unroll(seed, last_is_reset_step=last_is_reset_step)
   errors = returns.vtrace(*unroll, lambda_=lambda_)
   for b in range(4):
     expected = _gae_loop(*(x[:, b] for x in unroll), lambda_)
@@ -117,7 +119,9 @@ def test_errors_are_gae_where_ratios_are_weights(seed, lambda_, last_is_joint):
 @pytest.mark.parametrize('lambda_', [0.0, 0.9, 1.0])
 @pytest.mark.parametrize('seed', [0, 1, 2])
 def test_vtrace_agrees_with_rlax(seed, lambda_):
-  values, rewards, discounts, weights = _random_unroll(seed, last_is_joint=True)
+  values, rewards, discounts, weights = _random_unroll(
+    seed, last_is_reset_step=True
+  )
   rng = np.random.default_rng(seed)
   ratios = weights * np.exp(rng.normal(size=weights.shape)).astype(np.float32)
   ours = returns.vtrace(values, rewards, discounts, ratios, lambda_=lambda_)
@@ -134,7 +138,7 @@ def test_vtrace_agrees_with_rlax(seed, lambda_):
     np.testing.assert_allclose(ours[:, b], theirs.pg_advantage, atol=1e-5)
 
 
-def test_nothing_passes_back_over_a_joint():
+def test_nothing_passes_back_over_a_reset_step():
   values, rewards, discounts, weights = _random_unroll(0)
   weights[10] = 0.0
   before = returns.vtrace(values, rewards, discounts, weights, lambda_=0.95)
@@ -167,18 +171,18 @@ def test_gradient_with_respect_to_gamma_agrees_with_differences():
   assert np.all(np.abs(gradient).max(axis=(1, 2)) > 0.1)
 
 
-@pytest.mark.parametrize('last_is_joint', [False, True])
+@pytest.mark.parametrize('last_is_reset_step', [False, True])
 @pytest.mark.parametrize('n', [1, 2, 5, 25, 100])
 @pytest.mark.parametrize('seed', [0, 1])
-def test_n_step_agrees_with_a_loop_and_rlax(seed, n, last_is_joint):
-  unroll = _random_unroll(seed, last_is_joint=last_is_joint)
+def test_n_step_agrees_with_a_loop_and_rlax(seed, n, last_is_reset_step):
+  unroll = _random_unroll(seed, last_is_reset_step=last_is_reset_step)
   targets = returns.n_step(*unroll, n=n)
   for b in range(4):
     values, rewards, discounts, weights = (x[:, b] for x in unroll)
     expected = _n_step_loop(values, rewards, discounts, weights, n)
     np.testing.assert_allclose(targets[:, b], expected, atol=1e-5)
-    # With lambda 0 on arrival at an episode's last step, rlax ignores the joint
-    # that follows. It does not know targets of joints.
+    # With lambda 0 on arrival at an episode's last step, rlax ignores the reset
+    # step that follows. It does not know targets of reset steps.
     last = np.append(weights[1:], np.float32(1))
     theirs = rlax.n_step_bootstrapped_returns(
       rewards, discounts, values[1:], n, last
@@ -187,11 +191,13 @@ def test_n_step_agrees_with_a_loop_and_rlax(seed, n, last_is_joint):
     np.testing.assert_allclose(targets[:, b], theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize('last_is_joint', [False, True])
+@pytest.mark.parametrize('last_is_reset_step', [False, True])
 @pytest.mark.parametrize('lambda_', [0.0, 0.65, 1.0])
 @pytest.mark.parametrize('seed', [0, 1])
-def test_q_lambda_agrees_with_a_loop_and_rlax(seed, lambda_, last_is_joint):
-  unroll = _random_unroll(seed, last_is_joint=last_is_joint)
+def test_q_lambda_agrees_with_a_loop_and_rlax(
+  seed, lambda_, last_is_reset_step
+):
+  unroll = _random_unroll(seed, last_is_reset_step=last_is_reset_step)
   targets = returns.q_lambda(*unroll, lambda_=lambda_)
   for b in range(4):
     values, rewards, discounts, weights = (x[:, b] for x in unroll)
@@ -218,7 +224,7 @@ def test_q_lambda_agrees_with_a_loop_and_rlax(seed, lambda_, last_is_joint):
 def test_targets_of_an_unroll_of_one_step():
   values, rewards = jnp.asarray([[3.0, 3.0], [5.0, 5.0]]), jnp.ones((1, 2))
   arguments = values, rewards, 0.9 * rewards, jnp.asarray([[1.0, 0.0]])
-  expected = [[1 + 0.9 * 5, 3.0]]  # The second environment has a joint.
+  expected = [[1 + 0.9 * 5, 3.0]]  # The second environment has a reset step.
   for n in (1, 4):
     targets = returns.n_step(*arguments, n=n)
     np.testing.assert_allclose(targets, expected, rtol=1e-6)
@@ -228,7 +234,7 @@ def test_targets_of_an_unroll_of_one_step():
 
 def test_targets_at_a_termination_and_at_a_truncation():
   # As the worked example, with gamma .5: the first two steps of episode A, its
-  # end at the value .7, the joint, and episode B with the value 50.
+  # end at the value .7, the reset step, and episode B with the value 50.
   values = jnp.asarray([[0.5, 0.5], [0.6, 0.6], [0.7, 0.7], [50.0, 50.0]])
   rewards = jnp.asarray([[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])
   discounts = 0.5 * jnp.asarray([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])

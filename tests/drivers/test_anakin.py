@@ -20,7 +20,7 @@ from podrl.types import (
   Variables,
 )
 
-# An episode has n steps with rewards 1, 2 ... n, then a joint; `obs` is t.
+# An episode has n steps with rewards 1, 2 ... n, then a reset step; `obs` is t.
 _SPEC = EnvSpec(
   jax.ShapeDtypeStruct((), jnp.int32), False, Discrete(2), 1, 1000
 )
@@ -145,16 +145,17 @@ def test_each_unroll_keeps_what_was_carried_into_it():
   for _ in range(4):
     state, _ = driver.train(state, np.int32(1))
     carries.append(np.asarray(state.learner.memory.carry)[0, 0])
-  # An episode and its joint have 4 steps; unrolls start at steps 0 5 10 15.
+  # An episode and its reset step have 4 steps; unrolls start at steps 0 5 10
+  # 15.
   np.testing.assert_array_equal(carries, np.repeat([[0], [1], [2], [3]], 4, 1))
 
 
-def test_episodes_and_joints_are_counted():
+def test_episodes_and_reset_steps_are_counted():
   driver = _make(2)
   state, records = driver.train(driver.init(jax.random.key(0)), np.int32(8))
   episodes = jax.tree.map(lambda x: np.asarray(x).sum(), records.episodes)
-  # An episode has 3 steps and a joint. So in 40 steps, each of the 4
-  # environments has 10 joints. An episode returns 1 + 2 + 3.
+  # An episode has 3 steps and a reset step. So in 40 steps, each of the 4
+  # environments has 10 reset steps. An episode returns 1 + 2 + 3.
   assert tuple(episodes) == (40, 40 * 6.0, 40 * 3)
   assert records.episodes.num_episodes.shape == (8, 2)
 

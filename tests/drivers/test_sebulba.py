@@ -1,4 +1,4 @@
-"""Tests Sebulba with envpool: determinism, lag, joints, one core, failures."""
+"""Tests Sebulba with envpool: determinism, lag, reset steps, failures."""
 
 import collections
 import json
@@ -34,7 +34,8 @@ def _config(agent='ppo', **options):
   config = sebulba_config(agent)
   config.env.name = 'CartPole-v1'
   config.env.num_envs = 2 * _NUM_ENVS
-  # An episode and its joint have at most 6 steps, so each unroll has joints.
+  # An episode and its reset step have at most 6 steps, so each unroll has reset
+  # steps.
   config.env.options.update(options or {'max_episode_steps': _EPISODE})
   config.unroll_length = _T
   config.network.hidden_sizes = (8,)
@@ -468,7 +469,7 @@ def test_a_loop_acts_if_the_layout_of_a_frame_is_unknown(monkeypatch):
   assert actor.unroll(params, 0).shards
 
 
-def test_unrolls_follow_one_another_over_their_joints():
+def test_unrolls_follow_one_another_over_their_reset_steps():
   agent = _agent(_config())
   _, unrolls = _unrolls(agent)
   trajectories = [jax.device_get(u.shards[0]) for u in unrolls]
@@ -519,7 +520,7 @@ def test_each_unroll_keeps_what_was_carried_into_it():
   assert all(map(np.any, jax.tree.leaves(carry)))
 
 
-def test_nothing_is_learnt_over_a_joint():
+def test_nothing_is_learnt_over_a_reset_step():
   config = _config()
   config.agent.normalize_advantage = False
   agent = _agent(config)
@@ -542,7 +543,7 @@ def test_nothing_is_learnt_over_a_joint():
     for b in range(_NUM_ENVS):
       error = 0.0
       for t in reversed(range(_T)):
-        if is_first[t + 1, b]:  # A joint passes no error back.
+        if is_first[t + 1, b]:  # A reset step passes no error back.
           error = 0.0
         else:
           reward = trajectory.timestep.reward[t + 1, b]

@@ -1,4 +1,4 @@
-"""Tests envpool tasks as a HostEnv: joints, spaces, seeds, mistakes."""
+"""Tests envpool tasks as a HostEnv: reset steps, spaces, seeds, mistakes."""
 
 import warnings
 
@@ -32,14 +32,14 @@ def test_a_pool_gives_no_warnings():
     adapter.make('CartPole-v1', 2, 0).close()
 
 
-def test_joints_are_where_envpool_resets():
+def test_reset_steps_are_where_envpool_resets():
   _, timesteps, actions = _random_walk('CartPole-v1', 40, max_episode_steps=6)
   # envpool counts the steps of an episode, and the count starts at 0.
   pool = envpool.make_gymnasium(
     'CartPole-v1', num_envs=4, seed=3, max_episode_steps=6
   )
   pool.reset()
-  num_joints = 0
+  num_reset_steps = 0
   for action, timestep in zip(actions, timesteps[1:]):
     obs, reward, terminated, _, info = pool.step(action.astype(np.int32))
     is_first = info['elapsed_step'] == 0
@@ -49,8 +49,8 @@ def test_joints_are_where_envpool_resets():
       timestep.reward, np.where(is_first, 0, reward)
     )
     np.testing.assert_array_equal(timestep.discount, 1.0 - terminated)
-    num_joints += is_first.sum()
-  assert num_joints >= 20  # In 40 steps, each of 4 has at least 5.
+    num_reset_steps += is_first.sum()
+  assert num_reset_steps >= 20  # In 40 steps, each of 4 has at least 5.
 
 
 def test_truncation_keeps_its_discount_and_its_last_observation():

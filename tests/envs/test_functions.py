@@ -12,7 +12,7 @@ from podrl.envs import SUITES, functions
 def module(tmp_path, monkeypatch):
   text = """
 import jax, jax.numpy as jnp
-from podrl.envs import joints
+from podrl.envs import autoreset
 from podrl.types import DeviceEnv, Discrete, EnvSpec
 number = 3
 walks = []
@@ -27,7 +27,7 @@ def count(length=4) -> DeviceEnv:
 
   obs = jax.ShapeDtypeStruct((1,), jnp.float32)
   spec = EnvSpec(obs, False, Discrete(2), 1, length)
-  return joints.make_device_env(spec, reset, step)
+  return autoreset.make_device_env(spec, reset, step)
 
 def wrong() -> DeviceEnv:
   return 1

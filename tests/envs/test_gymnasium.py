@@ -17,12 +17,12 @@ import jax
 import numpy as np
 import pytest
 
+from podrl.envs import autoreset, spaces
 from podrl.envs import gymnasium as adapter
-from podrl.envs import joints, spaces
 from podrl.types import Box, Discrete, MultiDiscrete
 
 
-def test_steps_and_joints_are_those_of_single_environments():
+def test_steps_and_reset_steps_are_those_of_single_environments():
   env = adapter.make('CartPole-v1', 3, seed=7, max_episode_steps=5)
   timestep, rng = env.reset(), np.random.default_rng(0)
   singles = [
@@ -31,7 +31,7 @@ def test_steps_and_joints_are_those_of_single_environments():
   expected = [single.reset(seed=7 + i)[0] for i, single in enumerate(singles)]
   is_over = [False] * 3
   np.testing.assert_array_equal(timestep.obs, expected)
-  num_joints = 0
+  num_reset_steps = 0
   for _ in range(20):
     action = rng.integers(2, size=3)
     timestep = env.step(action)
@@ -44,14 +44,14 @@ def test_steps_and_joints_are_those_of_single_environments():
           False,
           False,
         )
-        num_joints += 1
+        num_reset_steps += 1
       else:
         obs, reward, terminated, truncated, _ = single.step(action[i])
         is_over[i] = terminated or truncated
       np.testing.assert_array_equal(timestep.obs[i], obs)
       assert timestep.reward[i] == reward
       assert timestep.discount[i] == 1.0 - terminated
-  assert num_joints >= 9  # Each of 3 environments has at least 3.
+  assert num_reset_steps >= 9  # Each of 3 environments has at least 3.
   env.close()
 
 
@@ -279,7 +279,7 @@ def test_a_failure_names_the_environment(fault, message, monkeypatch):
   # A run replaces Python's handler of Ctrl-C.
   monkeypatch.setattr(signal, 'getsignal', lambda number: None)
   env = adapter.make('Faulty-v0', 2, seed=0, fault=fault)
-  with pytest.raises(joints.EnvironmentFailed) as error:
+  with pytest.raises(autoreset.EnvironmentFailed) as error:
     env.reset()
     for _ in range(2):
       env.step(np.zeros(2, int))
@@ -435,7 +435,7 @@ def _odd_steps(num_envs=2, num_steps=5, **options):
 )
 def test_nobody_reads_the_infos(infos):
   rewards = [step.reward.tolist() for step in _odd_steps(infos=infos)]
-  # Step 4 is a joint.
+  # Step 4 is a reset step.
   assert rewards == [[0, 0], [1, 1], [1, 1], [1, 1], [0, 0], [1, 1]]
 
 
@@ -495,7 +495,7 @@ def test_a_reward_is_one_number_in_any_form(reward):
   ],
 )
 def test_what_an_environment_returns_wrongly_is_named(options, message):
-  with pytest.raises(joints.EnvironmentFailed) as error:
+  with pytest.raises(autoreset.EnvironmentFailed) as error:
     _odd_steps(**options)
   assert str(error.value).startswith(f'Odd-v0 returned {message}')
 
@@ -550,7 +550,7 @@ def test_one_thread_makes_steps_and_closes_an_environment(monkeypatch):
   env.reset()
   # As in Sebulba, another thread steps.
   steps = [_in_other_thread(env.step, np.zeros(2, int)) for _ in range(5)]
-  # The joint, after 3 steps, shows that no step was lost or done twice.
+  # The reset step, after 3 steps, shows that no step was lost or done twice.
   assert [x.is_first.tolist()[0] for x in steps] == [0, 0, 0, 1, 0]
   assert len({*_Bound.threads}) == 2
   env.close()
@@ -597,7 +597,7 @@ def test_what_needs_the_main_thread():
   env.close()
   env = adapter.make('Main-v0', 1, seed=0, where='step')
   env.reset()
-  with pytest.raises(joints.EnvironmentFailed) as error:
+  with pytest.raises(autoreset.EnvironmentFailed) as error:
     _in_other_thread(env.step, np.zeros(1, int))
   env.close()
   message = 'signal only works in main thread .*vectorization_mode=async'
@@ -708,7 +708,7 @@ def test_environments_in_processes(fault, message, tmp_path, monkeypatch):
     assert env.step(actions).reward.tolist() == [1, 1]
     env.step(actions)
   else:
-    with pytest.raises(joints.EnvironmentFailed) as error:
+    with pytest.raises(autoreset.EnvironmentFailed) as error:
       for _ in range(2):
         env.step(actions)
     assert str(error.value).startswith(message)

@@ -1,4 +1,4 @@
-"""Tests the gymnax adapter: joints, truncation, dtypes, every environment."""
+"""Tests gymnax: reset steps, truncation, dtypes, every environment."""
 
 import subprocess
 import sys
@@ -85,7 +85,7 @@ def test_every_environment(name):
   assert not np.any(steps.reward[steps.is_first])
   assert np.all(steps.discount[steps.is_first] == 1.0)
   assert set(np.unique(steps.discount)) <= {0.0, 1.0}
-  # A joint follows each termination, and no joint follows another.
+  # A reset step follows each termination, and no reset step follows another.
   assert np.all(steps.is_first[1:][steps.discount[:-1] == 0.0])
   assert not np.any(steps.is_first[1:] & steps.is_first[:-1])
 
@@ -151,7 +151,7 @@ def test_termination_wins_over_truncation():
   assert last.size and np.all(steps.discount[last] == 0.0)
 
 
-def test_the_environment_ignores_the_action_at_a_joint():
+def test_the_environment_ignores_the_action_at_a_reset_step():
   env = adapter.make('Catch-bsuite')
   reset, step = _single(env)
   state, timestep = reset(jax.random.key(3))

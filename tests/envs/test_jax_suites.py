@@ -170,7 +170,7 @@ def test_a_time_limit_truncates(suite, options, action):
   env = _make(suite, **options)
   assert env.spec.max_episode_steps == 4
   steps = _unroll(env, jnp.broadcast_to(action, (11, *action.shape)), 3)
-  # Four steps, the joint, four steps, the joint.
+  # Four steps, the reset step, four steps, the reset step.
   expected = [t % 5 == 0 for t in range(12)]
   np.testing.assert_array_equal(steps.is_first, np.tile(expected, (3, 1)).T)
   assert np.all(steps.discount == 1)
@@ -180,7 +180,7 @@ def test_a_time_limit_truncates(suite, options, action):
 def test_snakes_time_limit_truncates_and_its_death_terminates():
   # Up: the snake dies at the upper edge, after 12 steps at most.
   dies = _unroll(_make('jumanji'), jnp.zeros(12, jnp.int32))
-  end = int(np.argmax(dies.is_first[1:, 0]))  # The step before the joint.
+  end = int(np.argmax(dies.is_first[1:, 0]))  # The step before the reset step.
   assert dies.is_first[end + 1, 0] and dies.discount[end, 0] == 0
   assert np.sum(dies.discount == 0) >= 1
   # A circle: up, right, down, left. It touches no edge where there is room.

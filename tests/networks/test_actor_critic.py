@@ -27,7 +27,7 @@ def _network(core, shared_torso=False):
 
 
 def _sequence(seed=0, length=12, batch=4):
-  """Makes observations and `is_first`; some of the steps are joints."""
+  """Makes observations and `is_first`; some of the steps are reset steps."""
   rng = np.random.default_rng(seed)
   is_first = rng.random((length, batch)) < 0.2
   is_first[5:6, 0] = True
@@ -176,7 +176,7 @@ def test_steps_equal_the_unroll(core, shared_torso):
   stepped = jnp.stack(heads), jnp.stack(values), carry
   for a, b in zip(jax.tree.leaves(unrolled), jax.tree.leaves(stepped)):
     np.testing.assert_allclose(a, b, atol=1e-5)
-  # The network remembers: another carry changes the steps before a joint.
+  # The network remembers: another carry changes the steps before a reset step.
   forgetful, _, _ = network.unroll(
     params, obs, is_first, network.initial_carry(4)
   )
@@ -184,7 +184,7 @@ def test_steps_equal_the_unroll(core, shared_torso):
 
 
 @pytest.mark.parametrize('core', ['gru', 'lstm'])
-def test_nothing_passes_a_joint(core):
+def test_nothing_passes_a_reset_step(core):
   network = _network(core)
   params = network.init(jax.random.key(0))
   obs, is_first = _sequence()

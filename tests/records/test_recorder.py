@@ -73,7 +73,7 @@ def test_a_window_resumes_from_its_progress():
     sum(x.sum() for x in pair) for pair in zip(*(r.episodes for r in reports))
   ]
   assert record['env_steps'] == 64 * 8 - episodes[0]
-  assert record['num_joints'] == episodes[0]
+  assert record['num_reset_steps'] == episodes[0]
   assert record['frames'] == 4 * record['env_steps']
   assert record['num_sgd_steps'] == 16
   seconds = sum(x.seconds for x in reports)
@@ -409,7 +409,7 @@ def _lines(
 _RECORD = {
   'num_updates': 50,
   'env_steps': 101_400,
-  'num_joints': 1_000,
+  'num_reset_steps': 1_000,
   'frames': 493824,
   'steps_per_second': 9876.5,
   'frames_per_second': 39506.0,
@@ -465,7 +465,7 @@ def test_plain_output_is_a_line_for_each_record(monkeypatch):
   lines = _lines(False, monkeypatch, [_RECORD, _RECORD | _STAGES]).splitlines()
   assert lines[:3] == [
     'Catch-bsuite, ppo: 100 updates of 2,048 steps (64 environments x 32) '
-    '= 204,800 steps, joints included',
+    '= 204,800 steps, reset steps included',
     'Catch-bsuite, ppo: compiling',
     'Catch-bsuite, ppo: training',
   ]
@@ -482,13 +482,13 @@ def test_a_summary_adds_up_and_says_what_its_figures_are(monkeypatch):
   for row in (
     r'Catch-bsuite, ppo: done',
     r'return +│ 1,234.50 \+- 6.00 \(standard deviation, 8 episodes\)',
-    r'steps │ 101,400 \+ 1,000 joints = 102,400 \(planned: 204,800\)',
+    r'steps │ 101,400 \+ 1,000 reset steps = 102,400 \(planned: 204,800\)',
     r'devices +│ 2 x CPU',
   ):
     assert re.search(row, text), text
   dropped = _RECORD | {'env_steps': 103_448, 'num_unrolls_dropped': 2.0}
   text = _lines(False, monkeypatch, [dropped], sebulba_config('ppo'))
-  assert 'joints = 104,448, including 2,048 in 2' in text
+  assert 'reset steps = 104,448, including 2,048 in 2' in text
 
 
 def test_a_summary_of_several_seeds_says_how_they_differ(monkeypatch):
@@ -515,7 +515,7 @@ def test_a_summary_of_several_seeds_says_how_they_differ(monkeypatch):
   low, high = (f'{x:.2f}' for x in found)
   spread = f'(95 %: {low} to {high}; worst: 154.00, seed_3)'
   assert f'evaluated 383.80 {spread}\n' in text
-  assert 'joints included, for each of 5 agents\n' in text
+  assert 'reset steps included, for each of 5 agents\n' in text
   cells = ' '.join(re.sub('[│\n]', ' ', text).split())
   assert f'383.80 {spread}, mean of 5 seeds with 128 episodes each' in cells
   assert '+-' not in text
@@ -673,12 +673,12 @@ def test_records_of_seeds_are_merged():
   assert mean == {'env_steps': 5, 'loss': 1.5, 'steps_per_second': 40.0}
 
 
-def test_steps_and_joints_of_seeds_still_add_up():
+def test_steps_and_reset_steps_of_seeds_still_add_up():
   pairs = [(95, 5), (94, 6), (91, 9), (98, 2)]  # The means are 94.5 and 5.5.
   mean = recorder.merge_seeds(
-    [{'env_steps': x, 'num_joints': y} for x, y in pairs]
+    [{'env_steps': x, 'num_reset_steps': y} for x, y in pairs]
   )
-  assert mean == {'env_steps': 94, 'num_joints': 6}
+  assert mean == {'env_steps': 94, 'num_reset_steps': 6}
 
 
 @pytest.mark.parametrize(

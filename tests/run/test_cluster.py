@@ -485,7 +485,7 @@ def test_deterministic_sebulba_in_processes_is_that_of_one(
   (alone,), (pod,) = (
     _plain(helpers.read(tmp_path / x)[0]) for x in ('alone', 'pod')
   )
-  for k in ('env_steps', 'num_joints', 'policy_lag', 'eval_episodes'):
+  for k in ('env_steps', 'num_reset_steps', 'policy_lag', 'eval_episodes'):
     assert alone[k] == pod[k]
 
 

@@ -316,7 +316,7 @@ def test_sebulba_resumes(tmp_path, monkeypatch):
   # 1280 / (8 x 8) = 20 updates; the learning rate is annealed over them.
   assert [r['num_updates'] for r in records] == [3, 6, 9, 12, 15, 18, 20]
   for r in records:
-    assert r['env_steps'] + r['num_joints'] == 64 * r['num_updates']
+    assert r['env_steps'] + r['num_reset_steps'] == 64 * r['num_updates']
   last, progress = states[-1]
   assert int(last.num_updates) == 20 and summary['exit'] == 'done'
   leaves = jax.tree.leaves(last.opt_state)

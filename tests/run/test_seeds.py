@@ -64,7 +64,7 @@ def test_seeds_are_runs_in_turn(is_killed, tmp_path, monkeypatch, capfd):
     for name in 'loss', 'steps_per_second':
       mean = np.mean([records[i][name] for records, _ in runs])
       assert record[name] == pytest.approx(mean)
-    steps = record['env_steps'] + record['num_joints']
+    steps = record['env_steps'] + record['num_reset_steps']
     assert steps == 64 * record['num_updates']
   assert summary['exit'] == 'done' and summary['num_updates'] == 10
   times = [x['wall_seconds'] for _, x in runs]

@@ -127,17 +127,18 @@ def test_every_experiment_runs_tiny(name, agent, tmp_path):
   assert list(workdir.glob('events.out.tfevents.*'))
 
 
-def test_env_steps_leave_joints_out(tmp_path, capsys):
+def test_env_steps_leave_reset_steps_out(tmp_path, capsys):
   helpers.run(tmp_path / 'run')
   shown = capsys.readouterr().out
   assert '8 updates of 64 steps (8 environments x 8) = 512 steps' in shown
-  assert '464 + 48 joints = 512' in shown
+  assert '464 + 48 reset steps = 512' in shown
   records, _ = helpers.read(tmp_path / 'run')
-  # An episode has 9 steps and a joint. So in 64 steps, each of 8 environments
-  # has 6 joints (9, 19 ... 59). In its first 24 steps, it has 2 (9 and 19).
+  # An episode has 9 steps and a reset step. So in 64 steps, each of 8
+  # environments has 6 reset steps (9, 19 ... 59). In its first 24 steps, it has
+  # 2 (9 and 19).
   assert records[0]['env_steps'] == 8 * (24 - 2)
   assert records[-1]['env_steps'] == 8 * (64 - 6)
-  assert [r['num_joints'] for r in records[::2]] == [8 * 2, 8 * 6]
+  assert [r['num_reset_steps'] for r in records[::2]] == [8 * 2, 8 * 6]
   assert records[0]['episode_length'] == 9
   assert records[-1]['frames'] == records[-1]['env_steps']
 

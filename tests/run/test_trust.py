@@ -25,7 +25,7 @@ from podrl.tools import balance, evaluate, plot, watch
 _CORRIDOR = """
   import jax
   import jax.numpy as jnp
-  from podrl.envs import joints
+  from podrl.envs import autoreset
   from podrl.types import DeviceEnv, Discrete, EnvSpec
 
   def walk() -> DeviceEnv:
@@ -37,7 +37,7 @@ _CORRIDOR = """
 
     obs = jax.ShapeDtypeStruct((1,), jnp.float32)
     spec = EnvSpec(obs, False, Discrete(2), 1, 3)
-    return joints.make_device_env(spec, reset, step)
+    return autoreset.make_device_env(spec, reset, step)
 """
 _TINY = {
   'total_env_steps': 64,

@@ -1,11 +1,11 @@
-"""Tests joints: batches of JAX environments, and time steps on the host."""
+"""Tests reset steps: batches of JAX environments, time steps on the host."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.envs import SUITES, joints, spaces
+from podrl.envs import SUITES, autoreset, spaces
 from podrl.types import Discrete, EnvSpec
 
 _SPEC = EnvSpec(jax.ShapeDtypeStruct((), jnp.int32), False, Discrete(2), 1, 0)
@@ -26,7 +26,7 @@ def _counter(terminates, truncates):
     obs = start + t + 10 * action
     return obs, (start, t), t, is_over & terminates, is_over & truncates
 
-  return joints.make_device_env(_SPEC, reset, step)
+  return autoreset.make_device_env(_SPEC, reset, step)
 
 
 def _unroll(env, action, num_steps=8, num_envs=2):
@@ -41,7 +41,7 @@ def _unroll(env, action, num_steps=8, num_envs=2):
 @pytest.mark.parametrize(
   'terminates,truncates', [(True, False), (False, True), (True, True)]
 )
-def test_a_device_env_has_joints(terminates, truncates):
+def test_a_device_env_has_reset_steps(terminates, truncates):
   steps = _unroll(_counter(terminates, truncates), 0)
   is_first, last = np.zeros((9, 2), bool), [3, 7]
   is_first[[0, 4, 8]] = True
@@ -57,7 +57,7 @@ def test_a_device_env_has_joints(terminates, truncates):
   np.testing.assert_array_equal(steps.obs[last] - steps.obs[[0, 4]], 3)
 
 
-def test_the_action_at_a_joint_is_ignored():
+def test_the_action_at_a_reset_step_is_ignored():
   a, b = (_unroll(_counter(True, False), action) for action in (0, 1))
   np.testing.assert_array_equal(a.obs[a.is_first], b.obs[a.is_first])
   np.testing.assert_array_equal(b.obs[~a.is_first] - a.obs[~a.is_first], 10)
@@ -109,7 +109,7 @@ def test_resets_in_chunks_are_the_same_resets(chunk):
 
   results = []
   for size in (0, chunk):
-    env = joints.make_device_env(_SPEC, reset, step, reset_chunk=size)
+    env = autoreset.make_device_env(_SPEC, reset, step, reset_chunk=size)
     state, first = env.reset(jax.random.split(jax.random.key(1), 5))
     actions = jnp.ones((30, 5), jnp.int32)
     results.append((first, jax.lax.scan(env.step, state, actions)))
@@ -141,7 +141,7 @@ def test_arrays_without_elements_are_not_in_the_state():
     return np.full((1, 1, 3), state['steps'] + state['none'].size, np.uint8)
 
   for chunk in (0, 2):
-    env = joints.make_device_env(
+    env = autoreset.make_device_env(
       _SPEC, reset, step, reset_chunk=chunk, render=render
     )
     state, _ = env.reset(jax.random.split(jax.random.key(0), 2))
@@ -160,7 +160,7 @@ def test_a_state_that_becomes_fractional_is_said(chunk):
   def step(rng_key, state, action):
     return action, {'x': state['x'] + 0.5}, 0.0, False, False
 
-  env = joints.make_device_env(_SPEC, reset, step, reset_chunk=chunk)
+  env = autoreset.make_device_env(_SPEC, reset, step, reset_chunk=chunk)
   state, _ = env.reset(jax.random.split(jax.random.key(0), 2))
   with pytest.raises(ValueError, match=r"\['x'\] .* is int32 after `reset`"):
     env.step(state, jnp.zeros(2, jnp.int32))
@@ -172,7 +172,7 @@ def _one_step(chunk, shape=(), reward=0.0, end=False):
   def step(rng_key, state, action):
     return jnp.broadcast_to(action, shape), state, reward, end, end
 
-  env = joints.make_device_env(
+  env = autoreset.make_device_env(
     _SPEC, lambda rng_key: (jnp.int32(0), 0), step, reset_chunk=chunk
   )
   state, _ = env.reset(jax.random.split(jax.random.key(0), 2))

@@ -1,6 +1,6 @@
-"""Joints: how all adapters represent the end of an episode.
+"""Reset steps: how all adapters represent the end of an episode.
 
-The step after the last step of an episode is the *joint*: its action is
+The step after the last step of an episode is the *reset step*: its action is
 ignored, and it returns the first time step of the next episode, as in dm_env.
 """
 
@@ -32,7 +32,7 @@ class EnvironmentFailed(RuntimeError):
   """A host environment failed; podrl prints only the message, not the type."""
 
 
-class JointState(NamedTuple):
+class AutoresetState(NamedTuple):
   """The state of one environment."""
 
   # The state in the environment's library. `()` replaces each array without
@@ -40,7 +40,8 @@ class JointState(NamedTuple):
   # several devices crash the compiler, and orbax does not save them.
   env_state: Tree
   rng_key: chex.PRNGKey  # Fixed; each step folds `num_steps` into it.
-  num_steps: Array  # Int32 `[]`, steps since the first reset, joints included.
+  # Int32 `[]`, steps since the first reset, reset steps included.
+  num_steps: Array
   # Bool `[]`, whether the last step ended an episode. If true, the next step
   # resets the environment.
   is_last: Array
@@ -80,21 +81,21 @@ def make_device_env(
   def shapes() -> tuple[Tree, Tree]:
     return jax.eval_shape(reset, jax.random.key(0))
 
-  def reset_one(rng_key: chex.PRNGKey) -> tuple[JointState, TimeStep]:
+  def reset_one(rng_key: chex.PRNGKey) -> tuple[AutoresetState, TimeStep]:
     reset_key, step_key = jax.random.split(rng_key)
     obs, env_state = first(reset_key)
     # Some leaves of the state are Python numbers.
     env_state = jax.tree.map(jnp.asarray, env_state)
-    state = JointState(env_state, step_key, jnp.int32(0), jnp.bool(False))
+    state = AutoresetState(env_state, step_key, jnp.int32(0), jnp.bool(False))
     obs = observe(obs)
     timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(True))
     return state, timestep
 
-  def next_key(state: JointState) -> chex.PRNGKey:
+  def next_key(state: AutoresetState) -> chex.PRNGKey:
     # The step and the reset may use the same key: only one of them counts.
     return jax.random.fold_in(state.rng_key, state.num_steps)
 
-  def advance(state: JointState, action: Array) -> Tree:
+  def advance(state: AutoresetState, action: Array) -> Tree:
     old_obs, old = shapes()
     env_state = _with_empty(state.env_state, old)
     obs, new, *others = step(next_key(state), env_state, action)
@@ -107,12 +108,12 @@ def make_device_env(
     obs, env_state = reset(rng_key)
     return obs, _without_empty(env_state)
 
-  def begin(state: JointState) -> Tree:
+  def begin(state: AutoresetState) -> Tree:
     return first(next_key(state))
 
   def arrive(
-    state: JointState, results: Tree, begun: Tree
-  ) -> tuple[JointState, TimeStep]:
+    state: AutoresetState, results: Tree, begun: Tree
+  ) -> tuple[AutoresetState, TimeStep]:
     obs, env_state, reward, terminated, truncated = results
     is_first = state.is_last
     if begun:
@@ -131,27 +132,30 @@ def make_device_env(
       is_first=is_first,
     )
     num_steps = state.num_steps + 1
-    return JointState(env_state, state.rng_key, num_steps, is_last), timestep
+    state = AutoresetState(env_state, state.rng_key, num_steps, is_last)
+    return state, timestep
 
-  def step_one(state: JointState, action: Array) -> tuple[JointState, TimeStep]:
+  def step_one(
+    state: AutoresetState, action: Array
+  ) -> tuple[AutoresetState, TimeStep]:
     return arrive(state, advance(state, action), begin(state))
 
   def step_on_platform(
-    state: JointState, action: Array
-  ) -> tuple[JointState, TimeStep]:
+    state: AutoresetState, action: Array
+  ) -> tuple[AutoresetState, TimeStep]:
     return jax.lax.platform_dependent(
       state, action, tpu=compare_indices(step_one), default=step_one
     )
 
   def step_batch(
-    state: JointState, action: Array
-  ) -> tuple[JointState, TimeStep]:
+    state: AutoresetState, action: Array
+  ) -> tuple[AutoresetState, TimeStep]:
     obs, env_state, *others = jax.vmap(advance)(state, action)
     obs, env_state = _reset_some(begin, state, (obs, env_state), reset_chunk)
     results = obs, env_state, *others
     return jax.vmap(arrive, (0, 0, None))(state, results, ())
 
-  def render_first(state: JointState) -> np.ndarray:
+  def render_first(state: AutoresetState) -> np.ndarray:
     assert render
     env_state = jax.tree.map(lambda x: x[0], state.env_state)
     return render(_with_empty(env_state, shapes()[1]))
@@ -213,8 +217,8 @@ def _with_empty(tree: Tree, shapes: Tree) -> Tree:
 
 
 def _reset_some(
-  begin: Callable[[JointState], Tree],
-  state: JointState,
+  begin: Callable[[AutoresetState], Tree],
+  state: AutoresetState,
   others: Tree,
   chunk: int,
 ) -> Tree:
@@ -307,7 +311,7 @@ def make_host_env(
     return timestep
 
   if xla:
-    xla = _with_joints(xla, spec, num_envs)
+    xla = _with_reset_steps(xla, spec, num_envs)
   return HostEnv(spec, reset, step, close, render, xla)
 
 
@@ -338,7 +342,7 @@ def _arrive(
   return is_last, timestep
 
 
-def _with_joints(xla: XlaEnv, spec: EnvSpec, num_envs: int) -> XlaEnv:
+def _with_reset_steps(xla: XlaEnv, spec: EnvSpec, num_envs: int) -> XlaEnv:
   """Builds `HostEnv.xla`; see `make_host_env`."""
 
   def init(begin: Callable[[], bool], end: Callable[[], None]) -> Tree | None:
