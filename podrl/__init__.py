@@ -46,7 +46,7 @@ def train(
   steps: float | None = None,
   seed: int = 0,
   seeds: int = 1,
-  workdir: str | None = None,
+  workdir: str | os.PathLike | None = None,
   resume: bool = False,
   config: Mapping[str, Any] | None = None,
   trust: bool = False,

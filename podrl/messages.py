@@ -51,6 +51,15 @@ def count(number: int, noun: str) -> str:
   return f'{number:,} {noun}{"s" * (number != 1)}'
 
 
+def two_decimals(value: float, *others: float) -> str:
+  """Formats a return with two decimals, or with three digits if it is tiny.
+
+  A return is tiny if neither this number nor one of the others reaches 0.01.
+  """
+  is_tiny = 0.0 < max(map(abs, (value, *others))) < 0.01
+  return f'{value:.3g}' if is_tiny else f'{value:,.2f}'
+
+
 def three_digits(value: float) -> str:
   """Rounds a number to three digits, or to a whole number from 999.5 on."""
   return f'{value:,.0f}' if abs(value) >= 999.5 else f'{value:.3g}'

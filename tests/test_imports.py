@@ -12,6 +12,7 @@ _FILES = sorted(_ROOT.rglob('*.py'))
 # A file may import from its own floor and from the floors before it.
 _FLOORS = (
   ['types', 'messages'],
+  ['kernels'],
   ['core'],
   ['networks'],
   ['agents', 'envs'],

@@ -45,7 +45,7 @@ def test_help_of_a_command_and_the_version(monkeypatch, capsys):
   [
     ('evaluate x --chekpoint=3', 'evaluate has no flag --chekpoint; did you '),
     ('plot x --ouput=3', 'plot has no flag --ouput; did you mean --out'),
-    ('watch x --q', 'watch has no flag --q; choose from --episodes, --check'),
+    ('watch x --q', 'watch has no flag --q; podrl watch --help lists its fl'),
     ('sweep CartPole-v1 --axes=3', '--axes=3 is not understood; did you mean '),
     ('balance x.py --aply', '--aply is not understood; did you mean --apply'),
     ('compile x.py --targets=3', '--targets=3 is not understood; did you mean'),

@@ -240,8 +240,8 @@ def from_rows(batch: _Batch, is_recurrent: bool) -> _Batch:
   """
   if is_recurrent:
     return swap_axes(batch)
-  # Usually, axis 1 contains one block of the minibatch (see `block_size` in
-  # core/learner.py): a TPU then reads the blocks without joining them.
+  # Usually, axis 1 contains one block of the minibatch (see
+  # `kernels.blocks`): a TPU then reads the blocks without joining them.
   size = math.gcd(len(jax.tree.leaves(batch)[0]), 1024)
   return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), batch)
 

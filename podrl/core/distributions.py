@@ -14,7 +14,7 @@ DISTRIBUTIONS = ('auto', 'categorical', 'gaussian', 'tanh_gaussian')
 
 # A dimension with a larger bound counts as unbounded: it is infinite, or it
 # stands for infinity, as the 1e10 of LqrLqr21-v1 does.
-_LARGEST_BOUND = 1e9
+LARGEST_BOUND = 1e9
 _SMALLEST_SCALE = 1e-3
 # Gauss-Hermite nodes and weights give E[f(x)] for a standard normal x.
 _nodes, _weights = np.polynomial.hermite_e.hermegauss(32)
@@ -157,7 +157,7 @@ def gaussian(
   Source: Haarnoja et al. 2018, arXiv:1801.01290, appendix C (tanh).
   """
   low, high = np.asarray(box.low).reshape(-1), np.asarray(box.high).reshape(-1)
-  is_bounded = np.maximum(np.abs(low), np.abs(high)) < _LARGEST_BOUND
+  is_bounded = np.maximum(np.abs(low), np.abs(high)) < LARGEST_BOUND
   if squash and not is_bounded.all():
     raise ValueError(
       f'network.distribution=tanh_gaussian needs bounds, but actions are '
@@ -170,7 +170,7 @@ def gaussian(
   # A dimension that lacks a bound, or has equal bounds, is not scaled, because
   # it has no width. Its centre is the bound that it has, or 0.
   finite_low, finite_high = (
-    np.where(np.abs(x) < _LARGEST_BOUND, x, 0.0) for x in (low, high)
+    np.where(np.abs(x) < LARGEST_BOUND, x, 0.0) for x in (low, high)
   )
   width = finite_high - finite_low
   half = np.where(is_bounded & (high > low), width / 2, 1.0)

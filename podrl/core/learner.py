@@ -10,7 +10,6 @@ more, for `Agent.calibrate`.
 
 from collections.abc import Callable
 import functools
-import math
 from typing import Any
 
 import chex
@@ -19,6 +18,7 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import optax
 
+from podrl.kernels import blocks
 from podrl.types import (
   DEVICE_AXIS,
   Agent,
@@ -43,11 +43,6 @@ CALIBRATE = 'calibrate'
 # `fold_in` with a small number would give a key that `split` gives too.
 _PREPARE_STREAM = 2**32 - 1
 
-# A row of at least this many numbers is wide; see `collect_blocks`.
-_WIDE = 32
-# The most slices in a program. More would take long to compile.
-_MAX_SLICES = 32
-
 
 def all_mean(tree: Tree) -> Tree:
   """Averages a tree over devices, in one all-reduce of one vector."""
@@ -59,37 +54,6 @@ def all_mean(tree: Tree) -> Tree:
 
 def _with_params(state: LearnerState, params: Tree) -> LearnerState:
   return state._replace(variables=state.variables._replace(params=params))
-
-
-def block_size(num_rows: int) -> int:
-  """Returns how many neighbouring rows stay together in a minibatch.
-
-  Collecting a minibatch from blocks is much faster than from single rows. A
-  minibatch has at least 16 blocks. If it has fewer than 16 rows, each row is a
-  block.
-
-  Args:
-    num_rows: number of rows of the minibatch.
-  """
-  candidates = range(min(16, num_rows), num_rows + 1)
-  return num_rows // next(n for n in candidates if num_rows % n == 0)
-
-
-def collect_blocks(blocks: Array, order: Array) -> Array:
-  """Joins some blocks into rows `[n * block_size, ...]`.
-
-  Args:
-    blocks: `[num_blocks, block_size, ...]`.
-    order: int `[n]`, indices of the blocks to join.
-  """
-  width = math.prod(blocks.shape[2:])
-  if width < _WIDE or len(order) > _MAX_SLICES:
-    return blocks[order].reshape(-1, *blocks.shape[2:])
-  # To gather wide rows, a TPU would copy the whole batch to another layout.
-  slices = [
-    jax.lax.dynamic_index_in_dim(blocks, i, keepdims=False) for i in order
-  ]
-  return jnp.stack(slices).reshape(-1, *blocks.shape[2:])
 
 
 def row_keys(rng_key: chex.PRNGKey, row: Array) -> chex.PRNGKey:
@@ -226,8 +190,8 @@ def make_learner(
         f'num_minibatches={num_minibatches} does not divide the {size} rows of '
         'the batch on each device'
       )
-    block = block_size(size // num_minibatches)
-    blocks = jax.tree.map(
+    block = blocks.block_size(size // num_minibatches)
+    parts = jax.tree.map(
       lambda x: x.reshape(-1, block, *x.shape[1:]), (batch, rows)
     )
     shuffle_key, loss_key = jax.random.split(rng_key)
@@ -239,8 +203,8 @@ def make_learner(
       order, loss_key = order_and_key
       minibatch = batch, rows
       if num_minibatches > 1:
-        collect = functools.partial(collect_blocks, order=order)
-        minibatch = jax.tree.map(collect, blocks)
+        collect = functools.partial(blocks.collect, order=order)
+        minibatch = jax.tree.map(collect, parts)
       keys = row_keys(loss_key, minibatch[1])
       return sgd_step(state, unpack, minibatch[0], measured, keys)[:2]
 

@@ -10,7 +10,6 @@ Add first, and then sample from the new memory: XLA's CPU backend copies the
 whole memory if a program still reads the old one.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from podrl.core.observations import flatten, unflatten
+from podrl.kernels.blocks import keep_float32, search
 from podrl.types import (
   Array,
   Hyperparams,
@@ -103,19 +103,6 @@ def _stack(rows: Rows, row: Array, column: Array, frame_stack: int) -> Tree:
   return jnp.concatenate(frames[::-1], axis=-1)
 
 
-def _keep_float32(x: Array) -> Array:
-  """Returns observations of a ring, and keeps a TPU from converting the ring.
-
-  If only products of matrices use `x`, XLA's TPU backend converts the whole
-  ring to bfloat16 in each update. It does not do so with integers.
-  """
-  if x.dtype != jnp.float32:
-    return x
-  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-  bits = jax.lax.optimization_barrier(bits)
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def _choose_row(row_sums: Array, uniform: Array) -> Array:
   """Chooses rows, int32 `[N]`, with probabilities proportional to their sums.
 
@@ -127,15 +114,7 @@ def _choose_row(row_sums: Array, uniform: Array) -> Array:
   # The total itself would choose an empty row after the last one.
   below = jnp.nextafter(sums[-1], 0.0)
   place = jnp.minimum(uniform * sums[-1], below)
-  search = functools.partial(jnp.searchsorted, side='right')
-  # With jax 0.11 and many rows, XLA's CPU backend would compile the unrolled
-  # search for minutes.
-  index = jax.lax.platform_dependent(
-    sums,
-    place,
-    cpu=search,
-    default=functools.partial(search, method='scan_unrolled'),
-  )
+  index = search(sums, place)
   return jnp.minimum(index, len(sums) - 1).astype(jnp.int32)
 
 
@@ -377,7 +356,7 @@ def make_ring(
     rows = storage.rows
     timestep = jax.tree.map(lambda x: x[places, column[None]], rows.timestep)
     vectors = _stack(rows, places, column[None], frame_stack)
-    vectors = jax.tree.map(_keep_float32, vectors)
+    vectors = jax.tree.map(keep_float32, vectors)
     timestep = timestep._replace(obs=unflatten(vectors, obs, 2))
     action, extras = jax.tree.map(
       lambda x: x[places[:-1], column[None]], (rows.action, rows.extras)

@@ -31,6 +31,9 @@ from podrl.types import (
 _LARGEST = 10.0  # Values are clipped to this many standard deviations.
 _EPSILON = 1e-8
 _TINY = 1e-37  # Avoids a division by 0.
+_HUGE = 1e15  # A sum of many of its squares is a finite float32.
+# The measured deviation of a constant is at most this part of its mean.
+_ROUNDING = 1e-6
 
 
 class Moments(NamedTuple):
@@ -97,7 +100,8 @@ def measure(moments: Moments, x: Tree, weight: Array) -> Measured:
   def mean_power(power: int, x: Array, center: Array) -> Array:
     chex.assert_equal_shape([x[0, 0], center])
     # Subtract the running mean first: squares of x would lose precision.
-    x = (x.astype(jnp.float32) - center[None, None]) ** power
+    x = x.astype(jnp.float32) - center[None, None]
+    x = jnp.clip(x, -_HUGE, _HUGE) ** power
     slot_weight = weight.reshape(*weight.shape, *[1] * center.ndim)
     return jnp.mean(x * slot_weight, (0, 1))
 
@@ -159,7 +163,7 @@ def _scale(mean: Array, variance: Array) -> Array:
   this deviation would enlarge other rounding errors, which depend on the number
   of devices.
   """
-  has_varied = variance > jnp.square(1e-5 * mean)
+  has_varied = variance > jnp.square(_ROUNDING * mean)
   scale = jax.lax.rsqrt(jnp.maximum(variance, _TINY))
   return jnp.where(has_varied, scale, 1.0)
 

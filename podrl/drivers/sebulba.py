@@ -5,6 +5,7 @@ Each actor has a thread. The learner joins unrolls on the batch axis and calls
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 import dataclasses
 import math
 import threading
@@ -40,6 +41,20 @@ class Settings:
   # to find what limits the run.
   env_threads: int = 1
   autotune: bool = False  # See `Tuner`; this needs the asynchronous mode.
+
+
+def _call(thread: ThreadPoolExecutor, function: Callable, *args: Any) -> Any:
+  """Runs a function in an actor's thread, and returns its result.
+
+  Only the main thread may set Python's handlers of signals. If the function's
+  environments do so, it runs here.
+  """
+  try:
+    return thread.submit(function, *args).result()
+  except Exception as error:
+    if 'main thread' not in str(error):
+      raise
+  return function(*args)
 
 
 @dataclasses.dataclass
@@ -86,7 +101,10 @@ class Sebulba:
       num_processes=jax.process_count(),
     )
     self._actors: list[Actor] = []
-    self._threads: list[threading.Thread] = []
+    # An actor's thread makes, resets, steps and closes its environments:
+    # databases, OpenGL and others work only in the thread that made them.
+    self._threads: list[ThreadPoolExecutor] = []
+    self._acting: list[Future] = []  # When done, an actor has ended.
     self._stopper: threading.Thread | None = None
     # The first culprit; its update may still have had a finite loss.
     self._culprit: types.Culprit | None = None
@@ -136,7 +154,9 @@ class Sebulba:
     devices, functions = list(mesh.local_devices), None
     length, key = settings.unroll_length, self._act_key
     for index in range(self._num_actors):
-      env = self.make_env(index)
+      name = f'podrl-actor-{index}'
+      self._threads.append(ThreadPoolExecutor(1, thread_name_prefix=name))
+      env = _call(self._threads[index], self.make_env, index)
       device = self.actor_devices[index // settings.actors_per_device]
       functions = functions or make_actor_functions(
         self.agent, env.spec.observe, len(devices), env.xla and env.xla.step
@@ -155,8 +175,9 @@ class Sebulba:
     variables = spmd.call_in_order(init, self._init_key, self.hyperparams)
     # Place the variables as in training, so that actors compile only once.
     variables = spmd.place(variables, mesh, spmd.REPLICATED)
-    for actor in self._actors:
-      shards = actor.start(spmd.to_device(variables, actor.device))
+    for actor, thread in zip(self._actors, self._threads):
+      own = spmd.to_device(variables, actor.device)
+      shards = _call(thread, actor.start, own)
     example = spmd.join_shards(shards, mesh, spmd.TRAJECTORY)
     unrolls = settings.unrolls_per_update
     shape = jax.eval_shape(lambda: spmd.join_unrolls([shards[0]] * unrolls))
@@ -178,10 +199,8 @@ class Sebulba:
       self._publish()
     except Closed:
       return  # A signal ended the run.
-    for x in self._actors:
-      thread = threading.Thread(target=self._run_actor, args=(x,), name=x.name)
-      self._threads.append(thread)
-      thread.start()
+    for actor, thread in zip(self._actors, self._threads):
+      self._acting.append(thread.submit(self._run_actor, actor))
 
   def _inputs(self, trajectories: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the arguments of one call of the compiled update."""
@@ -405,12 +424,14 @@ class Sebulba:
       self._stopper.join()
     hang_seconds = self.settings.hang_seconds
     hanging = []
-    for actor, thread in zip(self._actors, self._threads):
-      while thread.is_alive() and actor.name not in hanging:
-        thread.join(min(1.0, hang_seconds))
+    for actor, acting in zip(self._actors, self._acting):
+      while not acting.done() and actor.name not in hanging:
+        wait([acting], min(1.0, hang_seconds))
         if actor.hang(hang_seconds):
           hanging.append(actor.name)
-    for actor in self._actors:
+    for actor, thread in zip(self._actors, self._threads):
       if actor.name not in hanging:
-        actor.close()
+        thread.submit(actor.close).result()
+    for index, thread in enumerate(self._threads):
+      thread.shutdown(wait=f'podrl-actor-{index}' not in hanging)
     return hanging

@@ -258,7 +258,8 @@ def describe_import(name: str, directory: str) -> str:
   with contextlib.suppress(ImportError, ValueError):
     find = importlib.machinery.PathFinder.find_spec
     spec = importlib.util.find_spec(top)
-    spec = spec or find(top, [directory, current_directory()])
+    if not (spec and spec.origin):  # Any module counts before a mere folder.
+      spec = find(top, [directory, current_directory()]) or spec
   folders = list(spec.submodule_search_locations or ()) if spec else []
   place = spec and spec.origin or next(iter(folders), 'not found')
   return f'{attribute} of the module {module} ({place})'

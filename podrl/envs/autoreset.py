@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.envs.indexing import compare_indices
+from podrl import kernels
+from podrl.kernels.indexing import compare_indices
 from podrl.messages import one_line
 from podrl.types import (
   Array,
@@ -143,9 +144,8 @@ def make_device_env(
   def step_on_platform(
     state: AutoresetState, action: Array
   ) -> tuple[AutoresetState, TimeStep]:
-    return jax.lax.platform_dependent(
-      state, action, tpu=compare_indices(step_one), default=step_one
-    )
+    fast = compare_indices(step_one)
+    return kernels.choose(step_one, state, action, tpu=fast)
 
   def step_batch(
     state: AutoresetState, action: Array

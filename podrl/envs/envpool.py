@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 
 from podrl.envs import autoreset, spaces
-from podrl.envs.xla import make_xla_env, release
+from podrl.kernels.envpool import make_xla_env, release
 from podrl.messages import one_line, suggest
 from podrl.types import EnvSpec, HostEnv
 

@@ -1,17 +1,14 @@
 """gymnasium environments as a `HostEnv`."""
 
 from collections.abc import Callable, Mapping, Sequence
-import contextlib
 import copy
 import importlib.metadata
 import importlib.util
 import inspect
 from multiprocessing import resource_tracker
-import queue
 import random
 import signal
 import sys
-import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +24,6 @@ _NAMESPACES = {
   'ALE': ('ale_py', 'ale-py'),
   'dm_control': ('shimmy', 'shimmy[dm-control]'),
 }
-_bound: set[str] = set()  # The environments that need a thread of their own.
 _WATCHED_STEPS = 64  # A warning about precision looks at the first steps.
 _watched: set[str] = set()  # The environments that it has looked at.
 _ASYNC = (
@@ -69,6 +65,10 @@ def _registered_spec(name: str) -> Any:
     raise ValueError(_explain_namespace(name, identifier)) from error
   except gymnasium.error.Error as error:
     advice = suggest(name, gymnasium.registry)
+    if module:
+      advice = f'{module} registers no environment {identifier}'
+      if near := similar(identifier, gymnasium.registry, 0.7):
+        advice += f'; did you mean {near[0]}'
     if module and hasattr(imported, identifier):
       advice = f'for a function that makes a DeviceEnv, write jax:{name}'
       if inspect.isclass(getattr(imported, identifier)):
@@ -297,6 +297,8 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
         obs = check(space, obs)
       if not isinstance(reward, float):
         reward = float(number('a reward', reward))
+      if not -3.4e38 < reward < 3.4e38 and abs(reward) < float('inf'):
+        fail(f'the reward {reward:g}', '32 bits cannot contain it; scale it')
       if type(terminated) is not bool:
         terminated = bool(number('terminated', terminated))
       if type(truncated) is not bool:
@@ -367,7 +369,7 @@ def _make_sync(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
     )
     return stack([x.reset(seed=s)[0] for x, s in zip(envs, seeds)]), {}
 
-  def step(actions: np.ndarray) -> tuple[Any, ...]:
+  def step_all(actions: np.ndarray) -> tuple[Any, ...]:
     observations, rewards, ends, cuts = [], [], [], []
     for i, env in enumerate(envs):
       if is_over[i]:
@@ -382,6 +384,15 @@ def _make_sync(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
     arrays = np.array(rewards), np.array(ends), np.array(cuts)
     return stack(observations), *arrays, {}
 
+  def step(actions: np.ndarray) -> tuple[Any, ...]:
+    try:
+      return step_all(actions)
+    except (RuntimeError, ValueError) as error:
+      # For example, Python allows handlers of signals only in the main thread.
+      if 'thread' not in str(error):
+        raise
+      raise RuntimeError(f'{one_line(error)}; {_ASYNC}') from error
+
   def render() -> Any:
     return envs[0].render()
 
@@ -390,110 +401,6 @@ def _make_sync(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
       _close(name, env.close)
 
   return _Pool(num_envs, reset, step, render, close)
-
-
-def _in_own_thread(make: Callable[[], _Pool]) -> _Pool:
-  """Makes a pool in a new thread, which then runs all of its functions."""
-  tasks: queue.SimpleQueue = queue.SimpleQueue()
-
-  def run() -> None:
-    while task := tasks.get():
-      function, answer = task
-      try:
-        answer.put((function(), None))
-      except BaseException as error:  # `call` raises it.
-        answer.put((None, error))
-
-  # A daemon, because a program may forget to close the environments.
-  thread = threading.Thread(target=run, name='podrl-envs', daemon=True)
-  thread.start()
-
-  def call(function: Callable[[], Any]) -> Any:
-    answer: queue.SimpleQueue = queue.SimpleQueue()
-    tasks.put((function, answer))
-    result, error = answer.get()
-    if error:
-      raise error
-    return result
-
-  def end() -> None:
-    tasks.put(None)
-    thread.join()
-
-  def close() -> None:
-    call(pool.close)
-    end()
-
-  try:
-    pool = call(make)
-  except BaseException:
-    end()
-    raise
-  return _Pool(
-    pool.num_envs,
-    lambda seed: call(lambda: pool.reset(seed)),
-    lambda actions: call(lambda: pool.step(actions)),
-    lambda: call(pool.render),
-    close,
-  )
-
-
-def _make_threaded(name: str, make_pool: Callable[[], _Pool]) -> _Pool:
-  """Makes a pool that works in any thread.
-
-  Databases, OpenGL and others work only in the thread that made them. But a run
-  makes and resets a pool in one thread, and steps it in another. If the first
-  step there fails, the pool is made again in a thread of its own, which does
-  everything from then on. This is not the default, because to wake a thread in
-  each step is slow on a busy machine.
-  """
-  pool = _in_own_thread(make_pool) if name in _bound else make_pool()
-  first_seed: int | Sequence[int] = 0
-  thread, is_tried = 0, name in _bound
-
-  def reset(seed: int | Sequence[int]) -> Any:
-    nonlocal first_seed, thread
-    first_seed, thread = seed, threading.get_ident()
-    return pool.reset(seed)
-
-  def try_again(actions: np.ndarray) -> Any:
-    nonlocal pool
-    own = _in_own_thread(make_pool)
-    try:
-      own.reset(first_seed)  # To the same state, because of the seed.
-      result = own.step(actions)
-    except BaseException:
-      own.close()
-      raise
-    with contextlib.suppress(Exception):  # Even this may fail in this thread.
-      pool.close()
-    pool = own
-    _bound.add(name)
-    return result
-
-  def step(actions: np.ndarray) -> Any:
-    nonlocal is_tried
-    is_first, is_tried = not is_tried, True
-    try:
-      try:
-        return pool.step(actions)
-      except Exception:
-        if not is_first or threading.get_ident() == thread:
-          raise
-        return try_again(actions)
-    except (RuntimeError, ValueError) as error:
-      # For example, Python allows handlers of signals only in the main thread.
-      if 'thread' not in str(error):
-        raise
-      raise RuntimeError(f'{one_line(error)}; {_ASYNC}') from error
-
-  return _Pool(
-    pool.num_envs,
-    reset,
-    step,
-    lambda: pool.render(),
-    lambda: pool.close(),
-  )
 
 
 def _make_async(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
@@ -551,11 +458,12 @@ def _make_async(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
   def close() -> None:
     try:
       envs.close()
-    except BaseException:  # A process of an environment died.
+    except BaseException as error:  # A process of an environment died.
       for process in envs.unwrapped.processes:
         process.kill()  # The processes block SIGTERM.
       envs.unwrapped.closed = True  # Otherwise, its finalizer closes it again.
-      raise
+      if not isinstance(error, EOFError | OSError):  # `step` explained these.
+        raise
 
   # By default, VectorEnv returns copies of observations, as HostEnv requires.
   return _Pool(
@@ -569,7 +477,11 @@ def _make_async(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
 
 def _watch(name: str, spec: EnvSpec) -> EnvSpec:
   """Makes `spec.cut` warn once if it rounds away what an environment shows."""
-  if spec.cut is spaces.same or name in _watched:
+  is_exact = all(
+    x.dtype.kind in 'bf' or x.dtype.itemsize < 4
+    for x in jax.tree.leaves(spec.obs)
+  )
+  if (spec.cut is spaces.same and is_exact) or name in _watched:
     return spec
   steps: list[list[tuple[np.ndarray, np.ndarray]]] = []
 
@@ -578,15 +490,15 @@ def _watch(name: str, spec: EnvSpec) -> EnvSpec:
     if len(steps) == _WATCHED_STEPS:
       return small
     pairs = zip(jax.tree.leaves(obs), jax.tree.leaves(small))
-    steps.append([(x, y) for x, y in pairs if x.dtype.itemsize == 8])
+    steps.append([(x, y) for x, y in pairs if x.dtype.itemsize >= 4])
     if len(steps) == _WATCHED_STEPS:
       leaves = zip(*steps)
       is_lost = any(spaces.is_rounded_away(*zip(*leaf)) for leaf in leaves)
       steps[:] = [[]] * _WATCHED_STEPS  # Free the memory.
       if is_lost and name not in _watched:
         print(
-          f'warning: {name}: 32 bits do not show the differences between its '
-          '64-bit observations; subtract a constant in the environment',
+          f'warning: {name}: floats of 32 bits do not show the differences '
+          'between its observations; subtract a constant in the environment',
           file=sys.stderr,
         )
       _watched.add(name)
@@ -619,7 +531,7 @@ def make(
   if options.pop('vectorization_mode', _MODES[0]) == 'async':
     pool = _make_async(name, num_envs, options)
   else:
-    pool = _make_threaded(name, lambda: _make_sync(name, num_envs, options))
+    pool = _make_sync(name, num_envs, options)
 
   return autoreset.make_host_env(
     name,

@@ -189,15 +189,16 @@ def same(obs: Tree) -> Tree:
 
 
 def is_rounded_away(wide: Sequence[Array], small: Sequence[Array]) -> bool:
-  """Returns whether a number changes only until it is cut to 32 bits.
+  """Returns whether a number changes only until it is a float of 32 bits.
 
   Changes of less than 1e-12 of a float may be rounding errors of 64 bits.
 
   Args:
-    wide: the observations `[B, ...]` of some steps, with 64 bits.
+    wide: the observations `[B, ...]` of some steps.
     small: the same observations after the cut.
   """
-  x, y = np.concatenate(wide), np.concatenate(small)
+  # Networks see floats, so an integer of 32 bits can be too large too.
+  x, y = np.concatenate(wide), np.concatenate(small).astype(np.float32)
   spread = np.subtract(x.max(0), x.min(0), dtype=np.longdouble)
   tolerance = 1e-12 if x.dtype.kind == 'f' else 0.0
   is_changing = spread > tolerance * np.abs(x.astype(np.longdouble)).max(0)

@@ -13,8 +13,9 @@ from podrl.core.observations import (
   without_mask,
   zeros,
 )
+from podrl.kernels.dense import dot_general
 from podrl.networks import cores
-from podrl.networks.torsos import MLP, TwinMLP, as_vector, dot_general
+from podrl.networks.torsos import MLP, TwinMLP, as_vector
 from podrl.types import Array, Tree
 
 # For wider observations, `TwinMLP` is faster on a CPU than two `MLP`s.

@@ -16,63 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.core.observations import without_mask
-from podrl.networks import sparse
+from podrl.kernels import conv, sparse
+from podrl.kernels.dense import dot_general, relu
 from podrl.types import EnvSpec, Tree
 
 _ORTHOGONAL = nn.initializers.orthogonal(np.sqrt(2))
-
-
-@jax.custom_jvp
-def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Multiplies `[..., F]` by `[F, N]`; on a CPU, the gradient is faster."""
-  return jnp.matmul(x, kernel)
-
-
-def _sum_products(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Computes `x @ kernel` with one sum for each column of the kernel."""
-  # Reverse differentiation only transposes this: the gradient of a column is a
-  # sum over all rows.
-  rows = x.reshape(-1, x.shape[-1])
-  columns = jnp.split(kernel.T, kernel.shape[1])
-  products = [jnp.sum(rows * column, axis=1) for column in columns]
-  return jnp.stack(products, axis=1).reshape(*x.shape[:-1], -1)
-
-
-def _multiply_transposed(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Computes `x @ kernel`; the kernel's gradient multiplies a copy of x.T."""
-  # Without the barrier, XLA would not make the copy.
-  x_transposed = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
-  y = jax.lax.dot_general(x_transposed, kernel, (((0,), (0,)), ((), ())))
-  return y.reshape(*x.shape[:-1], -1)
-
-
-@multiply.defjvp
-def _multiply_jvp(primals: Any, tangents: Any) -> Any:
-  x, kernel = primals
-  x_tangent, kernel_tangent = tangents
-  # On a CPU, XLA has fast products, but not for a transposed first factor. So
-  # the gradient of the kernel would take about twice as long as the product,
-  # and for a few outputs as long as for 64. The limits come from measurements:
-  # the copy of wider inputs takes longer than it saves.
-  num_inputs, num_outputs = kernel.shape
-  on_cpu: Callable[..., jax.Array] = jnp.matmul
-  if 1 < num_outputs <= 8:
-    on_cpu = _sum_products
-  elif 16 <= num_inputs <= 256 and num_outputs >= 32:
-    on_cpu = _multiply_transposed
-  tangent = jax.lax.platform_dependent(
-    x, kernel_tangent, cpu=on_cpu, default=jnp.matmul
-  )
-  return jnp.matmul(x, kernel), jnp.matmul(x_tangent, kernel) + tangent
-
-
-def dot_general(
-  x: Any, kernel: Any, dimension_numbers: Any, precision: Any = None
-) -> jax.Array:
-  """`multiply` as `lax.dot_general`, for `nn.Dense`."""
-  if precision is not None:
-    return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
-  return multiply(x, kernel)
 
 
 _Dense = functools.partial(
@@ -157,17 +105,6 @@ def standardize(image: jax.Array) -> jax.Array:
   return x / (jnp.std(x, (1, 2, 3), keepdims=True) + 1e-3)
 
 
-@jax.custom_jvp
-def relu(x: jax.Array) -> jax.Array:
-  """Computes max(x, 0); its derivative at 0 is 0."""
-  return jnp.maximum(x, 0)
-
-
-# For the gradient `where(x > 0, g, 0)` of `nn.relu`, XLA's program for a TPU
-# packs the comparisons into bits, which takes longer than a convolution.
-relu.defjvps(lambda g, y, x: g * jnp.sign(y))
-
-
 class MLP(nn.Module):
   """A multilayer perceptron that takes the flattened observation."""
 
@@ -227,67 +164,6 @@ class TwinMLP(nn.Module):
     return tuple(outputs)
 
 
-def _extract_patches(
-  x: jax.Array, kernel: int, stride: int, padding: str
-) -> jax.Array:
-  """Maps `[N, H, W, C]` to patches `[N, H', W', kernel * kernel * C]`."""
-  if padding == 'SAME':
-    pads = []
-    for size in x.shape[1:3]:
-      total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
-      pads.append((total // 2, total - total // 2))
-    x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
-  rows, columns = ((n - kernel) // stride * stride + 1 for n in x.shape[1:3])
-  patches = [
-    x[:, i : i + rows : stride, j : j + columns : stride]
-    for i in range(kernel)
-    for j in range(kernel)
-  ]
-  return jnp.concatenate(patches, axis=-1)
-
-
-def _multiply_patches(
-  x: jax.Array, kernel: jax.Array, bias: jax.Array, *, stride: int, padding: str
-) -> jax.Array:
-  """Computes a convolution as one matrix product over patches."""
-  patches = _extract_patches(x, kernel.shape[0], stride, padding)
-  rows = patches.reshape(-1, patches.shape[-1])
-  y = multiply(rows, kernel.reshape(-1, kernel.shape[-1])) + bias[None]
-  return y.reshape(*patches.shape[:-1], -1)
-
-
-def _convolve(
-  x: jax.Array, kernel: jax.Array, bias: jax.Array, *, stride: int, padding: str
-) -> jax.Array:
-  """Computes a convolution with XLA's own operation."""
-  axes, strides = ('NHWC', 'HWIO', 'NHWC'), (stride, stride)
-  y = jax.lax.conv_general_dilated(
-    x, kernel, strides, padding, dimension_numbers=axes
-  )
-  return y + bias[None, None, None]
-
-
-def _convolve_with_ones(
-  x: jax.Array, kernel: jax.Array, bias: jax.Array, *, stride: int, padding: str
-) -> jax.Array:
-  """Computes a convolution; the bias is the weight of an extra channel of ones.
-
-  On a TPU, the gradient of an added bias takes as long as several convolutions.
-  A TPU pads the channels to a multiple of 8, so the extra channel often costs
-  nothing. If the extra channel would cost time, or the padding is 'SAME', the
-  function adds the bias instead. With its default precision, a TPU rounds the
-  extra weight to bfloat16, as it rounds all weights.
-  """
-  if padding == 'SAME' or x.shape[-1] % 8 == 0:
-    return _convolve(x, kernel, bias, stride=stride, padding=padding)
-  x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
-  # Each output reads one of the ones, and zeros times the others.
-  weights = jnp.zeros_like(kernel[:, :, :1]).at[0, 0, 0].set(bias)
-  kernel = jnp.concatenate([kernel, weights], axis=2)
-  zeros = jnp.zeros_like(bias)
-  return _convolve(x, kernel, zeros, stride=stride, padding=padding)
-
-
 class Conv(nn.Module):
   """A 2D convolution from `[N, H, W, C]` to `[N, H', W', features]`."""
 
@@ -295,9 +171,6 @@ class Conv(nn.Module):
   kernel: int  # Height and width of the kernel.
   stride: int = 1  # Stride in both directions.
   padding: str = 'VALID'  # 'VALID' or 'SAME'.
-  # Whether to compute the convolution as a matrix product over patches; the
-  # result is the same. None means yes in programs for a CPU, and no in others.
-  matmul: bool | None = None
   dtype: Any = jnp.float32  # Dtype of the arithmetic.
   kernel_init: Callable[..., Any] = _ORTHOGONAL
 
@@ -308,17 +181,7 @@ class Conv(nn.Module):
     zeros = nn.initializers.zeros_init()
     bias: Any = self.param('bias', zeros, (self.features,))
     arguments = [a.astype(self.dtype) for a in (x, kernel, bias)]
-    options: Any = {'stride': self.stride, 'padding': self.padding}
-    product, convolution, with_ones = (
-      functools.partial(function, **options)
-      for function in (_multiply_patches, _convolve, _convolve_with_ones)
-    )
-    if self.matmul is not None:
-      return (product if self.matmul else convolution)(*arguments)
-    # On a CPU, XLA's convolution has a ten times slower gradient in a scan.
-    return jax.lax.platform_dependent(
-      *arguments, cpu=product, tpu=with_ones, default=convolution
-    )
+    return conv.convolve(*arguments, stride=self.stride, padding=self.padding)
 
 
 class ConvNet(nn.Module):
@@ -362,7 +225,7 @@ class ImpalaResNet(nn.Module):
     x = as_image(obs, self.channels_first, self.scale, self.dtype)
     # With orthogonal kernels and a gain of sqrt(2), the residuals of 15
     # convolutions would add up to features of ten times this size.
-    conv = functools.partial(
+    layer = functools.partial(
       Conv,
       kernel=3,
       padding='SAME',
@@ -370,12 +233,12 @@ class ImpalaResNet(nn.Module):
       kernel_init=nn.initializers.lecun_normal(),
     )
     for features in self.channels:
-      x = conv(features)(x)
+      x = layer(features)(x)
       x = nn.max_pool(x, (3, 3), strides=(2, 2), padding='SAME')
       for _ in range(2):
         residual = x
-        x = conv(features)(relu(x))
-        x = conv(features)(relu(x)) + residual
+        x = layer(features)(relu(x))
+        x = layer(features)(relu(x)) + residual
     x = relu(x).reshape(x.shape[0], -1)
     dense = _Dense(self.hidden_size, dtype=self.dtype)
     return relu(dense(x))

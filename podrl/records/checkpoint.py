@@ -357,9 +357,11 @@ def read_variables(path: str, step: int, like: Variables) -> Variables:
   except IncompatibleError:
     raise
   except Exception as error:  # Damaged files can make orbax raise anything.
+    reason = one_line(error)[:_MAX_REASON]
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+      reason = f'{error.strerror or reason}; the files may be intact'
     raise ValueError(
-      f'the parameters of {_directory(path, step)} cannot be read: '
-      f'{one_line(error)[:_MAX_REASON]}'
+      f'the parameters of {_directory(path, step)} cannot be read: {reason}'
     ) from error
 
 

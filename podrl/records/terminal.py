@@ -19,7 +19,7 @@ from rich.text import Text
 
 from podrl import agents, envs
 from podrl.drivers.limits import describe
-from podrl.messages import count, printable
+from podrl.messages import count, printable, two_decimals
 from podrl.records import workdir as files
 from podrl.records.workdir import Record, num_agents, short
 
@@ -81,10 +81,11 @@ def describe_spread(record: Record) -> str:
   found = []
   if 'eval_return_low' in record:
     ends = record['eval_return_low'], record['eval_return_high']
-    found.append('95 %: {:,.2f} to {:,.2f}'.format(*ends))
+    low, high = (two_decimals(x, *ends) for x in ends)
+    found.append(f'95 %: {low} to {high}')
   if 'eval_return_worst' in record:
     worst, name = record['eval_return_worst'], record['eval_return_worst_agent']
-    found.append(f'worst: {worst:,.2f}, {name}')
+    found.append(f'worst: {two_decimals(worst)}, {name}')
   return '; '.join(found)
 
 
@@ -190,7 +191,7 @@ class Terminal:
       status += f' ({compact(record["frames_per_second"])} frames/s)'
     for key, name in ('episode_return', 'return'), ('eval_return', 'evaluated'):
       if key in record:
-        status += f'  {name} {record[key]:,.2f}'
+        status += f'  {name} {two_decimals(record[key])}'
     if 'eval_return' in record and (spread := describe_spread(record)):
       status += f' ({spread})'
     details = describe_stages(record).splitlines()
@@ -232,7 +233,8 @@ class Terminal:
     table.add_column()
     table.add_column(overflow='fold')
     if 'eval_return' in summary:
-      text = f'{summary["eval_return"]:,.2f}'
+      mean, deviation = summary['eval_return'], summary['eval_return_std']
+      text = two_decimals(mean, deviation)
       episodes = count(summary['eval_episodes'], 'episode')
       if self._num_agents > 1:
         kind = 'members' if 'members' in self._config else 'seeds'
@@ -240,7 +242,7 @@ class Terminal:
           text += f' ({spread})'
         text += f', mean of {self._num_agents} {kind} with {episodes} each'
       else:
-        text += f' +- {summary["eval_return_std"]:,.2f} '
+        text += f' +- {two_decimals(deviation, mean)} '
         text += f'(standard deviation, {episodes})'
       table.add_row('evaluated return', text)
     if 'num_reset_steps' in summary:

@@ -23,6 +23,7 @@ import hashlib
 import hmac
 import itertools
 import json
+import math
 import os
 import re
 import secrets
@@ -395,6 +396,12 @@ def read_config(path: str, required: Set[str] = _REQUIRED) -> ConfigDict:
   fields = read_json(os.path.join(path, 'config.json'))
   fields.pop(_SIGNATURE, None)
   names = flatten(fields)
+  for name in 'agent.name', 'env.name', 'env.path', 'env.suite':
+    if not str(names.get(name, '')).isprintable():
+      raise ValueError(
+        f'{path}/config.json has control characters in {name}='
+        f'{ascii(names[name])}'
+      )
   has_options = isinstance(names.get('env.options'), dict)
   if not (has_options and required <= set(names)):
     raise ValueError(f'{path}/config.json is not the configuration of a run')
@@ -409,7 +416,9 @@ def parse_record(line: str) -> Record:
     raise ValueError('it has too many brackets') from error
   fields = record if isinstance(record, dict) else {}
   for name in 'num_updates', 'env_steps':
-    if not isinstance(fields.get(name), int | float):
+    value: Any = fields.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < math.inf):
       raise ValueError('it is not a record')
   if any(isinstance(x, int) and abs(x) >= 2**63 for x in fields.values()):
     raise ValueError('a number is too large')  # No array can contain it.

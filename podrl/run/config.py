@@ -587,13 +587,14 @@ def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 # podrl calls the same thing: a flag, a field, or what to do instead.
 _WORDS = {
   '--steps': 'total_timesteps num_timesteps n_timesteps timesteps total_steps '
-  'num_env_steps num_frames frames',
+  'num_env_steps num_frames frames num_train_steps',
   '--agent': 'algo algorithm alg',
   '--seeds': 'n_seeds num_seeds',
   '--workdir': 'logdir log_dir log_folder log_path output_dir out_dir exp_name '
-  'experiment_name run_name save_dir save_path',
+  'experiment_name run_name save_dir save_path checkpoint_dir ckpt_dir '
+  'model_dir',
   '--init_from': 'trained_agent load_model model_path load_path pretrained '
-  'restore checkpoint_path load_checkpoint',
+  'restore checkpoint_path load_checkpoint load ckpt checkpoint resume_from',
   'env.num_envs': 'n_envs envs num_environments',
   'unroll_length': 'num_steps n_steps rollout_length rollout_steps horizon',
   'num_epochs': 'update_epochs n_epochs ppo_epochs num_update_epochs '
@@ -607,7 +608,10 @@ _WORDS = {
   'agent.value_cost': 'vf_coef value_coef vf_coeff value_loss_coef',
   'agent.normalize_advantage': 'norm_adv normalize_advantages',
   'agent.normalize_observation': 'normalize_observations norm_obs normalize',
-  'agent.normalize_reward': 'norm_reward normalize_rewards reward_scaling',
+  'agent.normalize_reward': 'norm_reward normalize_rewards',
+  'agent.reward_clip': 'clip_rewards clip_reward reward_clipping',
+  'agent.n_steps': 'n_step nstep multi_step num_steps_td',
+  'agent.initial_temperature': 'alpha ent_coef_init init_temperature',
   'agent.initial_epsilon': 'start_e exploration_initial_eps eps_start',
   'agent.final_epsilon': 'end_e exploration_final_eps eps_end',
   'agent.target_period': 'target_network_frequency target_update_interval '
@@ -628,12 +632,12 @@ _WORDS = {
   'num_evals',
   'eval.greedy': 'deterministic deterministic_eval',
   'log.every_updates': 'log_interval log_freq log_every',
-  'log.tensorboard': 'tensorboard_log use_tensorboard',
+  'log.tensorboard': 'use_tensorboard',
   'log.wandb': 'track use_wandb wandb_project wandb_project_name wandb_entity',
   'checkpoint.every_env_steps': 'save_freq save_interval save_every '
   'checkpoint_freq checkpoint_frequency',
-  'sebulba.threads_per_actor_device': 'num_workers n_workers num_actors '
-  'num_rollout_workers vec_env',
+  'sebulba.threads_per_actor_device': 'num_workers n_workers workers '
+  'num_actors num_rollout_workers vec_env',
   'sebulba.env_threads': 'num_threads n_threads',
   'replay.capacity_steps': 'buffer_size memory_size replay_size '
   'max_replay_size',
@@ -648,13 +652,30 @@ _WORDS = {
   'cuda no_cuda gpu platform accelerator',
   'later, podrl watch RUN records an episode': 'capture_video render '
   'record_video video no_render',
+  'TensorBoard events are in the directory of the run; see --workdir': ''
+  'tensorboard_log tb_log tensorboard_dir',
+  'podrl --version prints the version': 'version',
+  'podrl evaluate RUN evaluates a trained policy': 'eval evaluate test '
+  'eval_only',
+  'podrl sweep trains with many settings, or a population': 'sweep tune optuna '
+  'hyperparameter_search population',
+  'give the environment steps, as in --steps=1e6': 'num_updates total_updates '
+  'iterations num_iterations',
+  '--agent=rainbow has priorities, a duelling head and a distribution': ''
+  'dueling duelling prioritized per distributional',
+  'write --config.agent.normalize_reward=True, or clip rewards with '
+  '--config.agent.reward_clip=VALUE': 'reward_scaling reward_scale',
+  'a run in several processes needs --coordinator, --num_processes and '
+  '--process_id': 'distributed multihost rank local_rank world_size',
   'podrl always saves checkpoints, in the directory of the run': 'save_model '
   'upload_model save save_replay_buffer',
   'podrl always shows the progress': 'verbose progress progress_bar quiet',
   "write --config.env.options.NAME=VALUE if the environment's library has such "
-  'an option': 'episode_length time_limit action_repeat frame_skip frame_stack',
+  'an option': 'episode_length time_limit action_repeat frame_skip frame_stack '
+  'backend render_mode',
   'podrl has no such setting': 'target_kl clip_vloss clip_range_vf use_sde '
-  'torch_deterministic',
+  'torch_deterministic kl_target eps adam_eps weight_decay policy_frequency '
+  'num_resets_per_eval max_devices_per_host',
 }
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+import inspect
+import os
 import sys
 import threading
 from typing import Any, NamedTuple
@@ -11,6 +13,8 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.agents import AGENTS
+from podrl.core.distributions import LARGEST_BOUND
 from podrl.envs import SUITES, Task, find_task, functions
 from podrl.messages import check_choice
 from podrl.records import workdir as files
@@ -20,7 +24,7 @@ from podrl.run import build, cluster, defaults, policy
 from podrl.run import config as configs
 from podrl.run import train as runs
 from podrl.run.signals import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
-from podrl.types import DeviceEnv
+from podrl.types import Box, DeviceEnv, EnvSpec
 
 # A run changes these settings of the whole process, and the verbosity of absl's
 # logs; `train` restores them.
@@ -108,19 +112,23 @@ def _get_config(
     print(task.note, file=sys.stderr)
   steps = config.total_env_steps
   is_chosen = steps != defaults.base(task, agent).total_env_steps
-  config = defaults.make_config(task, agent, build.make_spec(config))
-  warnings = _warnings(task, config, steps if is_chosen else None)
+  spec = build.make_spec(config)
+  config = defaults.make_config(task, agent, spec)
+  warnings = _warnings(task, config, spec, steps if is_chosen else None)
   if jax.process_index() == 0 and not saved:
     for warning in warnings:
       print(f'warning: {warning}', file=sys.stderr)
   return config
 
 
-def _warnings(task: Task, config: ConfigDict, steps: int | None) -> list[str]:
+def _warnings(
+  task: Task, config: ConfigDict, spec: EnvSpec, steps: int | None
+) -> list[str]:
   """Returns why a run may not learn.
 
   Args:
     config: the settings for the task.
+    spec: describes the environment.
     steps: the environment steps that the user chose, if any.
   """
   found, agent, usual = [], config.agent.name, config.total_env_steps
@@ -129,6 +137,15 @@ def _warnings(task: Task, config: ConfigDict, steps: int | None) -> list[str]:
       f'{steps:,} steps are few: for a task of this kind, {agent} has '
       f'{usual:,} by default'
     )
+  if isinstance(spec.action, Box):
+    bounds = np.abs(np.stack([spec.action.low, spec.action.high]))
+    far = bounds[np.isfinite(bounds) & (bounds >= LARGEST_BOUND)]
+    # The largest float of a dtype means that there is no bound.
+    if far.size and (largest := far.min()) < 1e30:
+      found.append(
+        f'the bound {largest:g} of the actions counts as infinite; let the '
+        f'environment scale actions from bounds below {LARGEST_BOUND:g}'
+      )
   needs_memory = SUITES[task.suite].needs_memory(task.name)
   if needs_memory and 'recurrent' not in config.network:
     found.append(
@@ -143,6 +160,11 @@ def _name_of(env: Any) -> str:
   if functions.makes_device_env(env) and '.' not in env.__qualname__:
     return f'jax:{env.__module__}:{env.__name__}'
   kind = env.__name__ if isinstance(env, type) else type(env).__name__
+  if inspect.isfunction(env):
+    raise ValueError(
+      f'podrl.train takes the function {kind} only if it makes a DeviceEnv: '
+      f'write def {env.__name__}(...) -> DeviceEnv, in a module'
+    )
   raise ValueError(
     f"podrl.train takes the name of an environment, such as 'CartPole-v1', or "
     'a function of a module that is annotated with -> DeviceEnv, but not this '
@@ -157,7 +179,7 @@ def train(
   steps: float | None,
   seed: int,
   seeds: int,
-  workdir: str | None,
+  workdir: str | os.PathLike | None,
   resume: bool,
   config: Mapping[str, Any],
   trust: bool = False,
@@ -165,6 +187,9 @@ def train(
   """Trains an agent in an environment; see `podrl.train`."""
   if not isinstance(name, str):
     name = _name_of(name)
+  if not isinstance(agent, str):
+    raise ValueError(f'agent={agent!r} must be one of {", ".join(AGENTS)}')
+  workdir = None if workdir is None else os.fspath(workdir)
   options = {'agent': agent, 'steps': steps, 'workdir': workdir}
   options |= {'seed': seed or None, 'seeds': seeds if seeds != 1 else None}
   arguments = [name, *(['--resume'] if resume else ())]

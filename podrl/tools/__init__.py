@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 
 from podrl.envs import add_to_path, module_directory
-from podrl.messages import one_line, printable, suggest
+from podrl.messages import one_line, printable, similar
 from podrl.records import workdir
 from podrl.run.config import TRUST, CommandLine, apply_overrides
 from podrl.run.signals import interruptible
@@ -66,7 +66,10 @@ def run_command(
     text = str(error)
     if isinstance(error, flags.UnrecognizedFlagError):
       name, names = error.flagname, [x for x in values if len(x) > 1]
-      text = f'{argv[0]} has no flag --{name}; {suggest(name, names, "--")}'
+      advice = f'podrl {argv[0]} --help lists its flags'
+      if near := similar(name, names, 0.6):
+        advice = f'did you mean --{" or --".join(near)}'
+      text = f'{argv[0]} has no flag --{name}; {advice}'
     print(f'error: {printable(text)}', file=sys.stderr)
     return 2
   except KeyboardInterrupt:

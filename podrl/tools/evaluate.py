@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl import tools
-from podrl.messages import count, printable
+from podrl.messages import count, printable, two_decimals
 from podrl.records import workdir
 from podrl.records.recorder import bootstrap, spread
 from podrl.records.terminal import describe_spread
@@ -63,9 +63,11 @@ def _evaluate(
     'returns': returns.tolist(),
   }
   name = printable(name or config.env.name)
+  numbers = float(returns.mean()), float(low), float(high)
+  mean, first, last = (two_decimals(x, *numbers) for x in numbers)
   print(
     f'{name}, after {loaded.num_updates} updates: '
-    f'{returns.mean():.2f} (95 %: {low:.2f} to {high:.2f}) over '
+    f'{mean} (95 %: {first} to {last}) over '
     f'{len(returns)} episodes of {length:.0f} steps'
   )
   limit = build.episode_limit(config, loaded.spec)
@@ -87,7 +89,8 @@ def _join(
   fields = spread([x['return'] for x in found], [*results], are_alike)
   kind = 'seeds' if are_alike else 'agents'
   print(
-    f'{printable(first["env"])}: {mean:,.2f} ({describe_spread(fields)}), '
+    f'{printable(first["env"])}: {two_decimals(mean)} '
+    f'({describe_spread(fields)}), '
     f'mean of {len(found)} {kind} with {count(first["episodes"], "episode")} '
     'each'
   )
@@ -108,7 +111,9 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   if not paths:
     raise ValueError('no run is given; try podrl evaluate RUN')
   directory = tools.common_directory(paths)
+  # An environment may change the current directory.
   out = values.out or os.path.join(directory, 'evaluation.json')
+  out = workdir.absolute(out)
   if os.path.isdir(directory):  # If it is not, `load` says so.
     tools.check_out(out)
   runs = [workdir.paths_of_agents(path) for path in paths]

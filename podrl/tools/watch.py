@@ -429,7 +429,8 @@ def real_speed(config: ConfigDict, spec: EnvSpec) -> float:
 def _act(paths: list[str], values: flags.FlagValues) -> None:
   """Loads the policy, records the episodes and writes the file."""
   path = tools.single_path(paths, 'run', 'watch RUN')
-  out = values.out or os.path.join(path, 'episode.gif')
+  # An environment may change the current directory.
+  out = workdir.absolute(values.out or os.path.join(path, 'episode.gif'))
   if not out.endswith(('.gif', '.mp4')):
     raise ValueError(f'--out={out} must be a file that ends in .gif or .mp4')
   if os.path.isdir(path):  # If it is not, `load` says so.

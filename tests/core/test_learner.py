@@ -286,22 +286,6 @@ def test_the_hlo_reader_sees_a_collective_too_many():
   assert len(_all_reduces(text)) > 1
 
 
-@pytest.mark.parametrize(
-  'num_rows,expected', [(1, 1), (8, 1), (16, 1), (96, 6), (51, 3), (509, 1)]
-)
-def test_a_minibatch_has_at_least_sixteen_blocks(num_rows, expected):
-  # 51 rows are 17 blocks of 3; the prime number 509 has only single rows.
-  assert learner_lib.block_size(num_rows) == expected
-
-
-# Wide rows are sliced, narrow rows are gathered.
-@pytest.mark.parametrize('width', [1, 64])
-def test_blocks_keep_their_rows_in_order(width):
-  blocks = jnp.tile(jnp.arange(6.0).reshape(3, 2, 1), width)
-  rows = learner_lib.collect_blocks(blocks, jnp.array([2, 0]))
-  np.testing.assert_array_equal(rows[:, 0], [4, 5, 0, 1])
-
-
 def _counting_agent():
   """Makes an agent whose gradient is the sum of the rows that it sees."""
   return Agent(

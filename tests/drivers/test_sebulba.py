@@ -21,7 +21,8 @@ from podrl.core.learner import make_learner
 from podrl.drivers import actor as actor_lib
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.exchange import Closed
-from podrl.envs import envpool, gymnax, xla
+from podrl.envs import envpool, gymnax
+from podrl.kernels import envpool as calls
 from podrl.run import build, train
 from podrl.run import devices as layout
 from podrl.run.config import sebulba_config
@@ -441,7 +442,7 @@ def test_a_program_of_a_stopped_actor_steps_no_environment(monkeypatch):
 
 def test_a_program_that_hangs_is_found_in_the_environment(monkeypatch):
   actor, params = _actor(_agent(_config()), _make_pool())
-  recv, clock = xla._Pool.recv, time.perf_counter
+  recv, clock = calls._Pool.recv, time.perf_counter
   is_there, is_free = threading.Event(), threading.Event()
 
   def wait(*arguments):
@@ -449,7 +450,7 @@ def test_a_program_that_hangs_is_found_in_the_environment(monkeypatch):
     is_free.wait()
     return recv(*arguments)
 
-  monkeypatch.setattr(xla._Pool, 'recv', wait)
+  monkeypatch.setattr(calls._Pool, 'recv', wait)
   thread = threading.Thread(target=actor.unroll, args=(params, 0))
   thread.start()
   try:
@@ -463,7 +464,7 @@ def test_a_program_that_hangs_is_found_in_the_environment(monkeypatch):
 
 
 def test_a_loop_acts_if_the_layout_of_a_frame_is_unknown(monkeypatch):
-  monkeypatch.setattr(xla, '_FRAME_SIZE', 0)
+  monkeypatch.setattr(calls, '_FRAME_SIZE', 0)
   actor, params = _actor(_agent(_config()), _make_pool())
   assert actor._env_state is None
   assert actor.unroll(params, 0).shards
@@ -744,6 +745,46 @@ def _run(config, workdir):
   return train.run(
     lambda agent, variant: config, ['test.py', f'--workdir={workdir}']
   )
+
+
+@pytest.mark.parametrize('where', ['', 'make', 'reset'])
+def test_the_thread_of_an_actor_makes_and_closes_its_environments(where):
+  """Databases, OpenGL and others work only in the thread that made them."""
+  threads = {0: [], 1: []}
+
+  def note(index, method):
+    is_main = threading.current_thread() is threading.main_thread()
+    if method == where and not is_main:
+      raise ValueError('signal only works in main thread')
+    threads[index].append((method, threading.get_ident()))
+
+  def make_env(index):
+    note(index, 'make')
+    env = _make_env(index)
+
+    def call(method):
+      def method_of_env(*args):
+        note(index, method)
+        return getattr(env, method)(*args)
+
+      return method_of_env
+
+    return env._replace(**{x: call(x) for x in ('reset', 'step', 'close')})
+
+  driver = _driver(make_env)
+  driver.start()
+  _advance(driver, 3)
+  assert driver.close() == [] and not _podrl_threads()
+  own = []
+  for own_calls in threads.values():
+    assert {x for x, _ in own_calls} == {'make', 'reset', 'step', 'close'}
+    # What sets handlers of signals runs in the main thread.
+    others = {thread for method, thread in own_calls if method != where}
+    assert len(others) == 1
+    own += others
+    if where:
+      assert dict(own_calls)[where] == threading.get_ident()
+  assert len({*own, threading.get_ident()}) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 
 import cloudpickle
 import gymnasium
@@ -463,6 +462,7 @@ def test_a_reward_is_one_number_in_any_form(reward):
     ({'reward': '1'}, 'a reward of type str in step 1; it must be a number'),
     ({'reward': []}, 'a reward of shape (0,) in step 1; it must be one number'),
     ({'reward': 1j}, 'a reward of type complex in step 1; it must be a number'),
+    ({'reward': 1e40}, 'the reward 1e+40 in step 1; 32 bits cannot contain it'),
     ({'ends': (None, True)}, 'terminated of type NoneType in step 1; it must'),
     ({'ends': (np.zeros(2), 1)}, 'terminated of shape (2,) in step 1; it must'),
     (
@@ -519,52 +519,6 @@ def test_an_environment_that_samples_its_spaces_follows_the_seed():
   np.testing.assert_array_equal(first, second)
   # The environments share the space of the class, but not its random numbers.
   assert len(np.unique(np.stack(first))) == 6 * 3 * 2
-
-
-class _Bound(_Odd):
-  """An environment that works only in the thread that made it."""
-
-  def __init__(self):
-    super().__init__()
-    self.thread = threading.get_ident()
-    self.threads.append(self.thread)
-
-  def _observe(self):
-    assert threading.get_ident() == self.thread
-    return np.zeros(2, np.float32)
-
-  def render(self):
-    return self._observe()
-
-  def close(self):
-    self._observe()
-    self.closed.append(self)
-
-
-def test_one_thread_makes_steps_and_closes_an_environment(monkeypatch):
-  monkeypatch.setattr(adapter, '_bound', set())
-  _Bound.threads, _Bound.closed = [], []
-  gymnasium.register('Bound-v0', _Bound, disable_env_checker=True)
-  before = set(threading.enumerate())
-  env = adapter.make('Bound-v0', 2, seed=0)
-  env.reset()
-  # As in Sebulba, another thread steps.
-  steps = [_in_other_thread(env.step, np.zeros(2, int)) for _ in range(5)]
-  # The reset step, after 3 steps, shows that no step was lost or done twice.
-  assert [x.is_first.tolist()[0] for x in steps] == [0, 0, 0, 1, 0]
-  assert len({*_Bound.threads}) == 2
-  env.close()
-  # In the end, all are closed in their threads.
-  assert len(_Bound.closed) == 3
-  # Now podrl knows that these environments need a thread of their own.
-  env = adapter.make('Bound-v0', 2, seed=0)
-  before_step = len(_Bound.threads)
-  env.reset()
-  _in_other_thread(env.step, np.zeros(2, int))
-  assert len(_Bound.threads) == before_step
-  env.close()
-  after = set(threading.enumerate()) - before
-  assert not any(x.name == 'podrl-envs' for x in after)
 
 
 def _in_other_thread(function, *args):
@@ -862,6 +816,10 @@ def test_integers_without_bounds_have_the_limits_of_their_dtype():
     (_Space(-9, 9, (2,), np.float64), [1.0, 1.0 + 1e-9], True),
     (_Space(-9, 9, (2,), np.float64), [1.0, 1.0], False),
     (gymnasium.spaces.Discrete(3, start=2**40), [2**40, 2**40 + 1], False),
+    # Integers of 32 bits, which a network sees as floats.
+    (_Space(0, 2**31 - 1, (2,), np.int64), [10**9, 10**9 + 1], True),
+    (_Space(0, 2**31 - 1, (2,), np.int32), [10**9, 10**9 + 1], True),
+    (_Space(0, 2**31 - 1, (2,), np.int32), [10**6, 10**6 + 1], False),
   ],
 )
 def test_what_32_bits_do_not_show_is_warned_of_once(
@@ -881,7 +839,7 @@ def test_what_32_bits_do_not_show_is_warned_of_once(
       env.step(np.zeros(2, int))
     env.close()
   line = (
-    'warning: Steps-v0: 32 bits do not show the differences between its 64-bit '
-    'observations; subtract a constant in the environment\n'
+    'warning: Steps-v0: floats of 32 bits do not show the differences between '
+    'its observations; subtract a constant in the environment\n'
   )
   assert capsys.readouterr().err == line * is_lost

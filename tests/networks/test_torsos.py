@@ -1,6 +1,5 @@
-"""Tests torsos: matmul convolutions, dtypes, and the choice by observation."""
+"""Tests torsos: dtypes, scales, and the choice by observation."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,110 +13,6 @@ from podrl.types import Discrete, EnvSpec
 def _spec(shape, dtype=jnp.uint8, channels_first=False):
   obs = jax.ShapeDtypeStruct(shape, dtype)
   return EnvSpec(obs, channels_first, Discrete(3), 1, 100)
-
-
-@pytest.mark.parametrize(
-  'padding,kernel,stride,size',
-  [
-    ('VALID', 3, 1, (10, 10)),
-    ('SAME', 3, 1, (9, 10)),
-    ('VALID', 4, 2, (13, 16)),
-    ('SAME', 3, 2, (13, 16)),
-    ('SAME', 4, 3, (13, 16)),
-  ],
-)
-def test_matmul_convolution_equals_lax(padding, kernel, stride, size):
-  x = jax.random.normal(jax.random.key(0), (2, *size, 3))
-  ours = torsos.Conv(5, kernel, stride, padding, matmul=True)
-  lax = torsos.Conv(5, kernel, stride, padding, matmul=False)
-  params = jax.jit(lax.init)(jax.random.key(1), x)
-
-  def apply_and_grad(module):
-    def loss(params, x):
-      y = module.apply(params, x)
-      return jnp.sum(jnp.sin(y)), y
-
-    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
-
-  (our_grad, y), (lax_grad, z) = map(apply_and_grad, (ours, lax))
-  np.testing.assert_allclose(y, z, atol=1e-5)
-  for a, b in zip(jax.tree.leaves(our_grad), jax.tree.leaves(lax_grad)):
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-
-
-# With 8 channels, the bias is added; with fewer, it is a channel's weight.
-@pytest.mark.parametrize('channels', [4, 8])
-@pytest.mark.parametrize('padding', ['SAME', 'VALID'])
-def test_a_bias_may_be_the_weight_of_a_channel(padding, channels):
-  keys = jax.random.split(jax.random.key(0), 3)
-  shapes = (2, 6, 5, channels), (3, 3, channels, 7), (7,)
-  arguments = list(map(jax.random.normal, keys, shapes))
-
-  def apply_and_grad(convolve):
-    def loss(*arguments):
-      y = convolve(*arguments, stride=2, padding=padding)
-      return jnp.sum(jnp.sin(y)), y
-
-    return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arguments)
-
-  ours = apply_and_grad(torsos._convolve_with_ones)
-  expected = apply_and_grad(torsos._convolve)
-  for x, y in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
-    np.testing.assert_allclose(x, y, atol=2e-5)
-
-
-def test_relu_and_its_gradient():
-  x = jnp.array([-2.0, 0.0, 3.0])
-  y, pullback = jax.vjp(torsos.relu, x)
-  np.testing.assert_array_equal(y, [0, 0, 3])
-  np.testing.assert_array_equal(
-    pullback(jnp.array([5.0, 6.0, 7.0]))[0], [0, 0, 7]
-  )
-
-
-@pytest.mark.parametrize('num_outputs', [1, 2, 8, 9, 32])
-def test_a_dense_layer_has_the_gradient_of_a_matrix_product(num_outputs):
-  rng = np.random.default_rng(0)
-  x, kernel, grad = (
-    rng.normal(size=shape).astype(np.float32)
-    for shape in ((3, 50, 16), (3, 16, num_outputs), (3, 50, num_outputs))
-  )
-
-  # Agents of several seeds have kernels of their own.
-  @jax.vmap
-  def gradients(x, kernel, grad):
-    x, grad = x.reshape(5, 10, 16), grad.reshape(5, 10, num_outputs)
-    options = {'use_bias': False, 'dot_general': torsos.dot_general}
-    dense = nn.Dense(num_outputs, **options)
-
-    def loss(x, kernel):
-      return jnp.sum(grad * dense.apply({'params': {'kernel': kernel}}, x))
-
-    return jax.grad(loss, (0, 1))(x, kernel)
-
-  x_grad, kernel_grad = jax.jit(gradients)(x, kernel, grad)
-  expected = np.swapaxes(x, 1, 2).astype(np.float64) @ grad
-  np.testing.assert_allclose(kernel_grad, expected, atol=1e-5)
-  expected = grad @ np.swapaxes(kernel, 1, 2)
-  np.testing.assert_allclose(x_grad.reshape(x.shape), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
-def test_only_a_cpu_copies_the_input_of_a_dense_layer(platform):
-  x, kernel = jnp.zeros((5, 16)), jnp.zeros((16, 32))
-  loss = jax.grad(lambda kernel, x: jnp.sum(torsos.multiply(x, kernel)))
-  lowered = jax.jit(loss).trace(kernel, x).lower(lowering_platforms=(platform,))
-  assert ('optimization_barrier' in lowered.as_text()) == (platform == 'cpu')
-
-
-@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
-def test_a_convolution_fits_the_platform_of_its_program(platform):
-  conv = torsos.Conv(5, 3)
-  x = jnp.zeros((2, 10, 10, 3))
-  params = jax.eval_shape(conv.init, jax.random.key(0), x)
-  loss = jax.grad(lambda params, x: jnp.sum(conv.apply(params, x)))
-  lowered = jax.jit(loss).trace(params, x).lower(lowering_platforms=(platform,))
-  assert ('stablehlo.convolution' in lowered.as_text()) == (platform == 'tpu')
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from podrl.envs import brax
 from podrl.records import workdir
 from podrl.records.terminal import podrl_command
 from podrl.run import tasks, train
-from podrl.tools import evaluate
+from podrl.tools import evaluate, watch
 from podrl.types import DeviceEnv
 
 _TINY = {
@@ -243,6 +243,11 @@ def test_an_environment_may_change_the_directory(tmp_path, monkeypatch, capsys):
   found = {x.name for x in (tmp_path / 'runs' / 'a').iterdir()}
   assert {'config.json', 'checkpoints', 'summary.json'} <= found
   assert 'evaluate runs/a\n' in capsys.readouterr().out
+  for command in evaluate, watch:
+    monkeypatch.chdir(tmp_path)
+    assert command.run([command.__name__, 'runs/a', '--episodes=1']) == 0
+  found = {x.name for x in (tmp_path / 'runs' / 'a').iterdir()}
+  assert {'evaluation.json', 'episode.gif'} <= found
 
 
 @pytest.mark.parametrize(
@@ -318,7 +323,6 @@ def test_python_says_which_objects_it_accepts(home, monkeypatch):
   for env, kind in (
     (gymnasium.make('CartPole-v1'), 'this TimeLimit'),
     (Walk, 'this Walk'),
-    (lambda: None, 'this function'),
     (None, 'this NoneType'),
   ):
     with pytest.raises(ValueError, match=f'takes the name of .* {kind};'):
@@ -326,8 +330,13 @@ def test_python_says_which_objects_it_accepts(home, monkeypatch):
 
   def walk() -> DeviceEnv: ...
 
-  with pytest.raises(ValueError, match='this function;'):
-    podrl.train(walk)  # Only this program could find it.
+  for function in (lambda: None, walk):  # Only this program could find them.
+    with pytest.raises(ValueError, match='-> DeviceEnv, in a module'):
+      podrl.train(function)
+  with pytest.raises(ValueError, match='agent=None must be one of ppo, '):
+    podrl.train('Catch-bsuite', agent=None)
+  with pytest.raises(TypeError, match='not int'):
+    podrl.train('Catch-bsuite', workdir=5)
   seen = []
   monkeypatch.setattr(tasks, 'parse', lambda x: seen.append(x) or 1 / 0)
   with pytest.raises(ZeroDivisionError):
@@ -340,6 +349,8 @@ def test_python_says_which_objects_it_accepts(home, monkeypatch):
   [
     ('my_envs:walk', 'makes a DeviceEnv, write jax:my_envs:walk\n'),
     ('my_envs:Walk', 'Walk is a class; register it with gymnasium.register\n'),
+    ('my_envs:nothing', 'my_envs registers no environment nothing\n'),
+    ('my_envs:Walk-v1', 'Walk-v1; did you mean Walk-v0\n'),
   ],
 )
 def test_a_module_without_this_environment(

@@ -14,6 +14,7 @@ import jax
 import pytest
 
 import podrl
+from podrl import envs
 from podrl.messages import printable
 from podrl.records import workdir
 from podrl.records.recorder import JsonLines
@@ -136,6 +137,28 @@ def test_a_run_from_elsewhere_runs_nothing(kind, way, home, capsys):
       'gymnasium': f'Walk-v0 of the module evil ({away}/evil.py)',
     }[kind]
     assert what in error
+
+
+@pytest.mark.parametrize('name', ['a\nerror: x', 'a\x1b[31m:f', 'a\u202e:f'])
+def test_a_name_cannot_write_on_the_terminal(name, home, capsys):
+  path = _download(home / 'run', 'jax', name)
+  for _, act in _ways(path):
+    try:
+      act()
+    except ValueError as mistake:
+      print(mistake)
+  shown = capsys.readouterr()
+  text = shown.out + shown.err
+  assert 'config.json has control characters in env.name=' in text
+  assert name not in text and '\nerror: x' not in text
+
+
+def test_the_file_that_would_be_imported_is_named(home):
+  """A folder with the name of the module does not hide the module."""
+  (home / 'evil').mkdir()
+  (home / 'evil/evil.py').write_text('')
+  found = envs.describe_import('evil:walk', str(home / 'evil'))
+  assert found == f'walk of the module evil ({home}/evil/evil.py)'
 
 
 @pytest.fixture(scope='module')

@@ -244,6 +244,9 @@ def test_runs_that_cannot_be_drawn_are_skipped(tmp_path, capsys, monkeypatch):
     ('episode_return', '{}'),
     ('num_updates', '"text"'),
     ('env_steps', 'null'),
+    ('env_steps', '-5'),
+    ('env_steps', '1e999'),
+    ('num_updates', 'true'),
   ],
 )
 def test_a_value_that_is_no_number_skips_only_its_run(

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.networks import sparse, torsos
+from podrl.kernels import sparse
+from podrl.networks import torsos
 
 
 def _bits(num_rows, width, max_ones):

@@ -8,7 +8,7 @@ import pytest
 
 from podrl.envs import SUITES
 from podrl.envs import gymnax as adapter
-from podrl.envs.indexing import compare_indices
+from podrl.kernels.indexing import compare_indices
 from podrl.types import Discrete
 
 

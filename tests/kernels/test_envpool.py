@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from podrl.envs import envpool, xla
+from podrl.envs import envpool
+from podrl.kernels import envpool as calls
 
 _STEPS, _NUM_ENVS = 12, 3
 
@@ -119,7 +120,7 @@ def test_two_threads_may_register_the_same_handlers(monkeypatch):
       return False  # The other thread is about to add it.
 
   _make('CartPole-v1')
-  monkeypatch.setattr(xla, '_handlers', Race(xla._handlers))
+  monkeypatch.setattr(calls, '_handlers', Race(calls._handlers))
   jax.devices()
   assert _make('CartPole-v1').xla
 
@@ -127,5 +128,5 @@ def test_two_threads_may_register_the_same_handlers(monkeypatch):
 def test_there_is_no_program_if_the_layout_of_a_frame_is_unknown(monkeypatch):
   env = _make('CartPole-v1')
   assert env.xla.init(lambda: True, lambda: None)
-  monkeypatch.setattr(xla, '_FRAME_SIZE', 0)
+  monkeypatch.setattr(calls, '_FRAME_SIZE', 0)
   assert env.xla.init(lambda: True, lambda: None) is None

@@ -17,6 +17,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 
+from podrl import kernels
+
 # For smaller observations, a matrix product is as fast. If a vectorised program
 # has many small products, only matrix products are joined.
 _MIN_SIZE = 2**16
@@ -54,9 +56,7 @@ def multiply_bools(x: jax.Array, kernel: jax.Array) -> jax.Array:
     columns, count = _find(x)
     return _product_p.bind(kernel, x, columns, count, is_transposed=False)
 
-  return lax.platform_dependent(
-    x, kernel, cpu=add_rows, default=_multiply_matrices
-  )
+  return kernels.choose(_multiply_matrices, x, kernel, cpu=add_rows)
 
 
 def _multiply_matrices(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -1,0 +1,35 @@
+"""What XLA's compilers force on podrl, out of the way of the mathematics.
+
+Each function has a plain form, a few lines of JAX that define its result, and
+forms that are faster on some platforms. `choose` is the only place where podrl
+chooses between them. With the environment variable PODRL_PLAIN_KERNELS=1, all
+new programs contain the plain forms. So if a result looks wrong, this variable
+says whether a fast form is the reason.
+"""
+
+from collections.abc import Callable
+import os
+from typing import Any
+
+import jax
+
+
+def is_plain() -> bool:
+  """Returns whether programs shall contain plain forms only."""
+  return os.environ.get('PODRL_PLAIN_KERNELS', '') not in ('', '0')
+
+
+def choose(
+  plain: Callable[..., Any], *arguments: Any, **forms: Callable[..., Any]
+) -> Any:
+  """Calls the form for the platform that a program is compiled for.
+
+  Args:
+    plain: the form for all other platforms.
+    *arguments: trees of arrays.
+    **forms: faster forms by platform, 'cpu', 'cuda' or 'tpu'. Their results
+      have the shapes and dtypes of the plain form's.
+  """
+  if is_plain():
+    return plain(*arguments)
+  return jax.lax.platform_dependent(*arguments, default=plain, **forms)
