@@ -21,6 +21,7 @@ from podrl.envs import (
   navix,
   pgx,
   playground,
+  spaces,
   xminigrid,
 )
 from podrl.messages import similar, suggest
@@ -227,16 +228,6 @@ def add_to_path(directory: str) -> None:
     sys.path.append(directory)
 
 
-def current_directory() -> str:
-  """Returns the current directory; raises a ValueError if it is deleted."""
-  try:
-    return os.getcwd()
-  except OSError as error:
-    raise ValueError(
-      'the current directory no longer exists; change to another directory'
-    ) from error
-
-
 def make_importable(name: str, directory: str = '') -> None:
   """Lets Python find the module of an environment `MODULE:NAME`.
 
@@ -245,7 +236,7 @@ def make_importable(name: str, directory: str = '') -> None:
   """
   if ':' in name:
     add_to_path(directory)
-    add_to_path(current_directory())
+    add_to_path(spaces.current_directory())
 
 
 def describe_import(name: str, directory: str) -> str:
@@ -259,7 +250,7 @@ def describe_import(name: str, directory: str) -> str:
     find = importlib.machinery.PathFinder.find_spec
     spec = importlib.util.find_spec(top)
     if not (spec and spec.origin):  # Any module counts before a mere folder.
-      spec = find(top, [directory, current_directory()]) or spec
+      spec = find(top, [directory, spaces.current_directory()]) or spec
   folders = list(spec.submodule_search_locations or ()) if spec else []
   place = spec and spec.origin or next(iter(folders), 'not found')
   return f'{attribute} of the module {module} ({place})'

@@ -32,17 +32,24 @@ _MINIGRID_SCALE = np.float32(10)
 _can_mujoco_draw = sys.platform != 'linux'
 
 
-def names() -> list[str]:
-  """Returns the tasks that envpool lists, except those with several players."""
+def _library() -> Any:
+  """Imports envpool, which ends a process whose directory is deleted."""
+  if 'envpool' not in sys.modules:
+    spaces.current_directory()
   import envpool
 
+  return envpool
+
+
+def names() -> list[str]:
+  """Returns the tasks that envpool lists, except those with several players."""
+  envpool = _library()
   return sorted(x for x in envpool.list_all_envs() if not _has_players(x))
 
 
 def _has_players(name: str) -> bool:
   """Returns whether a task has several players, like most games of pgx."""
-  import envpool
-
+  envpool = _library()
   if 'multiagent' in name.lower().replace('-', ''):
     return True
   module = envpool.registration.registry.specs[name][0]
@@ -56,8 +63,7 @@ def needs_memory(name: str) -> bool:
 
 def small_options(name: str) -> dict[str, Any]:
   """See `Suite.small_options`; only some tasks have these options."""
-  import envpool
-
+  envpool = _library()
   options = envpool.make_spec(name).config._asdict()
   return {k: 42 for k in ('img_height', 'img_width') if k in options}
 
@@ -66,8 +72,7 @@ def _check(
   name: str, options: dict[str, Any]
 ) -> tuple[EnvSpec, dict[str, Any]]:
   """Returns the `EnvSpec` of a task, and the options cast to their types."""
-  import envpool
-
+  envpool = _library()
   known = envpool.list_all_envs()
   if name not in known:
     advice = suggest(name, known)
@@ -173,8 +178,7 @@ def make(
 
   `HostEnv.render` raises a RuntimeError if the task cannot draw.
   """
-  import envpool
-
+  envpool = _library()
   spec, options = _check(name, options)
   pool: Any = envpool.make_gymnasium(
     name,

@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import math
+import os
 import pathlib
 import re
 from typing import Any
@@ -43,6 +44,16 @@ _KINDS = ('Box', 'Discrete', 'MultiDiscrete', 'MultiBinary', 'Dict', 'Tuple')
 # If the range of a box is a smaller part of its bounds than this, 32 bits do
 # not show enough of it.
 _SMALLEST_RANGE = 1e-3
+
+
+def current_directory() -> str:
+  """Returns the current directory; raises a ValueError if it is deleted."""
+  try:
+    return os.getcwd()
+  except OSError as error:
+    raise ValueError(
+      'the current directory no longer exists; change to another directory'
+    ) from error
 
 
 def import_module(name: str, module: str) -> Any:

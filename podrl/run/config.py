@@ -27,10 +27,10 @@ from podrl.core.distributions import DISTRIBUTIONS
 from podrl.core.optimizers import OPTIMIZERS
 from podrl.envs import (
   SUITES,
-  current_directory,
   describe_import,
   make_importable,
   module_directory,
+  spaces,
 )
 from podrl.messages import check_choice, printable, similar, suggest
 from podrl.networks.cores import CORES
@@ -1076,7 +1076,7 @@ def resolve_config(
 
   # Only process 0 runs this. It completes `config`.
   def find_files() -> tuple[dict, Files]:
-    current_directory()  # It must exist.
+    spaces.current_directory()  # It must exist.
     make_importable(config.env.name)
     options, suite = config.env.options, SUITES.get(config.env.suite)
     for name in filter(options.get, suite.policy_options if suite else ()):

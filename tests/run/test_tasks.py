@@ -148,9 +148,10 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_deleted_current_directory_is_one_line(tmp_path, monkeypatch, capsys):
-  (tmp_path / 'gone').mkdir()
-  monkeypatch.chdir(tmp_path / 'gone')
-  (tmp_path / 'gone').rmdir()
+  gone = tmp_path / 'gone'
+  gone.mkdir()
+  monkeypatch.chdir(gone)
+  gone.rmdir()
   for run in (
     lambda: _run(monkeypatch, 'Catch-bsuite'),
     lambda: helpers.run('a', name='anakin_catch'),
@@ -159,6 +160,14 @@ def test_a_deleted_current_directory_is_one_line(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert 'the current directory no longer exists' in said
     assert said.count('\n') == 1
+  # A process that has not imported envpool yet, which would end it.
+  outcome = subprocess.run(
+    [sys.executable, '-m', 'podrl', 'envs', 'Catch'],
+    capture_output=True,
+    text=True,
+  )
+  assert outcome.returncode == 2
+  assert 'the current directory no longer exists' in outcome.stderr
 
 
 def test_numbers_of_numpy_are_numbers(monkeypatch):
