@@ -39,7 +39,7 @@ def main() -> None:
     message = f'podrl has no command {name}; {suggest(name, COMMANDS)}'
     print(f'error: {message}', file=sys.stderr)
     sys.exit(2)
-  from podrl.run.signals import quiet_imports
+  from podrl.signals import quiet_imports
 
   os.environ.pop('JAX_ENABLE_X64', None)  # podrl computes in 32 bits.
   with quiet_imports():

@@ -3,6 +3,9 @@
 from collections.abc import Collection, Iterable
 import difflib
 
+# The comment of the flag --trust of several commands.
+TRUST = 'import the module that a run names, even if you did not make the run.'
+
 
 def similar(name: str, known: Iterable[str], least: float = 0.4) -> list[str]:
   """Returns up to three known names similar to `name`; case does not matter.

@@ -32,9 +32,9 @@ def _set_up_jax() -> None:
   """Sets up JAX here and, where possible, in the processes that tests start."""
   import jax
 
+  from podrl import signals
   from podrl.drivers import spmd
   from podrl.envs.gymnax import import_gymnax
-  from podrl.run import signals
 
   # The tests compile much and compute little, so skip LLVM's optimisations.
   flags = [os.environ.get('XLA_FLAGS'), '--xla_backend_optimization_level=0']

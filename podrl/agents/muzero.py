@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from podrl.agents import acting, dqn
+from podrl.agents import acting, dqn, exploring, sac
 from podrl.core import returns
 from podrl.core.distributions import Distribution
 from podrl.core.observations import hide_illegal, without_mask
@@ -38,6 +38,7 @@ DEFAULTS = {
   'agent.value_cost': 0.25,
   'agent.target_period': 100,
   'agent.target_rate': 1.0,
+  'agent.random_fraction': 0.0,
   'search.kind': 'gumbel',
   'search.num_simulations': 16,
   'search.eval_num_simulations': 16,
@@ -59,12 +60,16 @@ DEFAULTS = {
 
 COMMENTS = {
   'agent.num_unroll_steps': 'Steps for which the loss unrolls the model.',
-  'agent.n_steps': dqn.COMMENTS['agent.n_steps'],
+  'agent.n_steps': (
+    'Rewards in the value target of the last step of the model; the targets of '
+    'earlier steps end at the same time, so they have more.'
+  ),
   'agent.support': 'The largest rescaled reward and value; one bin per unit.',
   'agent.target_period': (
     'Optimiser steps between updates of the parameters that reanalyse.'
   ),
   'agent.target_rate': 'Part of the way that these parameters then move.',
+  'agent.random_fraction': sac.COMMENTS['agent.random_fraction'],
   'network.channels': 'Channels of a hidden state for images; 0: a vector.',
 }
 
@@ -87,12 +92,22 @@ KINDS: dict[str, dict[str, Any]] = {
     'network.hidden_sizes': (128,),
   },
   'memory': {'unroll_length': 8},
-  'continuous': {'agent.support': 60},
+  'continuous': {'agent.support': 60, 'agent.random_fraction': 0.0},
+  # With policies that older searches found, the return of Breakout-MinAtar
+  # stays near 6: the memory is small. Some actions are random, because the
+  # search is soon certain of a path that ends early.
   'small image': {
-    'total_env_steps': 600_000,
-    'env.num_envs': 16,
-    'agent.n_steps': 30,
+    'total_env_steps': 400_000,
+    'env.num_envs': 64,
+    'unroll_length': 4,
+    'agent.n_steps': 5,
+    'agent.value_cost': 1.0,
+    'agent.random_fraction': 0.1,
     'network.hidden_sizes': (128,),
+    'optimizer.learning_rate': 2e-3,
+    'replay.capacity_steps': 10_000,
+    'replay.priority_exponent': 0.0,
+    'replay.sgd_steps_per_update': 16,
   },
   'large image': dqn.LARGE_IMAGE
   | {'network.name': 'auto', 'network.channels': 64},
@@ -110,6 +125,7 @@ def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field is out of range."""
   dqn.check_targets(fields)
   acting.check_counts(fields, 'agent.num_unroll_steps', 'agent.support')
+  acting.check_fractions(fields, 'agent.random_fraction')
   if (channels := fields['network.channels']) < 0:
     raise ValueError(f'config.network.channels={channels} must be at least 0')
 
@@ -338,25 +354,22 @@ def make_targets(
   gamma: Array,
   *,
   num_unroll_steps: int,
-  n_steps: int,
 ) -> Targets:
   """Computes the targets of the model's K steps.
 
   Args:
-    timestep: leaves `[T+1, N, ...]`, T = K + n, rewards already clipped.
+    timestep: leaves `[T+1, N, ...]`, T > K, rewards already clipped.
     extras: what searches found, leaves `[T, N, ...]`.
-    bootstrap: the values `[T+1, N]` of the `bootstrap_steps`, float32; others
-      are not read.
+    bootstrap: float32 `[T+1, N]`, the values of each row's last time step: T,
+      or the end of the first episode; others are not read.
     gamma: the discount per step.
     num_unroll_steps: K.
-    n_steps: n, the rewards of a value's target.
   """
   num_steps = num_unroll_steps + 1
-  chex.assert_shape(timestep.reward, (num_steps + n_steps, None))
-  valid = returns.weights(timestep)  # `[T, N]`, 0 at a joint.
+  valid = returns.weights(timestep)  # `[T, N]`, 0 at a reset step.
   discount = gamma * timestep.discount[1:]
-  targets = returns.n_step(
-    bootstrap, timestep.reward[1:], discount, valid, n=n_steps
+  targets = returns.q_lambda(
+    bootstrap, timestep.reward[1:], discount, valid, lambda_=1.0
   )
   # Whether step k is before or at the end of the first episode.
   alive = jnp.concatenate(
@@ -374,29 +387,6 @@ def make_targets(
   )
   weight = alive + absorbed
   return Targets(reward, value, policy, samples, weight, policy_weight)
-
-
-def bootstrap_steps(
-  timestep: TimeStep, num_unroll_steps: int, n_steps: int
-) -> Array:
-  """Returns the steps from whose values the targets of 0 to K bootstrap.
-
-  Such a step is n steps later, or at the episode's end.
-
-  Args:
-    timestep: leaves `[T+1, N, ...]`, T = K + n.
-    num_unroll_steps: K.
-    n_steps: n.
-
-  Returns:
-    int32 `[K+1, N]`.
-  """
-  chex.assert_shape(timestep.reward, (num_unroll_steps + n_steps + 1, None))
-  valid = returns.weights(timestep)  # `[T, N]`, 0 at a joint.
-  first = np.arange(num_unroll_steps + 1)[:, None]
-  windows = valid[first + np.arange(n_steps)]  # `[K+1, n, N]`.
-  lengths = jnp.sum(jnp.cumprod(windows, axis=1), axis=1).astype(jnp.int32)
-  return first + lengths
 
 
 def make_agent(
@@ -423,6 +413,9 @@ def make_agent(
   codec = Codec(jnp.arange(-largest, largest + 1.0))
   network = build_network(spec, network_fields, len(codec.support))
   is_box = isinstance(spec.action, Box)
+  fraction = fields['random_fraction']
+  if fraction and is_box:
+    raise ValueError(f'agent.random_fraction={fraction} {sac.NEEDS_DISCRETE}')
   distribution = acting.bounded_distribution(spec.action) if is_box else None
   search = make_search(
     network,
@@ -451,6 +444,10 @@ def make_agent(
       fields[name],
       greedy,
     )
+    if fraction and not greedy:
+      keys = jax.vmap(jax.random.fold_in, (0, None))(rng_key, 1)
+      choice = jax.nn.one_hot(action, extras.policy.shape[-1])
+      action = exploring.explore(keys, choice, fraction, timestep.obs)
     return action, extras, carry
 
   def reanalyse(
@@ -486,22 +483,21 @@ def make_agent(
     return jax.tree.map(lambda x, new: x.at[places].set(new), extras, fresh)
 
   def fresh_value(params: Tree, timestep: TimeStep) -> Array:
-    """Predicts the values `[T+1, N]` of the bootstrap steps; others are 0.
+    """Predicts the values `[T+1, N]` of each row's last step; others are 0.
+
+    A row ends at the end of its first episode. All targets of a row bootstrap
+    from there, so the network sees one observation for each row.
 
     Values that searches found earlier would be those of worse policies. MuZero
     Reanalyze predicts them too, but with a target network (Schrittwieser et al.
     2020, appendix H); here, the newest parameters do.
     """
     params = jax.lax.stop_gradient(params)
-    steps = bootstrap_steps(timestep, num_unroll_steps, fields['n_steps'])
-    places = steps, np.arange(steps.shape[1])
-
-    def predict(obs: Tree) -> Array:
-      hidden = network.represent(params, without_mask(obs))
-      return codec.decode(network.predict(params, hidden)[1])
-
+    steps = jnp.sum(jnp.cumprod(returns.weights(timestep), axis=0), axis=0)
+    places = steps.astype(jnp.int32), np.arange(len(steps))
     obs = jax.tree.map(lambda x: x[places], timestep.obs)
-    value = jax.vmap(predict)(obs)
+    hidden = network.represent(params, without_mask(obs))
+    value = codec.decode(network.predict(params, hidden)[1])
     return jnp.zeros_like(timestep.reward).at[places].set(value)
 
   def prepare(
@@ -524,7 +520,6 @@ def make_agent(
       fresh_value(variables.params, timestep),
       gamma,
       num_unroll_steps=num_unroll_steps,
-      n_steps=fields['n_steps'],
     )
     action = trajectory.action[:num_unroll_steps]
     action, targets = acting.swap_axes((action, targets))

@@ -33,7 +33,7 @@ DEFAULTS = {
   'agent.priority_mix': 0.9,
   'network.activation': 'relu',
   'network.recurrent': 'lstm',
-  'network.memory_steps': 100,
+  'network.memory_steps': 0,
   'optimizer.max_grad_norm': 40.0,
   'checkpoint.memory': True,
   'replay.capacity_steps': 100_000,
@@ -78,7 +78,12 @@ KINDS: dict[str, dict[str, Any]] = {
     'agent.normalize_reward': False,
     'agent.normalize_observation': False,
   },
-  'memory': {'network.recurrent': 'lstm', 'unroll_length': 20},
+  # Without a task for it, a long memory is slower to learn with.
+  'memory': {
+    'network.recurrent': 'lstm',
+    'network.memory_steps': 100,
+    'unroll_length': 20,
+  },
   'small image': {'total_env_steps': 1_000_000},
   'large image': dqn.LARGE_IMAGE,
   'large image on a CPU': {  # It learns from each step about four times.

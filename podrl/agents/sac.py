@@ -39,7 +39,7 @@ DEFAULTS = {
   'agent.initial_temperature': 1.0,
   'agent.caution': 1.0,
   'agent.noise_steps': 1,
-  'agent.uniform_fraction': 0.0,
+  'agent.random_fraction': 0.0,
   'network.activation': 'relu',
   'network.hidden_sizes': (256, 256),
   'optimizer.learning_rate': 3e-4,
@@ -66,10 +66,13 @@ COMMENTS = {
     'Steps for which the noise of an action stays the same. If actions with '
     'new noise at each step never reach a reward, more steps may.'
   ),
-  'agent.uniform_fraction': (
+  'agent.random_fraction': (
     'Part of the discrete actions that are random; not if greedy.'
   ),
 }
+
+# The end of an error message.
+NEEDS_DISCRETE = 'needs discrete actions; use 0'
 
 UNUSED = dqn.UNUSED
 CHANGEABLE = ('agent.gamma', 'agent.target_entropy')
@@ -85,7 +88,7 @@ KINDS: dict[str, dict[str, Any]] = {
   'continuous': {
     'agent.target_entropy': -1.0,
     'agent.caution': 1.0,
-    'agent.uniform_fraction': 0.0,
+    'agent.random_fraction': 0.0,
   },
   'action vector': {'total_env_steps': 100_000},
   # An optimiser step for each step of an environment would take an hour. With
@@ -99,7 +102,7 @@ KINDS: dict[str, dict[str, Any]] = {
     'agent.initial_temperature': 0.3,
     'agent.caution': 0.0,
     'agent.target_rate': 0.02,
-    'agent.uniform_fraction': 0.1,
+    'agent.random_fraction': 0.1,
     'optimizer.learning_rate': 5e-4,
     'replay.capacity_steps': 100_000,
     'replay.batch_size': 128,
@@ -114,7 +117,7 @@ def check(fields: Mapping[str, Any]) -> None:
   """Raises a ValueError if a field is out of range."""
   dqn.check_targets(fields)
   acting.check_counts(fields, 'agent.noise_steps')
-  for name in 'agent.caution', 'agent.uniform_fraction':
+  for name in 'agent.caution', 'agent.random_fraction':
     if not 0 <= (part := fields[name]) <= 1:
       raise ValueError(f'config.{name}={part} must be from 0 to 1')
   temperature = fields['agent.initial_temperature']
@@ -199,12 +202,9 @@ def make_agent(
   arXiv:2005.05719, section 3 (noise that stays for several steps).
   """
   is_discrete = isinstance(spec.action, Discrete)
-  fraction = fields['uniform_fraction']
+  fraction = fields['random_fraction']
   if fraction and not is_discrete:
-    raise ValueError(
-      f'agent.uniform_fraction={fraction} needs discrete actions; continuous '
-      'ones explore with agent.noise_steps'
-    )
+    raise ValueError(f'agent.random_fraction={fraction} {NEEDS_DISCRETE}')
   outer = inner = acting.bounded_distribution(spec.action)
   num_actions, num_components = outer.num_params, 1
   if isinstance(spec.action, Box):

@@ -7,10 +7,8 @@ from typing import Any
 
 import jax
 
+from podrl.records.merging import JOULES, MOVES
 from podrl.types import Report
-
-# What `Meter.measure` adds to the stages of a report; both are no seconds.
-JOULES, MOVES = 'joules', 'counter_moves'
 
 
 def _open_gpus(devices: Sequence[jax.Device]) -> tuple[Any, list[Any]]:

@@ -1,141 +1,29 @@
 """Records a run: makes a record of each window of updates, and writes it."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import functools
 import itertools
 import math
-import operator
 import os
 import shutil
 import sys
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 import uuid
 
 import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.agents import sgd_steps_per_update
-from podrl.drivers import energy
-from podrl.records import workdir
+from podrl.records import merging, workdir
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
 from podrl.types import Episodes, Report
 
 _ENERGY = 'joules_per_second', 'frames_per_joule'
-_NUM_RESAMPLES = 2000  # Number of resampled means per bootstrap interval.
-
-
-class _Reduction(NamedTuple):
-  """How the values of one metric become one value."""
-
-  updates: Callable = np.mean  # Combines the updates of a window.
-  processes: Callable = np.mean  # Combines the processes of a run.
-  seeds: Callable = np.mean  # Combines the agents of a run.
-
-
-_COUNT = _Reduction(operator.itemgetter(-1), np.sum)
-_RATE = _Reduction(seeds=np.sum)
-_ROUNDED_DOWN = _Reduction(seeds=lambda x: sum(x) // len(x))
-# All other metrics are averaged, for example losses.
-_REDUCTIONS = defaultdict(_Reduction) | {
-  # Steps are rounded down and reset steps up, so that their sum stays exact.
-  'env_steps': _ROUNDED_DOWN,
-  'frames': _ROUNDED_DOWN,
-  'num_reset_steps': _Reduction(seeds=lambda x: -(-sum(x) // len(x))),
-  'num_actors': _COUNT,
-  'num_unrolls_dropped': _COUNT,
-  'num_actor_waits': _COUNT,
-  'policy_lag_max': _Reduction(np.max, np.max),
-  energy.JOULES: _Reduction(processes=np.sum),
-  energy.MOVES: _Reduction(processes=np.min),
-  'joules_per_second': _RATE,
-  'steps_per_second': _RATE,
-  'frames_per_second': _RATE,
-  'updates_per_second': _RATE,
-  'predictions_per_second': _RATE,
-}
-
-
-def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Computes a 95 % confidence interval of the mean by resampling.
-
-  Every call draws the same random samples.
-
-  Args:
-    values: float64 `[N, ...]`, one row for each run or episode.
-
-  Returns:
-    The lower end and the upper end of the interval, `[...]` each.
-
-  Source: Efron 1979, Bootstrap Methods; the percentile interval.
-  """
-  rng = np.random.default_rng(0)
-  draws = rng.integers(len(values), size=(_NUM_RESAMPLES, len(values)))
-  means = np.stack([values[draw].mean(0) for draw in draws])
-  return tuple(np.percentile(means, [2.5, 97.5], axis=0))
-
-
-def spread(
-  returns: Sequence[float], names: Sequence[str], are_alike: bool
-) -> Record:
-  """Returns fields that say how the evaluated returns of N agents differ.
-
-  Args:
-    returns: float `[N]`, the mean return of each agent.
-    names: `[N]`, the names of the agents.
-    are_alike: whether the agents differ only in their seeds. Only then, the
-      mean has an interval.
-  """
-  values = np.array(returns, np.float64)
-  worst = int(np.argmin(values))  # If there is a NaN, this is its index.
-  fields = {
-    'eval_return_std': np.std(values).item(),
-    'eval_return_worst': values[worst].item(),
-    'eval_return_worst_agent': names[worst],
-  }
-  if are_alike:
-    low, high = map(float, bootstrap(values))
-    fields |= {'eval_return_low': low, 'eval_return_high': high}
-  return fields
-
-
-def merge_seeds(
-  records: Sequence[Record],
-  names: Sequence[str] = (),
-  *,
-  are_alike: bool = True,
-  in_turn: bool = False,
-) -> Record:
-  """Merges records of several agents; keeps only numbers that all records have.
-
-  Args:
-    records: a record of each agent.
-    names: the names of the agents; `are_alike`: see `spread`.
-    in_turn: whether the agents ran one after another. In this case, the rates
-      of the agents are averaged instead of added.
-  """
-  merged = {}
-  for name in records[0]:
-    values = [x[name] for x in records if isinstance(x.get(name), int | float)]
-    if len(values) == len(records):
-      reduce = _REDUCTIONS[name].seeds
-      value = float(
-        (np.mean if in_turn and reduce is np.sum else reduce)(values)
-      )
-      is_count = all(isinstance(x, int) for x in values)
-      merged[name] = round(value) if is_count else value
-  if names and all('eval_return' in x for x in records):
-    # In a record that was read from a file, None stands for NaN.
-    returns = [np.float64(x['eval_return']).item() for x in records]
-    merged['eval_return'] = float(np.mean(returns))
-    merged |= spread(returns, names, are_alike)
-  return merged
 
 
 def join_seeds(path: str, directories: Sequence[str]) -> Record:
@@ -150,7 +38,7 @@ def join_seeds(path: str, directories: Sequence[str]) -> Record:
   ]
   shared = [x for x in runs[0] if all(x in records for records in runs)]
   names = [os.path.basename(x) for x in directories]
-  merge = functools.partial(merge_seeds, names=names, in_turn=True)
+  merge = functools.partial(merging.merge_seeds, names=names, in_turn=True)
   lines = [merge([x[i] for x in runs]) for i in shared]
   summaries = [workdir.read_summary(x) for x in directories]
   others = {
@@ -190,7 +78,7 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
     for name in parts[0][field]:
       if all(name in x[field] for x in parts):
         values = [x[field][name] for x in parts]
-        metrics[name] = _REDUCTIONS[name].processes(values, axis=0)
+        metrics[name] = merging.REDUCTIONS[name].processes(values, axis=0)
   merged['num_predictions'] = sum(x['num_predictions'] for x in parts)
   return report._replace(episodes=Episodes(*episodes), **merged)
 
@@ -253,8 +141,8 @@ class Window:
     num_reset_steps = int(np.sum(report.episodes.num_episodes))
     num_steps = report.num_predictions - num_reset_steps
     stages = dict(report.stages)
-    if energy.JOULES in stages:
-      joules, moves = stages.pop(energy.JOULES), stages.pop(energy.MOVES)
+    if merging.JOULES in stages:
+      joules, moves = stages.pop(merging.JOULES), stages.pop(merging.MOVES)
       used = joules, num_steps, report.seconds, moves
       self.own_energy = [x + y for x, y in zip(self.own_energy, used)]
       self.run_energy = [x + y for x, y in zip(self.run_energy, used)]
@@ -299,7 +187,7 @@ class Window:
     for name in self.rows[0] if self.rows else ():
       values = np.concatenate([row[name] for row in self.rows])
       if values.size:
-        record[name] = float(_REDUCTIONS[name].updates(values))
+        record[name] = float(merging.REDUCTIONS[name].updates(values))
     record |= {k: seconds * rate for k, seconds in self.stages.items()}
     record |= describe_energy(self.own_energy, self.frame_skip)
     counts = self.env_steps, self.num_reset_steps, self.num_updates
@@ -496,6 +384,7 @@ class Recorder:
   frame_skip: int
   total_updates: int
   steps_per_update: int  # Reset steps included.
+  sgd_steps_per_update: int  # Optimiser steps of an update that learns.
   start_seconds: float  # `time.perf_counter()` at the start of the process.
   describe: Callable[[Record], Record]  # Makes more fields for a run's record.
   is_writer: bool = True  # Whether this process writes.
@@ -504,12 +393,12 @@ class Recorder:
     config, path = self.config, self.path
     directories = [*workdir.agents(path, config)]
     self._merge = functools.partial(
-      merge_seeds,
+      merging.merge_seeds,
       names=[os.path.basename(x) for x in directories],
       are_alike=workdir.are_alike(config),
     )
-    sgd_steps = sgd_steps_per_update(workdir.flatten(config.to_dict()))
-    self._windows = [Window(self.frame_skip, sgd_steps) for _ in directories]
+    sizes = self.frame_skip, self.sgd_steps_per_update
+    self._windows = [Window(*sizes) for _ in directories]
     paths = list(dict.fromkeys([path, *directories]))
     self._paths = paths if self.is_writer else []
     self.sinks: list[list[Sink]] = []
@@ -662,7 +551,7 @@ class Recorder:
       for window in self._windows
     ]
     if len(used) > 1:
-      used.insert(0, merge_seeds(used))
+      used.insert(0, merging.merge_seeds(used))
     summaries = []
     for last, own in zip(self.last, used):
       kept = {k: x for k, x in last.items() if k not in _ENERGY}

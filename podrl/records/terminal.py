@@ -1,6 +1,6 @@
 """Shows a run: a live panel or plain lines, and a summary at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import functools
 import os
@@ -17,8 +17,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from podrl import agents, envs
-from podrl.drivers.limits import describe
 from podrl.messages import count, printable, two_decimals
 from podrl.records import workdir as files
 from podrl.records.workdir import Record, num_agents, short
@@ -42,13 +40,6 @@ def compact(value: float) -> str:
     if abs(value) >= smallest:
       return f'{value / size:.3g}{unit}'
   return f'{value:.4g}'
-
-
-def _is_local(config: ConfigDict) -> bool:
-  """Returns whether only the running program has the agent or environment."""
-  suite, env = config.env.suite, config.env.name
-  is_known = config.agent.name in agents.BUILT_IN and suite in envs.BUILT_IN
-  return not is_known or envs.SUITES[suite].is_local(env)
 
 
 _STAGES = """\
@@ -219,7 +210,13 @@ class Terminal:
 
   @_goes_on
   def print_summary(
-    self, summary: Record, workdir: str, resume_command: str = ''
+    self,
+    summary: Record,
+    workdir: str,
+    resume_command: str = '',
+    *,
+    rows: Sequence[tuple[str, str]] = (),
+    is_local: bool = False,
   ) -> None:
     """Prints the last values of a run as a table, and useful next commands.
 
@@ -227,6 +224,9 @@ class Terminal:
       summary: the contents of `summary.json`.
       workdir: the directory of the run.
       resume_command: printed if a signal ended the run.
+      rows: names and values for further rows of the table.
+      is_local: whether only the running program has the agent or environment,
+        so that other commands cannot use the run.
     """
     title = Text(f'{self._name}: {summary["exit"]}')
     table = Table(title=title, show_header=False, title_justify='left')
@@ -256,12 +256,12 @@ class Terminal:
     )
     devices = f'{summary["devices"]} x {summary["platform"].upper()}'
     table.add_row('devices', devices)
-    for name, value in describe(summary):
+    for name, value in rows:
       table.add_row(name, Text(printable(value)))
     workdir = short(workdir)
     table.add_row('run', Text(printable(workdir)))
     self._console.print(table)
-    podrl, is_local = podrl_command(), _is_local(self._config)
+    podrl = podrl_command()
     if summary['exit'] == 'done':
       agent = next(iter(files.agents(workdir, self._config)))
       commands = [('plot', workdir), ('watch', agent), ('evaluate', workdir)]

@@ -33,7 +33,6 @@ import uuid
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.agents import AGENTS
 from podrl.messages import one_line
 
 Record = dict[str, Any]
@@ -47,11 +46,6 @@ MOVABLE = tuple(
 )
 # Fields (or prefixes of fields) in which runs may differ that are compared.
 SEEDS = ('seed', 'num_seeds') + MOVABLE
-# A resumed run may change these fields only on its command line. `config.json`
-# then gets the new values.
-CHANGEABLE = {'total_env_steps', 'optimizer.learning_rate'}.union(
-  *(agent.changeable for agent in AGENTS.values())
-)
 _TASK = {'env.name', 'env.suite', 'agent.name'}
 _REQUIRED = {'agent.name', 'env.name', 'network.name', 'optimizer.name'}
 # What a run must also say before its agent can be loaded.
@@ -490,10 +484,10 @@ def make(path: str, config: ConfigDict) -> None:
     ) from error
 
 
-def update_config(path: str, config: ConfigDict) -> None:
+def update_config(path: str, config: ConfigDict, changeable: Set[str]) -> None:
   """Writes what a resumed run changes to each `config.json`, and signs it.
 
-  These are the `CHANGEABLE` fields, and `env.path`: this user trusts the path
+  These are the fields `changeable`, and `env.path`: this user trusts the path
   of `config`, but perhaps not the saved one. It raises a `WriteError` if this
   fails.
   """
@@ -502,7 +496,7 @@ def update_config(path: str, config: ConfigDict) -> None:
   contents = {path: config.to_dict()} | agents(path, config)
   for directory, own in contents.items():
     fields, saved = flatten(own), read_config(directory)
-    before, names = flatten(saved.to_dict()), {*CHANGEABLE, 'env.path'}
+    before, names = flatten(saved.to_dict()), {*changeable, 'env.path'}
     values = {k: fields[k] for k in names & fields.keys() & before.keys()}
     if not values.items() <= before.items() or not is_own(directory, saved):
       saved.update_from_flattened_dict(values)
@@ -534,18 +528,18 @@ def lock(path: str) -> Iterator[None]:
 
 
 def restore_config(
-  config: ConfigDict, path: str, overridden: Set[str]
+  config: ConfigDict, path: str, overridden: Set[str], changeable: Set[str]
 ) -> list[str]:
   """Copies the configuration of a run, except `MOVABLE` fields, into `config`.
 
   `overridden` names the fields that the command line sets. Their values must be
-  equal to those of the run, unless the fields are `CHANGEABLE`. The members of
+  equal to those of the run, unless the fields are `changeable`. The members of
   a population have hyperparameters of their own, so only its total may change.
   The function returns a message for each field that differed.
   """
   ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
   is_population = 'population.every_env_steps' in theirs
-  changeable = {'total_env_steps'} if is_population else CHANGEABLE
+  changeable = {'total_env_steps'} if is_population else changeable
   differing = [
     name
     for name, value in theirs.items()

@@ -33,7 +33,7 @@ from jax.experimental import multihost_utils
 
 from podrl.messages import one_line
 from podrl.records.workdir import SAVE_SECONDS
-from podrl.run.signals import FAILED, INTERRUPTED
+from podrl.signals import FAILED, INTERRUPTED
 
 _PERIOD_SECONDS = 0.5  # Time between two signs of life.
 _END_SECONDS = 10.0  # A process that must end is killed after this long.

@@ -32,7 +32,7 @@ from podrl.envs import (
   module_directory,
   spaces,
 )
-from podrl.messages import check_choice, printable, similar, suggest
+from podrl.messages import TRUST, check_choice, printable, similar, suggest
 from podrl.networks.cores import CORES
 from podrl.networks.torsos import ACTIVATIONS, TORSOS
 from podrl.records import checkpoint, workdir
@@ -362,6 +362,11 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
   },
   'large rewards': {'agent.normalize_reward': True},  # Added to another kind.
 }
+# A resumed run may change these fields only on its command line. `config.json`
+# then gets the new values.
+CHANGEABLE = {'total_env_steps', 'optimizer.learning_rate'}.union(
+  *(agent.changeable for agent in AGENTS.values())
+)
 # The fields that only one architecture has.
 _OWNERS = {'num_devices': 'Anakin'} | {
   name: 'Sebulba' for name in FIELDS if name.startswith('sebulba.')
@@ -837,7 +842,6 @@ class Files(NamedTuple):
   num_resumes: int = 0  # How often it has been resumed, this time included.
 
 
-TRUST = 'import the module that a run names, even if you did not make the run.'
 # Flags that are short names of fields.
 _SHORT = {'steps': 'total_env_steps', 'seed': 'seed', 'seeds': 'num_seeds'}
 
@@ -991,7 +995,7 @@ def _resume_run(
       f'--workdir={short(parent)}'
     )
   exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
-  messages = workdir.restore_config(config, path, requested)
+  messages = workdir.restore_config(config, path, requested, CHANGEABLE)
   total = config.total_env_steps
   if workdir.is_finished(path, total):
     first = next(iter(workdir.agents(path, config)))
@@ -1056,7 +1060,7 @@ def resolve_config(
       values['trust'].value = given
     requested = apply_overrides(config, command_line.overrides)
     if values.variant:
-      requested |= {*flatten(config.to_dict())} - workdir.CHANGEABLE
+      requested |= {*flatten(config.to_dict())} - CHANGEABLE
     if values.init_from and workdir.is_series(config):
       raise ValueError(
         f'--init_from does not work with config.num_seeds={config.num_seeds} '

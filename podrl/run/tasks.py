@@ -23,7 +23,7 @@ from podrl.records.workdir import Record
 from podrl.run import build, cluster, defaults, policy
 from podrl.run import config as configs
 from podrl.run import train as runs
-from podrl.run.signals import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
+from podrl.signals import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
 from podrl.types import Box, DeviceEnv, EnvSpec
 
 # A run changes these settings of the whole process, and the verbosity of absl's

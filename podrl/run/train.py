@@ -18,7 +18,8 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.agents import AGENTS
+from podrl import agents, envs
+from podrl.agents import AGENTS, sgd_steps_per_update
 from podrl.core.memory import SizeError
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.anakin import Anakin
@@ -34,7 +35,7 @@ from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
 from podrl.run.config import FIELDS, Files
 from podrl.run.devices import describe_machine
-from podrl.run.signals import (
+from podrl.signals import (
   DONE,
   FAILED,
   INTERRUPTED,
@@ -218,7 +219,7 @@ def _train_programs(
         workdir.make(root.workdir, config)
       if is_writer and is_series:
         try:
-          workdir.update_config(root.workdir, config)
+          workdir.update_config(root.workdir, config, configs.CHANGEABLE)
         except WriteError as error:
           raise ValueError(str(error)) from error
         exit_stack.enter_context(workdir.lock(path))
@@ -232,6 +233,7 @@ def _train_programs(
       built.spec.frame_skip,
       built.num_updates,
       built.steps_per_update,
+      sgd_steps_per_update(workdir.flatten(program.to_dict())),
       start_seconds,
       built.driver.describe,
       is_writer,
@@ -257,8 +259,27 @@ def _train_programs(
       return Outcome(FAILED, root.workdir, str(error))
     steps_per_update = checkpoint.last_progress(programs[0][0])[2]
     terminal = Terminal(config, summary['num_updates'], steps_per_update)
-    terminal.print_summary(summary, root.workdir)
+    print_summary(terminal, config, summary, root.workdir)
   return Outcome(DONE, root.workdir)
+
+
+def print_summary(
+  terminal: Terminal,
+  config: ConfigDict,
+  summary: Record,
+  path: str,
+  resume_command: str = '',
+) -> None:
+  """Prints a summary, and commands if they can use the run."""
+  suite, name = config.env.suite, config.env.name
+  is_known = config.agent.name in agents.BUILT_IN and suite in envs.BUILT_IN
+  terminal.print_summary(
+    summary,
+    path,
+    resume_command,
+    rows=limits.describe(summary),
+    is_local=not is_known or envs.SUITES[suite].is_local(name),
+  )
 
 
 def _find_seed(path: str, config: ConfigDict) -> Files | None:
@@ -481,7 +502,9 @@ class _Trainer:
       outcome = outcome._replace(exit_code=exit_code, error=error)
     if self.cluster.process == 0:
       path = self.files.workdir
-      recorder.terminal.print_summary(summaries[0], path, self.resume())
+      print_summary(
+        recorder.terminal, self.config, summaries[0], path, self.resume()
+      )
     return outcome
 
   def _describe(self, outcome: Outcome) -> Record:
@@ -557,7 +580,7 @@ class _Trainer:
           state = checkpoint.change_learner(state, variables=variables)
       if files.is_resumed:
         if self.cluster.process == 0:
-          workdir.update_config(files.workdir, self.config)
+          workdir.update_config(files.workdir, self.config, configs.CHANGEABLE)
         self.recorder.open(progress)
     except ValueError as error:
       raise _Mistake(str(error)) from error

@@ -44,6 +44,7 @@ from podrl.records.workdir import Record
 from podrl.run import build
 from podrl.run.config import base_config, parse_command_line
 from podrl.run.devices import make_layout
+from podrl.tools import experiments
 
 MAX_PLANS, FINAL_ROUNDS = 12, 3
 RUNG_SECONDS = (1.0, 2.0, 2.0)  # Length of a run in each round of `search`.
@@ -506,7 +507,7 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
     used = [f'--{x}' for x in values if values[x].present and x != 'out']
     _describe_run(path, values.out or path, [*own, *used])
     return
-  config = tools.read_config(command_line)
+  config = experiments.read_config(command_line)
   if build.architecture(config) == 'anakin':
     raise ValueError(
       f'{path} uses Anakin, which has no actors to balance, because its '
@@ -527,7 +528,8 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   best, *_ = ranking = list(runs)
   _CONSOLE.print(table(runs, base))
   lines = [
-    tools.to_flags(x.overrides(base) | fixed) for x in ranking[:_NUM_SHOWN]
+    experiments.to_flags(x.overrides(base) | fixed)
+    for x in ranking[:_NUM_SHOWN]
   ]
   for i, line in enumerate(lines, 1):
     print(f'{i}  {line}')

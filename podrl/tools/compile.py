@@ -48,6 +48,7 @@ from podrl.run import build, defaults, targets
 from podrl.run import config as configs
 from podrl.run.devices import Machine
 from podrl.run.targets import Chip, Program, Target, all_reduce_seconds
+from podrl.tools import experiments
 
 # Scopes of the programs, then all other instructions.
 PARTS = ('environment', 'acting', 'prepare', 'update')
@@ -587,7 +588,7 @@ def compile_command(
   # The configuration may depend on the platform.
   with spmd.compiling_for(target.platform):
     if name.endswith('.py') or not name:
-      config = tools.read_config(command_line)
+      config = experiments.read_config(command_line)
     else:
       check_choice('variant', command_line.flags.variant, ('',))
       task, agent = find_task(name), command_line.flags.agent

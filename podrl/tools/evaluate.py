@@ -24,7 +24,7 @@ import numpy as np
 from podrl import tools
 from podrl.messages import count, printable, two_decimals
 from podrl.records import workdir
-from podrl.records.recorder import bootstrap, spread
+from podrl.records.merging import bootstrap, spread
 from podrl.records.terminal import describe_spread
 from podrl.run import build, policy
 

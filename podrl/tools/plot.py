@@ -29,7 +29,7 @@ from rich.table import Table
 from podrl import tools
 from podrl.messages import printable, suggest
 from podrl.records import workdir
-from podrl.records.recorder import bootstrap
+from podrl.records.merging import bootstrap
 from podrl.records.terminal import compact
 
 _AXES = {'env_steps': 'environment steps', 'wall_seconds': 'wall time (s)'}

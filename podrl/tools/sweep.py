@@ -41,12 +41,13 @@ from rich.table import Table
 from podrl import tools
 from podrl.messages import check_choice, count
 from podrl.records import workdir
-from podrl.records.recorder import bootstrap
+from podrl.records.merging import bootstrap
 from podrl.records.terminal import podrl_command
 from podrl.run import build, tasks, train
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
-from podrl.run.signals import DONE
+from podrl.signals import DONE
+from podrl.tools import experiments
 
 # Flags for fields that cannot be an axis.
 _INSTEAD = {
@@ -296,7 +297,7 @@ def _experiment(
   """
   command_line = configs.parse_command_line(argv, has_task=True, own=own)
   if command_line.task.endswith('.py'):
-    get_config = tools.load_experiment(command_line.task)
+    get_config = experiments.load_experiment(command_line.task)
   else:
     get_config, command_line = tasks.parse(argv[1:])
   command = f'{podrl_command()} sweep {shlex.quote(command_line.task)}'
@@ -490,7 +491,7 @@ def _conclude(plan: _Plan) -> None:
   )
   best = max(results, key=lambda x: x.rank)
   _CONSOLE.print(table(results))
-  _CONSOLE.print(f'best: {tools.to_flags(best.setting)}', soft_wrap=True)
+  _CONSOLE.print(f'best: {experiments.to_flags(best.setting)}', soft_wrap=True)
   _CONSOLE.print(f'written: {out}.json, {out}.png', soft_wrap=True)
 
 

@@ -17,7 +17,7 @@ from podrl.messages import printable
 from podrl.records.terminal import print_text
 from podrl.run import tasks, train
 from podrl.run.config import print_help
-from podrl.run.signals import DONE, MISTAKE
+from podrl.signals import DONE, MISTAKE
 
 
 def run(argv: Sequence[str]) -> int:

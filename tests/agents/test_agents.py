@@ -361,6 +361,7 @@ def test_every_agent_accepts_its_own_defaults():
   [
     ('ppo', 'agent.clip', 0.0),
     ('muzero', 'agent.support', 0),
+    ('muzero', 'agent.random_fraction', 1.5),
     ('a2c', 'num_epochs', 2),
     ('a2c', 'num_minibatches', 4),
     ('a2c', 'sebulba.max_lag', 1),
@@ -380,9 +381,9 @@ def test_every_agent_accepts_its_own_defaults():
     ('sac', 'agent.initial_temperature', 0.0),
     ('sac', 'agent.noise_steps', 0),
     ('sac', 'agent.noise_steps', 10**10),
-    ('sac', 'agent.uniform_fraction', -0.1),
+    ('sac', 'agent.random_fraction', -0.1),
     ('sac', 'agent.caution', 1.1),
-    ('sac', 'agent.uniform_fraction', float('nan')),
+    ('sac', 'agent.random_fraction', float('nan')),
     ('sac', 'agent.target_entropy', float('inf')),
   ],
 )
@@ -520,3 +521,12 @@ def test_one_step_has_no_deviation_of_advantages(fields, is_refused):
   expected = pytest.raises(ValueError, match='unroll_length=1 give one step')
   with expected if is_refused else contextlib.nullcontext():
     ppo.check(fields)
+
+
+@pytest.mark.parametrize('name', AGENTS)
+def test_no_two_fields_have_the_same_short_name(name):
+  """An agent gets the fields of these sections by short name."""
+  sections = 'agent.', 'replay.', 'search.'
+  names = [x for x in AGENTS[name].defaults if x.startswith(sections)]
+  short = [x.partition('.')[2] for x in names]
+  assert len({*short}) == len(short), short

@@ -58,13 +58,13 @@ def _variables():
 
 
 def _sample():
-  """Sequences with joints at every position, and with and without an end."""
+  """Sequences with reset steps at every position, with and without an end."""
   rng = np.random.default_rng(1)
   shape = (_T + 1, _B)
   is_first = np.zeros(shape, bool)
   discount = np.ones(shape, np.float32)
   for row in range(1, _B):
-    is_first[row, row] = True  # The joint leads to step `row`.
+    is_first[row, row] = True  # The reset step leads to step `row`.
     discount[row - 1, row] = row % 2  # Even rows terminate.
   reward = np.where(is_first, 0.0, rng.normal(size=shape)).astype(np.float32)
   obs = rng.normal(size=(*shape, 3)).astype(np.float32)
@@ -102,14 +102,14 @@ def _expected_targets(sample, num_unroll_steps=_K, n_steps=_N_STEPS):
     for obs in timestep.obs
   ]
   for b in range(_B):
-    joints = [t for t in range(_T) if timestep.is_first[t + 1, b]]
-    end = joints[0] if joints else _T + 1  # Last step of the first episode.
-    has_terminated = bool(joints) and timestep.discount[end, b] == 0
+    resets = [t for t in range(_T) if timestep.is_first[t + 1, b]]
+    end = resets[0] if resets else _T + 1  # Last step of the first episode.
+    has_terminated = bool(resets) and timestep.discount[end, b] == 0
     for k in range(num_unroll_steps + 1):
       reward, value, policy, weight, policy_weight = 0.0, 0.0, None, 1.0, 0.0
       if k < end or (k == end and not has_terminated):
         policy, policy_weight = extras.policy[k, b], 1.0
-        last = min(k + n_steps, end)
+        last = min(num_unroll_steps + n_steps, end)
         factor = 1.0
         for t in range(k + 1, last + 1):
           value += factor * timestep.reward[t, b]
@@ -142,9 +142,9 @@ def test_targets_are_those_of_a_plain_loop():
   assert num_absorbed == 3 + 1  # From the end on: row 2, 1 to 3; row 4, 3.
   np.testing.assert_array_equal(batch.obs, sample.trajectory.timestep.obs[0])
   np.testing.assert_array_equal(batch.action.T, sample.trajectory.action[:_K])
-  is_joint = sample.trajectory.timestep.is_first[1]
+  is_reset_step = sample.trajectory.timestep.is_first[1]
   np.testing.assert_allclose(
-    batch.importance, np.where(is_joint, 0.0, sample.weight)
+    batch.importance, np.where(is_reset_step, 0.0, sample.weight)
   )
 
 
@@ -463,6 +463,32 @@ def test_a_part_of_the_prior_is_uniform_unless_actions_are_greedy():
   _, extras = search((), keys, obs, 1.0, 100, False)
   # 0.6 + 0.4 / 4, and 0.4 / 4.
   np.testing.assert_allclose(extras.policy, [[0.7, 0.1, 0.1, 0.1]], atol=1e-5)
+
+
+def test_a_part_of_the_actions_is_random_unless_they_are_greedy(monkeypatch):
+  number, fraction = 2_000, 0.3
+  steps = jax.tree.map(lambda x: x[0, :1], _sample().trajectory.timestep)
+  steps = jax.tree.map(lambda x: np.repeat(x, number, 0), steps)
+  keys = jax.random.split(jax.random.key(1), number)
+
+  def search(params, rng_key, obs, gamma, num_simulations, greedy):
+    """Chooses action 1."""
+    action = jnp.ones(number, jnp.int32)
+    return action, muzero.Extras(jax.nn.one_hot(action, _A))
+
+  monkeypatch.setattr(muzero, 'make_search', lambda *_: search)
+  agent = _make(random_fraction=fraction)
+  action, extras, _ = agent.act(_variables(), keys, steps, ())
+  expected = np.full(_A, fraction / _A) + np.eye(_A)[1] * (1 - fraction)
+  # The frequencies have a standard error of at most 0.01.
+  found = np.bincount(action, minlength=_A) / number
+  np.testing.assert_allclose(found, expected, atol=0.03)
+  # The target of the policy does not change.
+  np.testing.assert_array_equal(extras.policy, np.eye(_A)[[1] * number])
+  assert (agent.act(_variables(), keys, steps, (), greedy=True)[0] == 1).all()
+  box = Box((2,), -np.ones(2, np.float32), np.ones(2, np.float32))
+  with pytest.raises(ValueError, match='0.3 needs discrete actions'):
+    _make(box, random_fraction=fraction)
 
 
 def test_only_reanalyse_needs_target_parameters():

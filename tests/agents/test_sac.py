@@ -311,7 +311,7 @@ def test_a_part_of_the_actions_is_random():
     spec = EnvSpec(
       Masked(_OBS, jax.ShapeDtypeStruct((4,), bool)), False, Discrete(4), 1, 0
     )
-    agent = helpers.make_agent('sac', spec, uniform_fraction=fraction)
+    agent = helpers.make_agent('sac', spec, random_fraction=fraction)
     carry = agent.initial_carry(np.arange(number))
     actions, _, _ = agent.act(variables, keys, steps, carry, **options)
     return np.bincount(actions, minlength=4) / number
@@ -325,7 +325,7 @@ def test_a_part_of_the_actions_is_random():
     actions_of(fraction, greedy=True), actions_of(0.0, greedy=True)
   )
   with pytest.raises(ValueError, match='needs discrete actions'):
-    _make(_SPACES['box'], uniform_fraction=fraction)
+    _make(_SPACES['box'], random_fraction=fraction)
 
 
 @pytest.mark.parametrize(

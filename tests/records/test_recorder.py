@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing import event_accumulator
 from podrl.agents import AGENTS
 from podrl.envs import SUITES
 from podrl.messages import format_size
-from podrl.records import recorder, terminal, workdir
+from podrl.records import merging, recorder, terminal, workdir
 from podrl.records.workdir import WriteError
 from podrl.run import train
 from podrl.run.config import base_config, sebulba_config
@@ -391,7 +391,9 @@ def _lines(
   for record in records:
     panel.write(record)
   panel.close()
-  panel.print_summary(
+  train.print_summary(
+    panel,
+    config or _config(),
     records[-1]
     | {
       'wall_seconds': 3.0,
@@ -499,7 +501,7 @@ def test_a_summary_of_several_seeds_says_how_they_differ(monkeypatch):
     for x in returns
   ]
   names = [f'seed_{i}' for i in range(5)]
-  merged = recorder.merge_seeds(records, names)
+  merged = merging.merge_seeds(records, names)
   # The mean is 1919 / 5, and the deviations from it are 3 x 116.2, -229.8 and
   # -118.8: 146.58 is the root of (3 x 116.2**2 + 229.8**2 + 118.8**2) / 5.
   assert merged['eval_return'] == 383.8 and merged['eval_episodes'] == 128
@@ -526,13 +528,13 @@ def test_members_that_differ_have_no_interval_and_a_nan_is_the_worst():
     {'eval_return': x, 'eval_return_std': 0.0} for x in (3.0, None, 1.0)
   ]
   names = [f'member_{i}' for i in range(3)]
-  merged = recorder.merge_seeds(records, names, are_alike=False)
+  merged = merging.merge_seeds(records, names, are_alike=False)
   assert merged['eval_return_worst_agent'] == 'member_1'
   for name in '', '_std', '_worst':
     assert math.isnan(merged[f'eval_return{name}'])
   assert 'eval_return_low' not in merged
   # An agent without an evaluation is no NaN.
-  assert recorder.merge_seeds([records[0], {}], names) == {}
+  assert merging.merge_seeds([records[0], {}], names) == {}
 
 
 @pytest.mark.parametrize(
@@ -664,7 +666,7 @@ def test_a_resumed_run_counts_what_is_left_from_there(monkeypatch):
 
 
 def test_records_of_seeds_are_merged():
-  mean = recorder.merge_seeds(
+  mean = merging.merge_seeds(
     [
       {'env_steps': 4, 'loss': 1.0, 'steps_per_second': 10.0, 'only': 1.0},
       {'env_steps': 6, 'loss': 2.0, 'steps_per_second': 30.0},
@@ -675,7 +677,7 @@ def test_records_of_seeds_are_merged():
 
 def test_steps_and_reset_steps_of_seeds_still_add_up():
   pairs = [(95, 5), (94, 6), (91, 9), (98, 2)]  # The means are 94.5 and 5.5.
-  mean = recorder.merge_seeds(
+  mean = merging.merge_seeds(
     [{'env_steps': x, 'num_reset_steps': y} for x, y in pairs]
   )
   assert mean == {'env_steps': 94, 'num_reset_steps': 6}
@@ -717,18 +719,18 @@ def test_only_commands_that_can_work_are_printed(
       panel._console.file = out
       ending = {'wall_seconds': 3.0, 'compile_seconds': 1.0, 'devices': 2}
       ending |= {'platform': 'cpu', 'exit': 'interrupted'}
-      panel.print_summary(_RECORD | ending, 'runs/x', command)
+      train.print_summary(panel, config, _RECORD | ending, 'runs/x', command)
       is_shown = expected or command.startswith('python')
       assert (command in out.getvalue()) == is_shown
 
 
 def test_bootstrap_intervals_of_two_and_of_equal_runs():
   # The mean of two draws of 0 or 10 is 0 or 10 with probability 1/4 each.
-  low, high = recorder.bootstrap(np.asarray([[0.0, 3.0], [10.0, 3.0]]))
+  low, high = merging.bootstrap(np.asarray([[0.0, 3.0], [10.0, 3.0]]))
   np.testing.assert_array_equal([low, high], [[0.0, 3.0], [10.0, 3.0]])
   # For many values, the interval is the mean -+ 1.96 standard errors.
   values = np.random.default_rng(1).normal(5.0, 2.0, 400)
-  low, high = recorder.bootstrap(values)
+  low, high = merging.bootstrap(values)
   error = 1.96 * values.std() / 20
   np.testing.assert_allclose(
     [low, high], [values.mean() - error, values.mean() + error], atol=0.03

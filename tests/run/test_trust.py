@@ -286,7 +286,9 @@ def test_a_name_on_the_command_line_is_trusted_but_not_the_saved_path(
   with pytest.raises(ValueError, match='stopped'):
     podrl.train('jax:mine:walk', workdir='run', resume=True, steps=128)
   assert stopped[0].env.path == str(trained / 'code')
-  workdir.update_config('run', stopped[0])  # A run does this when it starts.
+  workdir.update_config(
+    'run', stopped[0], configs.CHANGEABLE
+  )  # A run does this when it starts.
   saved = workdir.read_config('run')
   assert saved.env.path == str(trained / 'code')
   assert workdir.is_own('run', saved)

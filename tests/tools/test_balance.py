@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 import sebulba_cartpole
 
-from podrl import tools
 from podrl.records import workdir
 from podrl.run import build
 from podrl.run.config import apply_overrides, sebulba_config
-from podrl.tools import balance
+from podrl.tools import balance, experiments
 from podrl.tools.balance import Plan
 
 _PLAN = Plan(32, 64, 1, 1, (0,), (0,), 0)
@@ -153,7 +152,7 @@ def test_candidates_run_stay_near_and_are_what_their_overrides_say():
   assert base in plans and len(plans) > 5
   for plan in plans:
     again = _config(**fields)
-    apply_overrides(again, tools.to_flags(plan.overrides(base)).split())
+    apply_overrides(again, experiments.to_flags(plan.overrides(base)).split())
     assert balance.from_config(again) == plan
     assert 0.5 <= plan.batch / base.batch <= 2
   for change in (

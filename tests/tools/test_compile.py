@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import pytest
 import sebulba_cartpole
 
-from podrl import tools
 from podrl.core import memory
 from podrl.drivers import spmd
 from podrl.run import build, devices, targets
 from podrl.run.config import parse_command_line
-from podrl.tools import compile
+from podrl.tools import compile, experiments
 from podrl.tools.compile import Collective
 from podrl.types import Discrete, TimeStep, Trajectory
 
@@ -355,7 +354,7 @@ def test_an_experiment_may_contain_its_environment(tmp_path, monkeypatch):
   path = tmp_path / 'own_corridor.py'
   path.write_text(text.replace('anakin_meta:', 'own_corridor:'))
   argv = ['podrl compile', str(path), '--variant=corridor']
-  config = tools.read_config(parse_command_line(argv, has_task=True))
+  config = experiments.read_config(parse_command_line(argv, has_task=True))
   assert config.env.name == 'own_corridor:corridor'
   assert config.env.path == str(tmp_path)  # For other processes.
   assert build.make_env(config).spec.action == Discrete(2)

@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 
 import podrl
-from podrl import tools
 from podrl.drivers.anakin import Anakin
 from podrl.run import train
 from podrl.run.config import apply_overrides, base_config, sebulba_config
-from podrl.tools import sweep
+from podrl.tools import experiments, sweep
 
 _SMALL = [
   *helpers.TINY[:-1],
@@ -162,7 +161,7 @@ def test_programs_share_what_they_can():
 def test_the_flags_of_a_setting_give_the_setting():
   config = base_config('ppo')
   setting = {'network.hidden_sizes': (64, 32), 'agent.gamma': 0.123456789}
-  apply_overrides(config, shlex.split(tools.to_flags(setting)))
+  apply_overrides(config, shlex.split(experiments.to_flags(setting)))
   assert config.network.hidden_sizes == (64, 32)
   assert config.agent.gamma == 0.123456789
 

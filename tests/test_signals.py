@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from podrl.run import signals
+from podrl import signals
 
 
 def test_a_second_signal_ends_the_process_and_the_grace_time_runs(monkeypatch):
@@ -96,7 +96,7 @@ def test_stderr_needs_no_descriptor():
 def test_the_timer_of_another_program_goes_on():
   code = """if True:
     import faulthandler, time
-    from podrl.run.signals import Signals
+    from podrl.signals import Signals
     faulthandler.dump_traceback_later(1.0, exit=True)
     Signals(is_guest=True).close()
     time.sleep(60)
@@ -110,7 +110,7 @@ def test_the_timer_of_another_program_goes_on():
 def test_closed_streams_and_an_encoding_without_umlauts(tmp_path):
   code = """if True:
     import os, sys
-    from podrl.run.signals import dump_stacks, repair_streams
+    from podrl.signals import dump_stacks, repair_streams
     repair_streams()
     print('\\xe4')
     print('\\xe4', file=sys.stderr)
@@ -170,7 +170,7 @@ def test_ctrl_c_ends_a_command_even_if_it_compiles(in_c):
 
 _FORK = """
 import multiprocessing, os, signal, threading, time
-from podrl.run import signals
+from podrl import signals
 
 def wait():
   try:
