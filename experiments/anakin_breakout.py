@@ -21,7 +21,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config.env.name = 'Breakout-MinAtar'  # Images: 10 x 10 x 4. Actions: 3.
   config.network.name = variant or 'conv'  # MinAtar's authors use conv.
   apply_kinds(config, 'small image')
-  config.total_env_steps = max(config.total_env_steps, 2_000_000)
+  config.total_env_steps = 10_000_000 if agent == 'pqn' else 2_000_000
   if is_actor_critic(agent) and variant == 'mlp':
     # Small layers, separate for policy and value.
     config.network.hidden_sizes = (64, 64)

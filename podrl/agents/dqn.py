@@ -160,7 +160,7 @@ KINDS: dict[str, dict[str, Any]] = {
     'network.hidden_sizes': (128, 128),
   },
   'memory': {'unroll_length': 4},
-  'small image': {'total_env_steps': 1_000_000},
+  'small image': {'total_env_steps': 800_000},
   'large image': LARGE_IMAGE,
   'large image on a CPU': {  # It learns from each step about twice.
     'network.hidden_sizes': (256,),

@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     'optimizer.learning_rate': 1e-3,
   },
   'small image': {
-    'total_env_steps': 10_000_000,
+    'total_env_steps': 5_000_000,
     'unroll_length': 32,
     'num_epochs': 2,
     'num_minibatches': 32,

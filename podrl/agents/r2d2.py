@@ -84,7 +84,7 @@ KINDS: dict[str, dict[str, Any]] = {
     'network.memory_steps': 100,
     'unroll_length': 20,
   },
-  'small image': {'total_env_steps': 1_000_000},
+  'small image': {'total_env_steps': 800_000},
   'large image': dqn.LARGE_IMAGE,
   'large image on a CPU': {  # It learns from each step about four times.
     'network.hidden_sizes': (256,),
