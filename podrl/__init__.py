@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
   from podrl.run.policy import Policy
   from podrl.run.tasks import Trained
+  from podrl.run.train import OnRecord
   from podrl.types import DeviceEnv
 
 
@@ -50,6 +51,7 @@ def train(
   resume: bool = False,
   config: Mapping[str, Any] | None = None,
   trust: bool = False,
+  on_record: 'OnRecord | None' = None,
 ) -> 'Trained':
   """Trains an agent in an environment, like the command `podrl train`.
 
@@ -71,6 +73,9 @@ def train(
     config: fields of the configuration, for example `{'agent.gamma': 0.9}`.
     trust: whether a resumed run may import a module that only its saved
       configuration names, even if you did not make the run; see `load`.
+    on_record: called with each record, and with the run: it can evaluate, save,
+      add numbers to the record, and give the policy; see
+      `podrl.run.train.Running`. If it returns True, the run ends.
 
   Returns:
     The policy, the records and the directory of the run.
@@ -84,7 +89,16 @@ def train(
   from podrl.run import tasks
 
   return tasks.train(
-    name, agent, steps, seed, seeds, workdir, resume, config or {}, trust
+    name,
+    agent,
+    steps,
+    seed,
+    seeds,
+    workdir,
+    resume,
+    config or {},
+    trust,
+    on_record,
   )
 
 

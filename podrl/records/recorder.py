@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+import copy
 import dataclasses
 import functools
 import itertools
@@ -502,19 +503,39 @@ class Recorder:
       'compile_seconds': self._compile_seconds,
     }
 
-  def write(self, outcomes: Sequence[Record] = ()) -> None:
-    """Writes each window's record; `outcomes` has the agents' evaluations."""
-    records = [window.record() for window in self._windows]
+  def _make(
+    self, windows: Sequence[Window], outcomes: Sequence[Record]
+  ) -> list[Record]:
+    """Makes the records of all directories, and begins new windows."""
+    records = [window.record() for window in windows]
     for record, outcome in zip(records, outcomes):
       record |= outcome
     if len(records) > 1:
       records.insert(0, self._merge(records))
     records[0] |= self.describe(records[0])
+    return records
+
+  def preview(self, outcomes: Sequence[Record] = ()) -> Record:
+    """Returns the run's record that `write` would write now."""
+    records = self._make(copy.deepcopy(self._windows), outcomes)
+    return records[0] | self.times()
+
+  def write(
+    self, outcomes: Sequence[Record] = (), scalars: Record = {}
+  ) -> None:
+    """Writes each window's record.
+
+    Args:
+      outcomes: the evaluations of the agents.
+      scalars: further numbers for the run's record.
+    """
+    records = self._make(self._windows, outcomes)
+    records[0] |= scalars
     times = self.times()
     for record, sinks, last in zip(records, self.sinks, self.last):
       last.update(record | times)
       self._writer.write(sinks, record | times)
-    score = records[0].get('eval_return')
+    score: Any = records[0].get('eval_return')
     is_score = score is not None and math.isfinite(score)
     if is_score and (self.best is None or score > self.best[0]):
       self.best = score, self.num_updates

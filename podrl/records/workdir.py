@@ -40,7 +40,7 @@ Record = dict[str, Any]
 # A resumed run may change these fields, because they do not change what it
 # learns, apart from rounding errors.
 MOVABLE = tuple(
-  'compilation_cache price_per_hour eval. log. checkpoint. num_devices '
+  'compilation_cache price_per_hour eval. stop. log. checkpoint. num_devices '
   'env.path sebulba.actor_devices sebulba.learner_devices sebulba.env_threads '
   'sebulba.hang_seconds'.split()
 )

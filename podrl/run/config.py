@@ -180,6 +180,9 @@ FIELDS = {
     'if it has none.',
     _STEPS,
   ),
+  'stop.eval_return': Field(
+    '', 'Evaluated return at which a run ends early; empty means never.'
+  ),
   'log.every_updates': Field(10, 'Updates per record.', Range(1, 2**31 - 1)),
   'log.tensorboard': Field(True, 'Writes TensorBoard events.'),
   'log.wandb': Field(False, 'Sends records to Weights & Biases.'),
@@ -445,6 +448,18 @@ def check(config: ConfigDict) -> None:
     )
   if fields.get('network.memory_steps') == 1:
     raise ValueError('config.network.memory_steps=1 must be 0, or at least 2')
+  if text := fields.get('stop.eval_return', ''):
+    try:
+      is_number = math.isfinite(float(text))
+    except ValueError:
+      is_number = False
+    if not is_number:
+      raise ValueError(f'config.stop.eval_return={text} is not a number')
+    if not fields['eval.every_env_steps']:
+      raise ValueError(
+        f'config.stop.eval_return={text} needs evaluations before the end; set '
+        'config.eval.every_env_steps'
+      )
   if not fields['network.hidden_sizes']:
     raise ValueError('config.network.hidden_sizes=() needs one or more widths')
   check_choice('config.agent.name', fields['agent.name'], AGENTS)

@@ -183,6 +183,7 @@ def train(
   resume: bool,
   config: Mapping[str, Any],
   trust: bool = False,
+  on_record: runs.OnRecord | None = None,
 ) -> Trained:
   """Trains an agent in an environment; see `podrl.train`."""
   if not isinstance(name, str):
@@ -208,19 +209,23 @@ def train(
     _training.acquire()
   try:
     with policy.in_32_bits():
-      return _train(arguments)
+      return _train(arguments, on_record)
   finally:
     _training.release()
 
 
-def _train(arguments: Sequence[str]) -> Trained:
+def _train(
+  arguments: Sequence[str], on_record: runs.OnRecord | None
+) -> Trained:
   """Trains an agent with the arguments of `podrl train`."""
   get_config, command_line = parse(arguments)
   # Some settings are not attributes of `jax.config`.
   before = {x: jax.config.values[x] for x in _JAX_SETTINGS}
   verbosity = logging.get_verbosity()
   try:
-    outcome = runs.execute(get_config, command_line, is_guest=True)
+    outcome = runs.execute(
+      get_config, command_line, is_guest=True, on_record=on_record
+    )
   finally:
     for setting, value in before.items():
       jax.config.update(setting, value)

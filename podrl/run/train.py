@@ -6,8 +6,10 @@ depends on a clock or a signal, and the other processes follow.
 
 from collections.abc import Callable, Sequence
 import contextlib
+import copy
 import dataclasses
 import functools
+import math
 import os
 import sys
 import time
@@ -30,7 +32,7 @@ from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
-from podrl.run import build
+from podrl.run import build, policy
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
 from podrl.run.config import FIELDS, Files
@@ -63,6 +65,56 @@ _SHAPING = (
 
 class _Mistake(ValueError):
   """A mistake of the user that podrl finds only after it has used devices."""
+
+
+class Running:
+  """A run that trains, for the function `on_record` of `podrl.train`.
+
+  Attributes:
+    workdir: the directory of the run.
+    config: a copy of its configuration.
+  """
+
+  def __init__(self, trainer: '_Trainer', outcomes: list[Record]):
+    self._trainer, self._outcomes = trainer, outcomes
+    self._scalars: Record = {}
+    self.workdir = trainer.files.workdir
+    self.config = copy.deepcopy(trainer.config)
+
+  def policy(self) -> policy.Policy:
+    """Returns the current policy; of several agents, that of the first."""
+    trainer, run = self._trainer, self._trainer.run
+    assert run.driver.learner is not None
+    variables = spmd.copy_to_first_device(run.driver.learner.variables)
+    if len(run.eval_keys) > 1:
+      variables = jax.tree.map(lambda x: x[0], variables)
+    agent = build.make_agent(trainer.config, run.spec)
+    number = trainer.recorder.num_updates
+    return policy.Policy(self.config, run.spec, agent, variables, number)
+
+  def evaluate(self) -> float:
+    """Evaluates, unless this was done; the record contains the result.
+
+    Returns:
+      The mean evaluated return, over all agents; NaN if a signal stopped it.
+    """
+    if not self._outcomes:
+      self._outcomes = self._trainer.evaluate() or []
+    returns = [x['eval_return'] for x in self._outcomes]
+    return float(np.mean(returns)) if returns else math.nan
+
+  def save(self) -> None:
+    """Writes a checkpoint; the last `checkpoint.keep` of them are kept."""
+    self._trainer.save_and_wait()
+
+  def add(self, **scalars: float) -> None:
+    """Adds numbers to the record, and so to TensorBoard and to W&B."""
+    self._scalars |= {k: float(x) for k, x in scalars.items()}
+
+
+# Called with each record before it is written; if it returns True, the run
+# ends after this record.
+OnRecord = Callable[[Record, Running], bool | None]
 
 
 class Outcome(NamedTuple):
@@ -122,6 +174,7 @@ def execute(
   *,
   is_guest: bool = False,
   cluster: Cluster | None = None,
+  on_record: OnRecord | None = None,
 ) -> Outcome:
   """Runs an experiment.
 
@@ -130,6 +183,7 @@ def execute(
     command_line: the parsed arguments.
     is_guest: whether the run is part of another program.
     cluster: the processes, if they are connected already.
+    on_record: see `podrl.train`; only for runs of one process.
 
   Returns:
     How the run ended; a user's mistake is an outcome too.
@@ -155,7 +209,14 @@ def execute(
         cluster.compare({'num_processes': num_processes, 'devices': platforms})
       signals.grace_seconds = config.checkpoint.grace_seconds
       return _train_programs(
-        config, files, start_seconds, signals, cluster, exit_stack, command_line
+        config,
+        files,
+        start_seconds,
+        signals,
+        cluster,
+        exit_stack,
+        command_line,
+        on_record,
       )
   except ValueError as error:
     return Outcome(MISTAKE, error=str(error))
@@ -191,6 +252,7 @@ def _train_programs(
   cluster: Cluster,
   exit_stack: contextlib.ExitStack,
   command_line: configs.CommandLine,
+  on_record: OnRecord | None,
 ) -> Outcome:
   """Trains the programs of a run one after another; stops if one ends early.
 
@@ -240,7 +302,15 @@ def _train_programs(
     )
     resume = functools.partial(command_line.resume, root.workdir)
     outcome = _Trainer(
-      program, built, files, variables, recorder, signals, cluster, resume
+      program,
+      built,
+      files,
+      variables,
+      recorder,
+      signals,
+      cluster,
+      resume,
+      on_record,
     ).train()
     # Without this, the processes would go on with different programs.
     codes = cluster.gather(outcome.exit_code) or []
@@ -336,6 +406,7 @@ class _Trainer:
   cluster: Cluster
   # Given more overrides, it returns the command that continues the whole run.
   resume: Callable[..., str]
+  on_record: OnRecord | None = None
   checkpoints: checkpoint.Checkpoints | None = None
   saved_seconds: float = 0.0  # When the last periodic checkpoint was written.
   updates_per_round: int = 1
@@ -343,6 +414,7 @@ class _Trainer:
   profile_end: int = 0  # The number of updates at which profiling ends.
   has_evaluated: bool = False  # Whether the evaluation is compiled.
   has_evolved: bool = False  # Whether the program that evolves is compiled.
+  is_stopped: bool = False  # Whether the run ends before its last update.
   # Those that a population's members may differ in, after it has evolved.
   hyperparams: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
@@ -448,7 +520,7 @@ class _Trainer:
         recorder.write()  # The checkpoint is older, so a resume repeats it.
     return self._conclude(outcome).exit_code
 
-  def _save_and_wait(self, state: Tree = None) -> None:
+  def save_and_wait(self, state: Tree = None) -> None:
     """Writes a checkpoint, and waits until it is complete; see `_save`."""
     self._save(state)
     assert self.checkpoints is not None
@@ -550,7 +622,7 @@ class _Trainer:
       if self.variables is not None and not self.cluster.is_distributed:
         # The driver compiles next. A resumed run cannot get them elsewhere.
         self._open_checkpoints()
-        self._save_and_wait(state)
+        self.save_and_wait(state)
     return state, progress
 
   def _read_state(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
@@ -636,7 +708,7 @@ class _Trainer:
       while True:
         if not self._write_record_if_due():
           return False
-        if recorder.num_updates == self.run.num_updates:
+        if self.is_stopped or recorder.num_updates == self.run.num_updates:
           return True
         self.signals.keep()
         if cluster.is_preempted():
@@ -691,7 +763,7 @@ class _Trainer:
     if self.has_evolved:
       self._evolve()
       return
-    self._save_and_wait()
+    self.save_and_wait()
     with self._compiling():
       self._evolve()
     self.has_evolved = True
@@ -781,25 +853,55 @@ class _Trainer:
     if not is_due or not recorder.num_updates_since_record:
       return True
     outcomes: list[Record] | None = []
-    if is_evaluation and (is_end or not self.has_evaluated):
-      self._save_and_wait()
-      with self._compiling():
-        outcomes = self._evaluate()
-      self.has_evaluated = True
-    elif is_evaluation:
-      outcomes = self._evaluate()
+    if is_evaluation:
+      outcomes = self.evaluate(is_end)
+    scalars: Record = {}
+    if outcomes is not None and self.on_record and recorder.sinks:
+      running = Running(self, outcomes)
+      self._stop_if(
+        bool(self.on_record(recorder.preview(outcomes), running)),
+        'on_record returned True',
+      )
+      outcomes, scalars = running._outcomes, running._scalars
+    if outcomes and (least := self.config.stop.eval_return):
+      mean = np.mean([x['eval_return'] for x in outcomes])
+      text = (
+        f'the evaluated return {mean:,.2f} reaches stop.eval_return={least}'
+      )
+      self._stop_if(bool(mean >= float(least)), text)
+    if self.is_stopped and not outcomes:
+      outcomes = self.evaluate(is_end=True)
     if run.driver.error:  # An actor failed during the evaluation.
       raise run.driver.error
     if outcomes is None:  # The resumed run will write this record.
       signals.note(self.cluster.decide(lambda: signals.exit_code))
       return False
-    recorder.write(outcomes)
+    recorder.write(outcomes, scalars)
     if self.cluster.process == 0 and not self.has_warned:
       warning = AGENTS[self.config.agent.name].warn(recorder.last[0])
       self.has_warned = bool(warning)
       if warning:
         print(f'warning: {warning}', file=sys.stderr)
     return True
+
+  def _stop_if(self, is_reached: bool, reason: str) -> None:
+    """Ends the run after the record that is being made."""
+    if is_reached and not self.is_stopped:
+      self.is_stopped = True
+      self.recorder.terminal.say(f'the run ends early: {reason}')
+
+  def evaluate(self, is_end: bool = False) -> list[Record] | None:
+    """Evaluates each agent; nothing gets lost if this compiles for long.
+
+    It returns None if a signal stopped any process.
+    """
+    if self.has_evaluated and not is_end:
+      return self._evaluate()
+    self.save_and_wait()
+    with self._compiling():
+      outcomes = self._evaluate()
+    self.has_evaluated = True
+    return outcomes
 
   def _evaluate(self) -> list[Record] | None:
     """Evaluates each agent; returns None if a signal stopped any process."""

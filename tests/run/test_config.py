@@ -356,3 +356,20 @@ def test_a_memory_has_the_settings_of_the_run(monkeypatch):
     'sequence_length': 5,
     'priority_exponent': 0.4,
   }
+
+
+@pytest.mark.parametrize(
+  'least,period,message',
+  [
+    ('much', 100, 'stop.eval_return=much is not a number'),
+    ('nan', 100, 'stop.eval_return=nan is not a number'),
+    ('5', 0, 'set config.eval.every_env_steps'),
+  ],
+)
+def test_a_return_to_stop_at_is_a_number_and_is_measured(
+  least, period, message
+):
+  config = base_config('ppo')
+  config.stop.eval_return, config.eval.every_env_steps = least, period
+  with pytest.raises(ValueError, match=message):
+    configs.check(config)

@@ -323,6 +323,62 @@ def test_python_raises_mistakes_and_failures(home, capsys):
   assert json.loads((home / 'a' / 'summary.json').read_text())['error']
 
 
+def test_a_function_gets_each_record(tmp_path):
+  path, config = tmp_path / 'run', _TINY | {'log.every_updates': 1}
+  seen, returns = [], []
+
+  def watch(record, run):
+    assert run.workdir == str(path) and run.config.env.name == 'Catch-bsuite'
+    seen.append(record)
+    if len(seen) == 1:
+      returns.append(run.evaluate())
+      run.add(cleverness=7)
+    if len(seen) == 2:
+      obs = np.zeros((3, *run.policy().spec.obs.shape), np.float32)
+      assert run.policy()(obs)[0].shape == (3,)
+      assert run.policy().num_updates == 2
+      run.save()
+    return len(seen) == 3
+
+  found = podrl.train(
+    'Catch-bsuite', workdir=path, config=config, on_record=watch
+  )
+  first, second, third = found.records  # Of four updates.
+  # The function has seen what is written, apart from what it changed itself.
+  for x, y in zip(seen, found.records, strict=True):
+    own = 'eval_', 'cleverness', 'wall_', 'compile_'
+    assert x.keys() <= y.keys()
+    assert all(y[k] == x[k] for k in x if not k.startswith(own))
+  assert first['eval_return'] == returns[0] and first['cleverness'] == 7
+  assert 'eval_return' not in second and 'cleverness' not in second
+  assert third['num_updates'] == 3 and 'eval_return' in third
+  steps = {int(x.name) for x in (path / 'checkpoints').iterdir()}
+  assert {2, 3} <= steps
+  assert json.loads((path / 'summary.json').read_text())['exit'] == 'done'
+
+
+def test_an_error_of_the_function_ends_the_run(tmp_path):
+  def watch(record, run):
+    raise KeyError('own mistake')
+
+  with pytest.raises(RuntimeError, match='own mistake'):
+    podrl.train(
+      'Catch-bsuite', workdir=tmp_path / 'run', config=_TINY, on_record=watch
+    )
+
+
+@pytest.mark.parametrize('least,num_updates', [('-1.5', 2), ('2', 4)])
+def test_a_run_ends_at_a_return(least, num_updates, tmp_path, capsys):
+  config = _TINY | {'stop.eval_return': least, 'eval.every_env_steps': 128}
+  found = podrl.train('Catch-bsuite', workdir=tmp_path / 'run', config=config)
+  assert found.records[-1]['num_updates'] == num_updates
+  said = f'reaches stop.eval_return={least}' in capsys.readouterr().out
+  assert said == (num_updates == 2)
+  # Such a run is finished.
+  with pytest.raises(ValueError, match='is finished'):
+    podrl.train('Catch-bsuite', workdir=tmp_path / 'run', resume=True)
+
+
 def test_python_says_which_objects_it_accepts(home, monkeypatch):
   import gymnasium
 
