@@ -75,7 +75,8 @@ def train(
       configuration names, even if you did not make the run; see `load`.
     on_record: called with each record, and with the run: it can evaluate, save,
       add numbers to the record, and give the policy; see
-      `podrl.run.train.Running`. If it returns True, the run ends.
+      `podrl.run.train.Running`. If it returns True, the run ends after this
+      record.
 
   Returns:
     The policy, the records and the directory of the run.

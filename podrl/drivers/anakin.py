@@ -410,7 +410,13 @@ class Anakin:
       is_sound = bool(is_sound_call or is_finite[num_updates, agent])
       largest = jax.tree.map(lambda x: x[index], records.largest)
       culprit = self._find_culprit(largest, num_updates, is_sound, agent)
-      report = Report(metrics, episodes, predictions, seconds, is_sound, {}, {})
+      own = {
+        k: x[:num_updates].max(1)
+        for k, x in culprits.largest_observation(largest).items()
+      }
+      report = Report(
+        metrics, episodes, predictions, seconds, is_sound, {}, own
+      )
       reports.append(report._replace(culprit=culprit))
     return reports
 

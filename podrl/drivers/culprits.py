@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from podrl.types import Array, Culprit, Trajectory
 
 _REWARD, _ACTION, _OBSERVATION = 'reward', 'action', 'observation'
 # A larger number may be the cause: in float32, the square of 1e20 is infinite.
 _LARGE = 1e6
+_SMALL = 1e-2  # If all observations are smaller, an agent learns little.
+SIZE = 'largest_observation'
 
 
 class Largest(NamedTuple):
@@ -63,6 +66,32 @@ def find_largest(
     for name, x in fields.items()
     if jnp.issubdtype(x.dtype, jnp.floating)
   }
+
+
+def largest_observation(
+  largest: Mapping[str, Largest],
+) -> dict[str, np.ndarray]:
+  """Returns a metric: the largest magnitude of the float observations.
+
+  `largest` is what `find_largest` returned. The result is empty if there are no
+  such observations.
+  """
+  found = [x.value for k, x in largest.items() if k.startswith(_OBSERVATION)]
+  return {SIZE: np.max(np.abs(found), axis=0)} if found else {}
+
+
+def warn_of_size(record: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+  """Returns a warning if an agent sees numbers that are hardly not 0.
+
+  `fields` is the flat configuration by dotted name.
+  """
+  size = record.get(SIZE, 1.0)
+  if not 0.0 < size < _SMALL or fields['agent.normalize_observation']:
+    return ''
+  return (
+    f'observations are at most {size:.1g}, and a network hardly sees such '
+    'numbers; use --config.agent.normalize_observation=True'
+  )
 
 
 def find_culprit(

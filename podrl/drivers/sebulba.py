@@ -340,6 +340,8 @@ class Sebulba:
       'num_unrolls_dropped': self._num_dropped,
       'num_actor_waits': self._count_waits(),
     }
+    sizes = [culprits.largest_observation(x.largest) for x in taken]
+    own |= {k: max(x[k] for x in sizes) for k in sizes[0]}
     episodes = jax.tree.map(lambda *x: sum(x), *(u.episodes for u in unrolls))
     return metrics, own, episodes
 

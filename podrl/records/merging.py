@@ -38,6 +38,7 @@ REDUCTIONS = defaultdict(Reduction) | {
   'num_unrolls_dropped': _COUNT,
   'num_actor_waits': _COUNT,
   'policy_lag_max': Reduction(np.max, np.max),
+  'largest_observation': Reduction(np.max, np.max, np.max),
   JOULES: Reduction(processes=np.sum),
   MOVES: Reduction(processes=np.min),
   'joules_per_second': _RATE,

@@ -878,7 +878,9 @@ class _Trainer:
       return False
     recorder.write(outcomes, scalars)
     if self.cluster.process == 0 and not self.has_warned:
+      fields = workdir.flatten(self.config.to_dict())
       warning = AGENTS[self.config.agent.name].warn(recorder.last[0])
+      warning = warning or culprits.warn_of_size(recorder.last[0], fields)
       self.has_warned = bool(warning)
       if warning:
         print(f'warning: {warning}', file=sys.stderr)

@@ -82,6 +82,38 @@ def test_the_culprit_is_the_first_that_gave_a_bad_number(bad, expected):
     assert _culprit(False, **bad) is None
 
 
+def test_the_size_of_observations_is_a_metric():
+  trajectory = _trajectory(x=((2, 1, 0, 1), -70.5))
+  largest = jax.jit(lambda x: culprits.find_largest(x, 20))(trajectory)
+  assert culprits.largest_observation(largest) == {'largest_observation': 70.5}
+  # Bytes and booleans have no such size.
+  steps = trajectory.timestep._replace(obs=trajectory.timestep.obs['image'])
+  largest = culprits.find_largest(trajectory._replace(timestep=steps), 20)
+  assert culprits.largest_observation(largest) == {}
+
+
+@pytest.mark.parametrize(
+  'size,is_normalized,is_small',
+  [
+    (6e-5, False, True),
+    (6e-5, True, False),
+    (0.02, False, False),
+    (0.0, False, False),
+    (np.nan, False, False),
+    (None, False, False),
+  ],
+)
+def test_a_warning_says_that_observations_are_small(
+  size, is_normalized, is_small
+):
+  record = {} if size is None else {'largest_observation': size}
+  fields = _FIELDS | {'agent.normalize_observation': is_normalized}
+  text = culprits.warn_of_size(record, fields)
+  assert ('at most 6e-05' in text and 'normalize_observation=True' in text) == (
+    is_small
+  )
+
+
 def test_steps_are_counted_beyond_2_to_the_31():
   trajectory = _trajectory(reward=((3, 1), -_INF))
   num_steps = np.int32(20 - 2**31)  # 2**31 + 20, modulo 2**32.

@@ -265,6 +265,7 @@ def test_an_environment_may_change_the_directory(tmp_path, monkeypatch, capsys):
 def test_podrl_computes_in_32_bits(name, tmp_path):
   config = _TINY | (_DEVICES if ':' in name else {})
   plain = podrl.train(name, workdir=str(tmp_path / 'a'), config=config)
+  assert 0.01 < plain.records[-1]['largest_observation'] < 10
   obs = np.zeros((2, *plain.policy.spec.obs.shape))
   with jax.enable_x64(True):
     outcome = podrl.train(name, workdir=str(tmp_path / 'b'), config=config)
