@@ -97,7 +97,7 @@ KINDS: dict[str, dict[str, Any]] = {
   # stays near 6: the memory is small. Some actions are random, because the
   # search is soon certain of a path that ends early.
   'small image': {
-    'total_env_steps': 400_000,
+    'total_env_steps': 600_000,
     'env.num_envs': 64,
     'unroll_length': 4,
     'agent.n_steps': 5,

@@ -533,7 +533,7 @@ def test_a_run_that_may_not_learn_says_so(
     ('Pendulum-v1', 'sac', 30_000),
     ('CartPole-v1', 'sac', 30_000),
     ('Breakout-MinAtar', 'sac', 600_000),
-    ('Breakout-MinAtar', 'muzero', 400_000),
+    ('Breakout-MinAtar', 'muzero', 600_000),
     ('Breakout-MinAtar', 'rainbow', 800_000),
     ('Breakout-MinAtar', 'pqn', 5_000_000),
     ('Breakout-MinAtar', 'ppo', 2_000_000),
