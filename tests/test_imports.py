@@ -27,7 +27,6 @@ _LEVEL = {name: i for i, names in enumerate(_FLOORS) for name in names}
 _ONLY = {
   'threading|concurrent': (
     'drivers/',
-    'envs/gymnasium',
     'run/cluster',
     'signals',
     'run/tasks',
