@@ -35,6 +35,7 @@ _SECTIONS = {
   'meta': 'Meta-gradients',
   'sebulba': 'Sebulba',
   'eval': 'Evaluation',
+  'stop': 'Early stop',
   'log': 'Records',
   'checkpoint': 'Checkpoints',
 }

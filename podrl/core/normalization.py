@@ -101,7 +101,8 @@ def measure(moments: Moments, x: Tree, weight: Array) -> Measured:
     chex.assert_equal_shape([x[0, 0], center])
     # Subtract the running mean first: squares of x would lose precision.
     x = x.astype(jnp.float32) - center[None, None]
-    x = jnp.clip(x, -_HUGE, _HUGE) ** power
+    # Infinity stays: it is an error of the environment.
+    x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -_HUGE, _HUGE)) ** power
     slot_weight = weight.reshape(*weight.shape, *[1] * center.ndim)
     return jnp.mean(x * slot_weight, (0, 1))
 

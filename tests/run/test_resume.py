@@ -335,8 +335,8 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
   returns = iter([math.nan, 5.0, 3.0, 2.0])
   write = recorder.Recorder.write
 
-  def write_return(self, outcomes=()):
-    write(self, [x | {'eval_return': next(returns)} for x in outcomes])
+  def write_return(self, outcomes=(), scalars={}):
+    write(self, [x | {'eval_return': next(returns)} for x in outcomes], scalars)
 
   monkeypatch.setattr(recorder.Recorder, 'write', write_return)
   arguments = (

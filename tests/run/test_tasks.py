@@ -283,7 +283,7 @@ def test_one_thread_at_a_time_trains(monkeypatch, capsys):
   running, most = [], []
   both = threading.Barrier(2, timeout=20)
 
-  def execute(*args, is_guest):
+  def execute(*args, is_guest, on_record):
     running.append(1)
     most.append(len(running))
     time.sleep(0.2)
