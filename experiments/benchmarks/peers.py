@@ -35,7 +35,7 @@ import numpy as np
 import training
 
 from podrl.drivers.anakin import make_unroll
-from podrl.records.recorder import bootstrap
+from podrl.records.merging import bootstrap
 from podrl.records.terminal import compact
 from podrl.run import build
 from podrl.run.config import base_config

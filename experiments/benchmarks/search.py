@@ -32,7 +32,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.agents import muzero
-from podrl.records.recorder import bootstrap
+from podrl.records.merging import bootstrap
 from podrl.run import build
 from podrl.run.policy import Policy, load
 from podrl.types import Discrete, Masked, Tree
