@@ -23,6 +23,8 @@ def module():
   others = {n: flags.FLAGS[n] for n in _NAMES if n in flags.FLAGS}
   for name in others:
     delattr(flags.FLAGS, name)
+  # A process may run tests of another file between those of this file.
+  sys.modules.pop('returns', None)
   yield importlib.import_module('returns')
   for name in _NAMES:
     delattr(flags.FLAGS, name)
