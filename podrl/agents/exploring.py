@@ -81,6 +81,14 @@ def num_actions(spec: EnvSpec) -> int:
   return spec.action.num_actions
 
 
+def check_random_fraction(fraction: float, spec: EnvSpec) -> None:
+  """Raises a ValueError if actions that are not discrete shall be random."""
+  if fraction and not isinstance(spec.action, Discrete):
+    raise ValueError(
+      f'agent.random_fraction={fraction} needs discrete actions; use 0'
+    )
+
+
 def build_network(
   spec: EnvSpec, network_fields: Mapping[str, Any], **options: Any
 ) -> QNetwork:

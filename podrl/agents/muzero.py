@@ -414,8 +414,7 @@ def make_agent(
   network = build_network(spec, network_fields, len(codec.support))
   is_box = isinstance(spec.action, Box)
   fraction = fields['random_fraction']
-  if fraction and is_box:
-    raise ValueError(f'agent.random_fraction={fraction} {sac.NEEDS_DISCRETE}')
+  exploring.check_random_fraction(fraction, spec)
   distribution = acting.bounded_distribution(spec.action) if is_box else None
   search = make_search(
     network,

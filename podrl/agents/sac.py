@@ -71,9 +71,6 @@ COMMENTS = {
   ),
 }
 
-# The end of an error message.
-NEEDS_DISCRETE = 'needs discrete actions; use 0'
-
 UNUSED = dqn.UNUSED
 CHANGEABLE = ('agent.gamma', 'agent.target_entropy')
 
@@ -203,8 +200,7 @@ def make_agent(
   """
   is_discrete = isinstance(spec.action, Discrete)
   fraction = fields['random_fraction']
-  if fraction and not is_discrete:
-    raise ValueError(f'agent.random_fraction={fraction} {NEEDS_DISCRETE}')
+  exploring.check_random_fraction(fraction, spec)
   outer = inner = acting.bounded_distribution(spec.action)
   num_actions, num_components = outer.num_params, 1
   if isinstance(spec.action, Box):

@@ -80,13 +80,13 @@ def largest_observation(
   return {SIZE: np.max(np.abs(found), axis=0)} if found else {}
 
 
-def warn_of_size(record: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
-  """Returns a warning if an agent sees numbers that are hardly not 0.
+def warn_of_size(record: Mapping[str, Any], is_normalized: bool) -> str:
+  """Returns a warning if all observations of a record are near 0, or ''.
 
-  `fields` is the flat configuration by dotted name.
+  `is_normalized` says whether the agent normalises its observations.
   """
   size = record.get(SIZE, 1.0)
-  if not 0.0 < size < _SMALL or fields['agent.normalize_observation']:
+  if is_normalized or not 0.0 < size < _SMALL:
     return ''
   return (
     f'observations are at most {size:.1g}, and a network hardly sees such '

@@ -878,9 +878,11 @@ class _Trainer:
       return False
     recorder.write(outcomes, scalars)
     if self.cluster.process == 0 and not self.has_warned:
-      fields = workdir.flatten(self.config.to_dict())
-      warning = AGENTS[self.config.agent.name].warn(recorder.last[0])
-      warning = warning or culprits.warn_of_size(recorder.last[0], fields)
+      own, record = self.config.agent, recorder.last[0]
+      warning = AGENTS[own.name].warn(record)
+      warning = warning or culprits.warn_of_size(
+        record, own.normalize_observation
+      )
       self.has_warned = bool(warning)
       if warning:
         print(f'warning: {warning}', file=sys.stderr)

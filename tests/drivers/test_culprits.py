@@ -107,8 +107,7 @@ def test_a_warning_says_that_observations_are_small(
   size, is_normalized, is_small
 ):
   record = {} if size is None else {'largest_observation': size}
-  fields = _FIELDS | {'agent.normalize_observation': is_normalized}
-  text = culprits.warn_of_size(record, fields)
+  text = culprits.warn_of_size(record, is_normalized)
   assert ('at most 6e-05' in text and 'normalize_observation=True' in text) == (
     is_small
   )
