@@ -141,8 +141,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from podrl.tools import run_command
 
 def act(paths, values):
-  print('begins', flush=True)
   try:
+    print('begins', flush=True)
     if paths:  # As XLA's compiler, this waits in C and lets other threads run.
       hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
     time.sleep(60)
