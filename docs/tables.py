@@ -3,21 +3,15 @@
 python docs/tables.py
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import math
 import pathlib
 from typing import Any
 
 from podrl.agents import AGENTS
-from podrl.records.workdir import flatten
-from podrl.run.config import (
-  FIELDS,
-  KINDS,
-  Field,
-  Range,
-  base_config,
-  sebulba_config,
-)
+from podrl.core.optimizers import OPTIMIZERS
+from podrl.fields import Field, Range
+from podrl.run.config import KINDS, make_table
 
 _PAGE = pathlib.Path(__file__).parent / 'reference' / 'configuration.md'
 _BEGIN, _END = '<!-- fields: python docs/tables.py -->\n', '<!-- end -->\n'
@@ -67,64 +61,68 @@ def _join(agents: Sequence[str]) -> str:
   return f'{", ".join(others)} and {last}' if others else last
 
 
-def _default(field: Field, values: Mapping[str, Any]) -> str:
-  """Returns a field's default, and the different defaults of some agents.
+def _default(values: Mapping[str, Any]) -> str:
+  """Returns a field's default, and the different defaults of some parts.
 
-  `values` has the default of each agent that has the field.
+  `values` has the default of each agent or optimiser that has the field. The
+  most frequent one comes first, without names.
   """
-  agents: dict[str, list[str]] = {}
-  for agent, value in values.items():
-    agents.setdefault(repr(value), []).append(agent)
-  general = repr(field.default)
-  if len(agents) == 1:
-    (general,) = agents
-  shown = [f'`{general}`'] if general in agents and general != "''" else []
-  agents.pop(general, None)
+  parts: dict[str, list[str]] = {}
+  for part, value in values.items():
+    parts.setdefault(repr(value), []).append(part)
+  general = max(parts, key=lambda x: len(parts[x]))
+  shown = [f'`{general}`'] if general != "''" else []
+  del parts[general]
   return '; '.join(
-    [*shown, *(f'{_join(x)}: `{value}`' for value, x in agents.items())]
+    [*shown, *(f'{_join(x)}: `{value}`' for value, x in parts.items())]
   )
 
 
-def _meaning(field: Field, owners: Sequence[str]) -> str:
-  """Returns a field's comment, and the agents that have the field."""
-  others = [x for x in AGENTS if x not in owners]
+def _meaning(field: Field, owners: Sequence[str], others: int) -> str:
+  """Returns a field's comment, and which parts have it, if not all do.
+
+  `others` is the number of parts of this kind that do not have the field.
+  """
   if not others:
     return field.comment
-  if len(others) < len(owners):
-    return f'{field.comment} Not for {_join(others)}.'
+  missing = [x for x in AGENTS if x not in owners]
+  if len(missing) == others < len(owners):
+    return f'{field.comment} Not for {_join(missing)}.'
   return f'Only for {_join(owners)}. {field.comment}'
+
+
+def _rows() -> Iterator[tuple[str, str]]:
+  """Yields each field's name and its row; all agents of a meaning share one."""
+  tables = {
+    agent: {**make_table(agent, 'Sebulba'), **make_table(agent, 'Anakin')}
+    for agent in AGENTS
+  }
+  of_optimizers = {k for x in OPTIMIZERS.values() for k in x.fields}
+  owners: dict[tuple[str, str], dict[str, Field]] = {}
+  for agent, table in tables.items():
+    for name, field in table.items():
+      if name not in of_optimizers and name != 'agent.name':
+        owners.setdefault((name, field.comment), {})[agent] = field
+  own = {k: x.fields for k, x in OPTIMIZERS.items()}
+  for optimizer, fields in own.items():
+    for name, field in fields.items():
+      owners.setdefault((name, field.comment), {})[optimizer] = field
+  for (name, _), fields in owners.items():
+    field = next(iter(fields.values()))
+    number = len(OPTIMIZERS if name in of_optimizers else AGENTS)
+    values = {k: x.default for k, x in fields.items()}
+    meaning = _meaning(field, [*fields], number - len(fields))
+    yield (
+      name,
+      f'| `{name}` | {_default(values)} | {_allowed(field)} | {meaning} |',
+    )
 
 
 def make_tables() -> str:
   """Returns a table of fields for each section of the configuration."""
-  configs = {
-    agent: {
-      **flatten(sebulba_config(agent).to_dict()),
-      **flatten(base_config(agent).to_dict()),
-    }
-    for agent in AGENTS
-  }
-  # If agents give the same name different meanings, each meaning has a row.
-  rows = [
-    (name, field, [x for x in AGENTS if name in configs[x]])
-    for name, field in FIELDS.items()
-  ]
-  own: dict[tuple[str, str], list[str]] = {}
-  for agent, entry in AGENTS.items():
-    for name, comment in entry.comments.items():
-      own.setdefault((name, comment), []).append(agent)
-  for (name, comment), owners in own.items():
-    default = AGENTS[owners[0]].defaults[name]
-    rows.append((name, Field(default, comment), owners))
-  tables = []
+  rows, tables = [*_rows()], []
   for section, title in _SECTIONS.items():
-    lines = [
-      f'| `{name}` '
-      f'| {_default(field, {x: configs[x][name] for x in owners})} '
-      f'| {_allowed(field)} | {_meaning(field, owners)} |'
-      for name, field, owners in rows
-      if name.rpartition('.')[0] == section
-    ]
+    lines = [x for name, x in rows if name.rpartition('.')[0] == section]
     tables.append('\n'.join([f'## {title}', '', _HEADER, *lines, '']))
   return '\n'.join(tables)
 

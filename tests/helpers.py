@@ -12,6 +12,7 @@ import pytest
 
 from podrl.agents import AGENTS
 from podrl.envs import autoreset, spaces
+from podrl.fields import flatten, short
 from podrl.run import train
 from podrl.run.config import base_config
 from podrl.types import DeviceEnv, Discrete, Sample
@@ -57,22 +58,25 @@ def slow(*values):
   return pytest.param(*values, marks=pytest.mark.slow)
 
 
+# Sections of the fields that agents read.
+_OF_AGENTS = ('agent.', 'replay.', 'search.')
+
+
 def network_fields(agent, /, **fields):
-  """Returns the fields `network.*` of an agent with a small MLP."""
+  """Returns the fields of an agent with a small MLP."""
   small = {'name': 'mlp', 'hidden_sizes': (8,), 'activation': 'relu'}
-  small |= {'layer_norm': False, 'dtype': np.float32}
-  return dict(base_config(agent).network) | small | fields
+  small |= {'layer_norm': False, 'dtype': 'float32', **fields}
+  own = flatten(base_config(agent).to_dict())
+  return own | {f'network.{k}': x for k, x in small.items()}
 
 
 def make_agent(name, spec, network=(), **fields):
   """Makes an agent with a small MLP; its other fields have the defaults."""
-  config = base_config(name)
-  own = dict(config.agent)
-  for section in ('replay', 'search'):
-    own |= config.get(section, {})
-  del own['name']
-  own |= {'gamma': 0.9, **fields}
-  return AGENTS[name].make(spec, own, network_fields(name, **dict(network)))
+  values = network_fields(name, **dict(network))
+  names = {short(k): k for k in values if k.startswith(_OF_AGENTS)}
+  fields = {'gamma': 0.9, **fields}
+  own = {names[k]: x for k, x in fields.items()}
+  return AGENTS[name].make(spec, values | own)
 
 
 def prepare(agent, variables, trajectory, mean=lambda x: x, target_params=()):

@@ -11,7 +11,7 @@ _ROOT = pathlib.Path(__file__).parents[1] / 'podrl'
 _FILES = sorted(_ROOT.rglob('*.py'))
 # A file may import from its own floor and from the floors before it.
 _FLOORS = (
-  ['types', 'messages', 'signals'],
+  ['types', 'messages', 'signals', 'fields', 'modules'],
   ['kernels'],
   ['core'],
   ['networks'],
@@ -94,8 +94,8 @@ def test_some_words_have_one_place(word):
   assert all(x.startswith(_ONLY[word]) for x in found), found
 
 
-def test_the_package_has_at_most_five_files_of_its_own():
-  assert len(list(_ROOT.glob('*.py'))) <= 5
+def test_the_package_has_at_most_seven_files_of_its_own():
+  assert len(list(_ROOT.glob('*.py'))) <= 7
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.agents import sgd_steps_per_update
+from podrl.fields import flatten
 from podrl.records import workdir
 from podrl.records.recorder import Recorder
 from podrl.run import build
@@ -59,7 +60,7 @@ def measure(
       run.spec.frame_skip,
       run.num_updates,
       run.steps_per_update,
-      sgd_steps_per_update(workdir.flatten(config.to_dict())),
+      sgd_steps_per_update(flatten(config.to_dict())),
       time.perf_counter(),
       run.driver.describe,
     )

@@ -86,7 +86,7 @@ def make_driver(cost: float, mode: str) -> sebulba.Sebulba:
   device = jax.local_devices()[0]
   spec = make_env(0).spec
   agent = build.make_agent(config, spec)
-  learner = build.make_learner(config, agent, spec, 1)
+  learner = build.make_learner(config, agent, spec, 1, 1)
   settings = sebulba.Settings(
     num_envs=_NUM_ENVS,
     unroll_length=_LENGTH,

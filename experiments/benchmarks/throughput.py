@@ -40,8 +40,8 @@ from podrl.drivers import spmd
 from podrl.drivers.anakin import make_programs, make_unroll
 from podrl.drivers.sebulba import Sebulba
 from podrl.envs import Task
+from podrl.fields import flatten
 from podrl.records.terminal import compact
-from podrl.records.workdir import flatten
 from podrl.run import build, defaults
 from podrl.run import devices as layout
 from podrl.run.config import base_config, check
@@ -132,7 +132,7 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
   env = build.make_env(config)
   agent = build.make_agent(config, env.spec)
   mesh = spmd.make_mesh(layout.anakin_devices(config))
-  learner = build.make_learner(config, agent, env.spec, mesh.size)
+  learner = build.make_learner(config, agent, env.spec, mesh.size, 1)
   driver = make_programs(
     env,
     agent,

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import chex
+import jax.numpy as jnp
 import numpy as np
 
+from podrl import modules
 from podrl.agents import (
   a2c,
   acting,
   dqn,
-  exploring,
   impala,
   muzero,
   ppo,
@@ -18,80 +20,77 @@ from podrl.agents import (
   sac,
 )
 from podrl.core import normalization
-from podrl.types import Agent, Box, EnvSpec, Masked
-
-_Fields = Mapping[str, Any]  # Values of fields, by name.
+from podrl.fields import Fields, Table, hyperparams
+from podrl.networks import actor_critic
+from podrl.types import Agent, Box, EnvSpec, Masked, Tree, Variables
 
 
 class AgentEntry(NamedTuple):
   """What the rest of podrl knows about an agent.
 
+  Everywhere, `fields` is the whole configuration by name, such as
+  'agent.gamma'.
+
   Attributes:
-    make_agent: `(spec, fields, network_fields) -> Agent`. `fields` has the
-      fields `agent.*`, `replay.*` and `search.*` by short name, and
-      `network_fields` has the fields `network.*`. It raises a ValueError if
-      the agent or its network does not fit the environment.
-    defaults: values of configuration fields, by dotted name. The agent adds
-      these fields to the base configuration or changes their values. An
-      Anakin run ignores the fields of Sebulba, such as `sebulba.max_lag`.
-    comments: one line for `--help` about each field that the agent adds.
-    kinds: values of configuration fields for each kind of environment. Commands
-      that get an environment's name, such as `podrl train NAME`, use these
-      values.
-    unused: fields of the base configuration that the agent does not have.
-    changeable: the fields that a resumed run may change, because they are
-      hyperparameters of the agent.
+    make_agent: `(spec, fields) -> Agent`. It raises a ValueError if the agent
+      or its network does not fit the environment. `make` adds the
+      hyperparameters, see `Field.changeable`.
+    fields: the fields that the agent and its parts read, by name. Those of one
+      torso or one optimiser are left out, see `torsos.table` and
+      `optimizers.table`.
+    defaults: values of fields that are not the agent's own, such as
+      `env.num_envs`. A run ignores those that it does not have.
+    kinds: values of fields for each kind of environment. Commands that get an
+      environment's name, such as `podrl train NAME`, use these values.
     check: `(fields) -> None`, raises a ValueError if the configuration does
-      not fit the agent. `fields` is the flat configuration by dotted name.
+      not fit the agent.
     minibatch_unit: `(fields) -> 'steps' | 'environments'`, what is split into
-      minibatches. `fields` is the flat configuration by dotted name.
+      minibatches.
     target_update: `(fields) -> target_update`; see `make_learner`. If it is or
-      returns None, the agent has no target parameters. `fields` as above.
+      returns None, the agent has no target parameters.
     sequence_length: `(fields) -> int`, transitions of each sequence that the
-      agent's memory gives. None means that the agent has no memory. `fields` as
-      above.
+      agent's memory gives. None means that the agent has no memory.
     warn: `(record) -> str`, a warning about a record of metrics, or ''.
+    groups: `(params) -> names`, the group of each parameter; see
+      `make_optimizer`. None means that there are no groups.
   """
 
-  make_agent: Callable[[EnvSpec, _Fields, _Fields], Agent]
-  defaults: _Fields
-  comments: Mapping[str, str] = {}
-  kinds: Mapping[str, _Fields] = {}
-  unused: tuple[str, ...] = ()
-  changeable: tuple[str, ...] = ()
-  check: Callable[[_Fields], None] = lambda fields: None
-  minibatch_unit: Callable[[_Fields], str] = lambda fields: 'environments'
-  target_update: Callable[[_Fields], Callable[..., Any] | None] | None = None
-  sequence_length: Callable[[_Fields], int] | None = None
-  warn: Callable[[_Fields], str] = lambda record: ''
+  make_agent: Callable[[EnvSpec, Fields], Agent]
+  fields: Table
+  defaults: Fields = {}
+  kinds: Mapping[str, Fields] = {}
+  check: Callable[[Fields], None] = lambda fields: None
+  minibatch_unit: Callable[[Fields], str] = lambda fields: 'environments'
+  target_update: Callable[[Fields], Callable[..., Any] | None] | None = None
+  sequence_length: Callable[[Fields], int] | None = None
+  warn: Callable[[Fields], str] = lambda record: ''
+  groups: Callable[[Tree], Tree] | None = None
 
-  def make(
-    self, spec: EnvSpec, fields: _Fields, network_fields: _Fields
-  ) -> Agent:
-    """Builds the agent with its network and normalisation.
-
-    Args:
-      spec: describes the environment.
-      fields: the fields `agent.*`, `replay.*` and `search.*` by short name,
-        without `agent.name`.
-      network_fields: the fields `network.*` by short name.
+  def make(self, spec: EnvSpec, fields: Fields) -> Agent:
+    """Builds the agent with its network, normalisation and hyperparameters.
 
     Raises:
       ValueError: if the agent or its network does not fit the environment.
     """
     _check_mask(spec)
-    fields = dict(fields)
-    observations = fields.pop('normalize_observation')
-    rewards = fields.pop('normalize_reward')
+    observations = fields['agent.normalize_observation']
     seen = spec
     if observations:
       obs = normalization.as_float(spec.obs)
       seen = spec._replace(obs=obs, obs_scale=None)
+    agent = self.make_agent(seen, fields)
+    declared = hyperparams(self.fields, fields)
+
+    def init(rng_key: chex.PRNGKey) -> Variables:
+      variables = agent.init(rng_key)
+      values = {k: jnp.float32(x) for k, x in declared.items()}
+      return variables._replace(hyperparams=variables.hyperparams | values)
+
     return normalization.normalize(
-      self.make_agent(seen, fields, network_fields),
+      agent._replace(init=init),
       spec.obs,
       observations=observations,
-      rewards=rewards,
+      rewards=fields['agent.normalize_reward'],
     )
 
 
@@ -118,79 +117,78 @@ def _check_mask(spec: EnvSpec) -> None:
 ACTOR_CRITICS = ('ppo', 'impala', 'a2c')
 
 
-def sgd_steps_per_update(fields: _Fields) -> int:
-  """Returns the optimiser steps of an update that learns.
-
-  `fields` is the flat configuration by dotted name.
-  """
+def sgd_steps_per_update(fields: Fields) -> int:
+  """Returns the optimiser steps of an update that learns."""
   if 'replay.sgd_steps_per_update' in fields:
     return fields['replay.sgd_steps_per_update']
   return fields['num_epochs'] * fields['num_minibatches']
 
 
-def _with_memory(
-  module: Any, sequence_length: Callable[[_Fields], int], **fields: Any
-) -> AgentEntry:
+def _actor_critic(module: Any, **options: Any) -> AgentEntry:
+  """Builds the row of an agent with a policy and a value from its module."""
+  return AgentEntry(
+    acting.with_network(module.make_agent),
+    module.FIELDS,
+    kinds=module.KINDS,
+    groups=actor_critic.groups,
+    **options,
+  )
+
+
+def _with_memory(module: Any, **options: Any) -> AgentEntry:
   """Builds the row of an agent with a memory from its module."""
   return AgentEntry(
     module.make_agent,
+    module.FIELDS,
     module.DEFAULTS,
-    module.COMMENTS,
     module.KINDS,
-    unused=module.UNUSED,
-    changeable=module.CHANGEABLE,
-    check=module.check,
-    sequence_length=sequence_length,
-    **({'target_update': dqn.target_update} | fields),
+    **({'target_update': dqn.target_update} | options),
   )
 
 
 _DQN = _with_memory(
-  dqn, lambda fields: fields['agent.n_steps'], warn=dqn.warn_of_ends
+  dqn,
+  check=dqn.check,
+  sequence_length=lambda fields: fields['agent.n_steps'],
+  warn=dqn.warn_of_ends,
 )
 AGENTS = {
-  'ppo': AgentEntry(
-    acting.with_network(ppo.make_agent),
-    ppo.DEFAULTS,
-    ppo.COMMENTS,
-    ppo.KINDS,
-    changeable=(*acting.CHANGEABLE, 'agent.clip'),
-    check=ppo.check,
-    minibatch_unit=ppo.minibatch_unit,
-  ),
-  'impala': AgentEntry(
-    acting.with_network(impala.make_agent),
-    impala.DEFAULTS,
-    kinds=impala.KINDS,
-    changeable=acting.CHANGEABLE,
-  ),
-  'a2c': AgentEntry(
-    acting.with_network(a2c.make_agent),
-    a2c.DEFAULTS,
-    kinds=a2c.KINDS,
-    changeable=acting.CHANGEABLE,
-    check=a2c.check,
-  ),
+  'ppo': _actor_critic(ppo, check=ppo.check, minibatch_unit=ppo.minibatch_unit),
+  'impala': _actor_critic(impala),
+  'a2c': _actor_critic(a2c, defaults={'sebulba.max_lag': 0}, check=a2c.check),
   'pqn': AgentEntry(
     pqn.make_agent,
-    pqn.DEFAULTS,
-    exploring.COMMENTS,
+    pqn.FIELDS,
+    {'env.num_envs': 32},
     pqn.KINDS,
-    unused=exploring.UNUSED,
-    changeable=('agent.gamma', 'agent.lambda_', *exploring.CHANGEABLE),
-    check=pqn.check,
     minibatch_unit=ppo.minibatch_unit,
   ),
   'dqn': _DQN,
-  'rainbow': _DQN._replace(defaults=dqn.RAINBOW),
-  'r2d2': _with_memory(r2d2, r2d2.sequence_length),
-  'sac': _with_memory(sac, lambda fields: 1),
+  'rainbow': _DQN._replace(fields=dqn.RAINBOW_FIELDS),
+  'r2d2': _with_memory(r2d2, sequence_length=r2d2.sequence_length),
+  'sac': _with_memory(sac, sequence_length=lambda fields: 1, groups=sac.groups),
   'muzero': _with_memory(
     muzero,
-    muzero.sequence_length,
+    sequence_length=muzero.sequence_length,
     target_update=muzero.target_update,
     warn=dqn.warn_of_ends,
   ),
 }
 # A program may add more, which the commands of podrl do not have.
 BUILT_IN = frozenset(AGENTS)
+
+
+def find(name: str) -> AgentEntry:
+  """Returns a row of the table, or the user's `AgentEntry` MODULE:NAME.
+
+  It raises a ValueError for another name or another object.
+  """
+  if name in AGENTS:
+    return AGENTS[name]
+  found = modules.find('agent', name, AGENTS)
+  if not isinstance(found, AgentEntry):
+    raise ValueError(
+      f'agent={name} must be a podrl.agents.AgentEntry, not a '
+      f'{type(found).__name__}'
+    )
+  return found

@@ -1,16 +1,14 @@
 """A2C: IMPALA with importance ratios of 1; it needs a policy lag of 0."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from podrl.agents import impala
 from podrl.core.distributions import Distribution
+from podrl.fields import Fields
 from podrl.networks.actor_critic import Network
 from podrl.types import Agent
 
-DEFAULTS = {**impala.DEFAULTS, 'sebulba.max_lag': 0}
+FIELDS = impala.FIELDS
 # Without minibatches, small batches give more optimiser steps.
-_SMALL_BATCHES: dict[str, dict[str, Any]] = {
+_SMALL_BATCHES: dict[str, Fields] = {
   'action vector': {
     'network.initial_scale': 0.3,
     'optimizer.learning_rate': 2e-3,
@@ -29,7 +27,7 @@ KINDS = {
 }
 
 
-def check(fields: Mapping[str, Any]) -> None:
+def check(fields: Fields) -> None:
   """Raises a ValueError if A2C would learn from data of an older policy."""
   for name in ('num_epochs', 'num_minibatches'):
     if fields[name] != 1:

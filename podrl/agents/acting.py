@@ -1,6 +1,6 @@
 """Functions that several agents use: acting, losses, ratios, rows, rewards."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import math
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.core import distributions, meta
+from podrl.core import distributions, meta, normalization, optimizers
 from podrl.core.distributions import Distribution
-from podrl.networks import actor_critic, torsos
+from podrl.fields import COUNT, FRACTION, FROM_0, Field, Fields, section
+from podrl.networks import actor_critic, cores, torsos
 from podrl.networks.actor_critic import Network
 from podrl.types import (
   Agent,
@@ -43,52 +44,80 @@ class Extras(NamedTuple):
   value: Array | tuple[()]  # Float32, the value of the time step, or `()`.
 
 
-CHANGEABLE = tuple(f'agent.{x}' for x in meta.NAMES)
-
-# What the hyperparameters learn from; see `core.meta`.
-META = {
-  'meta.learning_rate': 0.0,
-  'meta.params': ','.join(meta.NAMES),
-  'meta.decay': 0.0,
-  'meta.gamma': 0.99,
-  'meta.lambda_': 1.0,
-  'meta.entropy_cost': 0.01,
-  'meta.value_cost': 0.5,
+# The fields of every agent.
+FIELDS = {
+  'unroll_length': Field(32, 'Steps of each environment in an unroll.', COUNT),
+  'agent.gamma': Field(0.99, 'Discount per step.', FRACTION, changeable=True),
+  'agent.reward_clip': Field(
+    0.0, 'Clips rewards to this absolute value; 0 means off.', FROM_0
+  ),
+  **normalization.FIELDS,
+  **torsos.FIELDS,
+  **torsos.OWN_FIELDS,
+  **optimizers.FIELDS,
+}
+# Further fields of agents that learn from each unroll, instead of a memory.
+PASSES = {
+  'num_epochs': Field(1, 'Passes over the batch of each update.', COUNT),
+  'num_minibatches': Field(1, 'Optimiser steps per pass.', COUNT),
+  'agent.lambda_': Field(
+    1.0,
+    'Mix of one-step returns (0) and full returns (1).',
+    FRACTION,
+    changeable=True,
+  ),
+}
+VALUE_COST = {
+  'agent.value_cost': Field(
+    0.5, 'Weight of the value loss.', FROM_0, changeable=True
+  ),
+}
+ACTOR_CRITIC_FIELDS = {
+  **FIELDS,
+  **PASSES,
+  'agent.entropy_cost': Field(
+    0.01, 'Weight of the entropy bonus.', FROM_0, changeable=True
+  ),
+  **VALUE_COST,
+  **actor_critic.FIELDS,
+  **cores.FIELDS,
+  **distributions.FIELDS,
+  **optimizers.group_fields('actor', 'critic'),
+  **meta.FIELDS,
 }
 
 
 def with_network(
   make_agent: Callable[..., Agent],
-) -> Callable[[EnvSpec, Mapping[str, Any], Mapping[str, Any]], Agent]:
+) -> Callable[[EnvSpec, Fields], Agent]:
   """Builds `AgentEntry.make_agent` of an actor-critic agent.
 
   Args:
-    make_agent: `(network, distribution, **fields) -> Agent`.
+    make_agent: `(network, distribution, **fields) -> Agent`. `fields` has the
+      fields `agent.*` by short name.
   """
 
-  def make(
-    spec: EnvSpec, fields: Mapping[str, Any], network_fields: Mapping[str, Any]
-  ) -> Agent:
-    options = dict(network_fields)
-    shared_torso, core = options.pop('shared_torso'), options.pop('recurrent')
-    memory_steps = options.pop('memory_steps')
+  def make(spec: EnvSpec, fields: Fields) -> Agent:
+    options = section(fields, 'agent')
+    for name in ('name', *section(normalization.FIELDS, 'agent')):
+      options.pop(name, None)
     distribution = distributions.for_action_space(
       spec.action,
-      options.pop('distribution'),
-      state_dependent_scale=options.pop('state_dependent_scale'),
-      initial_scale=options.pop('initial_scale'),
+      fields['network.distribution'],
+      state_dependent_scale=fields['network.state_dependent_scale'],
+      initial_scale=fields['network.initial_scale'],
     )
     network = actor_critic.make_network(
-      torsos.make_torso(spec=spec, **options),
+      torsos.build_torso(spec, fields),
       spec.obs,
       distribution.num_params,
-      shared_torso=shared_torso,
+      shared_torso=fields['network.shared_torso'],
       num_constant_params=distribution.num_constant_params,
-      core=core,
-      core_size=options['hidden_sizes'][-1],
-      memory_steps=memory_steps,
+      core=fields['network.recurrent'],
+      core_size=fields['network.hidden_sizes'][-1],
+      memory_steps=fields['network.memory_steps'],
     )
-    return make_agent(network, distribution, **fields)
+    return make_agent(network, distribution, **options)
 
   return make
 
@@ -197,24 +226,6 @@ def bootstrap_inputs(
   if not is_recurrent:
     obs, is_first = jax.tree.map(lambda x: x[-1:], (obs, is_first))
   return obs, is_first, jax.tree.map(lambda x: x[0], trajectory.carry)
-
-
-def check_counts(fields: Mapping[str, Any], *names: str) -> None:
-  """Raises a ValueError if one of these fields is not from 1 to 2^24."""
-  for name in names:
-    if not 1 <= fields[name] <= 2**24:
-      raise ValueError(
-        f'config.{name}={fields[name]} must be at least 1 and at most {2**24}'
-      )
-
-
-def check_fractions(fields: Mapping[str, Any], *names: str) -> None:
-  """Raises a ValueError if one of these fields is not from 0 to 1."""
-  for name in names:
-    if not 0 <= fields[name] <= 1:
-      raise ValueError(
-        f'config.{name}={fields[name]} must be at least 0 and at most 1'
-      )
 
 
 def swap_axes(tree: Any) -> Any:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from podrl.agents import acting, exploring
-from podrl.core import returns
+from podrl.core import memory, returns
 from podrl.core.observations import hide_illegal
+from podrl.fields import COUNT, Field, Fields, Range, with_defaults
 from podrl.types import (
   Agent,
   Array,
@@ -22,83 +23,59 @@ from podrl.types import (
   Variables,
 )
 
-DEFAULTS = {
-  **exploring.DEFAULTS,
-  'unroll_length': 4,
-  'log.every_updates': 50,
-  'agent.n_steps': 3,
-  'agent.double': True,
-  'agent.duelling': False,
-  'agent.num_atoms': 1,
-  'agent.min_value': -10.0,
-  'agent.max_value': 10.0,
-  'agent.target_period': 1,
-  'agent.target_rate': 0.01,
-  'checkpoint.memory': True,
-  'replay.capacity_steps': 100_000,
-  'replay.min_steps': 1_000,
-  'replay.batch_size': 128,
-  'replay.sgd_steps_per_update': 16,
-  'replay.priority_exponent': 0.0,
-  'replay.importance_exponent': 0.4,
-  'optimizer.max_grad_norm': 10.0,
+TARGET_RATE = {
+  'agent.target_rate': Field(
+    0.01,
+    'Part of the way that the targets then move.',
+    Range(0, 1, excludes_low=True),
+  ),
 }
-
-COMMENTS = {
-  **exploring.COMMENTS,
-  'agent.n_steps': 'Rewards that a target adds up.',
-  'agent.double': 'The online network chooses the actions of the targets.',
-  'agent.duelling': 'The head separates states from actions.',
-  'agent.num_atoms': 'Atoms of the distribution of returns; 1 means its mean.',
-  'agent.min_value': 'The smallest atom.',
-  'agent.max_value': 'The largest atom.',
-  'agent.target_period': 'Optimiser steps between updates of the targets.',
-  'agent.target_rate': 'Part of the way that the targets then move.',
+TARGETS = {
+  'agent.target_period': Field(
+    1, 'Optimiser steps between updates of the targets.', COUNT
+  ),
+  **TARGET_RATE,
 }
-
-RAINBOW = {
-  **DEFAULTS,
-  # The atoms must cover the returns, whatever the size of the rewards.
-  'agent.normalize_reward': True,
-  'agent.duelling': True,
-  'agent.num_atoms': 51,
-  'replay.priority_exponent': 0.5,
+N_STEPS = {'agent.n_steps': Field(3, 'Rewards that a target adds up.', COUNT)}
+_ATOMS = Range(-(10**9), 10**9)
+_OWN = {
+  **N_STEPS,
+  'agent.double': Field(
+    True, 'The online network chooses the actions of the targets.'
+  ),
+  'agent.duelling': Field(False, 'The head separates states from actions.'),
+  'agent.num_atoms': Field(
+    1, 'Atoms of the distribution of returns; 1 means its mean.', COUNT
+  ),
+  'agent.min_value': Field(-10.0, 'The smallest atom.', _ATOMS),
+  'agent.max_value': Field(10.0, 'The largest atom.', _ATOMS),
+  **TARGETS,
 }
-
-CHANGEABLE = (
-  'agent.gamma',
-  *exploring.CHANGEABLE,
-  'replay.importance_exponent',
+FIELDS = with_defaults(
+  {
+    **exploring.FIELDS,
+    **_OWN,
+    **memory.FIELDS,
+    **memory.PRIORITY_FIELDS,
+  },
+  {'unroll_length': 4, 'optimizer.max_grad_norm': 10.0},
 )
-# The fields that no agent with a replay memory has.
-WITHOUT_PASSES = (
-  *exploring.UNUSED,
-  'agent.lambda_',
-  'num_epochs',
-  'num_minibatches',
+# Values of fields that are not the agent's own.
+DEFAULTS: Fields = {'log.every_updates': 50}
+RAINBOW_FIELDS = with_defaults(
+  FIELDS,
+  {
+    # The atoms must cover the returns, whatever the size of the rewards.
+    'agent.normalize_reward': True,
+    'agent.duelling': True,
+    'agent.num_atoms': 51,
+    'replay.priority_exponent': 0.5,
+  },
 )
-UNUSED = (*WITHOUT_PASSES, 'network.recurrent', 'network.memory_steps')
 
 
-def check_targets(fields: Mapping[str, Any]) -> None:
-  """Raises a ValueError if a field of the targets is out of range.
-
-  SAC has only the field `agent.target_rate`.
-  """
-  counts = 'agent.n_steps', 'agent.target_period'
-  acting.check_counts(fields, *(x for x in counts if x in fields))
-  rate = fields['agent.target_rate']
-  if not 0 < rate <= 1:
-    raise ValueError(
-      f'config.agent.target_rate={rate} must be more than 0 and at most 1'
-    )
-
-
-def check(fields: Mapping[str, Any]) -> None:
-  """Raises a ValueError if a field is out of range."""
-  exploring.check(fields)
-  check_targets(fields)
-  acting.check_counts(fields, 'agent.num_atoms')
+def check(fields: Fields) -> None:
+  """Raises a ValueError if the atoms are in the wrong order."""
   low, high = fields['agent.min_value'], fields['agent.max_value']
   if not low < high:
     raise ValueError(
@@ -124,7 +101,7 @@ def warn_of_ends(record: Mapping[str, Any]) -> str:
   )
 
 
-def target_update(fields: Mapping[str, Any]) -> Callable[..., Any]:
+def target_update(fields: Fields) -> Callable[..., Any]:
   """Returns what changes the target parameters after an optimiser step.
 
   Without the field `agent.target_period`, they change after each step.
@@ -141,7 +118,7 @@ def target_update(fields: Mapping[str, Any]) -> Callable[..., Any]:
 
 # The settings for large images of all agents with a memory. With Atari's usual
 # frames of 84 x 84 bytes, the memory has 0.7 GiB.
-LARGE_IMAGE = {
+LARGE_IMAGE: Fields = {
   'total_env_steps': 10_000_000,
   'env.num_envs': 32,
   'network.name': 'nature_cnn',
@@ -152,7 +129,7 @@ LARGE_IMAGE = {
 }
 
 # See `AgentEntry.kinds`.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Fields] = {
   'numbers': {
     'total_env_steps': 100_000,
     'env.num_envs': 16,
@@ -181,29 +158,23 @@ class Batch(NamedTuple):
   weight: Array  # `[N]` float32.
 
 
-def make_agent(
-  spec: EnvSpec,
-  fields: Mapping[str, Any],
-  network_fields: Mapping[str, Any],
-) -> Agent:
+def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
   """Builds a DQN agent.
-
-  Args:
-    fields: the fields `agent.*` by short name; see `COMMENTS`.
-    network_fields: the fields `network.*` by short name.
 
   Sources: Mnih et al. 2015, Human-level control through deep reinforcement
   learning; van Hasselt et al. 2016, arXiv:1509.06461 (double); Bellemare et al.
   2017, arXiv:1707.06887, algorithm 1 (atoms); Hessel et al. 2018,
   arXiv:1710.02298 (Rainbow).
   """
-  num_atoms, num_steps = fields['num_atoms'], fields['n_steps']
-  support = jnp.linspace(fields['min_value'], fields['max_value'], num_atoms)
+  num_atoms, num_steps = fields['agent.num_atoms'], fields['agent.n_steps']
+  support = jnp.linspace(
+    fields['agent.min_value'], fields['agent.max_value'], num_atoms
+  )
   network = exploring.build_network(
     spec,
-    network_fields,
+    fields,
     num_atoms=num_atoms,
-    is_duelling=fields['duelling'],
+    is_duelling=fields['agent.duelling'],
   )
 
   def to_values(outputs: Array) -> Array:
@@ -229,7 +200,9 @@ def make_agent(
     del rng_key, mean
     timestep = sample.trajectory.timestep
     weight = returns.weights(timestep)
-    reward = acting.clip_reward(timestep.reward[1:], fields['reward_clip'])
+    reward = acting.clip_reward(
+      timestep.reward[1:], fields['agent.reward_clip']
+    )
     discount = variables.hyperparams['gamma'] * timestep.discount[1:]
     zeros = jnp.zeros_like(timestep.reward)
 
@@ -245,7 +218,7 @@ def make_agent(
     obs = jax.tree.map(lambda x: x[place, column], timestep.obs)
     outputs = evaluate(target_params, obs)
     chooser = outputs
-    if fields['double']:
+    if fields['agent.double']:
       chooser = evaluate(jax.lax.stop_gradient(variables.params), obs)
     best = jnp.argmax(hide_illegal(to_values(chooser), obs), axis=-1)
     outputs = outputs[column, best]
@@ -290,13 +263,8 @@ def make_agent(
       metrics['targets_at_ends'] = jnp.mean(jnp.where(is_valid, at_ends, 0.0))
     return jnp.mean(batch.weight * each), LossOutput(metrics, priority)
 
-  init = exploring.make_init(
-    network.init,
-    **{name: fields[name] for name in ('gamma', *exploring.HYPERPARAMS)},
-    importance_exponent=1.0,
-  )
   return Agent(
-    init=init,
+    init=exploring.make_init(network.init),
     initial_carry=lambda env_index: (),
     act=exploring.make_act(network, to_values),
     prepare=prepare,

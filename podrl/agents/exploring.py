@@ -1,6 +1,6 @@
 """Functions that all agents with action values use: exploring and acting."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from podrl.agents import acting
 from podrl.core.observations import hide_illegal
+from podrl.fields import FRACTION, Field, Fields, with_defaults
 from podrl.networks import torsos
 from podrl.networks.q import QNetwork, make_network
 from podrl.types import (
@@ -21,34 +22,26 @@ from podrl.types import (
   Variables,
 )
 
-# The fields of the base configuration that these agents do not have.
-UNUSED = (
-  'agent.entropy_cost',
-  'agent.value_cost',
-  'network.shared_torso',
-  'network.distribution',
-  'network.state_dependent_scale',
-  'network.initial_scale',
-)
-
-DEFAULTS = {
-  'agent.initial_epsilon': 1.0,
-  'agent.final_epsilon': 0.05,
-  'agent.exploration_fraction': 0.25,
-  'network.activation': 'relu',
-}
-
-COMMENTS = {
-  'agent.initial_epsilon': 'Probability of a random action at the start.',
-  'agent.final_epsilon': 'Probability of a random action at the end.',
-  'agent.exploration_fraction': (
-    'Part of the updates in which this probability falls.'
+FIELDS = with_defaults(acting.FIELDS, {'network.activation': 'relu'}) | {
+  'agent.initial_epsilon': Field(
+    1.0,
+    'Probability of a random action at the start.',
+    FRACTION,
+    changeable=True,
+  ),
+  'agent.final_epsilon': Field(
+    0.05,
+    'Probability of a random action at the end.',
+    FRACTION,
+    changeable=True,
+  ),
+  'agent.exploration_fraction': Field(
+    0.25,
+    'Part of the updates in which this probability falls.',
+    FRACTION,
+    changeable=True,
   ),
 }
-
-
-HYPERPARAMS = 'initial_epsilon', 'final_epsilon', 'exploration_fraction'
-CHANGEABLE = tuple(f'agent.{x}' for x in HYPERPARAMS)
 
 
 class Extras(NamedTuple):
@@ -61,11 +54,6 @@ class Statistics(NamedTuple):
   """The agent's statistics: a counter that the exploration rate depends on."""
 
   num_updates: Array  # Int32 `[]`.
-
-
-def check(fields: Mapping[str, Any]) -> None:
-  """Raises a ValueError if a field of the exploration is out of range."""
-  acting.check_fractions(fields, *CHANGEABLE)
 
 
 def num_actions(spec: EnvSpec) -> int:
@@ -89,35 +77,28 @@ def check_random_fraction(fraction: float, spec: EnvSpec) -> None:
     )
 
 
-def build_network(
-  spec: EnvSpec, network_fields: Mapping[str, Any], **options: Any
-) -> QNetwork:
-  """Builds the network from the fields `network.*` by short name.
-
-  It raises a ValueError if the actions are not discrete.
-  """
+def build_network(spec: EnvSpec, fields: Fields, **options: Any) -> QNetwork:
+  """Builds the network; it raises a ValueError if actions are not discrete."""
   count = num_actions(spec)
-  fields = dict(network_fields)
-  options['core'] = fields.pop('recurrent', 'none')
-  options['core_size'] = fields['hidden_sizes'][-1]
-  options['memory_steps'] = fields.pop('memory_steps', 0)
   return make_network(
-    torsos.make_torso(spec=spec, **fields),
+    torsos.build_torso(spec, fields),
     spec.obs,
     count,
+    core=fields.get('network.recurrent', 'none'),
+    core_size=fields['network.hidden_sizes'][-1],
+    memory_steps=fields.get('network.memory_steps', 0),
     **options,
   )
 
 
 def make_init(
-  init: Callable[[chex.PRNGKey], Tree], **hyperparams: float
+  init: Callable[[chex.PRNGKey], Tree],
 ) -> Callable[[chex.PRNGKey], Variables]:
-  """Builds `Agent.init` from a network's `init` and hyperparameters.
+  """Builds `Agent.init` from a network's `init`.
 
   A run adds the hyperparameter 'num_updates', its number of updates.
   """
-
-  init_variables = acting.make_init(init, **hyperparams, num_updates=1.0)
+  init_variables = acting.make_init(init, num_updates=1.0)
   statistics = Statistics(jnp.zeros((), jnp.int32))
   return lambda rng_key: init_variables(rng_key)._replace(statistics=statistics)
 

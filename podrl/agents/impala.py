@@ -1,7 +1,5 @@
 """IMPALA: an actor-critic that corrects for policy lag with V-trace."""
 
-from typing import Any
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,20 +7,15 @@ import jax.numpy as jnp
 from podrl.agents import acting
 from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
+from podrl.fields import Fields
 from podrl.networks.actor_critic import Network
 from podrl.types import Agent, Array, LossOutput, Sample, Tree, Variables
 
-DEFAULTS = {
-  **acting.META,
-  'unroll_length': 32,
-  'num_epochs': 1,
-  'num_minibatches': 1,
-  'agent.lambda_': 1.0,
-}
+FIELDS = acting.ACTOR_CRITIC_FIELDS
 
 # See `AgentEntry.kinds`. Learning only once from each unroll needs more updates
 # and a higher rate. Images: Huang et al. 2023, arXiv:2310.00036.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Fields] = {
   'numbers': {'unroll_length': 8, 'optimizer.learning_rate': 3e-3},
   # With 64 environments, Pendulum-v1 stayed near -1,200: it needs many small
   # updates, and exploration. With 0.99 as discount, A2C reached -334 there.

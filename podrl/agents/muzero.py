@@ -1,6 +1,6 @@
 """MuZero: acting by a tree search in a learned model of the environment."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import math
 from typing import Any, NamedTuple
 
@@ -11,9 +11,10 @@ import numpy as np
 import optax
 
 from podrl.agents import acting, dqn, exploring, sac
-from podrl.core import returns
+from podrl.core import memory, returns
 from podrl.core.distributions import Distribution
 from podrl.core.observations import hide_illegal, without_mask
+from podrl.fields import COUNT, FRACTION, Field, Fields, Range, with_defaults
 from podrl.networks import muzero
 from podrl.networks.muzero import MuZeroNetwork
 from podrl.types import (
@@ -29,59 +30,75 @@ from podrl.types import (
   Variables,
 )
 
-DEFAULTS = {
-  'unroll_length': 8,
-  'log.every_updates': 20,
-  'agent.num_unroll_steps': 5,
-  'agent.n_steps': 10,
-  'agent.support': 20,
-  'agent.value_cost': 0.25,
-  'agent.target_period': 100,
-  'agent.target_rate': 1.0,
-  'agent.random_fraction': 0.0,
-  'search.kind': 'gumbel',
-  'search.num_simulations': 16,
-  'search.eval_num_simulations': 16,
-  'search.num_samples': 16,
-  'search.uniform_fraction': 0.1,
-  'search.reanalyse_fraction': 0.0,
-  'network.activation': 'relu',
-  'network.channels': 0,
-  'network.layer_norm': True,
-  'optimizer.max_grad_norm': 10.0,
-  'checkpoint.memory': True,
-  'replay.capacity_steps': 100_000,
-  'replay.min_steps': 2_000,
-  'replay.batch_size': 128,
-  'replay.sgd_steps_per_update': 8,
-  'replay.priority_exponent': 0.6,
-  'replay.importance_exponent': 0.4,
-}
-
-COMMENTS = {
-  'agent.num_unroll_steps': 'Steps for which the loss unrolls the model.',
-  'agent.n_steps': (
+_OWN = {
+  'agent.num_unroll_steps': Field(
+    5, 'Steps for which the loss unrolls the model.', COUNT
+  ),
+  'agent.n_steps': Field(
+    10,
     'Rewards in the value target of the last step of the model; the targets of '
-    'earlier steps end at the same time, so they have more.'
+    'earlier steps end at the same time, so they have more.',
+    COUNT,
   ),
-  'agent.support': 'The largest rescaled reward and value; one bin per unit.',
-  'agent.target_period': (
-    'Optimiser steps between updates of the parameters that reanalyse.'
+  'agent.support': Field(
+    20, 'The largest rescaled reward and value; one bin per unit.', COUNT
   ),
-  'agent.target_rate': 'Part of the way that these parameters then move.',
-  'agent.random_fraction': sac.COMMENTS['agent.random_fraction'],
-  'network.channels': 'Channels of a hidden state for images; 0: a vector.',
+  **acting.VALUE_COST,
+  'agent.target_period': Field(
+    100,
+    'Optimiser steps between updates of the parameters that reanalyse.',
+    COUNT,
+  ),
+  'agent.target_rate': Field(
+    1.0,
+    'Part of the way that these parameters then move.',
+    Range(0, 1, excludes_low=True),
+  ),
+  **sac.RANDOM_FRACTION,
+  'search.kind': Field('gumbel', 'The kind of search.', ('gumbel', 'muzero')),
+  'search.num_simulations': Field(
+    16, 'Simulations of the search of each step.', COUNT
+  ),
+  'search.eval_num_simulations': Field(
+    16, 'Simulations of the search of each step if actions are greedy.', COUNT
+  ),
+  'search.num_samples': Field(
+    16,
+    'Samples of a continuous action that a search compares.',
+    Range(2, 2**24),
+  ),
+  'search.uniform_fraction': Field(
+    0.1,
+    "Part of the search's prior over actions that is uniform; not if greedy.",
+    FRACTION,
+  ),
+  'search.reanalyse_fraction': Field(
+    0.0, 'Part of each batch whose policies come from new searches.', FRACTION
+  ),
 }
-
-UNUSED = dqn.UNUSED
-CHANGEABLE = (
-  'agent.gamma',
-  'agent.value_cost',
-  'replay.importance_exponent',
+FIELDS = with_defaults(
+  {
+    **acting.FIELDS,
+    **_OWN,
+    **muzero.FIELDS,
+    **memory.FIELDS,
+    **memory.PRIORITY_FIELDS,
+  },
+  {
+    'unroll_length': 8,
+    'agent.value_cost': 0.25,
+    'network.activation': 'relu',
+    'network.layer_norm': True,
+    'optimizer.max_grad_norm': 10.0,
+    'replay.min_steps': 2_000,
+    'replay.sgd_steps_per_update': 8,
+    'replay.priority_exponent': 0.6,
+  },
 )
+DEFAULTS: Fields = {'log.every_updates': 20}
 
 # See `AgentEntry.kinds`.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Fields] = {
   'numbers': {
     'total_env_steps': 200_000,
     'env.num_envs': 16,
@@ -109,8 +126,11 @@ KINDS: dict[str, dict[str, Any]] = {
     'replay.priority_exponent': 0.0,
     'replay.sgd_steps_per_update': 16,
   },
-  'large image': dqn.LARGE_IMAGE
-  | {'network.name': 'auto', 'network.channels': 64},
+  'large image': {
+    **dqn.LARGE_IMAGE,
+    'network.name': 'auto',
+    'network.channels': 64,
+  },
   'large image on a CPU': {
     'network.name': 'nature_cnn',
     'network.channels': 0,
@@ -121,22 +141,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def check(fields: Mapping[str, Any]) -> None:
-  """Raises a ValueError if a field is out of range."""
-  dqn.check_targets(fields)
-  acting.check_counts(fields, 'agent.num_unroll_steps', 'agent.support')
-  acting.check_fractions(fields, 'agent.random_fraction')
-  if (channels := fields['network.channels']) < 0:
-    raise ValueError(f'config.network.channels={channels} must be at least 0')
-
-
-def target_update(fields: Mapping[str, Any]) -> Callable[..., Any] | None:
+def target_update(fields: Fields) -> Callable[..., Any] | None:
   """Returns the update of the parameters that reanalyse, if any do."""
   has_targets = fields['search.reanalyse_fraction'] > 0
   return dqn.target_update(fields) if has_targets else None
 
 
-def sequence_length(fields: Mapping[str, Any]) -> int:
+def sequence_length(fields: Fields) -> int:
   """Returns the transitions that the targets of one sequence need."""
   return fields['agent.num_unroll_steps'] + fields['agent.n_steps']
 
@@ -197,13 +208,13 @@ class Codec(NamedTuple):
 
 
 def build_network(
-  spec: EnvSpec, network_fields: Mapping[str, Any], num_bins: int
+  spec: EnvSpec, fields: Fields, num_bins: int
 ) -> MuZeroNetwork:
-  """Builds the network from the fields `network.*` by short name."""
+  """Builds the network for the actions of an environment."""
   distribution = acting.bounded_distribution(spec.action)
   return muzero.make_network(
     spec,
-    network_fields,
+    fields,
     num_policy_params=distribution.num_params,
     num_bins=num_bins,
   )
@@ -389,17 +400,8 @@ def make_targets(
   return Targets(reward, value, policy, samples, weight, policy_weight)
 
 
-def make_agent(
-  spec: EnvSpec,
-  fields: Mapping[str, Any],
-  network_fields: Mapping[str, Any],
-) -> Agent:
+def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
   """Builds a MuZero agent.
-
-  Args:
-    fields: the fields `agent.*`, `replay.*` and `search.*` by short name.
-    network_fields: the fields `network.*` by short name; see
-      `muzero.make_network`.
 
   Raises:
     ValueError: if the environment has several discrete actions, or a continuous
@@ -409,22 +411,22 @@ def make_agent(
   Policy improvement by planning with Gumbel (the search); Hubert et al. 2021,
   arXiv:2104.06303 (continuous actions).
   """
-  largest = fields['support']
+  largest = fields['agent.support']
   codec = Codec(jnp.arange(-largest, largest + 1.0))
-  network = build_network(spec, network_fields, len(codec.support))
+  network = build_network(spec, fields, len(codec.support))
   is_box = isinstance(spec.action, Box)
-  fraction = fields['random_fraction']
+  fraction = fields['agent.random_fraction']
   exploring.check_random_fraction(fraction, spec)
   distribution = acting.bounded_distribution(spec.action) if is_box else None
   search = make_search(
     network,
     codec,
-    fields['kind'],
+    fields['search.kind'],
     distribution,
-    fields['num_samples'],
-    fields['uniform_fraction'],
+    fields['search.num_samples'],
+    fields['search.uniform_fraction'],
   )
-  num_unroll_steps = fields['num_unroll_steps']
+  num_unroll_steps = fields['agent.num_unroll_steps']
 
   def act(
     variables: Variables,
@@ -434,7 +436,7 @@ def make_agent(
     *,
     greedy: bool = False,
   ) -> tuple[Array, Extras, Tree]:
-    name = 'eval_num_simulations' if greedy else 'num_simulations'
+    name = 'search.eval_num_simulations' if greedy else 'search.num_simulations'
     action, extras = search(
       variables.params,
       rng_key,
@@ -465,7 +467,7 @@ def make_agent(
       rng_key: `[N]`, one key for each sequence.
       gamma: the discount per step.
     """
-    share, size = fields['reanalyse_fraction'], len(rng_key)
+    share, size = fields['search.reanalyse_fraction'], len(rng_key)
     counts = [math.ceil(round(i * share, 6)) for i in range(size + 1)]
     chosen = [i for i in range(size) if counts[i + 1] > counts[i]]
     if not chosen:
@@ -476,7 +478,7 @@ def make_agent(
     obs = jax.tree.map(lambda x: x[places], timestep.obs)
     fresh = jax.vmap(
       lambda key, obs: search(
-        params, key, obs, gamma, fields['num_simulations'], False
+        params, key, obs, gamma, fields['search.num_simulations'], False
       )[1]
     )(keys, obs)
     return jax.tree.map(lambda x, new: x.at[places].set(new), extras, fresh)
@@ -512,7 +514,7 @@ def make_agent(
     extras = reanalyse(
       target_params, timestep, trajectory.extras, rng_key, gamma
     )
-    reward = acting.clip_reward(timestep.reward, fields['reward_clip'])
+    reward = acting.clip_reward(timestep.reward, fields['agent.reward_clip'])
     targets = make_targets(
       timestep._replace(reward=reward),
       extras,
@@ -585,12 +587,7 @@ def make_agent(
     return jnp.mean(batch.importance * each), LossOutput(metrics, priority)
 
   return Agent(
-    init=acting.make_init(
-      network.init,
-      gamma=fields['gamma'],
-      value_cost=fields['value_cost'],
-      importance_exponent=1.0,
-    ),
+    init=acting.make_init(network.init),
     initial_carry=lambda env_index: (),
     act=act,
     prepare=prepare,

@@ -1,8 +1,7 @@
 """PPO: proximal policy optimisation with generalised advantages."""
 
-from collections.abc import Callable, Mapping
-import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import chex
 import jax
@@ -12,26 +11,32 @@ from podrl.agents import acting
 from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
 from podrl.core.observations import flatten, unflatten
+from podrl.fields import ABOVE_0, Field, Fields, with_defaults
 from podrl.networks.actor_critic import Network
 from podrl.types import Agent, Array, LossOutput, Sample, Tree, Variables
 
-DEFAULTS = {
-  **acting.META,
-  'unroll_length': 64,
-  'num_epochs': 2,
-  'num_minibatches': 4,
-  'agent.lambda_': 0.95,
-  'agent.clip': 0.2,
-  'agent.normalize_advantage': True,
-}
-
-COMMENTS = {
-  'agent.clip': 'Clips probability ratios to [1 - clip, 1 + clip]; clip > 0.',
-  'agent.normalize_advantage': 'Standardises advantages over the global batch.',
+FIELDS = with_defaults(
+  acting.ACTOR_CRITIC_FIELDS,
+  {
+    'unroll_length': 64,
+    'num_epochs': 2,
+    'num_minibatches': 4,
+    'agent.lambda_': 0.95,
+  },
+) | {
+  'agent.clip': Field(
+    0.2,
+    'Clips probability ratios to [1 - clip, 1 + clip].',
+    ABOVE_0,
+    changeable=True,
+  ),
+  'agent.normalize_advantage': Field(
+    True, 'Standardises advantages over the global batch.'
+  ),
 }
 
 # See `AgentEntry.kinds`.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Fields] = {
   'numbers': {'unroll_length': 32, 'num_epochs': 4},
   # With a learning rate of 7e-4, one of three seeds of Pendulum-v1 lost its
   # good policy after half of the run.
@@ -67,8 +72,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def check(fields: Mapping[str, Any]) -> None:
-  """Raises a ValueError if a field is out of range, or does not fit others."""
+def check(fields: Fields) -> None:
+  """Raises a ValueError if an update has too few steps."""
   num_steps = fields['env.num_envs'] * fields['unroll_length']
   if fields['agent.normalize_advantage'] and num_steps == 1:
     raise ValueError(
@@ -76,12 +81,9 @@ def check(fields: Mapping[str, Any]) -> None:
       'update, whose advantage cannot be normalised; set '
       'config.unroll_length=2, or config.agent.normalize_advantage=False'
     )
-  clip = fields['agent.clip']
-  if not 0 < clip < math.inf:
-    raise ValueError(f'config.agent.clip={clip} must be more than 0 and finite')
 
 
-def minibatch_unit(fields: Mapping[str, Any]) -> str:
+def minibatch_unit(fields: Fields) -> str:
   """Returns what is split into minibatches: 'steps' or 'environments'."""
   return 'steps' if fields['network.recurrent'] == 'none' else 'environments'
 

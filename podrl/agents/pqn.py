@@ -1,7 +1,7 @@
 """PQN: Q-learning from unrolls, with Q(lambda) targets and no memory."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import chex
 import jax
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from podrl.agents import acting, exploring
 from podrl.core import losses, returns
 from podrl.core.observations import flatten, hide_illegal, unflatten
+from podrl.fields import Fields, with_defaults
+from podrl.networks import cores
 from podrl.types import (
   Agent,
   Array,
@@ -21,20 +23,21 @@ from podrl.types import (
   Variables,
 )
 
-DEFAULTS = {
-  **exploring.DEFAULTS,
-  'unroll_length': 64,
-  'num_epochs': 4,
-  'num_minibatches': 16,
-  'env.num_envs': 32,
-  'agent.lambda_': 0.95,
-  'network.layer_norm': True,
-  'optimizer.name': 'radam',
-  'optimizer.max_grad_norm': 10.0,
-}
+FIELDS = with_defaults(
+  {**exploring.FIELDS, **acting.PASSES, **cores.FIELDS},
+  {
+    'unroll_length': 64,
+    'num_epochs': 4,
+    'num_minibatches': 16,
+    'agent.lambda_': 0.95,
+    'network.layer_norm': True,
+    'optimizer.name': 'radam',
+    'optimizer.max_grad_norm': 10.0,
+  },
+)
 
 # See `AgentEntry.kinds`. Source: Gallici et al. 2024, arXiv:2407.04811.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Fields] = {
   'numbers': {
     'total_env_steps': 500_000,
     'agent.final_epsilon': 0.2,  # With 0.05, some seeds lost a good policy.
@@ -59,7 +62,8 @@ KINDS: dict[str, dict[str, Any]] = {
     'optimizer.learning_rate': 5e-4,
   },
 }
-KINDS['large image'] = KINDS['small image'] | {
+KINDS['large image'] = {
+  **KINDS['small image'],
   'total_env_steps': 50_000_000,
   'agent.final_epsilon': 0.001,
   'network.name': 'nature_cnn',
@@ -75,8 +79,6 @@ KINDS['large image on a CPU'] = {
   'optimizer.learning_rate': 5e-4,
 }
 
-check = exploring.check
-
 
 class Batch(NamedTuple):
   """Sequences `[N, S, ...]`, as in `ppo.Batch`."""
@@ -89,24 +91,18 @@ class Batch(NamedTuple):
   weight: Array  # `[N, S]` float32, 0 at reset steps.
 
 
-def make_agent(
-  spec: EnvSpec,
-  fields: Mapping[str, Any],
-  network_fields: Mapping[str, Any],
-) -> Agent:
+def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
   """Builds a PQN agent.
 
-  Args:
-    fields: the fields `agent.*` by short name.
-    network_fields: the fields `network.*` by short name. `layer_norm` is what
-      makes learning stable without target parameters.
+  The field `network.layer_norm` is what makes learning stable without target
+  parameters.
 
   Raises:
     ValueError: if the actions are not discrete.
 
   Source: Gallici et al. 2024, arXiv:2407.04811, algorithm 2.
   """
-  network = exploring.build_network(spec, network_fields)
+  network = exploring.build_network(spec, fields)
 
   def to_values(outputs: Array) -> Array:
     return outputs[..., 0]
@@ -132,7 +128,7 @@ def make_agent(
     target = returns.q_lambda(
       # The targets are constants with respect to the parameters.
       jax.lax.stop_gradient(values),
-      acting.clip_reward(timestep.reward[1:], fields['reward_clip']),
+      acting.clip_reward(timestep.reward[1:], fields['agent.reward_clip']),
       hyperparams['gamma'] * timestep.discount[1:],
       weight,
       lambda_=hyperparams['lambda_'],
@@ -164,9 +160,8 @@ def make_agent(
     metrics: Metrics = {'value': value_mean}
     return losses.value(value, batch.target, batch.weight), LossOutput(metrics)
 
-  names = 'gamma', 'lambda_', *exploring.HYPERPARAMS
   return Agent(
-    init=exploring.make_init(network.init, **{k: fields[k] for k in names}),
+    init=exploring.make_init(network.init),
     initial_carry=lambda env_index: network.initial_carry(len(env_index)),
     act=exploring.make_act(network, to_values, stores_value=True),
     prepare=prepare,

@@ -1,15 +1,25 @@
 """R2D2: recurrent Q-learning from a memory of sequences."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from podrl.agents import acting, dqn, exploring
-from podrl.core import returns
+from podrl.core import memory, returns
 from podrl.core.observations import hide_illegal
+from podrl.fields import (
+  COUNT,
+  FRACTION,
+  FROM_0,
+  Field,
+  Fields,
+  Range,
+  with_defaults,
+)
+from podrl.networks import cores
 from podrl.types import (
   Agent,
   Array,
@@ -22,56 +32,64 @@ from podrl.types import (
   Variables,
 )
 
-DEFAULTS = {
-  'unroll_length': 20,
-  'agent.epsilon': 0.4,
-  'agent.epsilon_exponent': 7.0,
-  'agent.n_steps': 5,
-  'agent.target_period': 1,
-  'agent.target_rate': 0.02,
-  'agent.rescale_values': True,
-  'agent.priority_mix': 0.9,
-  'network.activation': 'relu',
-  'network.recurrent': 'lstm',
-  'network.memory_steps': 0,
-  'optimizer.max_grad_norm': 40.0,
-  'checkpoint.memory': True,
-  'replay.capacity_steps': 100_000,
-  'replay.min_steps': 5_000,
-  'replay.batch_size': 64,
-  'replay.sequence_length': 40,
-  'replay.burn_in': 20,
-  'replay.sgd_steps_per_update': 8,
-  'replay.priority_exponent': 0.9,
-  'replay.importance_exponent': 0.6,
-  'log.every_updates': 50,
-}
-
-COMMENTS = {
-  'agent.epsilon': 'Probability of a random action in environment 0.',
-  'agent.epsilon_exponent': (
-    'The last environment has the probability epsilon ** (1 + this number).'
+_OWN = {
+  'agent.epsilon': Field(
+    0.4,
+    'Probability of a random action in environment 0.',
+    FRACTION,
+    changeable=True,
   ),
-  'agent.n_steps': dqn.COMMENTS['agent.n_steps'],
-  'agent.target_period': dqn.COMMENTS['agent.target_period'],
-  'agent.target_rate': dqn.COMMENTS['agent.target_rate'],
-  'agent.rescale_values': 'The network predicts values on a compressed scale.',
-  'agent.priority_mix': (
+  'agent.epsilon_exponent': Field(
+    7.0,
+    'The last environment has the probability epsilon ** (1 + this number).',
+    Range(0, 10**6),
+    changeable=True,
+  ),
+  **dqn.N_STEPS,
+  **dqn.TARGETS,
+  'agent.rescale_values': Field(
+    True, 'The network predicts values on a compressed scale.'
+  ),
+  'agent.priority_mix': Field(
+    0.9,
     "Weight of a sequence's largest error in its priority; the mean error has "
-    'the rest.'
+    'the rest.',
+    FRACTION,
+  ),
+  'replay.sequence_length': Field(
+    40, 'Steps of a sequence that the agent learns from.', COUNT
+  ),
+  'replay.burn_in': Field(
+    20, 'Earlier steps of a sequence, which only renew the carry.', FROM_0
   ),
 }
-
-UNUSED = dqn.WITHOUT_PASSES
-CHANGEABLE = (
-  'agent.gamma',
-  'agent.epsilon',
-  'agent.epsilon_exponent',
-  'replay.importance_exponent',
+FIELDS = with_defaults(
+  {
+    **acting.FIELDS,
+    **cores.FIELDS,
+    **_OWN,
+    **memory.FIELDS,
+    **memory.PRIORITY_FIELDS,
+  },
+  {
+    'unroll_length': 20,
+    'agent.n_steps': 5,
+    'agent.target_rate': 0.02,
+    'network.activation': 'relu',
+    'network.recurrent': 'lstm',
+    'optimizer.max_grad_norm': 40.0,
+    'replay.min_steps': 5_000,
+    'replay.batch_size': 64,
+    'replay.sgd_steps_per_update': 8,
+    'replay.priority_exponent': 0.9,
+    'replay.importance_exponent': 0.6,
+  },
 )
 
+DEFAULTS = dqn.DEFAULTS
+
 # See `AgentEntry.kinds`.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Fields] = {
   'numbers': {
     'total_env_steps': 500_000,
     'env.num_envs': 32,
@@ -95,19 +113,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def check(fields: Mapping[str, Any]) -> None:
-  """Raises a ValueError if a field is out of range."""
-  dqn.check_targets(fields)
-  acting.check_fractions(fields, 'agent.epsilon', 'agent.priority_mix')
-  exponent = fields['agent.epsilon_exponent']
-  if not 0 <= exponent < 1e6:
-    raise ValueError(
-      f'config.agent.epsilon_exponent={exponent} must be at least 0 and below '
-      '1e6'
-    )
-
-
-def sequence_length(fields: Mapping[str, Any]) -> int:
+def sequence_length(fields: Fields) -> int:
   """Returns the transitions of a sequence, those for the burn-in included."""
   return fields['replay.burn_in'] + fields['replay.sequence_length']
 
@@ -148,17 +154,10 @@ def epsilon(hyperparams: Mapping[str, Array], env_index: Array) -> Array:
   return hyperparams['epsilon'] ** (1.0 + share)
 
 
-def make_agent(
-  spec: EnvSpec,
-  fields: Mapping[str, Any],
-  network_fields: Mapping[str, Any],
-) -> Agent:
+def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
   """Builds an R2D2 agent.
 
-  Args:
-    fields: the fields `agent.*` and `replay.*` by short name; see `COMMENTS`.
-      The first `burn_in` steps of a sequence only renew the carry.
-    network_fields: the fields `network.*` by short name.
+  The first `replay.burn_in` steps of a sequence only renew the carry.
 
   Raises:
     ValueError: if the actions are not discrete.
@@ -166,14 +165,14 @@ def make_agent(
   Source: Kapturowski et al. 2019, Recurrent Experience Replay in Distributed
   Reinforcement Learning, sections 2.3 and 3.
   """
-  network = exploring.build_network(spec, network_fields, is_duelling=True)
-  burn_in = fields['burn_in']
+  network = exploring.build_network(spec, fields, is_duelling=True)
+  burn_in = fields['replay.burn_in']
 
   def rescale(x: Array) -> Array:
-    return returns.rescale(x) if fields['rescale_values'] else x
+    return returns.rescale(x) if fields['agent.rescale_values'] else x
 
   def inverse(x: Array) -> Array:
-    return returns.inverse_rescale(x) if fields['rescale_values'] else x
+    return returns.inverse_rescale(x) if fields['agent.rescale_values'] else x
 
   def unroll(
     params: Tree, obs: Tree, is_first: Array, carry: Tree
@@ -248,16 +247,16 @@ def make_agent(
     weight = returns.weights(timestep)
     target = returns.n_step(
       inverse(following),
-      acting.clip_reward(timestep.reward[1:], fields['reward_clip']),
+      acting.clip_reward(timestep.reward[1:], fields['agent.reward_clip']),
       hyperparams['gamma'] * timestep.discount[1:],
       weight,
-      n=fields['n_steps'],
+      n=fields['agent.n_steps'],
     )
     errors = weight * (values - rescale(target))
     each = 0.5 * jnp.sum(jnp.square(errors), axis=0)
     value_loss = jnp.mean(batch.weight * each)
     largest = jnp.max(jnp.abs(errors), axis=0)
-    mix = fields['priority_mix']
+    mix = fields['agent.priority_mix']
     priority = mix * largest + (1.0 - mix) * jnp.mean(jnp.abs(errors), axis=0)
     value = inverse(jnp.max(all_values[:-1], axis=-1))
     metrics: Metrics = {'value': jnp.mean(weight * batch.weight[None] * value)}
@@ -267,12 +266,8 @@ def make_agent(
     carry = network.initial_carry(len(env_index))
     return Carry(carry, env_index.astype(jnp.float32))
 
-  names = 'gamma', 'epsilon', 'epsilon_exponent'
-  values = {name: fields[name] for name in names}
   return Agent(
-    init=acting.make_init(
-      network.init, **values, num_envs=1.0, importance_exponent=1.0
-    ),
+    init=acting.make_init(network.init, num_envs=1.0),
     initial_carry=initial_carry,
     act=act,
     prepare=prepare,

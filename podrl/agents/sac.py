@@ -1,6 +1,6 @@
 """SAC: soft actor-critic for continuous and for discrete actions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import math
 from typing import Any, NamedTuple
 
@@ -11,8 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.agents import acting, dqn, exploring
-from podrl.core import returns
+from podrl.core import memory, optimizers, returns
 from podrl.core.observations import hide_illegal, without_mask, zeros
+from podrl.fields import (
+  ABOVE_0,
+  COUNT,
+  FRACTION,
+  Field,
+  Fields,
+  Range,
+  with_defaults,
+)
 from podrl.networks import torsos
 from podrl.networks.q import TwinValues
 from podrl.types import (
@@ -30,52 +39,62 @@ from podrl.types import (
   Variables,
 )
 
-DEFAULTS = {
-  'unroll_length': 1,
-  'log.every_updates': 100,
-  'env.num_envs': 8,
-  'agent.target_entropy': 0.3,
-  'agent.target_rate': 0.005,
-  'agent.initial_temperature': 1.0,
-  'agent.caution': 1.0,
-  'agent.noise_steps': 1,
-  'agent.random_fraction': 0.0,
-  'network.activation': 'relu',
-  'network.hidden_sizes': (256, 256),
-  'optimizer.learning_rate': 3e-4,
-  'optimizer.anneal': False,
-  'optimizer.max_grad_norm': 0.0,
-  'checkpoint.memory': True,
-  'replay.capacity_steps': 1_000_000,
-  'replay.min_steps': 1_000,
-  'replay.batch_size': 256,
-  'replay.sgd_steps_per_update': 8,
+RANDOM_FRACTION = {
+  'agent.random_fraction': Field(
+    0.0,
+    'Part of the discrete actions that are random; not if greedy.',
+    FRACTION,
+  ),
 }
-
-COMMENTS = {
-  'agent.target_entropy': (
+_OWN = {
+  'agent.target_entropy': Field(
+    0.3,
     'Entropy of the policy in nats per component of the action, on the scale '
-    'where a bounded component is in [-1, 1].'
+    'where a bounded component is in [-1, 1].',
+    Range(-(10**6), 10**6),
+    changeable=True,
   ),
-  'agent.target_rate': 'Part of the way that target parameters move per step.',
-  'agent.initial_temperature': 'Weight of the entropy at the start; above 0.',
-  'agent.caution': (
-    'With 1, the smaller value of the two critics counts; with 0, their mean.'
+  **dqn.TARGET_RATE,
+  'agent.initial_temperature': Field(
+    1.0, 'Weight of the entropy at the start.', ABOVE_0
   ),
-  'agent.noise_steps': (
+  'agent.caution': Field(
+    1.0,
+    'With 1, the smaller value of the two critics counts; with 0, their mean.',
+    FRACTION,
+  ),
+  'agent.noise_steps': Field(
+    1,
     'Steps for which the noise of an action stays the same. If actions with '
-    'new noise at each step never reach a reward, more steps may.'
+    'new noise at each step never reach a reward, more steps may.',
+    COUNT,
   ),
-  'agent.random_fraction': (
-    'Part of the discrete actions that are random; not if greedy.'
-  ),
+  **RANDOM_FRACTION,
 }
-
-UNUSED = dqn.UNUSED
-CHANGEABLE = ('agent.gamma', 'agent.target_entropy')
+FIELDS = with_defaults(
+  {
+    **acting.FIELDS,
+    **_OWN,
+    **memory.FIELDS,
+    **optimizers.group_fields('actor', 'critic', 'temperature'),
+  },
+  {
+    'unroll_length': 1,
+    'agent.target_rate': 0.005,
+    'network.activation': 'relu',
+    'network.hidden_sizes': (256, 256),
+    'optimizer.learning_rate': 3e-4,
+    'optimizer.anneal': False,
+    'optimizer.max_grad_norm': 0.0,
+    'replay.capacity_steps': 1_000_000,
+    'replay.batch_size': 256,
+    'replay.sgd_steps_per_update': 8,
+  },
+)
+DEFAULTS: Fields = {'log.every_updates': 100, 'env.num_envs': 8}
 
 # See `AgentEntry.kinds`.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Fields] = {
   'numbers': {
     'total_env_steps': 30_000,
     'agent.normalize_observation': False,
@@ -108,25 +127,6 @@ KINDS: dict[str, dict[str, Any]] = {
   'large image': dqn.LARGE_IMAGE,
   'large image on a CPU': {'network.hidden_sizes': (256,)},
 }
-
-
-def check(fields: Mapping[str, Any]) -> None:
-  """Raises a ValueError if a field is out of range."""
-  dqn.check_targets(fields)
-  acting.check_counts(fields, 'agent.noise_steps')
-  for name in 'agent.caution', 'agent.random_fraction':
-    if not 0 <= (part := fields[name]) <= 1:
-      raise ValueError(f'config.{name}={part} must be from 0 to 1')
-  temperature = fields['agent.initial_temperature']
-  if not 0 < temperature < math.inf:
-    raise ValueError(
-      f'config.agent.initial_temperature={temperature} must be more than 0'
-    )
-  if not math.isfinite(fields['agent.target_entropy']):
-    raise ValueError(
-      f'config.agent.target_entropy={fields["agent.target_entropy"]} must be '
-      'finite'
-    )
 
 
 class Noise(NamedTuple):
@@ -166,6 +166,13 @@ class Params(NamedTuple):
   log_temperature: Array  # Float32 `[]`.
 
 
+def groups(params: Params) -> Params:
+  """Returns the group of each parameter; see `make_optimizer`."""
+  names = Params('actor', 'critic', 'temperature')  # type: ignore
+  parts = [jax.tree.map(lambda _: k, x) for k, x in zip(names, params)]
+  return Params(*parts)
+
+
 class Batch(NamedTuple):
   """Transitions; the axis of rows is N."""
 
@@ -175,19 +182,11 @@ class Batch(NamedTuple):
   weight: Array  # `[N]` float32.
 
 
-def make_agent(
-  spec: EnvSpec,
-  fields: Mapping[str, Any],
-  network_fields: Mapping[str, Any],
-) -> Agent:
+def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
   """Builds a SAC agent.
 
   One optimiser step minimises the sum of three losses: of the action values, of
   the policy and of the temperature. Each changes only its own parameters.
-
-  Args:
-    fields: the fields `agent.*` by short name; see `COMMENTS`.
-    network_fields: the fields `network.*` by short name.
 
   Raises:
     ValueError: if the environment has several discrete actions, or a continuous
@@ -199,7 +198,7 @@ def make_agent(
   arXiv:2005.05719, section 3 (noise that stays for several steps).
   """
   is_discrete = isinstance(spec.action, Discrete)
-  fraction = fields['random_fraction']
+  fraction = fields['agent.random_fraction']
   exploring.check_random_fraction(fraction, spec)
   outer = inner = acting.bounded_distribution(spec.action)
   num_actions, num_components = outer.num_params, 1
@@ -209,10 +208,10 @@ def make_agent(
     ones = np.ones(spec.action.shape, np.float32)
     inner = acting.bounded_distribution(Box(spec.action.shape, -ones, ones))
 
-  make_torso = torsos.make_torso(spec=spec, **network_fields)
+  make_torso = torsos.build_torso(spec, fields)
   policy: Any = Policy(make_torso, inner.num_params)
   critic: Any = TwinValues(
-    make_torso, num_actions, network_fields['hidden_sizes'][-1]
+    make_torso, num_actions, fields['network.hidden_sizes'][-1]
   )
 
   def init_params(rng_key: chex.PRNGKey) -> Params:
@@ -222,7 +221,7 @@ def make_agent(
     return Params(
       policy.init(policy_key, obs),
       critic.init(critic_key, obs, action),
-      jnp.log(jnp.float32(fields['initial_temperature'])),
+      jnp.log(jnp.float32(fields['agent.initial_temperature'])),
     )
 
   def policy_head(params: Tree, obs: Tree) -> Array:
@@ -230,7 +229,7 @@ def make_agent(
 
   def cautious(values: Array) -> jax.Array:
     """Maps the values of the two critics, `[2, ...]`, to `[...]`."""
-    caution = fields['caution']
+    caution = fields['agent.caution']
     smaller, mean = jnp.min(values, axis=0), jnp.mean(values, axis=0)
     return caution * smaller + (1.0 - caution) * mean
 
@@ -277,7 +276,7 @@ def make_agent(
     is_due = carry.steps_left == 0
     fresh = jax.random.key_data(rng_key)
     key_data = jnp.where(is_due[:, None], fresh, carry.key_data)
-    left = jnp.where(is_due, fields['noise_steps'], carry.steps_left) - 1
+    left = jnp.where(is_due, fields['agent.noise_steps'], carry.steps_left) - 1
     keys = jax.random.wrap_key_data(key_data)
     sample = inner.mode(head) if greedy else jax.vmap(inner.sample)(keys, head)
     return outer.to_action(sample), Extras(sample), Noise(key_data, left)
@@ -303,7 +302,7 @@ def make_agent(
       rng_key,
     )
     discount = variables.hyperparams['gamma'] * timestep.discount[1]
-    reward = acting.clip_reward(timestep.reward[1], fields['reward_clip'])
+    reward = acting.clip_reward(timestep.reward[1], fields['agent.reward_clip'])
     return Batch(
       obs=obs,
       sample=sample.trajectory.extras.sample[0],
@@ -355,11 +354,8 @@ def make_agent(
     total = 2.0 * value_loss + policy_loss + temperature_loss
     return total, LossOutput(metrics)
 
-  names = 'gamma', 'target_entropy'
   return Agent(
-    init=acting.make_init(
-      init_params, **{name: fields[name] for name in names}
-    ),
+    init=acting.make_init(init_params),
     initial_carry=initial_carry,
     act=act,
     prepare=prepare,

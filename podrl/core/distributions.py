@@ -8,9 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.fields import Field, Range
 from podrl.types import Array, Box, Discrete, MultiDiscrete
 
 DISTRIBUTIONS = ('auto', 'categorical', 'gaussian', 'tanh_gaussian')
+
+FIELDS = {
+  'network.distribution': Field(
+    'auto',
+    'Action distribution; auto chooses it by the action space.',
+    DISTRIBUTIONS,
+  ),
+  'network.state_dependent_scale': Field(
+    False, "The Gaussian's scale depends on the state."
+  ),
+  'network.initial_scale': Field(
+    1.0, 'Initial scale of a Gaussian for actions in [-1, 1].', Range(0.01, 10)
+  ),
+}
+
 
 # A dimension with a larger bound counts as unbounded: it is infinite, or it
 # stands for infinity, as the 1e10 of LqrLqr21-v1 does.

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from podrl.core.observations import flatten, unflatten
+from podrl.fields import COUNT, FROM_0, Field
 from podrl.kernels.blocks import keep_float32, search
 from podrl.types import (
   Array,
@@ -32,6 +33,39 @@ from podrl.types import (
 # The smallest and the largest priority of a valid sequence. The sum over all
 # sequences must be finite.
 _SMALLEST, _LARGEST = 1e-30, 1e25
+
+
+# All sizes are those of all devices together.
+FIELDS = {
+  'replay.capacity_steps': Field(
+    100_000, 'Environment steps that the memory stores.', COUNT
+  ),
+  'replay.min_steps': Field(
+    1_000, 'Environment steps in the memory before learning begins.', COUNT
+  ),
+  'replay.batch_size': Field(
+    128, 'Sequences that each optimiser step learns from.', COUNT
+  ),
+  'replay.sgd_steps_per_update': Field(
+    16, 'Optimiser steps per update.', COUNT
+  ),
+  'checkpoint.memory': Field(
+    True,
+    'Checkpoints contain the replay memory; otherwise, a resumed run fills it '
+    'again.',
+  ),
+}
+PRIORITY_FIELDS = {
+  'replay.priority_exponent': Field(
+    0.0, 'Exponent of the priorities; 0 samples all equally often.', FROM_0
+  ),
+  'replay.importance_exponent': Field(
+    0.4,
+    'Exponent of the weights that correct for priorities.',
+    FROM_0,
+    changeable=True,
+  ),
+}
 
 
 class SizeError(ValueError):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from podrl.core.learner import all_mean, global_rows, row_keys
+from podrl.fields import FRACTION, FROM_0, Field
 from podrl.types import (
   Agent,
   Array,
@@ -36,6 +37,31 @@ _SMALLEST = 1e-4  # The distance that a meta-parameter keeps from its bounds.
 
 # `fold_in` with a small number would give a key that `split` gives too.
 _OUTER_STREAM = 2**32 - 2
+
+
+FIELDS = {
+  'meta.learning_rate': Field(
+    0.0,
+    'Learning rate of hyperparameters (meta-gradients); 0 keeps them fixed.',
+    FROM_0,
+  ),
+  'meta.params': Field(
+    ','.join(NAMES), 'The hyperparameters that learn, with commas.'
+  ),
+  'meta.decay': Field(
+    0.0,
+    'Weight of each update in the meta-gradient, relative to the next update.',
+    FRACTION,
+  ),
+  'meta.gamma': Field(0.99, 'Discount of the outer loss.', FRACTION),
+  'meta.lambda_': Field(1.0, 'Lambda of the outer loss.', FRACTION),
+  'meta.entropy_cost': Field(
+    0.01, 'Weight of the entropy bonus in the outer loss.', FROM_0
+  ),
+  'meta.value_cost': Field(
+    0.5, 'Weight of the value loss in the outer loss.', FROM_0
+  ),
+}
 
 
 class MetaState(NamedTuple):

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from podrl.core.observations import without_mask
+from podrl.fields import Field
 from podrl.types import (
   Agent,
   Array,
@@ -27,6 +28,15 @@ from podrl.types import (
   Tree,
   Variables,
 )
+
+FIELDS = {
+  'agent.normalize_observation': Field(
+    False, 'Standardises observations with running statistics.'
+  ),
+  'agent.normalize_reward': Field(
+    False, 'Divides rewards by the running deviation of returns.'
+  ),
+}
 
 _LARGEST = 10.0  # Values are clipped to this many standard deviations.
 _EPSILON = 1e-8

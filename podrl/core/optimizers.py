@@ -1,12 +1,28 @@
 """The optimisers that a configuration can choose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from podrl import modules
+from podrl.fields import (
+  ABOVE_0,
+  FRACTION,
+  FROM_0,
+  Field,
+  Range,
+  Table,
+  defaults,
+  section,
+  with_defaults,
+)
 from podrl.types import Array, Hyperparams, Tree
+
+_Values = Mapping[str, Any]  # The fields `optimizer.*`, by short name.
 
 # The derivative of a step, for meta-gradients, would be NaN at a gradient of 0.
 # A small number under the root of the second moment avoids this. It changes
@@ -68,34 +84,83 @@ def scale_by_rms(decay: float, eps: float) -> optax.GradientTransformation:
   return optax.GradientTransformation(init, update)
 
 
-OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-  'adam': lambda: optax.scale_by_adam(eps=1e-5, eps_root=_EPS_ROOT),
-  'radam': lambda: optax.scale_by_radam(eps_root=_EPS_ROOT),
-  'rmsprop': lambda: scale_by_rms(decay=0.99, eps=_RMS_EPS),
-  'sgd': optax.identity,
+class Optimizer(NamedTuple):
+  """A row of the table of optimisers.
+
+  Attributes:
+    make: `(values) -> optimizer`, an optax transformation. `values` has the
+      fields `optimizer.*` by short name, and `num_sgd_steps`, the number of
+      optimiser steps of the whole run.
+    fields: what the optimiser reads besides its name and `learning_rate`, by
+      name (`optimizer.momentum`).
+  """
+
+  make: Callable[[_Values], optax.GradientTransformation]
+  fields: Table = {}
+
+
+_BETAS = {
+  'optimizer.b1': Field(0.9, 'Decay of the mean gradient.', FRACTION),
+  'optimizer.b2': Field(0.999, 'Decay of the mean squared gradient.', FRACTION),
+  'optimizer.eps': Field(1e-8, 'Avoids a division by 0.', ABOVE_0),
 }
 
 
-def make_optimizer(
-  name: str, *, learning_rate: float, anneal: bool, max_grad_norm: float
-) -> ElementwiseTransformation:
-  """Makes an optimiser.
+def group_fields(*groups: str) -> dict[str, Field]:
+  """Returns the fields of groups of parameters; see `make_optimizer`."""
+  return {
+    f'optimizer.{group}_factor': Field(
+      1.0, f'Multiplies the learning rate of the {group}.', FROM_0
+    )
+    for group in groups
+  }
 
-  The optimiser's `update` takes an argument `hyperparams`, which contains
-  'learning_rate' and 'anneal_steps'. The learning rate of step t is
 
-    learning_rate * max(0, 1 - t / anneal_steps).
+def _decays(params: Tree) -> Tree:
+  """Returns whether each array is a kernel, and neither a bias nor a scale."""
 
-  Args:
-    name: a key of `OPTIMIZERS`.
-    learning_rate: used if `hyperparams` does not contain 'learning_rate'.
-    anneal: whether the rate falls to 0; otherwise it stays constant, and
-      'anneal_steps' is not needed.
-    max_grad_norm: a gradient with a larger global norm is scaled down to this
-      norm; 0 means no bound.
-  """
+  def one(path: tuple[Any, ...], x: Array) -> bool:
+    last = str(getattr(path[-1], 'key', '')) if path else ''
+    return x.ndim > 1 and last not in ('bias', 'scale')
 
-  def scale(
+  return jax.tree.map_with_path(one, params)
+
+
+def _schedule(values: _Values, rate: Array, total: Array, step: Array) -> Array:
+  """Returns the learning rate of a step; see `make_optimizer`."""
+  if warmup := values['warmup_steps']:
+    rate *= jnp.minimum(1.0, (step + 1) / warmup)
+    step, total = jnp.maximum(step - warmup, 0), jnp.maximum(total - warmup, 1)
+  if not values['anneal']:
+    return rate
+  if values['schedule'] == 'linear':
+    rate *= jnp.maximum(0.0, 1.0 - step / total)
+  elif values['schedule'] == 'cosine':
+    rate *= 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.minimum(1.0, step / total)))
+  return rate
+
+
+def _own(
+  scale: Callable[[_Values], optax.GradientTransformation],
+  values: _Values,
+  groups: Callable[[Tree], Tree] | None = None,
+) -> optax.GradientTransformation:
+  """Makes one of podrl's own optimisers; see `make_optimizer`."""
+  factors = {
+    k.removesuffix('_factor'): x
+    for k, x in values.items()
+    if k.endswith('_factor')
+  }
+  has_factors = any(x != 1.0 for x in factors.values())
+
+  def factor(group: str, x: Array) -> Array:
+    """Returns what multiplies a group's array: a number, or one per column."""
+    parts = [factors[part] for part in group.split('|')]
+    if len(parts) == 1:
+      return parts[0]
+    return jnp.repeat(jnp.array(parts), x.shape[-1] // len(parts))
+
+  def update(
     updates: Tree,
     num_steps: Array,
     params: Tree = None,
@@ -104,18 +169,173 @@ def make_optimizer(
     **others: Tree,
   ) -> tuple[Tree, Array]:
     del params, others
-    values = {'learning_rate': learning_rate, **(hyperparams or {})}
-    rate = values['learning_rate']
-    if anneal:
-      rate *= jnp.maximum(0.0, 1.0 - num_steps / values['anneal_steps'])
-    return jax.tree.map(lambda x: -rate * x, updates), num_steps + 1
+    known = {'anneal_steps': values['num_sgd_steps'], **values}
+    known |= hyperparams or {}
+    rate, total = known['learning_rate'], known['anneal_steps']
+    rate = _schedule(values, rate, total, num_steps)
+    updates = jax.tree.map(lambda x: -rate * x, updates)
+    if has_factors and groups:
+      updates = jax.tree.map(
+        lambda x, group: factor(group, x) * x, updates, groups(updates)
+      )
+    return updates, num_steps + 1
 
   steps = [
-    OPTIMIZERS[name](),
+    scale(values),
     optax.GradientTransformationExtraArgs(
-      lambda params: jnp.zeros((), jnp.int32), scale
+      lambda params: jnp.zeros((), jnp.int32), update
     ),
   ]
-  if max_grad_norm:
-    steps.insert(0, optax.clip_by_global_norm(max_grad_norm))
-  return elementwise(optax.chain(*steps))
+  if bound := values['max_grad_norm']:
+    steps.insert(0, optax.clip_by_global_norm(bound))
+  if decay := values['weight_decay']:
+    steps.insert(-1, optax.add_decayed_weights(decay, _decays))
+  optimizer = optax.chain(*steps)
+  # Decay and factors depend on the array that a number is in.
+  return optimizer if decay or has_factors else elementwise(optimizer)
+
+
+def _row(
+  scale: Callable[[_Values], optax.GradientTransformation], **fields: Field
+) -> Optimizer:
+  """Makes a row of the table; `fields` are the optimiser's own ones."""
+  own = {f'optimizer.{k}': x for k, x in fields.items()}
+  return Optimizer(functools.partial(_own, scale), own)
+
+
+def _betas(eps: float) -> dict[str, Field]:
+  return section(with_defaults(_BETAS, {'optimizer.eps': eps}), 'optimizer')
+
+
+OPTIMIZERS = {
+  'adam': _row(
+    lambda x: optax.scale_by_adam(
+      x['b1'], x['b2'], x['eps'], eps_root=_EPS_ROOT
+    ),
+    **_betas(1e-5),
+  ),
+  'radam': _row(
+    lambda x: optax.scale_by_radam(
+      x['b1'], x['b2'], x['eps'], eps_root=_EPS_ROOT
+    ),
+    **_betas(1e-8),
+  ),
+  'rmsprop': _row(
+    lambda x: scale_by_rms(x['decay'], x['eps']),
+    decay=Field(0.99, 'Decay of the mean squared gradient.', FRACTION),
+    eps=Field(_RMS_EPS, 'Avoids a division by 0.', ABOVE_0),
+  ),
+  'sgd': _row(
+    lambda x: optax.trace(x['momentum']) if x['momentum'] else optax.identity(),
+    momentum=Field(0.0, 'Part of the last step that is added.', FRACTION),
+  ),
+}
+
+
+# The fields of every optimiser.
+BASE = {
+  'optimizer.name': Field(
+    'adam', 'The optimiser, or MODULE:NAME.', tuple(OPTIMIZERS)
+  ),
+  'optimizer.learning_rate': Field(1e-3, 'Initial learning rate.', ABOVE_0),
+}
+# The fields of podrl's own optimisers.
+FIELDS = BASE | {
+  'optimizer.learning_rate': BASE['optimizer.learning_rate']._replace(
+    changeable=True
+  ),
+  'optimizer.anneal': Field(True, 'The learning rate follows the schedule.'),
+  'optimizer.schedule': Field(
+    'linear',
+    'How the learning rate falls to 0: linearly, as a half cosine, or never.',
+    ('linear', 'cosine', 'constant'),
+  ),
+  'optimizer.warmup_steps': Field(
+    0,
+    'Optimiser steps in which the learning rate rises linearly.',
+    Range(0, 2**31 - 1),
+  ),
+  'optimizer.max_grad_norm': Field(
+    0.5, 'Clips the gradient to this norm; 0 means off.', FROM_0
+  ),
+  'optimizer.weight_decay': Field(
+    0.0,
+    'Each step moves kernels to 0 by this part of the learning rate (AdamW).',
+    FROM_0,
+  ),
+}
+
+
+def find(name: str) -> Optimizer:
+  """Returns a row of the table, or the user's optimiser `MODULE:NAME`.
+
+  The user's is an `Optimizer`, or a function like `Optimizer.make`. Its
+  parameters with defaults are fields. It raises a ValueError for other values.
+  """
+  if name in OPTIMIZERS:
+    return OPTIMIZERS[name]
+  what = 'config.optimizer.name'
+  found = modules.find(what, name, OPTIMIZERS)
+  if isinstance(found, Optimizer):
+    return found
+  if not callable(found):
+    raise ValueError(
+      f'{what}={name} must be an Optimizer, or a function that makes an optax '
+      f'transformation, not a {type(found).__name__}'
+    )
+  own = modules.fields_of(found, 'optimizer', name, skipped=1)
+
+  def make(values: _Values) -> optax.GradientTransformation:
+    options = {k: values[k] for k in section(own, 'optimizer')}
+    return found(values, **options)
+
+  return Optimizer(make, own)
+
+
+def table(name: str) -> dict[str, Field]:
+  """Returns all fields of an optimiser, except those of groups."""
+  return {**(FIELDS if name in OPTIMIZERS else BASE), **find(name).fields}
+
+
+def make_optimizer(
+  name: str,
+  *,
+  num_sgd_steps: int = 1,
+  groups: Callable[[Tree], Tree] | None = None,
+  **values: Any,
+) -> optax.GradientTransformation:
+  """Makes an optimiser.
+
+  Except for a user's optimiser, `update` takes an argument `hyperparams`, which
+  may contain 'learning_rate', and 'anneal_steps' in place of `num_sgd_steps`.
+  With `anneal`, the learning rate of step t of N is
+
+    learning_rate * max(0, 1 - t / N)              if `schedule` is 'linear',
+    learning_rate * (1 + cos(pi min(1, t / N))) / 2   if it is 'cosine'.
+
+  With W > 0 `warmup_steps`, t is the number of steps after the first W, N is
+  less by W, and the rate is multiplied by min(1, (t + 1) / W) before that.
+
+  Args:
+    name: a key of `OPTIMIZERS`, or MODULE:NAME.
+    num_sgd_steps: optimiser steps of the whole run.
+    groups: `(params) -> names`, the group of each array of the parameters. The
+      field 'NAME_factor' multiplies the learning rate of a group. 'A|B' is an
+      array whose columns belong half to A and half to B.
+    **values: the fields `optimizer.*` by short name; see `table`.
+  """
+  known = section(defaults(table(name)), 'optimizer')
+  values = known | values | {'num_sgd_steps': num_sgd_steps}
+  optimizer = find(name)
+  if name in OPTIMIZERS:
+    return optimizer.make(values, groups=groups)  # type: ignore
+  try:
+    made: Any = optimizer.make(values)
+  except Exception as error:  # The user's code can raise anything.
+    raise modules.failed('config.optimizer.name', name, error) from error
+  if not (hasattr(made, 'init') and hasattr(made, 'update')):
+    raise ValueError(
+      f'config.optimizer.name={name} must make an optax transformation, not a '
+      f'{type(made).__name__}'
+    )
+  return made

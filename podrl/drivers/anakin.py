@@ -21,6 +21,7 @@ from podrl.core.learner import fold_into_rows, row_keys
 from podrl.core.observations import flatten, unflatten
 from podrl.drivers import culprits, spmd
 from podrl.drivers.culprits import Largest
+from podrl.fields import Field, Range
 from podrl.types import (
   DEVICE_AXIS,
   Agent,
@@ -40,6 +41,14 @@ from podrl.types import (
 )
 
 # Each number is folded into a key, for a separate stream of random numbers.
+FIELDS = {
+  'num_devices': Field(
+    0,
+    'Devices per process; 0 means all, or at most 8 on a CPU.',
+    Range(0, 256),
+  ),
+}
+
 _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM, _ACT_STREAM = range(4)
 
 

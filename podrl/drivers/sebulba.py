@@ -23,6 +23,48 @@ from podrl.drivers.exchange import Asynchronous, Closed, Deterministic, Monitor
 from podrl.drivers.limits import System, find_limit, workload_ratio
 from podrl.drivers.stages import PARKED, Stages, leave_out_parked, num_cores
 from podrl.drivers.tuner import Tuner
+from podrl.fields import SECONDS, Field, Range
+
+_FEW, _INDICES = Range(0, 1024), Range(0, 255)
+
+FIELDS = {
+  'sebulba.actor_devices': Field(
+    (), 'Indices of devices; empty means the first quarter.', _INDICES
+  ),
+  'sebulba.learner_devices': Field(
+    (), 'Indices of devices; empty means all others.', _INDICES
+  ),
+  'sebulba.threads_per_actor_device': Field(
+    0,
+    'Actors per actor device (with autotune, the maximum); 0 means automatic.',
+    _FEW,
+  ),
+  'sebulba.env_threads': Field(
+    0, 'Environment threads per actor; 0 means automatic.', _FEW
+  ),
+  'sebulba.unrolls_per_update': Field(
+    0, 'Unrolls that an update learns from; 0 means one per actor.', _FEW
+  ),
+  'sebulba.mode': Field(
+    'deterministic',
+    'Deterministic runs are reproducible; asynchronous runs suit actors of '
+    'unequal speed.',
+    ('deterministic', 'asynchronous'),
+  ),
+  'sebulba.max_lag': Field(
+    1,
+    'The largest policy lag, in updates; a replay memory accepts more.',
+    _FEW,
+  ),
+  'sebulba.autotune': Field(
+    False, 'Searches for the fastest number of actors during the run.'
+  ),
+  'sebulba.hang_seconds': Field(
+    300.0,
+    'Seconds without progress after which an actor counts as hanging.',
+    SECONDS,
+  ),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,8 @@
 """The suites: a table of environment libraries, with one file for each."""
 
 from collections.abc import Callable, Mapping
-import contextlib
-import importlib.machinery
 import importlib.util
 import itertools
-import os
-import sys
 import types
 from typing import Any, NamedTuple
 
@@ -21,7 +17,6 @@ from podrl.envs import (
   navix,
   pgx,
   playground,
-  spaces,
   xminigrid,
 )
 from podrl.messages import similar, suggest
@@ -220,55 +215,3 @@ def find_task(text: str) -> Task:
     f'{text} is in {", ".join(first)} and {last}; podrl uses {suite}; '
     f'write {others[0]}:{text} for {others[0]}',
   )
-
-
-def add_to_path(directory: str) -> None:
-  """Appends a directory to `sys.path`, where Python looks for modules."""
-  if directory and directory not in sys.path:
-    sys.path.append(directory)
-
-
-def make_importable(name: str, directory: str = '') -> None:
-  """Lets Python find the module of an environment `MODULE:NAME`.
-
-  Python looks in `directory` and then in the current directory. Other names
-  need no module, so they change nothing.
-  """
-  if ':' in name:
-    add_to_path(directory)
-    add_to_path(spaces.current_directory())
-
-
-def describe_import(name: str, directory: str) -> str:
-  """Says what podrl imports for `MODULE:NAME`; it imports nothing itself.
-
-  `directory` is the one that `make_importable` gets.
-  """
-  module, _, attribute = name.partition(':')
-  top, spec = module.partition('.')[0], None
-  with contextlib.suppress(ImportError, ValueError):
-    find = importlib.machinery.PathFinder.find_spec
-    spec = importlib.util.find_spec(top)
-    if not (spec and spec.origin):  # Any module counts before a mere folder.
-      spec = find(top, [directory, spaces.current_directory()]) or spec
-  folders = list(spec.submodule_search_locations or ()) if spec else []
-  place = spec and spec.origin or next(iter(folders), 'not found')
-  return f'{attribute} of the module {module} ({place})'
-
-
-def module_directory(name: str) -> str:
-  """Returns the directory that contains the module of `MODULE:NAME`.
-
-  It returns '' if the name has no module, or if the module is installed, is
-  the running program, or cannot be found.
-  """
-  module = name.rpartition(':')[0].partition('.')[0]
-  is_named = module not in ('', '__main__')
-  spec = importlib.util.find_spec(module) if is_named else None
-  if spec is None:
-    return ''
-  locations = list(spec.submodule_search_locations or [])
-  path = os.path.abspath(locations[0] if locations else spec.origin or '')
-  # With a separator at its end, the prefix /x/venv does not match /x/venv_2.
-  is_installed = path.startswith(os.path.join(sys.prefix, ''))
-  return '' if is_installed else os.path.dirname(path)

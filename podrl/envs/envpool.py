@@ -9,6 +9,7 @@ import warnings
 
 import numpy as np
 
+from podrl import modules
 from podrl.envs import autoreset, spaces
 from podrl.kernels.envpool import make_xla_env, release
 from podrl.messages import one_line, suggest
@@ -35,7 +36,7 @@ _can_mujoco_draw = sys.platform != 'linux'
 def _library() -> Any:
   """Imports envpool, which ends a process whose directory is deleted."""
   if 'envpool' not in sys.modules:
-    spaces.current_directory()
+    modules.current_directory()
   import envpool
 
   return envpool

@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from podrl.envs import spaces
+from podrl import modules
 from podrl.messages import one_line, suggest
 from podrl.types import DeviceEnv
 
@@ -41,7 +41,7 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
       f'env.name={name} must be MODULE:FUNCTION, where FUNCTION returns a '
       'DeviceEnv'
     )
-  module = spaces.import_module(name, module_name)
+  module = modules.import_module('env.name', name, module_name)
   make_env = getattr(module, function, None)
   if not callable(make_env):
     known = [k for k, x in vars(module).items() if makes_device_env(x)]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from podrl import modules
 from podrl.envs import autoreset, envpool, spaces
 from podrl.messages import check_choice, one_line, similar, suggest
 from podrl.types import EnvSpec, HostEnv
@@ -58,7 +59,7 @@ def _registered_spec(name: str) -> Any:
 
   module, _, identifier = name.rpartition(':')
   if module:
-    imported = spaces.import_module(name, module)
+    imported = modules.import_module('env.name', name, module)
   try:
     return gymnasium.spec(identifier)
   except gymnasium.error.NamespaceNotFound as error:

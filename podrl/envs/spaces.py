@@ -8,10 +8,8 @@ from collections.abc import (
   Sequence,
 )
 import functools
-import importlib
 import importlib.util
 import math
-import os
 import pathlib
 import re
 from typing import Any
@@ -21,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.core.observations import without_mask
-from podrl.messages import one_line, suggest
+from podrl.messages import suggest
 from podrl.types import (
   Array,
   Box,
@@ -44,28 +42,6 @@ _KINDS = ('Box', 'Discrete', 'MultiDiscrete', 'MultiBinary', 'Dict', 'Tuple')
 # If the range of a box is a smaller part of its bounds than this, 32 bits do
 # not show enough of it.
 _SMALLEST_RANGE = 1e-3
-
-
-def current_directory() -> str:
-  """Returns the current directory; raises a ValueError if it is deleted."""
-  try:
-    return os.getcwd()
-  except OSError as error:
-    raise ValueError(
-      'the current directory no longer exists; change to another directory'
-    ) from error
-
-
-def import_module(name: str, module: str) -> Any:
-  """Imports the user's module of the environment `name`."""
-  try:
-    return importlib.import_module(module)
-  # The module's code can raise anything, and can also call `sys.exit`.
-  except (Exception, SystemExit) as error:
-    raise ValueError(
-      f'env.name={name}: the module {module} cannot be imported: '
-      f'{one_line(error, with_kind=True)}'
-    ) from error
 
 
 def _kind(space: Any) -> str:

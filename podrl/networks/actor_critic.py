@@ -13,10 +13,15 @@ from podrl.core.observations import (
   without_mask,
   zeros,
 )
+from podrl.fields import Field
 from podrl.kernels.dense import dot_general
 from podrl.networks import cores
 from podrl.networks.torsos import MLP, TwinMLP, as_vector
 from podrl.types import Array, Tree
+
+FIELDS = {
+  'network.shared_torso': Field(False, 'Policy and value share one torso.'),
+}
 
 # For wider observations, `TwinMLP` is faster on a CPU than two `MLP`s.
 _JOIN_WIDTH = 256
@@ -206,3 +211,25 @@ def make_network(
     return head, value, carry
 
   return network._replace(unroll=unroll)
+
+
+def groups(params: Tree) -> Tree:
+  """Returns the group of each parameter, 'actor' or 'critic'.
+
+  A torso that both share belongs to the actor. See `make_optimizer`.
+  """
+  names = params['params']
+  has_two = any(k.endswith('_1') and not k.startswith('Dense') for k in names)
+
+  def one(path: tuple[Any, ...], x: Array) -> str:
+    part = path[1].key
+    if part == 'TwinMLP_0':  # Layers in turn, after one layer of both.
+      number = int(path[2].key.rpartition('_')[2])
+      half = (len(params['params'][part]) - 1) // 2
+      if number == 0:
+        return 'actor|critic'
+      return 'actor' if number <= half else 'critic'
+    is_head = part.startswith('Dense')
+    return 'critic' if part.endswith('_1') and (is_head or has_two) else 'actor'
+
+  return jax.tree.map_with_path(one, params)

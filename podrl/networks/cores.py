@@ -6,9 +6,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from podrl.fields import Field, Range
 from podrl.types import Array, Tree
 
 CORES = ('none', 'gru', 'lstm')
+
+FIELDS = {
+  'network.recurrent': Field('none', 'Recurrent core after a torso.', CORES),
+  'network.memory_steps': Field(
+    0,
+    'Steps for which an untrained core remembers; 0 means about 2.',
+    Range(0, 10**6),
+  ),
+}
 
 
 class Core(nn.Module):

@@ -1,6 +1,6 @@
 """MuZero's network: a model of the environment in a hidden state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import math
 from typing import Any, NamedTuple
 
@@ -10,23 +10,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.core.observations import without_mask, zeros
+from podrl.fields import Field, Fields, Range
 from podrl.networks.torsos import (
   Conv,
   as_image,
+  build_torso,
   image_sizes,
-  make_torso,
   scales,
 )
 from podrl.types import Array, Box, Discrete, EnvSpec, Tree
+
+FIELDS = {
+  'network.channels': Field(
+    0,
+    'Channels of a hidden state for images; 0: a vector.',
+    Range(0, 2**16),
+  ),
+}
 
 # The representation halves an image until its sides are not longer than this.
 _LARGEST_SIDE = 12
 # The values of other fields that a hidden image needs.
 _FIXED = {
-  'name': 'auto',
-  'activation': 'relu',
-  'layer_norm': True,
-  'dtype': 'float32',
+  'network.name': 'auto',
+  'network.activation': 'relu',
+  'network.layer_norm': True,
+  'network.dtype': 'float32',
 }
 _HEAD_CHANNELS = 4  # Channels of an image from which a head computes.
 
@@ -185,7 +194,7 @@ def _encode(space: Discrete | Box, action: Array) -> Array:
 
 def make_network(
   spec: EnvSpec,
-  network_fields: Mapping[str, Any],
+  fields: Fields,
   *,
   num_policy_params: int,
   num_bins: int,
@@ -194,7 +203,7 @@ def make_network(
 
   Args:
     spec: describes the environment.
-    network_fields: the fields `network.*` by short name. If `channels` is not
+    fields: the configuration by name. If `network.channels` is not
       0, the hidden state is an image with `channels` channels, from the largest
       image of an observation; the features of the other leaves are added to
       each of its pixels. Otherwise, it is a vector, and a torso reads the
@@ -207,14 +216,11 @@ def make_network(
     ValueError: if `channels` does not fit the observations or the torso.
   """
   space: Any = spec.action
-  fields = dict(network_fields)
-  channels = fields.pop('channels')
-  sizes = fields['hidden_sizes'][-1], num_policy_params, num_bins
+  channels = fields['network.channels']
+  sizes = fields['network.hidden_sizes'][-1], num_policy_params, num_bins
   if channels:
     reasons = [
-      f'with network.{k}={fields[k]}'
-      for k, x in _FIXED.items()
-      if fields[k] != x
+      f'with {k}={fields[k]}' for k, x in _FIXED.items() if fields.get(k) != x
     ]
     sides = image_sizes(spec)
     if not any(sides):
@@ -229,12 +235,12 @@ def make_network(
     longest = max(shape[1:] if spec.channels_first else shape[:2])
     num_strides = max(0, math.ceil(math.log2(longest / _LARGEST_SIDE)))
     others = spec._replace(obs=leaves, obs_scale=divisors)
-    torso = make_torso(spec=others, **fields) if leaves else None
+    torso = build_torso(others, fields) if leaves else None
     model: _Model = _ImageModel(
       *sizes, channels, spec.channels_first, num_strides, index, scale, torso
     )
   else:
-    model = _VectorModel(*sizes, make_torso(spec=spec, **fields))
+    model = _VectorModel(*sizes, build_torso(spec, fields))
 
   def init(rng_key: jax.Array) -> Tree:
     action = jnp.zeros((1, *getattr(space, 'shape', ())), jnp.int32)

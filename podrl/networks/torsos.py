@@ -7,6 +7,7 @@ the compiled program, so podrl stores and copies observations in a small dtype.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl import modules
 from podrl.core.observations import without_mask
+from podrl.fields import Field, Fields, Range, Table, short
 from podrl.kernels import conv, sparse
 from podrl.kernels.dense import dot_general, relu
 from podrl.types import EnvSpec, Tree
@@ -280,6 +283,30 @@ _MIN_SIZE = 3
 TORSOS = ('auto', 'mlp', 'conv', 'nature_cnn', 'impala_resnet')
 ACTIVATIONS: dict[str, Callable[..., Any]] = {'tanh': nn.tanh, 'relu': relu}
 
+# The fields of every torso; `hidden_sizes` concerns other layers too.
+FIELDS = {
+  'network.name': Field(
+    'auto',
+    'The torso, or MODULE:NAME; auto chooses it by the observation.',
+    TORSOS,
+  ),
+  'network.hidden_sizes': Field(
+    (64, 64), 'Widths of hidden layers; the last is the torso output.', Range(1)
+  ),
+}
+# The fields of podrl's own torsos.
+OWN_FIELDS = {
+  'network.activation': Field(
+    'tanh', 'Activation of the layers of an MLP.', tuple(ACTIVATIONS)
+  ),
+  'network.layer_norm': Field(
+    False, 'Normalises each layer before its activation.'
+  ),
+  'network.dtype': Field(
+    'float32', 'Data type inside the torso.', ('float32', 'bfloat16')
+  ),
+}
+
 
 def _image_size(shape: Sequence[int], channels_first: bool) -> int:
   """Returns the shorter side of an image, or 0 for any other leaf."""
@@ -387,3 +414,91 @@ def make_torso(
   # An image's own torso divides it.
   others = tuple(1.0 if n else x for n, x in pairs)
   return lambda: MultiInput(tuple(of_images), lambda: mlp(scales=others))
+
+
+class UserTorso(nn.Module):
+  """The user's torso, which gets float32 observations.
+
+  A number is divided by its scale, see `scales`. The axes of an image are
+  height, width and channels. Leaves keep their place in the observation's tree.
+  """
+
+  what: str  # 'MODULE:NAME', for messages.
+  make: Callable[[], nn.Module]
+  channels_first: bool  # Whether observations are CHW.
+  scales: Sequence[_Scale]
+  is_image: Sequence[bool]  # Of each leaf.
+
+  @nn.compact
+  def __call__(self, obs: Tree) -> jax.Array:
+    leaves: list[Any] = jax.tree.leaves(obs)
+    structure: Any = jax.tree.structure(obs)
+    for i, (x, scale) in enumerate(zip(leaves, self.scales, strict=True)):
+      if self.is_image[i]:
+        leaves[i] = as_image(x, self.channels_first, scale)
+      else:
+        divisor = np.broadcast_to(np.asarray(scale, 'f'), (x[0].size,))
+        leaves[i] = x.astype(jnp.float32) / divisor.reshape(1, *x.shape[1:])
+    try:
+      torso: Any = self.make()
+      features = torso(structure.unflatten(leaves))
+    except Exception as error:  # The user's code can raise anything.
+      raise modules.failed('config.network.name', self.what, error) from error
+    if getattr(features, 'shape', ())[:1] != leaves[0].shape[:1]:
+      raise ValueError(
+        f'config.network.name={self.what} must map {len(leaves[0])} '
+        'observations to features [N, F], one row for each observation'
+      )
+    return features.reshape(len(leaves[0]), -1)
+
+
+def _find(name: str) -> Any:
+  """Returns the user's torso: a flax module, its class, or its maker."""
+  found = modules.find('config.network.name', name, TORSOS)
+  if not (isinstance(found, nn.Module) or callable(found)):
+    raise ValueError(
+      f'config.network.name={name} must be a flax module, or a function that '
+      f'makes one, not a {type(found).__name__}'
+    )
+  return found
+
+
+def own_fields(name: str) -> Table:
+  """Returns the fields of one torso; `name` is in `TORSOS`, or MODULE:NAME.
+
+  The attributes of the user's module, or the parameters of its maker, are
+  fields if they have defaults.
+  """
+  if ':' not in name:
+    return OWN_FIELDS
+  found = _find(name)
+  is_made = isinstance(found, nn.Module)
+  return {} if is_made else modules.fields_of(found, 'network', name)
+
+
+def build_torso(spec: EnvSpec, fields: Fields) -> Callable[[], nn.Module]:
+  """Makes a function that builds the torso of a configuration.
+
+  Args:
+    spec: describes the environment.
+    fields: the configuration by name.
+
+  Raises:
+    ValueError: see `make_torso`.
+  """
+  name = fields['network.name']
+  if ':' not in name:
+    known = {short(k): fields[k] for k in {**FIELDS, **OWN_FIELDS}}
+    return make_torso(spec=spec, **known)
+  found = _find(name)
+  if isinstance(found, nn.Module):
+    attributes = (x for x in dataclasses.fields(found) if x.init)
+    own = {x.name: getattr(found, x.name) for x in attributes}
+    own = {k: x for k, x in own.items() if k not in ('parent', 'name')}
+    make = functools.partial(type(found), **own)
+  else:
+    own = {short(k): fields[k] for k in own_fields(name)}
+    make = functools.partial(found, **own)
+  is_image = tuple(size > 0 for size in image_sizes(spec))
+  divisors, channels_first = scales(spec), spec.channels_first
+  return lambda: UserTorso(name, make, channels_first, divisors, is_image)

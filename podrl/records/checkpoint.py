@@ -30,10 +30,26 @@ from ml_collections import ConfigDict
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from podrl.fields import COUNT, FROM_0, SECONDS, Field
 from podrl.messages import one_line, printable
 from podrl.records import workdir
 from podrl.records.workdir import Record, WriteError
 from podrl.types import LearnerState, Tree, Variables
+
+FIELDS = {
+  'checkpoint.every_seconds': Field(
+    300.0, 'Seconds between checkpoints; 0 means off.', FROM_0
+  ),
+  'checkpoint.every_env_steps': Field(
+    0, 'Steps between checkpoints; 0 means off.', FROM_0
+  ),
+  'checkpoint.keep': Field(
+    2, 'Number of newest checkpoints to keep, besides the best one.', COUNT
+  ),
+  'checkpoint.grace_seconds': Field(
+    30.0, 'Time limit for saving a checkpoint after SIGTERM.', SECONDS
+  ),
+}
 
 _FORMAT = 7  # Version of the checkpoint format; podrl reads only this one.
 _EXTRA_BYTES = 2**20  # Size of a checkpoint without its arrays.

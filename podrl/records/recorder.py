@@ -19,10 +19,20 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.fields import Field, Range
 from podrl.records import merging, workdir
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
 from podrl.types import Episodes, Report
+
+FIELDS = {
+  'log.every_updates': Field(10, 'Updates per record.', Range(1, 2**31 - 1)),
+  'log.tensorboard': Field(True, 'Writes TensorBoard events.'),
+  'log.wandb': Field(False, 'Sends records to Weights & Biases.'),
+  'log.profile': Field(
+    0, "Number of updates that JAX's profiler traces.", Range(0, 10**6)
+  ),
+}
 
 _ENERGY = 'joules_per_second', 'frames_per_joule'
 

@@ -33,6 +33,7 @@ import uuid
 from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.fields import as_tuples, flatten
 from podrl.messages import one_line
 
 Record = dict[str, Any]
@@ -47,7 +48,8 @@ MOVABLE = tuple(
 # Fields (or prefixes of fields) in which runs may differ that are compared.
 SEEDS = ('seed', 'num_seeds') + MOVABLE
 _TASK = {'env.name', 'env.suite', 'agent.name'}
-_REQUIRED = {'agent.name', 'env.name', 'network.name', 'optimizer.name'}
+_NAMES = 'agent.name', 'env.name', 'network.name', 'optimizer.name'
+_REQUIRED = {*_NAMES}
 # What a run must also say before its agent can be loaded.
 _REQUIRED_TO_LOAD = _REQUIRED.union(
   'agent.normalize_reward env.num_envs env.suite total_env_steps'.split()
@@ -69,16 +71,6 @@ def write_errors(what: str, kind: type[Exception] = Exception) -> Iterator:
   except kind as error:
     message = f'{what} could not be written: {one_line(error)}'
     raise WriteError(message) from error
-
-
-def flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Maps dotted names to fields; `env.options` stays one field, a dict."""
-  fields: dict[str, Any] = {}
-  for key, value in config.items():
-    name = prefix + key
-    is_section = isinstance(value, dict) and name != 'env.options'
-    fields |= flatten(value, f'{name}.') if is_section else {name: value}
-  return fields
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -190,10 +182,15 @@ def is_own(path: str, config: ConfigDict) -> bool:
 
   The signature is that of the contents, so it holds in any directory.
   """
-  found = read_json(os.path.join(path, 'config.json')).get(_SIGNATURE)
-  expected = _signature(config.to_dict())
-  return bool(expected) and hmac.compare_digest(
-    str(found).encode(errors='replace'), expected.encode()
+  saved = read_json(os.path.join(path, 'config.json'))
+  found = saved.pop(_SIGNATURE, None)
+  expected = _signature(saved)
+  return (
+    bool(expected)
+    and hmac.compare_digest(
+      str(found).encode(errors='replace'), expected.encode()
+    )
+    and as_tuples(saved) == config.to_dict()
   )
 
 
@@ -361,13 +358,6 @@ def free_name(path: str) -> str:
   return name
 
 
-def as_tuples(value: Any) -> Any:
-  """Makes tuples of the lists in a JSON value, because JSON has no tuples."""
-  if isinstance(value, dict):
-    return {k: as_tuples(v) for k, v in value.items()}
-  return tuple(map(as_tuples, value)) if isinstance(value, list) else value
-
-
 def as_config(fields: dict[str, Any]) -> ConfigDict:
   """Makes a configuration from the contents of `config.json`."""
   config = ConfigDict(as_tuples(fields)).lock()
@@ -390,7 +380,7 @@ def read_config(path: str, required: Set[str] = _REQUIRED) -> ConfigDict:
   fields = read_json(os.path.join(path, 'config.json'))
   fields.pop(_SIGNATURE, None)
   names = flatten(fields)
-  for name in 'agent.name', 'env.name', 'env.path', 'env.suite':
+  for name in (*_NAMES, 'env.path', 'env.suite'):
     if not str(names.get(name, '')).isprintable():
       raise ValueError(
         f'{path}/config.json has control characters in {name}='

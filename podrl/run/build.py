@@ -12,17 +12,25 @@ import numpy as np
 import optax
 
 from podrl import types
-from podrl.agents import AGENTS, sgd_steps_per_update
+from podrl.agents import find, sgd_steps_per_update
 from podrl.core import learner, memory, meta, population
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
-from podrl.envs import SUITES, Suite, make_importable
+from podrl.envs import SUITES, Suite
+from podrl.fields import flatten, section
+from podrl.fields import hyperparams as declared
 from podrl.messages import check_choice
 from podrl.records import checkpoint, workdir
-from podrl.records.workdir import agents, as_config, flatten, num_agents
+from podrl.records.workdir import agents, as_config, num_agents
 from podrl.run import devices, evaluation
-from podrl.run.config import check, check_trust, meta_params
+from podrl.run.config import (
+  check,
+  check_trust,
+  complete,
+  make_importable,
+  meta_params,
+)
 from podrl.run.devices import Machine
 from podrl.run.evaluation import Evaluation
 
@@ -101,7 +109,7 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
 
 def _suite(config: ConfigDict) -> Suite:
   """Returns the suite, after making the user's modules importable."""
-  make_importable(config.env.name, config.env.get('path', ''))
+  make_importable(config)
   return SUITES[config.env.suite]
 
 
@@ -196,13 +204,9 @@ def env_seed(seed: int, num_resumes: int, env: int) -> int:
 
 def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
   """Makes the agent; raises a ValueError if it does not fit `spec`."""
-  fields = {**config.agent}
-  check_choice('config.agent.name', fields['name'], AGENTS)
-  for section in ('replay', 'search'):
-    fields |= config.get(section, {})
-  make = AGENTS[fields.pop('name')].make
+  make_importable(config)
   try:
-    return make(spec, fields, config.network.to_dict())
+    return find(config.agent.name).make(spec, flatten(config.to_dict()))
   except ValueError as error:
     raise ValueError(f'config.env.name={config.env.name}: {error}') from error
 
@@ -212,20 +216,26 @@ def make_learner(
   agent: types.Agent,
   spec: types.EnvSpec,
   num_devices: int,
+  num_updates: int,
   layout: devices.Layout | None = None,
 ) -> types.Learner:
   """Makes an agent's learner; the caller puts `hyperparams` into the state.
 
   Args:
     num_devices: number of devices that learn, of all processes.
+    num_updates: those of the whole run.
     layout: the layout of a Sebulba run.
 
   Raises:
     ValueError: if a size of the memory does not fit the devices.
   """
   fields = flatten(config.to_dict())
-  entry = AGENTS[config.agent.name]
-  optimizer = make_optimizer(**config.optimizer.to_dict())
+  entry = find(config.agent.name)
+  optimizer = make_optimizer(
+    **section(fields, 'optimizer'),
+    num_sgd_steps=max(1, num_updates * sgd_steps_per_update(fields)),
+    groups=entry.groups,
+  )
   target_update = entry.target_update and entry.target_update(fields)
   if entry.sequence_length is None:
     own = learner.make_learner(
@@ -296,16 +306,13 @@ def hyperparams(
     ]
     return jax.tree.map(lambda *x: np.stack(x), *own)
   variables = jax.eval_shape(agent.init, jax.random.key(0))
-  known = {
-    **config.agent,
-    **config.get('replay', {}),
+  fields = flatten(config.to_dict())
+  known = declared(find(config.agent.name).fields, fields) | {
     'num_updates': num_updates,
     'num_envs': config.env.num_envs,
   }
   values = {name: known[name] for name in variables.hyperparams}
-  num_sgd_steps = num_updates * sgd_steps_per_update(flatten(config.to_dict()))
-  values['learning_rate'] = config.optimizer.learning_rate
-  values['anneal_steps'] = max(1, num_sgd_steps)
+  values['anneal_steps'] = max(1, num_updates * sgd_steps_per_update(fields))
   return {name: np.asarray(value, np.float32) for name, value in values.items()}
 
 
@@ -321,6 +328,8 @@ def load_agent(
   check_trust(path, config, trust)
   if trust:  # The user does not need to say it again.
     workdir.sign(path, config)
+  make_importable(config)
+  config = complete(config)
   spec = make_spec(config)
   agent = make_agent(config, spec)
   like = jax.eval_shape(agent.init, jax.random.key(0))
@@ -460,7 +469,9 @@ def _make_anakin(
   programs = anakin.make_programs(
     env,
     agent,
-    make_learner(config, agent, env.spec, len(run_devices) // groups),
+    make_learner(
+      config, agent, env.spec, len(run_devices) // groups, num_updates
+    ),
     spmd.make_mesh(run_devices, groups),
     num_envs=num_envs,
     unroll_length=unroll_length,
@@ -530,7 +541,7 @@ def _make_sebulba(
   driver = sebulba.Sebulba(
     make_pool,
     agent,
-    make_learner(config, agent, spec, len(learners), layout),
+    make_learner(config, agent, spec, len(learners), num_updates, layout),
     spmd.make_mesh(learners),
     [local[i] for i in layout.actor_devices],
     settings,

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from podrl.agents import AGENTS
+from podrl.agents import find
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
-from podrl.records.workdir import Record, flatten, num_agents
+from podrl.fields import flatten
+from podrl.records.workdir import Record, num_agents
 from podrl.types import EnvSpec
 
 # On two cores, one device per core was fastest for the default experiment and
@@ -70,7 +71,7 @@ def _multiples_near(value: int, divisor: int) -> str:
 
 def _batch_size(config: ConfigDict, num_envs: int) -> tuple[int, str]:
   """Returns the size and unit (steps or environments) of a device's batch."""
-  agent = AGENTS[config.agent.name]
+  agent = find(config.agent.name)
   unit = agent.minibatch_unit(flatten(config.to_dict()))
   return num_envs * (config.unroll_length if unit == 'steps' else 1), unit
 

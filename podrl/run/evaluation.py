@@ -11,7 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.core.learner import fold_into_rows
+from podrl.fields import COUNT, FROM_0, Field, Range
 from podrl.types import Agent, DeviceEnv, HostEnv, TimeStep, Tree, Variables
+
+FIELDS = {
+  'eval.num_episodes': Field(
+    128, 'Number of episodes; each has its own environment.', COUNT
+  ),
+  'eval.every_env_steps': Field(
+    0, 'Steps between evaluations; 0 means only at the end.', FROM_0
+  ),
+  'eval.greedy': Field(True, 'Uses the best action, not a sample.'),
+  'eval.max_episode_steps': Field(
+    0,
+    "Steps of the longest episode; 0 means the environment's limit, or 10,000 "
+    'if it has none.',
+    Range(0, 2**31 - 1),
+  ),
+}
 
 _CHUNK_STEPS = 128  # Steps between two calls of `should_stop`.
 

@@ -341,7 +341,7 @@ def _lower_sebulba(
   layout = make_layout(config, spec, machine)
   agent = build.make_agent(config, spec)
   devices = on_all_hosts(layout.learner_devices, machine)
-  learner = build.make_learner(config, agent, spec, len(devices), layout)
+  learner = build.make_learner(config, agent, spec, len(devices), 1, layout)
   length, unrolls = config.unroll_length, layout.unrolls_per_update
   # `spec` has the converted observations, so the actor need not convert them.
   functions = make_actor_functions(agent, lambda obs: obs, 1)
@@ -375,7 +375,7 @@ def _lower_sebulba(
   )
   # One device would have the whole memory. Its shapes are those of all devices.
   joined = jax.eval_shape(spmd.join_unrolls, [trajectory] * unrolls)
-  alone = build.make_learner(config, agent, spec, 1, layout)
+  alone = build.make_learner(config, agent, spec, 1, 1, layout)
   state = jax.eval_shape(alone.init, key, joined)
   update = spmd.map_update(learner, spmd.make_mesh(devices)).lower(
     variables, state._replace(variables=()), (trajectory,) * unrolls, key

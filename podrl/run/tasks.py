@@ -23,6 +23,11 @@ from podrl.records.workdir import Record
 from podrl.run import build, cluster, defaults, policy
 from podrl.run import config as configs
 from podrl.run import train as runs
+from podrl.run.command_line import (
+  CommandLine,
+  apply_overrides,
+  parse_command_line,
+)
 from podrl.signals import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
 from podrl.types import Box, DeviceEnv, EnvSpec
 
@@ -59,7 +64,7 @@ class Trained(NamedTuple):
 
 def parse(
   arguments: Sequence[str],
-) -> tuple[Callable[..., ConfigDict], configs.CommandLine]:
+) -> tuple[Callable[..., ConfigDict], CommandLine]:
   """Parses the arguments of `podrl train`; raises a ValueError for a mistake.
 
   Returns:
@@ -67,19 +72,21 @@ def parse(
     command line.
   """
   argv = ['podrl train', *arguments]
-  command_line = configs.parse_command_line(argv, has_task=True)
+  command_line = parse_command_line(argv, has_task=True)
   command_line = command_line._replace(command=f'{podrl_command()} train')
   return functools.partial(_get_config, command_line), command_line
 
 
-def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
+def _find_task(command_line: CommandLine) -> tuple[Task, ConfigDict]:
   """Returns the environment, and the saved `env` fields of a resumed run."""
   text, values = command_line.task, command_line.flags
   saved = ConfigDict()
   if values.resume and files.is_run(values.workdir):
     config = files.read_config(values.workdir)
     is_named = bool(text)
-    configs.check_trust(values.workdir, config, values.trust, is_named)
+    configs.check_trust(
+      values.workdir, config, values.trust, {'env.name'} if is_named else ()
+    )
     saved = config.env
     if text in ('', saved.name, f'{saved.suite}:{saved.name}'):
       return Task(saved.suite, saved.name), saved
@@ -97,7 +104,7 @@ def _find_task(command_line: configs.CommandLine) -> tuple[Task, ConfigDict]:
 
 
 def _get_config(
-  command_line: configs.CommandLine, agent: str, variant: str
+  command_line: CommandLine, agent: str, variant: str
 ) -> ConfigDict:
   """Makes the configuration for an environment and an agent."""
   check_choice('variant', variant, ('',))
@@ -105,7 +112,7 @@ def _get_config(
   config = defaults.base(task, agent)
   config.env.options.update(saved.get('options', {}))
   config.env.path = saved.get('path', '')
-  configs.apply_overrides(config, command_line.overrides)
+  apply_overrides(config, command_line.overrides)
   # `make_spec` uses devices, so JAX must be set up first.
   build.set_up_jax(config, cluster.num_processes())
   if task.note and jax.process_index() == 0:

@@ -21,12 +21,14 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl import agents, envs
-from podrl.agents import AGENTS, sgd_steps_per_update
+from podrl.agents import sgd_steps_per_update
 from podrl.core.memory import SizeError
+from podrl.core.optimizers import BASE
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.drivers.energy import Meter
 from podrl.envs.autoreset import EnvironmentFailed
+from podrl.fields import flatten
 from podrl.messages import count, format_size, one_line, printable
 from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records
@@ -35,8 +37,9 @@ from podrl.records.workdir import Record, WriteError
 from podrl.run import build, policy
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
-from podrl.run.config import FIELDS, Files
+from podrl.run.command_line import CommandLine, parse_command_line, print_help
 from podrl.run.devices import describe_machine
+from podrl.run.start import Files, resolve_config
 from podrl.signals import (
   DONE,
   FAILED,
@@ -140,9 +143,9 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     130 ended by Ctrl-C.
   """
   try:
-    command_line = configs.parse_command_line(argv)
+    command_line = parse_command_line(argv)
     if command_line.flags.help:
-      configs.print_help(command_line, get_config)
+      print_help(command_line, get_config)
       return DONE
   except ValueError as error:
     _print_error(str(error))
@@ -151,7 +154,7 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
 
 
 def run_to_exit(
-  get_config: Callable[..., ConfigDict], command_line: configs.CommandLine
+  get_config: Callable[..., ConfigDict], command_line: CommandLine
 ) -> int:
   """Runs an experiment, prints its error and returns its exit code."""
   return report(execute(get_config, command_line))
@@ -170,7 +173,7 @@ def report(outcome: Outcome) -> int:
 
 def execute(
   get_config: Callable[..., ConfigDict],
-  command_line: configs.CommandLine,
+  command_line: CommandLine,
   *,
   is_guest: bool = False,
   cluster: Cluster | None = None,
@@ -199,7 +202,7 @@ def execute(
     with joined as cluster, contextlib.ExitStack() as exit_stack:
       signals.is_distributed = cluster.is_distributed
       with signals.leaving(_leave_nothing(cluster)):
-        config, files = configs.resolve_config(
+        config, files = resolve_config(
           command_line, get_config, cluster, exit_stack
         )
         num_processes = cluster.num_processes
@@ -251,7 +254,7 @@ def _train_programs(
   signals: Signals,
   cluster: Cluster,
   exit_stack: contextlib.ExitStack,
-  command_line: configs.CommandLine,
+  command_line: CommandLine,
   on_record: OnRecord | None,
 ) -> Outcome:
   """Trains the programs of a run one after another; stops if one ends early.
@@ -281,7 +284,9 @@ def _train_programs(
         workdir.make(root.workdir, config)
       if is_writer and is_series:
         try:
-          workdir.update_config(root.workdir, config, configs.CHANGEABLE)
+          workdir.update_config(
+            root.workdir, config, configs.changeable(config)
+          )
         except WriteError as error:
           raise ValueError(str(error)) from error
         exit_stack.enter_context(workdir.lock(path))
@@ -295,7 +300,7 @@ def _train_programs(
       built.spec.frame_skip,
       built.num_updates,
       built.steps_per_update,
-      sgd_steps_per_update(workdir.flatten(program.to_dict())),
+      sgd_steps_per_update(flatten(program.to_dict())),
       start_seconds,
       built.driver.describe,
       is_writer,
@@ -342,7 +347,11 @@ def print_summary(
 ) -> None:
   """Prints a summary, and commands if they can use the run."""
   suite, name = config.env.suite, config.env.name
-  is_known = config.agent.name in agents.BUILT_IN and suite in envs.BUILT_IN
+  is_known = suite in envs.BUILT_IN and not any(
+    x.startswith('__main__:') for x in configs.names_of_parts(config)
+  )
+  own = config.agent.name
+  is_known &= own in agents.BUILT_IN or ':' in own
   terminal.print_summary(
     summary,
     path,
@@ -384,7 +393,7 @@ def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
       path, theirs, seed, checkpoint.find(path), like
     )
   except checkpoint.IncompatibleError as error:
-    there, here = (workdir.flatten(x.to_dict()) for x in (theirs, config))
+    there, here = (flatten(x.to_dict()) for x in (theirs, config))
     differing = [
       f'config.{k} is {there[k]} in that run, {x} in this run'
       for k, x in here.items()
@@ -652,7 +661,9 @@ class _Trainer:
           state = checkpoint.change_learner(state, variables=variables)
       if files.is_resumed:
         if self.cluster.process == 0:
-          workdir.update_config(files.workdir, self.config, configs.CHANGEABLE)
+          workdir.update_config(
+            files.workdir, self.config, configs.changeable(self.config)
+          )
         self.recorder.open(progress)
     except ValueError as error:
       raise _Mistake(str(error)) from error
@@ -782,7 +793,7 @@ class _Trainer:
     rng_key = jax.random.fold_in(rng_key, recorder.num_updates)
     parents, values = driver.exploit(scores, rng_key)
     # The others depend on the run's length, which a resumed run may change.
-    fields = configs.member_fields(self.config.agent.name)
+    fields = configs.member_fields(self.config)
     own = {x.rpartition('.')[2] for x in fields}
     self.hyperparams = {k: x for k, x in values.items() if k in own}
     decision = {'scores': scores, 'parents': parents}
@@ -830,11 +841,11 @@ class _Trainer:
       f'the loss or gradient of seed {self.config.seed + agent} is NaN or '
       f'infinite at update {self.recorder.num_updates + 1}'
     )
-    fields = workdir.flatten(self.config.to_dict())
+    fields = flatten(self.config.to_dict())
     for culprit in filter(None, found):
       if reason := culprits.explain(Culprit(*culprit), fields):
         return f'{text}: {reason}'
-    default = FIELDS['optimizer.learning_rate'].default
+    default = BASE['optimizer.learning_rate'].default
     rate = min(fields['optimizer.learning_rate'] / 10, default)
     advice = f'--config.optimizer.learning_rate={rate:g}'
     if checkpoint_step is None:
@@ -879,7 +890,7 @@ class _Trainer:
     recorder.write(outcomes, scalars)
     if self.cluster.process == 0 and not self.has_warned:
       own, record = self.config.agent, recorder.last[0]
-      warning = AGENTS[own.name].warn(record)
+      warning = agents.find(own.name).warn(record)
       warning = warning or culprits.warn_of_size(
         record, own.normalize_observation
       )

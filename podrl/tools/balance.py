@@ -36,13 +36,15 @@ from podrl.drivers import culprits, limits
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
+from podrl.fields import flatten
 from podrl.messages import count, one_line, printable
 from podrl.records import workdir
 from podrl.records.recorder import Window
 from podrl.records.terminal import compact
 from podrl.records.workdir import Record
 from podrl.run import build
-from podrl.run.config import base_config, parse_command_line
+from podrl.run.command_line import parse_command_line
+from podrl.run.config import base_config
 from podrl.run.devices import make_layout
 from podrl.tools import experiments
 
@@ -173,7 +175,7 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
     while window.num_updates < 2 or time.perf_counter() - start < seconds:
       (report,) = meter.measure(lambda: driver.advance(pace, driver.plan()))
       if not report.is_finite:
-        fields = workdir.flatten(config.to_dict())
+        fields = flatten(config.to_dict())
         reason = report.culprit and culprits.explain(report.culprit, fields)
         reason = reason or 'try a smaller optimizer.learning_rate'
         raise ValueError(f'the loss or gradient is NaN or infinite: {reason}')
@@ -312,8 +314,8 @@ def table(runs: dict[Plan, Record], base: Plan) -> Table:
 def _anakin_config(config: ConfigDict, plan: Plan) -> ConfigDict:
   """Converts Sebulba's configuration to Anakin, with the sizes of a plan."""
   new = base_config(config.agent.name)
-  fields = workdir.flatten(config.to_dict())
-  known = workdir.flatten(new.to_dict())
+  fields = flatten(config.to_dict())
+  known = flatten(new.to_dict())
   shared = fields.keys() & known.keys()
   new.update_from_flattened_dict(
     {k: fields[k] for k in shared if not k.startswith('env.')}

@@ -45,7 +45,7 @@ from podrl.messages import check_choice, format_size, three_digits
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build, defaults, targets
-from podrl.run import config as configs
+from podrl.run.command_line import apply_overrides, parse_command_line
 from podrl.run.devices import Machine
 from podrl.run.targets import Chip, Program, Target, all_reduce_seconds
 from podrl.tools import experiments
@@ -583,7 +583,7 @@ def compile_command(
   `compile_for`.
   """
   argv = ['podrl compile', *arguments]
-  command_line = configs.parse_command_line(argv, has_task=True, own=own)
+  command_line = parse_command_line(argv, has_task=True, own=own)
   name, overrides = command_line.task, command_line.overrides
   # The configuration may depend on the platform.
   with spmd.compiling_for(target.platform):
@@ -593,9 +593,9 @@ def compile_command(
       check_choice('variant', command_line.flags.variant, ('',))
       task, agent = find_task(name), command_line.flags.agent
       config = defaults.base(task, agent)
-      configs.apply_overrides(config, overrides)  # `make_spec` needs options.
+      apply_overrides(config, overrides)  # `make_spec` needs options.
       config = defaults.make_config(task, agent, build.make_spec(config))
-      configs.apply_overrides(config, overrides)
+      apply_overrides(config, overrides)
     factor = target.num_devices if scale else 1
     config.env.num_envs *= factor
     if num_members > 1:

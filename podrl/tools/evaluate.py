@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from podrl import tools
+from podrl.fields import flatten
 from podrl.messages import count, printable, two_decimals
 from podrl.records import workdir
 from podrl.records.merging import bootstrap, spread
@@ -129,7 +130,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
       name = '' if is_alone else os.path.relpath(agent, directory)
       result, config, evaluate = _evaluate(agent, name, values, evaluate)
       results[name] = result
-      kind = workdir.compared(workdir.flatten(config.to_dict()))
+      kind = workdir.compared(flatten(config.to_dict()))
       kinds.add((kind, config.eval.greedy, config.eval.max_episode_steps))
   [result, *others] = results.values()
   if others:

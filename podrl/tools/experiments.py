@@ -10,8 +10,8 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.envs import add_to_path, module_directory
-from podrl.run.config import CommandLine, apply_overrides
+from podrl.modules import add_to_path, module_directory
+from podrl.run.command_line import CommandLine, apply_overrides
 
 
 def load_experiment(path: str) -> Callable[..., ConfigDict]:

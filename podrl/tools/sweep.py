@@ -39,6 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
+from podrl.fields import flatten, parse
 from podrl.messages import check_choice, count
 from podrl.records import workdir
 from podrl.records.merging import bootstrap
@@ -46,6 +47,11 @@ from podrl.records.terminal import podrl_command
 from podrl.run import build, tasks, train
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
+from podrl.run.command_line import (
+  CommandLine,
+  apply_overrides,
+  parse_command_line,
+)
 from podrl.signals import DONE
 from podrl.tools import experiments
 
@@ -87,7 +93,7 @@ def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
   `config` gives the types of the values.
   """
   field, _, values = text.partition('=')
-  known = workdir.flatten(config.to_dict())
+  known = flatten(config.to_dict())
   check_choice('--axis', field, sorted(known.keys() - {'agent.name'}))
   kind, *numbers = values.split(':')
   if kind not in ('log', 'linear'):
@@ -121,7 +127,7 @@ def _parse_values(field: str, text: str, default: Any) -> tuple[Any, ...]:
     values = ast.literal_eval(f'({text},)')
   except (ValueError, SyntaxError, TypeError):
     values = text.split(',')
-  parsed = [configs.parse_value(field, str(x), default) for x in values]
+  parsed = [parse(field, str(x), default) for x in values]
   found = tuple(dict.fromkeys(parsed))
   if len(found) < len(values):
     raise ValueError(f'--axis={field}={text} has a value twice')
@@ -161,7 +167,7 @@ def make_programs(
   """
   if build.architecture(config) == 'sebulba':
     per_program = 1
-  own = configs.member_fields(config.agent.name)
+  own = configs.member_fields(config)
   groups: dict[tuple, list[Setting]] = {}
   for setting in settings:
     shared = tuple((k, x) for k, x in setting.items() if k not in own)
@@ -210,7 +216,7 @@ def read_results(
       last = records[-1] if records else {}
       training = [x.get('episode_return') for x in records]
       finite = [x for x in training if x is not None]  # None stands for NaN.
-      flat = workdir.flatten(workdir.as_config(fields).to_dict())
+      flat = flatten(workdir.as_config(fields).to_dict())
       key = repr({k: flat[k] for k in settings[0]})
       score = last.get('eval_return')
       is_diverged = (
@@ -290,12 +296,12 @@ def draw(results: Sequence[Result], title: str, path: str) -> None:
 
 def _experiment(
   argv: Sequence[str], own: Collection[str] = ()
-) -> tuple[Callable[..., ConfigDict], configs.CommandLine]:
+) -> tuple[Callable[..., ConfigDict], CommandLine]:
   """Parses the arguments of a training command; see `tasks.parse`.
 
   Hints may name the flags `own`.
   """
-  command_line = configs.parse_command_line(argv, has_task=True, own=own)
+  command_line = parse_command_line(argv, has_task=True, own=own)
   if command_line.task.endswith('.py'):
     get_config = experiments.load_experiment(command_line.task)
   else:
@@ -324,7 +330,7 @@ def _check_population(
       '--random=8 --axis=optimizer.learning_rate=log:1e-5:1e-1'
     )
   if len(programs) > 1 or not programs[0].members:
-    own = ', '.join(sorted(configs.member_fields(config.agent.name) - {'seed'}))
+    own = ', '.join(sorted(configs.member_fields(config) - {'seed'}))
     raise ValueError(
       '--evolve_every needs one program with several members; use an Anakin '
       f'environment, no --per_program, and only axes of {own}'
@@ -335,7 +341,7 @@ class _Plan(NamedTuple):
   """What the command line asks for."""
 
   get_config: Callable[..., ConfigDict]
-  command_line: configs.CommandLine
+  command_line: CommandLine
   config: ConfigDict  # Without the axes.
   settings: list[Setting]
   programs: list[Program]
@@ -352,7 +358,7 @@ class _Plan(NamedTuple):
 
 def _make_plan(
   get_config: Callable[..., ConfigDict],
-  command_line: configs.CommandLine,
+  command_line: CommandLine,
   values: flags.FlagValues,
 ) -> _Plan:
   """Plans the sweep; raises a ValueError for a user's mistake."""
@@ -368,7 +374,7 @@ def _make_plan(
       '--resume continues the sweep in --workdir: give --workdir'
     )
   config = get_config(options.agent, options.variant)
-  configs.apply_overrides(config, command_line.overrides)
+  apply_overrides(config, command_line.overrides)
   axes = [parse_axis(x, config, values.random > 0) for x in values.axis]
   fields = [axis.field for axis in axes]
   used = [x.lstrip('-').partition('=')[0] for x in command_line.overrides]
@@ -437,7 +443,7 @@ def _check(plan: _Plan) -> None:
 def _identity(config: ConfigDict) -> dict[str, Any]:
   """Returns the fields that a program and its saved run have in common."""
   others = (*workdir.MOVABLE, 'total_env_steps')
-  fields = workdir.flatten(json.loads(json.dumps(config.to_dict())))
+  fields = flatten(json.loads(json.dumps(config.to_dict())))
   return {k: x for k, x in fields.items() if not k.startswith(others)}
 
 
@@ -460,7 +466,7 @@ def _train(plan: _Plan, cluster: Cluster) -> train.Outcome:
       say(f'{directory} is finished')
       continue
     outcome = train.execute(
-      _with_members(plan.get_config, program, plan.population),
+      _with_members(plan, program),
       _for_program(plan.command_line, plan.path, directory, plan.arguments),
       cluster=cluster,
     )
@@ -538,7 +544,7 @@ def read_population(directory: str) -> Population:
   agents = workdir.agents(directory, config)
   decisions = workdir.read_records(directory, 'decisions.jsonl')
   fields = [field for field, *_ in config.population.ranges]
-  first = [workdir.flatten(x) for x in agents.values()]
+  first = [flatten(x) for x in agents.values()]
   values = {
     field: np.array(
       [[x[field] for x in first]]
@@ -662,14 +668,15 @@ def _is_finished(directory: str, total_env_steps: int) -> bool:
   return is_finished or workdir.read_summary(directory).get('diverged', False)
 
 
-def _with_members(
-  get_config: Callable[..., ConfigDict], program: Program, population: Setting
-) -> Callable[..., ConfigDict]:
+def _with_members(plan: _Plan, program: Program) -> Callable[..., ConfigDict]:
   """Returns a `get_config` for one program of a sweep."""
+  fields = flatten(plan.config.to_dict())
+  # An axis may be a field of a part that the command line names.
+  parts = {name: fields[name] for name in configs.PARTS}
 
   def get(agent: str, variant: str) -> ConfigDict:
-    config = get_config(agent, variant)
-    _add_members(config, program, population)
+    config = configs.change(plan.get_config(agent, variant), parts)
+    _add_members(config, program, plan.population)
     return config
 
   return get
@@ -679,7 +686,7 @@ def _add_members(
   config: ConfigDict, program: Program, population: Setting
 ) -> None:
   """Adds to a configuration what one program of a sweep trains."""
-  config.update_from_flattened_dict(program.fields)
+  configs.change(config, program.fields)
   if program.members:
     with config.unlocked():
       config.members = program.members
@@ -688,11 +695,11 @@ def _add_members(
 
 
 def _for_program(
-  command_line: configs.CommandLine,
+  command_line: CommandLine,
   path: str,
   directory: str,
   own: Sequence[str],
-) -> configs.CommandLine:
+) -> CommandLine:
   """Returns the command line for one program; members have the seeds."""
   kept = command_line.overrides
   own = [*own, *(x for x in kept if _is_seed(x))]

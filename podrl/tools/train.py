@@ -16,7 +16,7 @@ import sys
 from podrl.messages import printable
 from podrl.records.terminal import print_text
 from podrl.run import tasks, train
-from podrl.run.config import print_help
+from podrl.run.command_line import print_help
 from podrl.signals import DONE, MISTAKE
 
 

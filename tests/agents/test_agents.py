@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import rlax
 
+from podrl import fields
 from podrl.agents import AGENTS, a2c, impala, ppo
 from podrl.core import distributions, losses
+from podrl.fields import flatten
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
+from podrl.run.config import sebulba_config
 from podrl.types import (
   Box,
   Discrete,
@@ -342,18 +345,13 @@ def test_a_ratio_that_overflows_is_bounded():
 
 
 def _fields(name, **changes):
-  fields = {
-    'env.num_envs': 64,
-    'sebulba.max_lag': 1,
-    'network.recurrent': 'none',
-  }
-  return fields | AGENTS[name].defaults | changes
+  return flatten(sebulba_config(name).to_dict()) | changes
 
 
 def test_every_agent_accepts_its_own_defaults():
   for name, entry in AGENTS.items():
     entry.check(_fields(name))
-    assert entry.comments.keys() <= entry.defaults.keys()
+    fields.check(entry.fields, _fields(name))
 
 
 @pytest.mark.parametrize(
@@ -388,8 +386,10 @@ def test_every_agent_accepts_its_own_defaults():
   ],
 )
 def test_a_field_that_does_not_fit_the_agent(name, field, value):
+  values = _fields(name, **{field: value})
   with pytest.raises(ValueError, match=f'config.{field}={value}'):
-    AGENTS[name].check(_fields(name, **{field: value}))
+    fields.check(AGENTS[name].fields, values)
+    AGENTS[name].check(values)
 
 
 def test_only_networks_without_a_core_divide_steps():
@@ -505,7 +505,7 @@ def test_normalised_observations_are_not_divided_again():
 
 
 @pytest.mark.parametrize(
-  'fields,is_refused',
+  'changes,is_refused',
   [
     ({}, True),
     ({'unroll_length': 2}, False),
@@ -513,20 +513,18 @@ def test_normalised_observations_are_not_divided_again():
     ({'agent.normalize_advantage': False}, False),
   ],
 )
-def test_one_step_has_no_deviation_of_advantages(fields, is_refused):
-  fields = {'env.num_envs': 1, 'unroll_length': 1, 'agent.clip': 0.2} | {
+def test_one_step_has_no_deviation_of_advantages(changes, is_refused):
+  values = {'env.num_envs': 1, 'unroll_length': 1, 'agent.clip': 0.2} | {
     'agent.normalize_advantage': True,
-    **fields,
+    **changes,
   }
   expected = pytest.raises(ValueError, match='unroll_length=1 give one step')
   with expected if is_refused else contextlib.nullcontext():
-    ppo.check(fields)
+    ppo.check(values)
 
 
 @pytest.mark.parametrize('name', AGENTS)
-def test_no_two_fields_have_the_same_short_name(name):
-  """An agent gets the fields of these sections by short name."""
-  sections = 'agent.', 'replay.', 'search.'
-  names = [x for x in AGENTS[name].defaults if x.startswith(sections)]
-  short = [x.partition('.')[2] for x in names]
-  assert len({*short}) == len(short), short
+def test_no_two_hyperparameters_have_the_same_name(name):
+  """Hyperparameters have the short names of their fields."""
+  names = [k for k, x in AGENTS[name].fields.items() if x.changeable]
+  assert len({*map(fields.short, names)}) == len(names) > 1

@@ -225,7 +225,7 @@ def test_a_narrow_support_is_reported_once(tmp_path, capfd):
 
 
 def test_rainbow_normalises_rewards_of_any_kind_of_task():
-  assert AGENTS['rainbow'].defaults['agent.normalize_reward']
+  assert AGENTS['rainbow'].fields['agent.normalize_reward'].default
   assert not dqn.warn_of_ends({'targets_at_ends': 0.1})
   assert dqn.warn_of_ends({'targets_at_ends': 0.164}).startswith('16% of')
 

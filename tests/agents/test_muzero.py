@@ -12,6 +12,7 @@ import scipy.stats
 
 from podrl.agents import AGENTS, acting, muzero
 from podrl.core import returns
+from podrl.fields import defaults
 from podrl.networks.muzero import MuZeroNetwork
 from podrl.types import (
   Box,
@@ -26,7 +27,8 @@ from podrl.types import (
 _OBS = jax.ShapeDtypeStruct((3,), jnp.float32)
 _A, _B, _K, _N_STEPS, _GAMMA = 3, 6, 3, 2, 0.9
 _T = _K + _N_STEPS  # Transitions of a sequence.
-_NETWORK = helpers.network_fields('muzero', layer_norm=True)
+_NETWORK = {'layer_norm': True}
+_FIELDS = helpers.network_fields('muzero', **_NETWORK)
 
 
 def _make(action=Discrete(_A), **changes):
@@ -42,7 +44,7 @@ def _make(action=Discrete(_A), **changes):
 
 def _network():
   spec = EnvSpec(_OBS, False, Discrete(_A), 1, 0)
-  return muzero.build_network(spec, _NETWORK, num_bins=9)
+  return muzero.build_network(spec, _FIELDS, num_bins=9)
 
 
 @functools.cache
@@ -492,7 +494,8 @@ def test_a_part_of_the_actions_is_random_unless_they_are_greedy(monkeypatch):
 
 
 def test_only_reanalyse_needs_target_parameters():
-  fields, entry = dict(AGENTS['muzero'].defaults), AGENTS['muzero']
+  entry = AGENTS['muzero']
+  fields = defaults(entry.fields)
   assert entry.target_update(fields) is None
   fields['search.reanalyse_fraction'] = 0.1
   assert entry.target_update(fields) is not None
@@ -557,7 +560,7 @@ def test_the_loss_of_samples_is_that_of_a_plain_loop():
   _, output = jax.jit(agent.loss)(variables, (), batch, None)
 
   spec = EnvSpec(_OBS, False, _BOX, 1, 0)
-  network = muzero.build_network(spec, _NETWORK, num_bins=9)
+  network = muzero.build_network(spec, _FIELDS, num_bins=9)
   total = 0.0
   for b in range(_B):
     hidden = network.represent(params, batch.obs[b : b + 1])

@@ -6,7 +6,7 @@ import sys
 import gymnax
 import pytest
 
-from podrl import envs
+from podrl import modules
 from podrl.envs import SUITES, find_task
 
 
@@ -71,16 +71,16 @@ def test_only_a_module_outside_of_packages_has_a_directory(
   (tmp_path / 'my_package').mkdir()
   (tmp_path / 'my_package' / '__init__.py').touch()
   monkeypatch.setattr(sys, 'path', list(sys.path))
-  assert envs.module_directory('my_envs:Walk-v0') == ''
-  envs.add_to_path(str(tmp_path))
+  assert modules.module_directory('my_envs:Walk-v0') == ''
+  modules.add_to_path(str(tmp_path))
   assert sys.path[-1] == str(tmp_path)
-  assert envs.module_directory('my_envs:Walk-v0') == str(tmp_path)
-  assert envs.module_directory('my_package.a:Walk-v0') == str(tmp_path)
-  assert envs.module_directory('gymnasium.envs:CartPole-v1') == ''
-  assert envs.module_directory('CartPole-v1') == ''
-  assert envs.module_directory('__main__:Walk-v0') == ''
+  assert modules.module_directory('my_envs:Walk-v0') == str(tmp_path)
+  assert modules.module_directory('my_package.a:Walk-v0') == str(tmp_path)
+  assert modules.module_directory('gymnasium.envs:CartPole-v1') == ''
+  assert modules.module_directory('CartPole-v1') == ''
+  assert modules.module_directory('__main__:Walk-v0') == ''
   # A directory beside the virtual environment is not inside it.
   monkeypatch.setattr(sys, 'prefix', str(tmp_path)[:-1])
-  assert envs.module_directory('my_envs:Walk-v0') == str(tmp_path)
+  assert modules.module_directory('my_envs:Walk-v0') == str(tmp_path)
   monkeypatch.setattr(sys, 'prefix', str(tmp_path))
-  assert envs.module_directory('my_envs:Walk-v0') == ''
+  assert modules.module_directory('my_envs:Walk-v0') == ''

@@ -20,7 +20,6 @@ import podrl
 from podrl.records import checkpoint
 from podrl.records.recorder import local_part, merge_processes
 from podrl.run import cluster, train
-from podrl.run import config as configs
 from podrl.run.cluster import Cluster
 from podrl.tools import sweep
 from podrl.types import Episodes, Report
@@ -808,7 +807,7 @@ def test_an_unforeseen_error_before_training_reaches_all(
 
   joined = Cluster(1, 2, _Store(), Dog())
   monkeypatch.setattr(train, 'connect', lambda _: joined)
-  monkeypatch.setattr(configs, 'resolve_config', resolve_config)
+  monkeypatch.setattr(train, 'resolve_config', resolve_config)
   monkeypatch.setattr(train.os, '_exit', exit_process)
   with pytest.raises(_Ended):
     train.run(helpers.get_config('anakin_catch'), ['x.py'])

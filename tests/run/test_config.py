@@ -7,21 +7,17 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from podrl.agents import AGENTS
+from podrl.fields import Range, flatten, hyperparams
 from podrl.records import workdir
-from podrl.run import build, devices
+from podrl.run import build, command_line, devices, start
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster
-from podrl.run.config import (
-  FIELDS,
-  Range,
-  apply_overrides,
-  base_config,
-  check,
-  sebulba_config,
-)
+from podrl.run.command_line import apply_overrides, parse_command_line
+from podrl.run.config import base_config, check, sebulba_config
 from podrl.types import Discrete, EnvSpec
 
 
@@ -62,18 +58,18 @@ def test_a_short_flag_and_its_field_exclude_each_other(flag, field):
   for override in [f'--config.{field}=2'], [f'-config.{field}', '2']:
     message = f'--{flag} and --config.{field} set the same field'
     with pytest.raises(ValueError, match=message):
-      configs.parse_command_line(['x.py', *override, f'--{flag}=2'])
+      parse_command_line(['x.py', *override, f'--{flag}=2'])
   # The name of another field may begin in the same way.
   argv = ['x.py', f'--config.{field}_x=2', f'--{flag}=3']
-  overrides = configs.parse_command_line(argv).overrides
+  overrides = parse_command_line(argv).overrides
   assert overrides == [argv[1], f'--config.{field}=3']
 
 
 def test_the_directory_follows_the_final_configuration():
   argv = ['x.py', '--agent=impala', '--config.env.name=a:b/c']
-  command_line = configs.parse_command_line(argv)
-  _, files = configs.resolve_config(
-    command_line,
+  parsed = parse_command_line(argv)
+  _, files = start.resolve_config(
+    parsed,
     lambda agent, variant: base_config(agent),
     Cluster(),
     contextlib.ExitStack(),
@@ -86,16 +82,16 @@ def test_paths_are_absolute_at_the_start(tmp_path, monkeypatch):
   monkeypatch.setenv('HOME', '/home/me')
   argv = ['x.py', '--workdir=~/a', '--init_from=b', '--seed=1']
   argv += ['--config.compilation_cache', 'c/../d', '--config.agent.name=e']
-  command_line = configs.parse_command_line(argv)
+  parsed = parse_command_line(argv)
   monkeypatch.chdir('/')  # As an environment may do.
-  values = command_line.flags
+  values = parsed.flags
   assert values.workdir == '/home/me/a' and values.init_from == f'{tmp_path}/b'
-  assert command_line.overrides[:2] == [
+  assert parsed.overrides[:2] == [
     f'--config.compilation_cache={tmp_path}/d',
     '--config.agent.name=e',
   ]
   # The user types the command where the run started.
-  assert command_line.resume(f'{tmp_path}/runs/f').startswith(
+  assert parsed.resume(f'{tmp_path}/runs/f').startswith(
     'python x.py --workdir=runs/f --resume'
   )
 
@@ -103,9 +99,9 @@ def test_paths_are_absolute_at_the_start(tmp_path, monkeypatch):
 @pytest.mark.parametrize('value', ['auto', 'off'])
 def test_words_are_no_paths(value):
   argument = f'--config.compilation_cache={value}'
-  command_line = configs.parse_command_line(['x.py', argument])
-  assert list(command_line.overrides) == [argument]
-  assert command_line.flags.workdir == ''
+  parsed = parse_command_line(['x.py', argument])
+  assert list(parsed.overrides) == [argument]
+  assert parsed.flags.workdir == ''
 
 
 def test_options_are_open():
@@ -126,8 +122,8 @@ def test_options_are_what_config_json_gives_back(value):
 
 
 def test_a_command_quotes_what_the_shell_would_split():
-  command_line = configs.parse_command_line(['my dir/a.py', '--seed=3'])
-  assert command_line.resume('runs/my run') == (
+  parsed = parse_command_line(['my dir/a.py', '--seed=3'])
+  assert parsed.resume('runs/my run') == (
     "python 'my dir/a.py' '--workdir=runs/my run' --resume --config.seed=3"
   )
 
@@ -199,8 +195,10 @@ _HINTS = {
   '--exploration-fraction=1': 'agent.exploration_fraction is a field of pqn',
   '--target-kl=0.1': 'podrl has no such setting',
   '--kl-target=0.1': 'podrl has no such setting',
-  '--eps=1e-5': 'podrl has no such setting',
-  '--weight-decay=0': 'podrl has no such setting',
+  '--eps=1e-5': 'write --config.optimizer.eps=1e-5',
+  '--adam-eps=1e-5': 'write --config.optimizer.eps=VALUE',
+  '--weight-decay=0': 'write --config.optimizer.weight_decay=0',
+  '--lr-schedule=x': 'write --config.optimizer.schedule=VALUE',
   '--version': 'podrl --version prints the version',
   '--iterations=10': 'give the environment steps, as in --steps=1e6',
   '--num_updates=10': 'give the environment steps, as in --steps=1e6',
@@ -230,7 +228,7 @@ def test_a_flag_of_another_trainer_gets_the_right_hint(argument):
   argv = ['podrl train', argument, '100', 'CartPole-v1']
   message = f'{argument} is not understood; '
   with pytest.raises(ValueError, match=re.escape(message)) as error:
-    configs.parse_command_line(argv, has_task=True, own=['axis'])
+    parse_command_line(argv, has_task=True, own=['axis'])
   advice = str(error.value).removeprefix(message)
   assert advice.endswith(_HINTS[argument]) or (
     advice.startswith(_HINTS[argument]) and '=' not in _HINTS[argument]
@@ -240,17 +238,17 @@ def test_a_flag_of_another_trainer_gets_the_right_hint(argument):
 def test_a_hint_names_a_field_that_the_agent_has():
   argv = ['podrl train', '--agent=dqn', '--batch_size=64']
   with pytest.raises(ValueError, match='write --config.replay.batch_size=64$'):
-    configs.parse_command_line(argv)
+    parse_command_line(argv)
   with pytest.raises(ValueError, match='; write --seed=3$'):
     apply_overrides(base_config('ppo'), ['seed=3'])
 
 
 def test_every_hint_names_a_field_and_no_field_is_a_word_of_others():
-  config = {*FIELDS, *(k for x in AGENTS.values() for k in x.defaults)}
-  flags = {*configs._make_flags()}
-  words = [w for x in configs._WORDS.values() for w in x.split()]
+  config = configs.all_fields()
+  flags = {*command_line._make_flags()}
+  words = [w for x in command_line._WORDS.values() for w in x.split()]
   assert len(words) == len({*words}) > 100
-  for target in configs._WORDS:
+  for target in command_line._WORDS:
     name = target.removeprefix('--')
     assert ' ' in target or name in (flags if target[0] == '-' else config)
   assert flags.isdisjoint(words)
@@ -288,10 +286,9 @@ def test_defaults_are_allowed(make_config, agent):
 
 
 def test_every_field_has_a_comment():
-  for entry in AGENTS.values():
-    added = {k for k in entry.defaults if k not in FIELDS}
-    assert added <= entry.comments.keys()
-  assert all(field.comment.endswith('.') for field in FIELDS.values())
+  found = configs.all_fields()
+  assert len(found) > 90
+  assert all(field.comment.endswith('.') for field in found.values())
 
 
 @pytest.mark.parametrize(
@@ -319,9 +316,13 @@ def test_the_changeable_fields_of_an_agent_are_hyperparameters(name):
   spec = EnvSpec(obs, False, Discrete(2), 1, 0)
   agent = build.make_agent(base_config(name), spec)
   variables = jax.eval_shape(agent.init, jax.random.key(0))
-  changeable = {x.split('.')[1] for x in AGENTS[name].changeable}
-  assert changeable
-  assert changeable <= variables.hyperparams.keys()
+  config = base_config(name)
+  own = hyperparams(AGENTS[name].fields, flatten(config.to_dict()))
+  assert own.keys() >= {'gamma', 'learning_rate'}
+  assert own.keys() <= variables.hyperparams.keys()
+  found = build.hyperparams(config, agent, num_updates=7)
+  for name, value in own.items():
+    assert found[name] == np.float32(value)
 
 
 @pytest.mark.parametrize('batch_size,expected', [(20, 4), (66, 6), (24, 8)])
@@ -345,7 +346,7 @@ def test_a_memory_has_the_settings_of_the_run(monkeypatch):
   obs = jax.ShapeDtypeStruct((4, 84, 84), jnp.uint8)
   spec = EnvSpec(obs, True, Discrete(3), 4, 0, frame_stack=4)
   config.agent.n_steps = 5
-  build.make_learner(config, build.make_agent(config, spec), spec, 2)
+  build.make_learner(config, build.make_agent(config, spec), spec, 2, 1)
   # Each of the two devices has a half of the steps, rounded up.
   assert found == {
     'blocks': build.memory.Blocks(),

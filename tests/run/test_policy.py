@@ -16,7 +16,7 @@ from podrl.drivers import spmd
 from podrl.drivers.anakin import Anakin
 from podrl.envs import find_task
 from podrl.run import build, defaults, policy
-from podrl.run.config import apply_overrides
+from podrl.run.command_line import apply_overrides
 from podrl.tools import plot
 from podrl.types import TimeStep
 

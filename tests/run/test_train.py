@@ -15,8 +15,7 @@ import pytest
 
 from podrl.drivers import spmd
 from podrl.records import checkpoint
-from podrl.run import build, train
-from podrl.run import config as configs
+from podrl.run import build, command_line, start, train
 
 _SCRIPTS = [x for x in helpers.EXPERIMENTS if x.name.startswith('anakin_')]
 
@@ -201,7 +200,7 @@ def test_other_hyperparameters_compile_nothing(name, arguments, tmp_path):
 def test_parameters_are_bitwise_reproducible():
   def params(num_calls):
     config = helpers.get_config('anakin_catch')()
-    configs.apply_overrides(config, helpers.TINY)
+    command_line.apply_overrides(config, helpers.TINY)
     run = build.make_run(config)
     run.driver.start()
     left = 4
@@ -509,7 +508,8 @@ def test_every_field_is_read(name, tmp_path, monkeypatch):
   config = helpers.get_config(name)('ppo')
   config.meta.learning_rate = 0.01
   is_anakin = name.startswith('anakin')
-  configs.apply_overrides(config, helpers.TINY if is_anakin else _TINY_HOST)
+  tiny = helpers.TINY if is_anakin else _TINY_HOST
+  command_line.apply_overrides(config, tiny)
   reads = {}
   original = ConfigDict.__getitem__
 
@@ -529,9 +529,9 @@ def test_every_field_is_read(name, tmp_path, monkeypatch):
     patch.setattr(ConfigDict, '__getitem__', get)
     patch.setattr(ConfigDict, 'to_dict', to_dict)
     patch.setattr(
-      configs,
+      train,
       'resolve_config',
-      lambda *_: (config, configs.Files(str(tmp_path / 'run'))),
+      lambda *_: (config, start.Files(str(tmp_path / 'run'))),
     )
     assert train.run(None, ['x.py']) == 0
   unread = set()

@@ -14,11 +14,11 @@ import jax
 import pytest
 
 import podrl
-from podrl import envs
+from podrl import modules
 from podrl.messages import printable
 from podrl.records import workdir
 from podrl.records.recorder import JsonLines
-from podrl.run import build, tasks, train
+from podrl.run import build, start, tasks, train
 from podrl.run import config as configs
 from podrl.run.config import base_config, check_trust, sebulba_config
 from podrl.tools import balance, evaluate, plot, watch
@@ -157,7 +157,7 @@ def test_the_file_that_would_be_imported_is_named(home):
   """A folder with the name of the module does not hide the module."""
   (home / 'evil').mkdir()
   (home / 'evil/evil.py').write_text('')
-  found = envs.describe_import('evil:walk', str(home / 'evil'))
+  found = modules.describe_import('evil:walk', str(home / 'evil'))
   assert found == f'walk of the module evil ({home}/evil/evil.py)'
 
 
@@ -287,7 +287,7 @@ def test_a_name_on_the_command_line_is_trusted_but_not_the_saved_path(
     podrl.train('jax:mine:walk', workdir='run', resume=True, steps=128)
   assert stopped[0].env.path == str(trained / 'code')
   workdir.update_config(
-    'run', stopped[0], configs.CHANGEABLE
+    'run', stopped[0], configs.changeable(stopped[0])
   )  # A run does this when it starts.
   saved = workdir.read_config('run')
   assert saved.env.path == str(trained / 'code')
@@ -328,10 +328,10 @@ def test_process_0_decides_for_all(run, monkeypatch):
   with pytest.raises(ValueError, match='add --trust'):
     get_config('ppo', '')
   cluster = mock.Mock(is_distributed=False, attempt=lambda function: function())
-  decisions = [(True, 'ppo', True), ValueError('process 0 fails later')]
+  decisions = [(True, 'ppo', True, {}), ValueError('process 0 fails later')]
   cluster.decide = mock.Mock(side_effect=decisions)
   with pytest.raises(ValueError, match='process 0 fails later'):
-    configs.resolve_config(command_line, get_config, cluster, None)
+    start.resolve_config(command_line, get_config, cluster, None)
   assert not command_line.flags.trust  # A sweep uses the flags again.
 
 

@@ -14,7 +14,8 @@ import sebulba_cartpole
 
 from podrl.records import workdir
 from podrl.run import build
-from podrl.run.config import apply_overrides, sebulba_config
+from podrl.run.command_line import apply_overrides
+from podrl.run.config import sebulba_config
 from podrl.tools import balance, experiments
 from podrl.tools.balance import Plan
 

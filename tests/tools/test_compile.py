@@ -17,7 +17,7 @@ import sebulba_cartpole
 from podrl.core import memory
 from podrl.drivers import spmd
 from podrl.run import build, devices, targets
-from podrl.run.config import parse_command_line
+from podrl.run.command_line import parse_command_line
 from podrl.tools import compile, experiments
 from podrl.tools.compile import Collective
 from podrl.types import Discrete, TimeStep, Trajectory

@@ -14,7 +14,8 @@ from rich.console import Console
 import podrl
 from podrl.drivers.anakin import Anakin
 from podrl.run import train
-from podrl.run.config import apply_overrides, base_config, sebulba_config
+from podrl.run.command_line import apply_overrides
+from podrl.run.config import base_config, sebulba_config
 from podrl.tools import experiments, sweep
 
 _SMALL = [

@@ -1,0 +1,198 @@
+"""Starts a run, new or resumed: decides its configuration and its files."""
+
+from collections.abc import Callable
+import contextlib
+import os
+import sys
+from typing import NamedTuple
+
+from absl import flags
+import jax
+from ml_collections import ConfigDict
+
+from podrl import modules
+from podrl.envs import SUITES
+from podrl.fields import flatten
+from podrl.messages import printable
+from podrl.records import checkpoint, workdir
+from podrl.records.workdir import short
+from podrl.run.cluster import Cluster, version_of_code
+from podrl.run.command_line import CommandLine, apply_overrides
+from podrl.run.config import (
+  PARTS,
+  change,
+  changeable,
+  check,
+  check_trust,
+  complete,
+  make_importable,
+  parts_directory,
+)
+
+
+class Files(NamedTuple):
+  """The files that a run starts with."""
+
+  workdir: str  # The run's directory.
+  init_from: str = ''  # A run that gives the initial parameters, or empty.
+  is_resumed: bool = False  # Whether the run in `workdir` is continued.
+  num_resumes: int = 0  # How often it has been resumed, this time included.
+
+
+def _new_run(
+  values: flags.FlagValues, config: ConfigDict, directory: str
+) -> Files:
+  """Returns the files of a new run; `config` receives its module's path."""
+  path = os.path.join(directory, values.workdir or workdir.default_path(config))
+  if source := values.init_from:
+    checkpoint.find(workdir.run_of_agent(source) or source)
+  workdir.check_new(path, config)
+  if values.resume:
+    text = f'{short(path)} contains no run, so a new run starts'
+    print(text, file=sys.stderr)
+  # The run may be resumed in another directory.
+  config.env.path = config.env.path or parts_directory(config)
+  return Files(path, values.init_from)
+
+
+def _refuse_links(path: str, config: ConfigDict) -> None:
+  """Raises a ValueError if a run would write to directories elsewhere."""
+  agents = {path, *workdir.agents(path, config)}
+  names = {os.path.join(x, 'checkpoints') for x in agents} | agents - {path}
+  if links := sorted(filter(os.path.islink, names)):
+    raise ValueError(
+      f'{links[0]} is a link, and you did not make this run; replace the link '
+      'with a directory, or add --trust, or trust=True in Python'
+    )
+
+
+def _resume_run(
+  path: str,
+  config: ConfigDict,
+  requested: set[str],
+  exit_stack: contextlib.ExitStack,
+  trust: bool,
+) -> Files:
+  """Returns the files of the run in `path`, which `exit_stack` keeps locked.
+
+  `config` receives the run's own values, except for the fields `requested`. If
+  `trust` is false, perhaps another user made the run.
+  """
+  if parent := workdir.run_of_agent(path, or_series=True):
+    raise ValueError(
+      f'--workdir={short(path)} is one agent of {short(parent)}; use '
+      f'--workdir={short(parent)}'
+    )
+  exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
+  messages = workdir.restore_config(config, path, requested, changeable(config))
+  total = config.total_env_steps
+  if workdir.is_finished(path, total):
+    first = next(iter(workdir.agents(path, config)))
+    raise ValueError(
+      f'--workdir={short(path)} is finished; to extend it, set '
+      f'config.total_env_steps to more than {total}; to start another run '
+      f'with its parameters, use --init_from={short(first)}'
+    )
+  for part, _ in workdir.programs(path, config):
+    num_resumes, num_updates, unit = checkpoint.last_progress(part)
+    if -(-total // unit) < num_updates:
+      raise ValueError(
+        f'config.total_env_steps={total} is less than the '
+        f'{num_updates * unit} steps that {part} has done; set a larger total'
+      )
+  for message in messages:
+    print(printable(message), file=sys.stderr)
+  saved = workdir.read_config(path)
+  if not trust:
+    _refuse_links(path, saved)
+  own = saved.env.get('path', '') if trust else parts_directory(saved)
+  config.env.path = config.env.path or own
+  return Files(path, '', True, num_resumes)
+
+
+def resolve_config(
+  command_line: CommandLine,
+  get_config: Callable[..., ConfigDict],
+  cluster: Cluster,
+  exit_stack: contextlib.ExitStack,
+) -> tuple[ConfigDict, Files]:
+  """Decides the configuration and the files, which all processes share.
+
+  `exit_stack` receives the lock of a run that is resumed.
+
+  Raises:
+    ValueError: in all processes, for a user's mistake in any process.
+  """
+  values = command_line.flags
+  if cluster.is_distributed:
+    names = ('workdir', 'resume', 'init_from', 'agent', 'variant')
+    shared = {f'--{name}': values[name].value for name in names}
+    shared["podrl's code"] = version_of_code()
+    cluster.compare(shared | {'jax': jax.__version__})
+
+  def find_run() -> tuple[bool, str, bool, dict[str, str]]:
+    path, agent, trust = values.workdir, values.agent, values.trust
+    is_resumed = bool(path and values.resume and workdir.is_run(path))
+    parts: dict[str, str] = {}
+    if is_resumed:
+      saved = workdir.read_config(path)
+      # A script, or the name on the command line, decides the environment.
+      named = {'env.name'} if command_line.names_task else set()
+      if values['agent'].present:
+        named.add('agent.name')
+      check_trust(path, saved, values.trust, named | command_line.fields())
+      agent = agent if values['agent'].present else saved.agent.name
+      trust = trust or workdir.is_own(path, saved)
+      modules.add_to_path(*saved.env.get('path', '').split(os.pathsep))
+      own = flatten(saved.to_dict())
+      parts = {k: own[k] for k in PARTS}
+    return is_resumed, agent, trust, parts
+
+  is_resumed, agent, trust, parts = cluster.decide(find_run)
+
+  def make_config() -> tuple[ConfigDict, set[str]]:
+    given, values['trust'].value = values.trust, trust
+    try:  # Process 0 decides for all: the others may have another key.
+      config = complete(get_config(agent, values.variant))
+    finally:
+      values['trust'].value = given
+    change(config, parts)
+    requested = apply_overrides(config, command_line.overrides)
+    if values.variant:
+      requested |= {*flatten(config.to_dict())} - changeable(config)
+    if values.init_from and workdir.is_series(config):
+      raise ValueError(
+        f'--init_from does not work with config.num_seeds={config.num_seeds} '
+        'in Sebulba; train each seed with a separate command'
+      )
+    if values.resume and (not values.workdir or values.init_from):
+      raise ValueError(
+        '--resume continues the run in --workdir: give --workdir, and omit '
+        '--init_from, which starts another run'
+      )
+    return config, requested
+
+  config, requested = cluster.attempt(make_config)
+  if cluster.is_distributed:
+    fields = flatten(config.to_dict())
+    cluster.compare({f'config.{k}': v for k, v in fields.items()})
+
+  # Only process 0 runs this. It completes `config`.
+  def find_files() -> tuple[dict, Files]:
+    modules.current_directory()  # It must exist.
+    make_importable(config)
+    options, suite = config.env.options, SUITES.get(config.env.suite)
+    for name in filter(options.get, suite.policy_options if suite else ()):
+      options[name] = os.path.abspath(str(options[name]))
+    if is_resumed:
+      files = _resume_run(values.workdir, config, requested, exit_stack, trust)
+    else:
+      files = _new_run(values, config, command_line.directory)
+    return config.to_dict(), files
+
+  fields, files = cluster.decide(find_files)
+  if cluster.is_distributed:
+    config = workdir.as_config(fields)
+
+  cluster.attempt(lambda: check(config))
+  return config, Files(*files)

@@ -1,0 +1,277 @@
+"""Tests parts that users bring by name: torsos, optimisers and agents."""
+
+import json
+import os
+import sys
+
+import helpers
+import jax
+import numpy as np
+import optax
+import pytest
+
+import podrl
+from podrl.agents import AGENTS
+from podrl.core.optimizers import make_optimizer
+from podrl.records import workdir
+from podrl.run.config import base_config, change, check, complete
+from podrl.tools import evaluate, sweep
+from podrl.tools import train as train_tool
+
+_CODE = '''
+import flax.linen as nn
+import optax
+
+from podrl.agents import AGENTS
+from podrl.core.optimizers import OPTIMIZERS, Optimizer
+from podrl.fields import Field, Range
+
+
+class Torso(nn.Module):
+  width: int = 12
+  scale: float = 1.0
+
+  @nn.compact
+  def __call__(self, obs):
+    assert obs.dtype == 'float32'
+    obs = obs.reshape(len(obs), -1)
+    return nn.tanh(self.scale * nn.Dense(self.width)(obs))
+
+
+def make_torso(depth=2):
+  layers = [nn.Dense(8) for _ in range(depth)]
+  return nn.Sequential([lambda x: x.reshape(len(x), -1), *layers])
+
+
+ready = Torso(width=5)
+
+
+def muon(values, warmup: int = 4):
+  rate = optax.warmup_cosine_decay_schedule(
+    0.0, values['learning_rate'], warmup, values['num_sgd_steps']
+  )
+  return optax.contrib.muon(rate)
+
+
+decayed = Optimizer(
+  lambda values: optax.sgd(values['learning_rate'] * values['part']),
+  {'optimizer.part': Field(0.5, 'Part of the rate.', Range(0, 1))},
+)
+
+
+def make_agent(spec, fields):
+  own = {k: x for k, x in fields.items() if k != 'agent.bonus'}
+  agent = AGENTS['impala'].make_agent(spec, own)
+
+  def loss(variables, target_params, batch, rng_key):
+    total, output = agent.loss(variables, target_params, batch, rng_key)
+    bonus = variables.hyperparams['bonus']
+    return total, output._replace(metrics=output.metrics | {'bonus': bonus})
+
+  return agent._replace(loss=loss)
+
+
+agent = AGENTS['impala']._replace(
+  make_agent=make_agent,
+  fields={
+    **AGENTS['impala'].fields,
+    'agent.bonus': Field(0.25, 'A bonus.', Range(0, 1), changeable=True),
+  },
+)
+number = 3
+
+
+def broken(values):
+  raise KeyError('leg')
+
+
+def nothing(values):
+  return None
+
+
+class Flat(nn.Module):
+  @nn.compact
+  def __call__(self, obs):
+    return obs.sum()
+'''
+_PARTS = [
+  '--agent=my_parts:agent',
+  '--config.network.name=my_parts:Torso',
+  '--config.network.width=6',
+  '--config.optimizer.name=my_parts:muon',
+  '--config.agent.bonus=0.125',
+]
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+  """Changes to a directory with the module, which Python then imports anew."""
+  (tmp_path / 'my_parts.py').write_text(_CODE)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, 'path', [*sys.path])
+  monkeypatch.delitem(sys.modules, 'my_parts', raising=False)
+  yield tmp_path
+  sys.modules.pop('my_parts', None)
+
+
+def _train(*arguments):
+  tiny = [x for x in helpers.TINY if 'hidden_sizes' not in x]
+  return train_tool.run(['podrl train', *arguments, *tiny])
+
+
+def test_a_run_with_own_parts_can_do_what_every_run_can(
+  parts, monkeypatch, capsys, tmp_path_factory
+):
+  workdir_flag = f'--workdir={parts}/run'
+  assert _train('Catch-bsuite', *_PARTS, workdir_flag) == 0
+  said = capsys.readouterr()
+  assert 'podrl evaluate run' in said.out + said.err
+  records = workdir.read_records('run')
+  assert records[-1]['bonus'] == 0.125
+  config = workdir.read_config('run')
+  assert config.env.path == str(parts)
+  assert (config.network.width, config.optimizer.warmup) == (6, 4)
+  assert 'activation' not in config.network and 'b1' not in config.optimizer
+  policy = podrl.load('run')
+  kernels = jax.tree.leaves(policy.variables.params)
+  assert any(x.shape[-1] == 6 for x in kernels)
+  # From another directory, in a process without the module.
+  monkeypatch.chdir(tmp_path_factory.mktemp('other'))
+  monkeypatch.setattr(sys, 'path', [x for x in sys.path if x != str(parts)])
+  sys.modules.pop('my_parts')
+  arguments = ['podrl evaluate', f'{parts}/run', '--episodes=3']
+  assert evaluate.run(arguments) == 0
+  sys.modules.pop('my_parts')
+  resumed = ['--resume', workdir_flag, '--steps=1024']
+  assert train_tool.run(['podrl train', *resumed]) == 0
+  more = workdir.read_records(f'{parts}/run')
+  assert more[-1]['num_updates'] == 16 and more[: len(records)] == records
+
+
+def test_nobody_elses_parts_are_imported(parts, monkeypatch):
+  assert _train('Catch-bsuite', *_PARTS, '--workdir=run') == 0
+  sys.modules.pop('my_parts')
+  (parts / 'my_parts.py').write_text('raise RuntimeError("it ran")')
+  monkeypatch.setenv('XDG_STATE_HOME', str(parts / 'other'))
+  for field in 'agent.name', 'network.name', 'optimizer.name':
+    config = workdir.read_config('run')
+    others = {
+      'agent.name': 'impala',
+      'network.name': 'mlp',
+      'optimizer.name': 'adam',
+    }
+    others.pop(field)
+    config.update_from_flattened_dict(others)
+    os.makedirs(field, exist_ok=True)
+    workdir.write_json(f'{field}/config.json', config.to_dict())
+    os.symlink(parts / 'run/checkpoints', f'{field}/checkpoints')
+    message = f'{field} would import .* of the module my_parts .*add --trust'
+    with pytest.raises(ValueError, match=message):
+      podrl.load(field)
+    with pytest.raises(ValueError, match=message):
+      podrl.train('Catch-bsuite', workdir=field, resume=True)
+
+
+def test_help_has_the_fields_of_parts(parts, capsys):
+  code = train_tool.run(['podrl train', 'Catch-bsuite', *_PARTS, '--help'])
+  assert code == 0
+  text = capsys.readouterr().out
+  for line in 'network.width=12', 'optimizer.warmup=4', 'agent.bonus=0.25':
+    assert f'--config.{line}' in text
+  assert 'network.activation' not in text and 'optimizer.b1' not in text
+
+
+def test_a_sweep_over_an_own_field(parts):
+  tiny = [x for x in helpers.TINY if 'hidden_sizes' not in x]
+  arguments = ['podrl sweep', 'Catch-bsuite', *_PARTS, '--workdir=sweep']
+  arguments += ['--axis=agent.bonus=0.25,0.5', '--axis=network.width=3,4']
+  arguments = [x for x in arguments if 'bonus=0.1' not in x and '=6' not in x]
+  assert sweep.run([*arguments, *tiny]) == 0
+  found = {}
+  for path in parts.glob('sweep/**/config.json'):
+    fields = json.loads(path.read_text())
+    if 'members' not in fields:
+      own = fields['agent']['bonus'], fields['network']['width']
+      found[own] = workdir.read_records(path.parent)[-1]['bonus']
+  assert found == {(b, w): b for b in (0.25, 0.5) for w in (3, 4)}
+
+
+@pytest.mark.parametrize(
+  'argument,message',
+  [
+    ('--config.network.name=my_parts:Torse', 'did you mean Torso'),
+    ('--config.network.name=my_part:Torso', 'my_part cannot be imported'),
+    ('--config.network.name=my_parts:', 'must be MODULE:NAME'),
+    ('--config.network.name=my_parts:number', 'must be a flax module, or'),
+    ('--config.network.name=my_parts:Flat', 'must map 1 observations to feat'),
+    ('--config.network.name=my_parts:broken', 'broken failed: TypeError'),
+    ('--config.network.name=Torso', 'network.name=Torso is unknown'),
+    ('--config.optimizer.name=my_parts:number', 'must be an Optimizer, or'),
+    ('--config.optimizer.name=my_parts:broken', "broken failed: KeyError: 'le"),
+    ('--config.optimizer.name=my_parts:nothing', 'not a NoneType'),
+    ('--config.optimizer.name=adan', 'did you mean adam'),
+    ('--agent=my_parts:muon', 'must be a podrl.agents.AgentEntry, not a func'),
+    ('--agent=my_parts:agen', 'did you mean agent'),
+  ],
+)
+def test_a_mistake_in_a_part_is_one_line(parts, argument, message, capsys):
+  assert _train('Catch-bsuite', argument, '--workdir=run') == 2
+  said = capsys.readouterr().err
+  assert message in said and 'Traceback' not in said
+  assert not os.path.exists('run/metrics.jsonl')
+
+
+def test_the_values_of_own_fields_are_checked(parts):
+  config = change(base_config('ppo'), {'optimizer.name': 'my_parts:decayed'})
+  check(config)
+  config.optimizer.part = 1.5
+  with pytest.raises(ValueError, match='config.optimizer.part=1.5 must be at'):
+    check(config)
+
+
+def test_an_instance_and_a_function_make_torsos(parts):
+  for name, widths in ('ready', {5}), ('make_torso', {8}):
+    flag = f'--config.network.name=my_parts:{name}'
+    assert _train('Catch-bsuite', flag, f'--workdir={name}') == 0
+    params = podrl.load(name).variables.params
+    found = {x.shape[-1] for x in jax.tree.leaves(params) if x.ndim == 2}
+    assert found == widths | {1, 3}  # The heads have 3 actions and a value.
+
+
+def test_an_own_optimizer_is_the_optax_one(parts):
+  params = {'a': np.ones((4, 3), np.float32), 'b': np.ones(3, np.float32)}
+  grads = jax.tree.map(lambda x: 0.1 * x, params)
+  rate = optax.warmup_cosine_decay_schedule(0.0, 0.02, 4, 50)
+  theirs = optax.contrib.muon(rate)
+  ours = make_optimizer(
+    'my_parts:muon', learning_rate=0.02, num_sgd_steps=50
+  )
+  states = [x.init(params) for x in (ours, theirs)]
+  for _ in range(6):
+    found, states[0] = ours.update(grads, states[0], params)
+    expected, states[1] = theirs.update(grads, states[1], params)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+  assert abs(found['a']).max() > 0
+
+
+def test_another_part_brings_its_fields_and_keeps_chosen_values():
+  config = base_config('ppo')
+  config.optimizer.eps = 0.5  # Chosen, so it stays.
+  change(config, {'optimizer.name': 'rmsprop'})
+  assert config.optimizer.decay == 0.99 and 'b1' not in config.optimizer
+  assert config.optimizer.eps == 0.5
+  other = change(base_config('ppo'), {'optimizer.name': 'rmsprop'})
+  assert other.optimizer.eps == 0.02 / 640  # Not Adam's.
+  # An experiment may set the name itself.
+  config = base_config('ppo')
+  config.optimizer.name = 'sgd'
+  config.optimizer.learning_rate = 0.25
+  complete(config)
+  assert config.optimizer.momentum == 0.0 and 'b1' not in config.optimizer
+  assert config.optimizer.learning_rate == 0.25
+
+
+def test_an_agents_own_field_is_declared_once():
+  """A new field of the network or of an agent needs no other place."""
+  for name, entry in AGENTS.items():
+    assert 'network.name' in entry.fields, name
