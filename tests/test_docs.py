@@ -4,6 +4,7 @@ import importlib
 import pathlib
 import re
 import runpy
+import shlex
 import sys
 import types
 from typing import NamedTuple
@@ -14,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import podrl
 from podrl.agents import AGENTS
 from podrl.core import meta
 from podrl.records import workdir
 from podrl.run import train
 from podrl.run.config import all_fields
+from podrl.tools import train as train_tool
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _DOCS = _ROOT / 'docs'
@@ -104,6 +107,33 @@ def test_the_tutorials_agent_learns_from_replay(tmp_path, monkeypatch):
   last = scope['rows'][-1]
   assert last['eval_return'] > 0.5
   assert 'value' in last and last.keys() <= _metrics_page()
+
+
+def test_the_parts_of_the_page_work_together(tmp_path, monkeypatch):
+  text = _TEXT[_DOCS / 'how-to/parts.md']
+  *parts, last = re.findall(r'```python\n(.*?)```', text, re.S)
+  (tmp_path / 'my_parts.py').write_text('\n'.join(parts))
+  command = re.search(r'```bash\n(podrl train.*?)```', text, re.S)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, 'path', [*sys.path])
+  argv = shlex.split(command[1].replace('\\\n', ' '))[1:]
+  assert train_tool.run([*argv, '--steps=30_000', '--workdir=run']) == 0
+  config = workdir.read_config('run')
+  assert (config.network.width, config.agent.bonus) == (32, 0.02)
+  assert workdir.read_records('run')[-1]['bonus'] > 0
+  monkeypatch.delitem(sys.modules, 'my_parts')
+  outcomes = []
+  original = podrl.train
+  monkeypatch.setattr(
+    podrl,
+    'train',
+    lambda *args, **options: outcomes.append(original(*args, **options)),
+  )
+  exec(compile(last, 'parts.md', 'exec'), {})
+  records = outcomes[0].records
+  assert records[-1]['eval_return'] >= 475 > records[-2]['eval_return']
+  assert records[-1]['env_steps'] < 1_900_000  # It planned 2 million.
+  assert 'return_per_step' in records[-1]
 
 
 def test_the_tables_of_fields_are_those_of_the_configuration():

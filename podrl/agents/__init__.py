@@ -127,7 +127,7 @@ def sgd_steps_per_update(fields: Fields) -> int:
 def _actor_critic(module: Any, **options: Any) -> AgentEntry:
   """Builds the row of an agent with a policy and a value from its module."""
   return AgentEntry(
-    acting.with_network(module.make_agent),
+    acting.with_network(module.make_agent, module.FIELDS),
     module.FIELDS,
     kinds=module.KINDS,
     groups=actor_critic.groups,

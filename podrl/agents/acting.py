@@ -11,7 +11,15 @@ import numpy as np
 
 from podrl.core import distributions, meta, normalization, optimizers
 from podrl.core.distributions import Distribution
-from podrl.fields import COUNT, FRACTION, FROM_0, Field, Fields, section
+from podrl.fields import (
+  COUNT,
+  FRACTION,
+  FROM_0,
+  Field,
+  Fields,
+  Table,
+  short,
+)
 from podrl.networks import actor_critic, cores, torsos
 from podrl.networks.actor_critic import Network
 from podrl.types import (
@@ -88,19 +96,22 @@ ACTOR_CRITIC_FIELDS = {
 
 
 def with_network(
-  make_agent: Callable[..., Agent],
+  make_agent: Callable[..., Agent], table: Table
 ) -> Callable[[EnvSpec, Fields], Agent]:
   """Builds `AgentEntry.make_agent` of an actor-critic agent.
 
   Args:
     make_agent: `(network, distribution, **fields) -> Agent`. `fields` has the
-      fields `agent.*` by short name.
+      fields `agent.*` of `table` by short name.
+    table: the agent's fields.
   """
+  own = [
+    name
+    for name in table
+    if name.startswith('agent.') and name not in normalization.FIELDS
+  ]
 
   def make(spec: EnvSpec, fields: Fields) -> Agent:
-    options = section(fields, 'agent')
-    for name in ('name', *section(normalization.FIELDS, 'agent')):
-      options.pop(name, None)
     distribution = distributions.for_action_space(
       spec.action,
       fields['network.distribution'],
@@ -117,6 +128,7 @@ def with_network(
       core_size=fields['network.hidden_sizes'][-1],
       memory_steps=fields['network.memory_steps'],
     )
+    options = {short(name): fields[name] for name in own}
     return make_agent(network, distribution, **options)
 
   return make

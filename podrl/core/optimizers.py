@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from podrl import modules
@@ -158,7 +159,8 @@ def _own(
     parts = [factors[part] for part in group.split('|')]
     if len(parts) == 1:
       return parts[0]
-    return jnp.repeat(jnp.array(parts), x.shape[-1] // len(parts))
+    row = np.repeat(np.float32(parts), x.shape[-1] // len(parts))
+    return row.reshape((1,) * (x.ndim - 1) + row.shape)
 
   def update(
     updates: Tree,

@@ -90,3 +90,99 @@ def test_rmsprop_has_a_derivative_where_the_gradient_is_zero():
 
   # g / (sqrt(0.01 g^2 + 1e-16) + 1e-5) has the derivative 1 / (1e-8 + 1e-5).
   np.testing.assert_allclose(jax.grad(step)(0.0), 1 / 1.001e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize('schedule', ['linear', 'cosine', 'constant'])
+@pytest.mark.parametrize('warmup', [0, 2])
+def test_schedules_are_those_of_optax(schedule, warmup):
+  optimizer = make_optimizer(
+    'sgd',
+    learning_rate=0.1,
+    schedule=schedule,
+    warmup_steps=warmup,
+    max_grad_norm=0.0,
+    num_sgd_steps=6,
+  )
+  length = 6 - warmup
+  after = {
+    'linear': optax.linear_schedule(0.1, 0.0, length),
+    'cosine': optax.cosine_decay_schedule(0.1, length),
+    'constant': optax.constant_schedule(0.1),
+  }[schedule]
+  # The first steps have 1/2 and 2/2 of the rate.
+  before = optax.linear_schedule(0.05, 0.1, 1)
+  rate = optax.join_schedules([before, after], [warmup]) if warmup else after
+  expected = _steps(optax.sgd(rate))
+  np.testing.assert_allclose(_steps(optimizer), expected, rtol=1e-5, atol=1e-9)
+
+
+def test_a_run_can_extend_its_schedule():
+  options = {'learning_rate': 9.0, 'schedule': 'cosine', 'max_grad_norm': 0.0}
+  optimizer = make_optimizer('sgd', num_sgd_steps=3, **options)
+  values = {'learning_rate': np.float32(0.1), 'anneal_steps': np.float32(7)}
+  expected = _steps(optax.sgd(optax.cosine_decay_schedule(0.1, 7)))
+  found = _steps(optimizer, hyperparams=values)
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def _params():
+  rng = np.random.default_rng(0)
+  shapes = {'kernel': (3, 4), 'bias': (4,), 'scale': (2, 4)}
+  return {'params': {'a': {k: rng.normal(size=x) for k, x in shapes.items()}}}
+
+
+def test_weight_decay_is_adamw_on_kernels():
+  params = _params()
+  grads = jax.tree.map(lambda x: 0.3 * x + 1, params)
+  mask = {'params': {'a': {'kernel': True, 'bias': False, 'scale': False}}}
+  theirs = optax.adamw(
+    0.01, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.2, mask=mask
+  )
+  ours = make_optimizer(
+    'adam',
+    learning_rate=0.01,
+    anneal=False,
+    max_grad_norm=0.0,
+    weight_decay=0.2,
+    b1=0.8,
+    b2=0.9,
+    eps=1e-3,
+  )
+  assert not getattr(ours, 'is_elementwise', False)
+  assert make_optimizer('adam').is_elementwise
+  states = ours.init(params), theirs.init(params)
+  for _ in range(3):
+    found, state = ours.update(grads, states[0], params)
+    expected, other = theirs.update(grads, states[1], params)
+    states = state, other
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected
+    )
+
+
+def test_factors_multiply_the_rates_of_groups():
+  params = {'a': np.ones((2, 4), np.float32), 'b': np.ones(4, np.float32)}
+  names = {'a': 'actor|critic', 'b': 'critic'}
+  optimizer = make_optimizer(
+    'sgd',
+    groups=lambda _: names,
+    learning_rate=0.5,
+    anneal=False,
+    max_grad_norm=0.0,
+    actor_factor=0.25,
+    critic_factor=0.0,
+  )
+  state = optimizer.init(params)
+  updates, _ = optimizer.update(params, state, params)
+  row = [-0.125, -0.125, 0.0, 0.0]  # 0.5 x 0.25 for the actor's columns.
+  np.testing.assert_array_equal(updates['a'], [row, row])
+  np.testing.assert_array_equal(updates['b'], np.zeros(4))
+
+
+def test_sgd_has_momentum_and_rmsprop_a_decay():
+  options = {'learning_rate': 0.1, 'anneal': False, 'max_grad_norm': 0.0}
+  found = _steps(make_optimizer('sgd', momentum=0.75, **options))
+  np.testing.assert_allclose(found, _steps(optax.sgd(0.1, 0.75)), rtol=1e-6)
+  ours = make_optimizer('rmsprop', decay=0.5, eps=0.1, **options)
+  theirs = optax.rmsprop(0.1, decay=0.5, eps=0.1, eps_in_sqrt=False)
+  np.testing.assert_allclose(_steps(ours), _steps(theirs), rtol=1e-6)

@@ -215,3 +215,52 @@ def test_constant_parameters_are_the_same_in_all_states():
     head[..., 3:], np.broadcast_to(np.float32([7, 8]), (12, 4, 2))
   )
   assert len(np.unique(head[..., 0])) == 48
+
+
+@pytest.mark.parametrize('shared', [True, False])
+@pytest.mark.parametrize('core', ['none', 'gru'])
+@pytest.mark.parametrize('shape', [(3,), (20, 20)])
+def test_groups_are_what_each_output_depends_on(shared, core, shape):
+  """A wide observation has one layer for the torsos of both heads."""
+  obs = jax.ShapeDtypeStruct(shape, jnp.float32)
+  spec = EnvSpec(obs, False, Discrete(2), 1, 0)
+  network = networks.make_network(
+    torsos.make_torso('mlp', spec, (6, 4)),
+    obs,
+    2,
+    shared_torso=shared,
+    core=core,
+    core_size=4,
+  )
+  params = network.init(jax.random.key(0))
+  # Not at their first values: the biases are 0 there.
+  params = jax.tree.map(lambda x: x + 0.01, params)
+  rng = np.random.default_rng(0)
+  inputs = rng.normal(size=(1, 2, *shape)) / 10, jnp.zeros((1, 2), bool)
+  carry = jax.tree.map(lambda x: x + 0.5, network.initial_carry(2))
+
+  def outputs(params):
+    head, value, _ = network.unroll(params, *inputs, carry)
+    return head.sum(), value.sum()
+
+  of_head, of_value = (
+    jax.grad(lambda x: outputs(x)[i])(params) for i in range(2)
+  )
+
+  def check(name, head, value):
+    parts = name.split('|')
+    pieces = zip(
+      parts,
+      np.split(np.asarray(head), len(parts), axis=-1),
+      np.split(np.asarray(value), len(parts), axis=-1),
+    )
+    for part, head, value in pieces:
+      if part == 'critic':
+        assert not head.any() and value.any()
+      else:
+        assert head.any()
+        assert shared or not value.any()
+
+  names = networks.groups(params)
+  assert jax.tree.structure(names) == jax.tree.structure(params)
+  jax.tree.map(check, names, of_head, of_value)

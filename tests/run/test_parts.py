@@ -18,7 +18,7 @@ from podrl.run.config import base_config, change, check, complete
 from podrl.tools import evaluate, sweep
 from podrl.tools import train as train_tool
 
-_CODE = '''
+_CODE = """
 import flax.linen as nn
 import optax
 
@@ -60,8 +60,7 @@ decayed = Optimizer(
 
 
 def make_agent(spec, fields):
-  own = {k: x for k, x in fields.items() if k != 'agent.bonus'}
-  agent = AGENTS['impala'].make_agent(spec, own)
+  agent = AGENTS['impala'].make_agent(spec, fields)
 
   def loss(variables, target_params, batch, rng_key):
     total, output = agent.loss(variables, target_params, batch, rng_key)
@@ -93,7 +92,7 @@ class Flat(nn.Module):
   @nn.compact
   def __call__(self, obs):
     return obs.sum()
-'''
+"""
 _PARTS = [
   '--agent=my_parts:agent',
   '--config.network.name=my_parts:Torso',
@@ -243,9 +242,7 @@ def test_an_own_optimizer_is_the_optax_one(parts):
   grads = jax.tree.map(lambda x: 0.1 * x, params)
   rate = optax.warmup_cosine_decay_schedule(0.0, 0.02, 4, 50)
   theirs = optax.contrib.muon(rate)
-  ours = make_optimizer(
-    'my_parts:muon', learning_rate=0.02, num_sgd_steps=50
-  )
+  ours = make_optimizer('my_parts:muon', learning_rate=0.02, num_sgd_steps=50)
   states = [x.init(params) for x in (ours, theirs)]
   for _ in range(6):
     found, states[0] = ours.update(grads, states[0], params)
