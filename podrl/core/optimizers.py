@@ -159,7 +159,7 @@ def _own(
     parts = [factors[part] for part in group.split('|')]
     if len(parts) == 1:
       return parts[0]
-    row = np.repeat(np.float32(parts), x.shape[-1] // len(parts))
+    row = np.repeat(np.asarray(parts, 'f'), x.shape[-1] // len(parts))
     return row.reshape((1,) * (x.ndim - 1) + row.shape)
 
   def update(

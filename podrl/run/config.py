@@ -6,7 +6,7 @@ of the torso and the optimiser that it names. `ConfigDict` is the form that
 experiments edit and that `config.json` stores.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 import importlib.util
 import math
 import os
@@ -285,21 +285,30 @@ def is_actor_critic(agent: str) -> bool:
   return 'agent.entropy_cost' in agents.find(agent).fields
 
 
-def apply_kinds(config: ConfigDict, *kinds: str) -> ConfigDict:
-  """Applies the settings for kinds of environments to a configuration.
+def settings_of_kinds(
+  config: ConfigDict, kinds: Sequence[str]
+) -> dict[str, Any]:
+  """Returns the settings for kinds of environments; later kinds count more.
 
-  Later kinds override earlier ones. The fields of `KINDS` that the agent does
-  not have are left out.
-
-  Returns:
-    `config`, which changes in place.
+  The fields that `config` does not have are left out.
   """
   entry = agents.find(config.agent.name)
+  known = fields.flatten(config.to_dict())
+  settings: dict[str, Any] = {}
   for kind in kinds:
-    known = fields.flatten(config.to_dict())
-    general = {k: x for k, x in KINDS[kind].items() if k in known}
-    change(config, {**general, **entry.kinds.get(kind, {})})
-  return config
+    settings |= {k: x for k, x in KINDS[kind].items() if k in known}
+    settings |= entry.kinds.get(kind, {})
+  parts = {k: settings[k] for k in PARTS if k in settings}
+  known |= table_of({**known, **parts})
+  return {k: x for k, x in settings.items() if k in known}
+
+
+def apply_kinds(config: ConfigDict, *kinds: str) -> ConfigDict:
+  """Applies the settings for kinds of environments, in place; returns `config`.
+
+  See `settings_of_kinds`.
+  """
+  return change(config, settings_of_kinds(config, kinds))
 
 
 def check(config: ConfigDict) -> None:

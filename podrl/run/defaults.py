@@ -4,6 +4,7 @@ The specification and the suite of an environment determine its kinds. No
 environment has special settings.
 """
 
+from collections.abc import Collection
 import math
 
 import jax
@@ -12,7 +13,13 @@ from ml_collections import ConfigDict
 from podrl.drivers import spmd
 from podrl.envs import SUITES, Task
 from podrl.networks.torsos import image_sizes
-from podrl.run.config import apply_kinds, base_config, sebulba_config
+from podrl.run.config import (
+  FIELDS,
+  base_config,
+  change,
+  sebulba_config,
+  settings_of_kinds,
+)
 from podrl.types import Box, EnvSpec
 
 _LARGE_SIDE = 36  # Images of this size or more are large, like Atari's.
@@ -50,12 +57,32 @@ def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
   return found
 
 
+def specialise(
+  config: ConfigDict, spec: EnvSpec, chosen: Collection[str] = ()
+) -> int:
+  """Applies the settings for the kinds of an environment, in place.
+
+  Args:
+    config: names the environment and has the user's options for it.
+    spec: describes the environment.
+    chosen: fields that the user has set, which keep their values.
+
+  Returns:
+    The usual number of environment steps.
+  """
+  task = Task(config.env.suite, config.env.name)
+  found = kinds(task, spec, spmd.platform())
+  settings = settings_of_kinds(config, found)
+  if 'large image on a CPU' in found:
+    for name, option in SUITES[task.suite].small_options(task.name).items():
+      config.env.options.setdefault(name, option)
+  usual = settings.get('total_env_steps', FIELDS['total_env_steps'].default)
+  change(config, {k: x for k, x in settings.items() if k not in chosen})
+  return usual
+
+
 def make_config(task: Task, agent: str, spec: EnvSpec) -> ConfigDict:
   """Makes an agent's configuration from the kinds of an environment."""
   config = base(task, agent)
-  for kind in kinds(task, spec, spmd.platform()):
-    apply_kinds(config, kind)
-    if kind == 'large image on a CPU':
-      options = SUITES[task.suite].small_options(task.name)
-      config.env.options.update(options)
+  specialise(config, spec)
   return config

@@ -112,16 +112,15 @@ def _get_config(
   config = defaults.base(task, agent)
   config.env.options.update(saved.get('options', {}))
   config.env.path = saved.get('path', '')
-  apply_overrides(config, command_line.overrides)
+  chosen = apply_overrides(config, command_line.overrides)
   # `make_spec` uses devices, so JAX must be set up first.
   build.set_up_jax(config, cluster.num_processes())
   if task.note and jax.process_index() == 0:
     print(task.note, file=sys.stderr)
-  steps = config.total_env_steps
-  is_chosen = steps != defaults.base(task, agent).total_env_steps
   spec = build.make_spec(config)
-  config = defaults.make_config(task, agent, spec)
-  warnings = _warnings(task, config, spec, steps if is_chosen else None)
+  usual = defaults.specialise(config, spec, chosen)
+  steps = config.total_env_steps if 'total_env_steps' in chosen else usual
+  warnings = _warnings(task, config, spec, steps, usual)
   if jax.process_index() == 0 and not saved:
     for warning in warnings:
       print(f'warning: {warning}', file=sys.stderr)
@@ -129,17 +128,18 @@ def _get_config(
 
 
 def _warnings(
-  task: Task, config: ConfigDict, spec: EnvSpec, steps: int | None
+  task: Task, config: ConfigDict, spec: EnvSpec, steps: int, usual: int
 ) -> list[str]:
   """Returns why a run may not learn.
 
   Args:
     config: the settings for the task.
     spec: describes the environment.
-    steps: the environment steps that the user chose, if any.
+    steps: the environment steps of the run.
+    usual: those that the agent has by default.
   """
-  found, agent, usual = [], config.agent.name, config.total_env_steps
-  if steps is not None and steps < _FEW_STEPS * usual:
+  found, agent = [], config.agent.name
+  if steps < _FEW_STEPS * usual:
     found.append(
       f'{steps:,} steps are few: for a task of this kind, {agent} has '
       f'{usual:,} by default'

@@ -593,9 +593,9 @@ def compile_command(
       check_choice('variant', command_line.flags.variant, ('',))
       task, agent = find_task(name), command_line.flags.agent
       config = defaults.base(task, agent)
-      apply_overrides(config, overrides)  # `make_spec` needs options.
-      config = defaults.make_config(task, agent, build.make_spec(config))
-      apply_overrides(config, overrides)
+      chosen = apply_overrides(config, overrides)
+      defaults.specialise(config, build.make_spec(config), chosen)
+      apply_overrides(config, overrides)  # Other parts may lack a field.
     factor = target.num_devices if scale else 1
     config.env.num_envs *= factor
     if num_members > 1:
