@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import time
-import traceback
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +25,15 @@ from podrl.core.memory import SizeError
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.drivers.energy import Meter
-from podrl.envs.autoreset import EnvironmentFailed
-from podrl.messages import count, format_size, one_line, printable
+from podrl.messages import (
+  EnvironmentFailed,
+  count,
+  format_size,
+  one_line,
+  place_of,
+  printable,
+  useful_traceback,
+)
 from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records
 from podrl.records.terminal import Terminal
@@ -160,7 +166,7 @@ def run_to_exit(
 def report(outcome: Outcome) -> int:
   """Prints the error of a run and returns its exit code."""
   if outcome.cause:
-    traceback.print_exception(outcome.cause)
+    print(useful_traceback(outcome.cause), end='', file=sys.stderr)
   if outcome.error:
     _print_error(outcome.error)
   if outcome.is_hanging:  # Python cannot join a thread that stays in C++.
@@ -532,6 +538,8 @@ class _Trainer:
     is_expected = is_nan or isinstance(exception, WriteError)
     has_kind = is_expected or isinstance(exception, EnvironmentFailed)
     error = one_line(exception, with_kind=not has_kind)
+    if not has_kind and (place := place_of(exception)):
+      error += f' ({place})'
     # All processes raise the error for NaN, at the same update.
     watchdog = None if is_nan else self.cluster.watchdog
     if watchdog:
@@ -549,7 +557,7 @@ class _Trainer:
     )
     if watchdog:  # The other processes end too, so no collective can follow.
       if cause:
-        traceback.print_exception(cause)
+        print(useful_traceback(cause), end='', file=sys.stderr)
       _print_error(error)
       _exit(self._conclude(outcome).exit_code)
     return outcome
