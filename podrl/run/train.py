@@ -4,7 +4,7 @@ All processes of a run execute the same loop. Process 0 decides everything that
 depends on a clock or a signal, and the other processes follow.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import copy
 import dataclasses
@@ -499,14 +499,16 @@ class _Trainer:
       self.cluster.busy,
     )
 
-  def _compiling(self) -> contextlib.AbstractContextManager[None]:
+  @contextlib.contextmanager
+  def _compiling(self) -> Iterator[None]:
     """A block in which XLA may compile for long, and nothing can get lost.
 
     A signal then ends the process without waiting for XLA. Several processes
-    wait, because none of them may end alone.
+    wait, because none of them may end alone, and none counts as hanging.
     """
-    is_alone = not self.cluster.is_distributed
-    return self.signals.leaving(self._leave if is_alone else None)
+    leave = None if self.cluster.is_distributed else self._leave
+    with self.signals.leaving(leave), self.cluster.busy():
+      yield
 
   def _leave(self, exit_code: int) -> int:
     """Ends the run while the main thread compiles; returns the exit code."""
