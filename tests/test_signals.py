@@ -134,7 +134,7 @@ def test_closed_streams_and_an_encoding_without_umlauts(tmp_path):
 
 
 _COMMAND = """
-import hashlib, signal, sys, time
+import hashlib, signal, sys, threading, time
 from absl import flags
 # A program in the background, as these tests may be, ignores Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -145,9 +145,10 @@ signals._END_SECONDS = 1.0
 
 def act(paths, values):
   try:
-    print('begins', flush=True)
     if paths == ['in_c']:  # As XLA's compiler, this lets other threads run.
+      threading.Timer(0.5, print, ['begins'], {'flush': True}).start()
       hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
+    print('begins', flush=True)
     time.sleep(60)
   except KeyboardInterrupt:
     if paths != ['ignored']:
