@@ -2,9 +2,25 @@
 
 from collections.abc import Collection, Iterable
 import difflib
+import os
+import sysconfig
+import traceback
 
+# Parts of the paths of code that the user has not written.
+_LIBRARIES = (
+  os.path.dirname(os.path.abspath(__file__)) + os.sep,
+  sysconfig.get_path('stdlib') + os.sep,
+  f'{os.sep}site-packages{os.sep}',
+  f'{os.sep}dist-packages{os.sep}',
+  '<frozen ',
+  '<__array_function__',
+)
 # The comment of the flag --trust of several commands.
 TRUST = 'import the module that a run names, even if you did not make the run.'
+
+
+class EnvironmentFailed(RuntimeError):
+  """A host environment failed; podrl prints only the message, not the type."""
 
 
 def similar(name: str, known: Iterable[str], least: float = 0.4) -> list[str]:
@@ -74,3 +90,43 @@ def format_size(value: float) -> str:
     if value >= 999.5 * 2 ** (power - 10):
       return f'{value / 2**power:.3g} {unit}'
   return f'{value:.0f} B'
+
+
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+  """Returns the frames of a traceback that are in the user's code."""
+  frames = traceback.extract_tb(error.__traceback__)
+  return [x for x in frames if not any(y in x.filename for y in _LIBRARIES)]
+
+
+def place_of(error: BaseException) -> str:
+  """Returns the innermost line of the user's code that raised, or ''.
+
+  The result has the form `FILE:LINE, in FUNCTION`.
+  """
+  frames = _own_frames(error)
+  if not frames:
+    return ''
+  return f'{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}'
+
+
+def useful_traceback(error: BaseException) -> str:
+  """Returns the traceback from the user's code on, or '' if it has no use.
+
+  It has none if `place_of` names the only line of the user's code, or if a
+  check of podrl says what an environment returned. An error that comes from no
+  code of the user has its whole traceback.
+  """
+  if isinstance(error, EnvironmentFailed):
+    origin = error.__cause__
+    if origin is None or one_line(origin) == str(error):
+      return ''
+    error = origin
+  own = _own_frames(error)
+  context = None if error.__suppress_context__ else error.__context__
+  if len(own) == 1 and not (error.__cause__ or context):
+    return ''
+  frames = traceback.TracebackException.from_exception(error)
+  if own:
+    start = list(frames.stack).index(own[0])
+    frames.stack = traceback.StackSummary.from_list(frames.stack[start:])
+  return ''.join(frames.format())

@@ -50,6 +50,7 @@ def repair_streams() -> None:
 
 # After a signal, a thread that may be left gets at most this time to return.
 PATIENCE_SECONDS = 2.0
+_END_SECONDS = 10.0  # A command gets this time to end after Ctrl-C.
 _PERIOD_SECONDS = 0.1  # How often the watcher looks, after a signal.
 
 
@@ -88,14 +89,16 @@ def quiet_imports() -> Iterator[None]:
 def interruptible() -> Iterator[None]:
   """A block that Ctrl-C ends, even if XLA keeps Python's handlers waiting.
 
-  If no handler runs within `PATIENCE_SECONDS`, a thread ends the process.
+  If no handler runs within `PATIENCE_SECONDS`, a thread ends the process. It
+  also does so if the block goes on for `_END_SECONDS` after the exception,
+  because some libraries ignore it.
   """
   is_main = threading.current_thread() is threading.main_thread()
   previous = signal.getsignal(signal.SIGINT)
   if not is_main or previous is not signal.default_int_handler:
     yield
     return
-  is_handled = threading.Event()
+  is_handled, is_over = threading.Event(), threading.Event()
 
   @functools.wraps(signal.default_int_handler)
   def interrupt(number: int, frame: Any) -> None:
@@ -104,10 +107,12 @@ def interruptible() -> Iterator[None]:
 
   def watch() -> None:
     while number := os.read(reader, 1)[0]:
-      if number == signal.SIGINT and not is_handled.wait(PATIENCE_SECONDS):
+      if number != signal.SIGINT:
+        continue
+      is_late = not is_handled.wait(PATIENCE_SECONDS)
+      if is_late or not is_over.wait(_END_SECONDS):
         os.write(_STDERR, b'interrupted\n')
         os._exit(INTERRUPTED)
-      is_handled.clear()
 
   reader, writer = os.pipe()
   os.set_blocking(writer, False)
@@ -120,6 +125,7 @@ def interruptible() -> Iterator[None]:
   finally:
     signal.signal(signal.SIGINT, previous)
     signal.set_wakeup_fd(wakeup)
+    is_over.set()
     os.write(writer, b'\0')
     watcher.join()
     os.close(reader)

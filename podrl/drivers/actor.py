@@ -11,8 +11,8 @@ the same.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import sys
 import time
-import traceback
 from typing import Any, NamedTuple
 
 import chex
@@ -26,6 +26,7 @@ from podrl.drivers import culprits, spmd
 from podrl.drivers.culprits import Largest
 from podrl.drivers.exchange import Closed
 from podrl.drivers.stages import PARKED, STAGES, Busy
+from podrl.messages import one_line
 
 _STACKED = 32  # One program stacks at most this many rows.
 
@@ -412,5 +413,9 @@ class Actor:
     """Frees the environments; prints an error instead of raising it."""
     try:
       self.env.close()
-    except Exception:
-      traceback.print_exc()
+    except BaseException as error:  # The environment's code can raise anything.
+      text = one_line(error, with_kind=True)
+      print(
+        f'warning: the environments of {self.name} failed in close: {text}',
+        file=sys.stderr,
+      )

@@ -17,7 +17,7 @@ import numpy as np
 
 from podrl import kernels
 from podrl.kernels.indexing import compare_indices
-from podrl.messages import one_line
+from podrl.messages import EnvironmentFailed, one_line, place_of
 from podrl.types import (
   Array,
   DeviceEnv,
@@ -27,10 +27,6 @@ from podrl.types import (
   Tree,
   XlaEnv,
 )
-
-
-class EnvironmentFailed(RuntimeError):
-  """A host environment failed; podrl prints only the message, not the type."""
 
 
 class AutoresetState(NamedTuple):
@@ -245,18 +241,27 @@ def _reset_some(
   )[1]
 
 
-def _fail(name: str, method: str, error: BaseException) -> NoReturn:
-  """Raises an `EnvironmentFailed` that names the environment."""
-  # A run replaces Python's handler of Ctrl-C, so that only the environment's
-  # own code can raise a KeyboardInterrupt. Elsewhere, the user interrupts.
+def raise_interrupt(error: BaseException) -> None:
+  """Raises a KeyboardInterrupt again if it comes from the user.
+
+  A run replaces Python's handler of Ctrl-C, so that only the environment's own
+  code can raise a KeyboardInterrupt. Elsewhere, the user interrupts.
+  """
   handler: Any = signal.getsignal(signal.SIGINT)
   is_default = inspect.unwrap(handler) is signal.default_int_handler
   if isinstance(error, KeyboardInterrupt) and is_default:
     raise error
+
+
+def _fail(name: str, method: str, error: BaseException) -> NoReturn:
+  """Raises an `EnvironmentFailed` that names the environment."""
+  raise_interrupt(error)
   text = one_line(error)
   if not text.startswith(f'{name} '):  # The adapter has not named it.
     text = one_line(error, with_kind=True)
     text = f'environment {name} failed in {method}: {text}'
+    if place := place_of(error):
+      text += f' ({place})'
   raise EnvironmentFailed(text) from error
 
 
@@ -289,6 +294,12 @@ def make_host_env(
   num_envs = envs.num_envs
   is_last: Array = np.zeros(num_envs, bool)
 
+  def cut(obs: Tree) -> Tree:
+    try:
+      return spec.cut(obs)
+    except OverflowError as error:
+      raise EnvironmentFailed(f'{name} returned {error}') from None
+
   def reset() -> TimeStep:
     try:
       obs, _ = envs.reset(seed=seed)
@@ -296,7 +307,7 @@ def make_host_env(
       _fail(name, 'reset', error)
     reward = np.zeros(num_envs, np.float32)
     discount, is_first = np.ones(num_envs, np.float32), np.ones(num_envs, bool)
-    return TimeStep(spec.cut(obs), reward, discount, is_first)
+    return TimeStep(cut(obs), reward, discount, is_first)
 
   def step(action: np.ndarray) -> TimeStep:
     nonlocal is_last
@@ -306,7 +317,7 @@ def make_host_env(
     except BaseException as error:
       _fail(name, 'step', error)
     is_last, timestep = _arrive(
-      is_last, spec.cut(obs), reward, terminated, truncated
+      is_last, cut(obs), reward, terminated, truncated
     )
     return timestep
 

@@ -10,13 +10,14 @@ import random
 import signal
 import sys
 from typing import Any, NamedTuple
+import warnings
 
 import jax
 import numpy as np
 
 from podrl import modules
 from podrl.envs import autoreset, envpool, spaces
-from podrl.messages import check_choice, one_line, similar, suggest
+from podrl.messages import check_choice, one_line, place_of, similar, suggest
 from podrl.types import EnvSpec, HostEnv
 
 _MODES = ('sync', 'async')
@@ -27,9 +28,14 @@ _NAMESPACES = {
 }
 _WATCHED_STEPS = 64  # A warning about precision looks at the first steps.
 _watched: set[str] = set()  # The environments that it has looked at.
+_warned: set[str] = set()  # The warnings of `_close`.
 _ASYNC = (
   'with env.options.vectorization_mode=async, each environment has a process '
   'of its own and runs in its main thread'
+)
+_WORKER_ERRORS = (
+  r'(?s).*ERROR: (Received the following error from Worker|'
+  r'Traceback \(most recent call last\)|Raising the last exception)'
 )
 _TAKEN = {'num_envs', 'seed', 'num_threads', 'render'}  # Arguments of `make`.
 
@@ -131,11 +137,13 @@ def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
     return gymnasium.make(name, **options)
   except spaces.UnknownOption:
     raise
-  # The environment's code can raise anything, and can also call `sys.exit`.
-  except (Exception, SystemExit) as error:
+  except BaseException as error:  # The environment's code can raise anything.
+    autoreset.raise_interrupt(error)
+    text = one_line(error, with_kind=True)
+    if place := place_of(error):
+      text += f' ({place})'
     raise ValueError(
-      f'env.name={name} with {options or "no options"} cannot be made: '
-      f'{one_line(error, with_kind=True)}'
+      f'env.name={name} with {options or "no options"} cannot be made: {text}'
     ) from error
 
 
@@ -174,13 +182,18 @@ def make_spec(name: str, /, **options: Any) -> EnvSpec:
 
 
 def _close(name: str, close: Callable[[], None]) -> None:
-  """Closes an environment; prints an error instead of raising it."""
+  """Closes an environment; prints an error once instead of raising it."""
   try:
     close()
-  # The environment's code can raise anything, and can also call `sys.exit`.
-  except (Exception, SystemExit) as error:
+  except BaseException as error:  # The environment's code can raise anything.
+    autoreset.raise_interrupt(error)
     text = one_line(error, with_kind=True)
-    print(f'warning: {name} failed in close: {text}', file=sys.stderr)
+    if place := place_of(error):
+      text += f' ({place})'
+    text = f'warning: {name} failed in close: {text}'
+    if text not in _warned:  # A pool has many environments.
+      print(text, file=sys.stderr)
+    _warned.add(text)
 
 
 def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
@@ -200,6 +213,8 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
   """
 
   def guard(env: Any) -> Any:
+    import traceback
+
     from gymnasium import spaces
 
     reset, step, base = env.reset, env.step, env.unwrapped
@@ -246,6 +261,16 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
         x = x.reshape(())
       if x.shape != space.shape:
         fail(f'{what} shape {x.shape}', f'its space says {space.shape}')
+      if x.dtype.kind == space.dtype.kind == 'f' and x.dtype != space.dtype:
+        with np.errstate(over='ignore'):
+          cast = x.astype(space.dtype)
+        lost = x[np.isinf(cast) & np.isfinite(x)]
+        if lost.size:
+          fail(
+            f'{what} {lost.flat[0]:g}',
+            f'{space.dtype} cannot contain it; scale it',
+          )
+        return cast
       rule: Any = 'same_kind' if space.dtype.kind == 'f' else 'safe'
       if not np.can_cast(x.dtype, space.dtype, rule):
         with np.errstate(invalid='ignore'):
@@ -314,8 +339,14 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
           if isinstance(error, ValueError) and str(error).startswith(name):
             raise
           text = f'{type(error).__name__}: {error}'
-          text = f'{name} failed in step {num_steps}: {text}'
-          raise ValueError(text) from error
+          where = f'step {num_steps}' if num_steps else 'reset'
+          frames = traceback.extract_tb(error.__traceback__)
+          own = [x for x in frames[2:] if 'site-packages' not in x.filename]
+          last = (own or frames)[-1]
+          raise ValueError(
+            f'{name} failed in {where}: {text} '
+            f'({last.filename}:{last.lineno}, in {last.name})'
+          ) from error
 
       return call
 
@@ -408,6 +439,8 @@ def _make_async(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
   """Makes environments that have a process each."""
   import gymnasium
 
+  # `step` and `reset` raise the errors that gymnasium prints, once per process.
+  warnings.filterwarnings('ignore', _WORKER_ERRORS)
   # Start the tracker now: its start would reset the mask that is set below.
   resource_tracker.ensure_running()
   # Processes inherit the mask, so Ctrl-C or SIGTERM does not end them directly.

@@ -147,7 +147,8 @@ def make_cut(space: Any) -> Callable[[Tree], Tree]:
 
   The function runs on the host. If the bounds of a box are close together, but
   far from 0, it first subtracts the lower bound, because 32 bits would round
-  the differences away.
+  the differences away. It raises an OverflowError for a number that is finite
+  in 64 bits only.
   """
   kind = _kind(space)
   if kind in ('Dict', 'Tuple'):
@@ -166,8 +167,21 @@ def make_cut(space: Any) -> Callable[[Tree], Tree]:
   else:
     offset, small = _far_start(space), np.dtype(np.int32)
   if not offset.any():
-    return lambda obs: np.asarray(obs).astype(small)
-  return lambda obs: (np.asarray(obs, dtype) - offset).astype(small)
+    return lambda obs: _narrow(np.asarray(obs), small)
+  return lambda obs: _narrow(np.asarray(obs, dtype) - offset, small)
+
+
+def _narrow(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+  """Casts an array; raises an OverflowError if a float is too large."""
+  try:
+    with np.errstate(over='raise'):
+      return x.astype(dtype)
+  except FloatingPointError:
+    with np.errstate(over='ignore'):
+      lost = x[np.isinf(x.astype(dtype)) & np.isfinite(x)]
+    raise OverflowError(
+      f'an observation of {lost[0]:g}; {dtype} cannot contain it; scale it'
+    ) from None
 
 
 def same(obs: Tree) -> Tree:

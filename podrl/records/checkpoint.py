@@ -408,10 +408,10 @@ def newest_intact(
     except Exception as error:  # Damaged files can raise anything.
       if refusal := _system_error(error):
         directory = _directory(path, step)
+        reason = refusal.strerror or one_line(refusal)
         raise ValueError(
-          f'{directory} cannot be read ({refusal.strerror}), but may be '
-          'intact; make it readable, or rename it to continue from an older '
-          'checkpoint'
+          f'{directory} cannot be read ({reason}), but may be intact; make it '
+          'readable, or rename it to continue from an older checkpoint'
         ) from error
       skipped.append(step)
       reason = one_line(error)[:_MAX_REASON]
@@ -457,13 +457,22 @@ def read_state(path: str, step: int, like: Tree) -> Tree:
 
   Raises:
     IncompatibleError: if the checkpoint has another memory.
+    ValueError: if the system does not read a file.
   """
   others = change_learner(like, variables=(), memory=())
-  state = _read(path, step, 'state', others)
   ours = learner_of(like).variables
-  variables = _read(path, step, 'variables', ours._replace(hyperparams={}))
+  try:
+    state = _read(path, step, 'state', others)
+    variables = _read(path, step, 'variables', ours._replace(hyperparams={}))
+    memory = _read_memory(path, step, learner_of(like).memory)
+  except IncompatibleError:
+    raise
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f'{_directory(path, step)} is intact, but could not be read again: '
+      f'{one_line(error)[:_MAX_REASON]}; resume once more'
+    ) from error
   variables = variables._replace(hyperparams=ours.hyperparams)
-  memory = _read_memory(path, step, learner_of(like).memory)
   return change_learner(state, variables=variables, memory=memory)
 
 

@@ -54,7 +54,8 @@ _REQUIRED = {*_NAMES}
 _REQUIRED_TO_LOAD = _REQUIRED.union(
   'agent.normalize_reward env.num_envs env.suite total_env_steps'.split()
 )
-# A checkpoint may need longer than --hang_seconds, but no longer than this.
+# A checkpoint or a compilation may need longer than --hang_seconds, but no
+# longer than this.
 SAVE_SECONDS = 3600
 _SIGNATURE = 'signature'  # A field of `config.json` that is not a setting.
 

@@ -58,7 +58,7 @@ class Watchdog:
     self._process, self._abort_message = 0, ''
     self._client: Any = None
     self._num_beats = 0  # How often the main thread reported progress.
-    self._busy_until = 0.0  # While the main thread uses files; see `busy`.
+    self._busy_until = 0.0  # While the main thread is in `busy`.
     self._num_contacts = 0  # How often process 0 answered.
     # For each process: its last sign of life, its last beat, and the number of
     # periods since each of the two changed.
@@ -260,7 +260,7 @@ class Cluster:
       self.watchdog.beat()
 
   def busy(self) -> contextlib.AbstractContextManager[None]:
-    """A block that reads or writes files, which may take long."""
+    """A block that compiles, or that reads or writes files, for long."""
     return self.watchdog.busy() if self.watchdog else contextlib.nullcontext()
 
   def decide(self, make_decision: Callable[[], Any]) -> Any:

@@ -4,7 +4,7 @@ All processes of a run execute the same loop. Process 0 decides everything that
 depends on a clock or a signal, and the other processes follow.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import copy
 import dataclasses
@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import time
-import traceback
 from typing import Any, NamedTuple
 
 import jax
@@ -27,9 +26,16 @@ from podrl.core.optimizers import BASE
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.drivers.energy import Meter
-from podrl.envs.autoreset import EnvironmentFailed
 from podrl.fields import flatten
-from podrl.messages import count, format_size, one_line, printable
+from podrl.messages import (
+  EnvironmentFailed,
+  count,
+  format_size,
+  one_line,
+  place_of,
+  printable,
+  useful_traceback,
+)
 from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records
 from podrl.records.terminal import Terminal
@@ -163,7 +169,7 @@ def run_to_exit(
 def report(outcome: Outcome) -> int:
   """Prints the error of a run and returns its exit code."""
   if outcome.cause:
-    traceback.print_exception(outcome.cause)
+    print(useful_traceback(outcome.cause), end='', file=sys.stderr)
   if outcome.error:
     _print_error(outcome.error)
   if outcome.is_hanging:  # Python cannot join a thread that stays in C++.
@@ -502,14 +508,16 @@ class _Trainer:
       self.cluster.busy,
     )
 
-  def _compiling(self) -> contextlib.AbstractContextManager[None]:
+  @contextlib.contextmanager
+  def _compiling(self) -> Iterator[None]:
     """A block in which XLA may compile for long, and nothing can get lost.
 
     A signal then ends the process without waiting for XLA. Several processes
-    wait, because none of them may end alone.
+    wait, because none of them may end alone, and none counts as hanging.
     """
-    is_alone = not self.cluster.is_distributed
-    return self.signals.leaving(self._leave if is_alone else None)
+    leave = None if self.cluster.is_distributed else self._leave
+    with self.signals.leaving(leave), self.cluster.busy():
+      yield
 
   def _leave(self, exit_code: int) -> int:
     """Ends the run while the main thread compiles; returns the exit code."""
@@ -541,6 +549,8 @@ class _Trainer:
     is_expected = is_nan or isinstance(exception, WriteError)
     has_kind = is_expected or isinstance(exception, EnvironmentFailed)
     error = one_line(exception, with_kind=not has_kind)
+    if not has_kind and (place := place_of(exception)):
+      error += f' ({place})'
     # All processes raise the error for NaN, at the same update.
     watchdog = None if is_nan else self.cluster.watchdog
     if watchdog:
@@ -558,7 +568,7 @@ class _Trainer:
     )
     if watchdog:  # The other processes end too, so no collective can follow.
       if cause:
-        traceback.print_exception(cause)
+        print(useful_traceback(cause), end='', file=sys.stderr)
       _print_error(error)
       _exit(self._conclude(outcome).exit_code)
     return outcome

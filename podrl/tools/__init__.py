@@ -12,7 +12,14 @@ from absl import flags
 from rich import box
 from rich.table import Table
 
-from podrl.messages import TRUST, one_line, printable, similar
+from podrl.messages import (
+  TRUST,
+  EnvironmentFailed,
+  one_line,
+  printable,
+  similar,
+  useful_traceback,
+)
 from podrl.records import workdir
 from podrl.signals import interruptible
 
@@ -36,9 +43,10 @@ def run_command(
       an unknown flag is a mistake.
 
   Returns:
-    0 after success, or the exit code of `act`; 2 after a user's mistake (a
-    wrong flag, or any ValueError or OSError), which is printed as one line; 130
-    after Ctrl-C; 141 if the reader of the output ended first, as `head` does.
+    0 after success, or the exit code of `act`; 1 if an environment fails; 2
+    after a user's mistake (a wrong flag, or any ValueError or OSError), which
+    is printed as one line; 130 after Ctrl-C; 141 if the reader of the output
+    ended first, as `head` does.
   """
   flags.DEFINE_bool('help', False, 'Show this text.', values, short_name='h')
   exit_code = None
@@ -56,6 +64,10 @@ def run_command(
     # Python flushes the rest of the output at its end, and would complain.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
+  except EnvironmentFailed as error:
+    print(useful_traceback(error), end='', file=sys.stderr)
+    print(f'error: {printable(str(error))}', file=sys.stderr)
+    return 1
   except (flags.Error, ValueError, OSError) as error:
     text = str(error)
     if isinstance(error, flags.UnrecognizedFlagError):

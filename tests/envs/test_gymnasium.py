@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 
 import cloudpickle
 import gymnasium
@@ -16,8 +17,9 @@ import jax
 import numpy as np
 import pytest
 
-from podrl.envs import autoreset, spaces
 from podrl.envs import gymnasium as adapter
+from podrl.envs import spaces
+from podrl.messages import EnvironmentFailed
 from podrl.types import Box, Discrete, MultiDiscrete
 
 
@@ -278,13 +280,15 @@ def test_a_failure_names_the_environment(fault, message, monkeypatch):
   # A run replaces Python's handler of Ctrl-C.
   monkeypatch.setattr(signal, 'getsignal', lambda number: None)
   env = adapter.make('Faulty-v0', 2, seed=0, fault=fault)
-  with pytest.raises(autoreset.EnvironmentFailed) as error:
+  with pytest.raises(EnvironmentFailed) as error:
     env.reset()
     for _ in range(2):
       env.step(np.zeros(2, int))
   text = str(error.value)
   assert text.startswith(message)
   assert '\n' not in text and error.value.__cause__ is not None
+  is_raised = isinstance(fault, BaseException)
+  assert (f'({__file__}:' in text and text.endswith('in step)')) == is_raised
   env.close()
 
 
@@ -463,6 +467,24 @@ def test_a_reward_is_one_number_in_any_form(reward):
     ({'reward': []}, 'a reward of shape (0,) in step 1; it must be one number'),
     ({'reward': 1j}, 'a reward of type complex in step 1; it must be a number'),
     ({'reward': 1e40}, 'the reward 1e+40 in step 1; 32 bits cannot contain it'),
+    (
+      {'obs': np.array([0.0, 1e300])},
+      'an observation of 1e+300 in reset; float32 cannot contain it; scale it',
+    ),
+    (
+      {
+        'space': gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64),
+        'obs': np.array([np.inf, -1e300]),
+      },
+      'an observation of -1e+300; float32 cannot contain it; scale it',
+    ),
+    (
+      {
+        'space': gymnasium.spaces.Box(1e12, 1e12 + 1, (2,), np.float64),
+        'obs': np.array([1e12, 1e300]),
+      },
+      'an observation of 1e+300; float32 cannot contain it; scale it',
+    ),
     ({'ends': (None, True)}, 'terminated of type NoneType in step 1; it must'),
     ({'ends': (np.zeros(2), 1)}, 'terminated of shape (2,) in step 1; it must'),
     (
@@ -495,9 +517,18 @@ def test_a_reward_is_one_number_in_any_form(reward):
   ],
 )
 def test_what_an_environment_returns_wrongly_is_named(options, message):
-  with pytest.raises(autoreset.EnvironmentFailed) as error:
+  with pytest.raises(EnvironmentFailed) as error:
     _odd_steps(**options)
   assert str(error.value).startswith(f'Odd-v0 returned {message}')
+
+
+@pytest.mark.parametrize('dtype', [np.float32, np.float64])
+def test_an_infinite_observation_arrives_as_it_is(dtype):
+  space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), dtype)
+  for value in np.inf, np.nan, 3e38:
+    obs = np.array([1.0, value])
+    for step in _odd_steps(space=space, obs=obs)[:2]:
+      np.testing.assert_array_equal(step.obs[0], obs.astype(np.float32))
 
 
 def test_a_large_integer_is_a_reward():
@@ -551,24 +582,50 @@ def test_what_needs_the_main_thread():
   env.close()
   env = adapter.make('Main-v0', 1, seed=0, where='step')
   env.reset()
-  with pytest.raises(autoreset.EnvironmentFailed) as error:
+  with pytest.raises(EnvironmentFailed) as error:
     _in_other_thread(env.step, np.zeros(1, int))
   env.close()
   message = 'signal only works in main thread .*vectorization_mode=async'
   assert re.search(message, str(error.value))
 
 
-def test_an_error_in_close_is_a_line(capsys):
+@pytest.mark.parametrize(
+  'error,text',
+  [
+    (OSError('the device is gone'), 'OSError: the device is gone'),
+    (KeyboardInterrupt(), 'KeyboardInterrupt'),
+    (GeneratorExit(), 'GeneratorExit'),
+  ],
+)
+def test_an_error_in_close_is_a_line(error, text, monkeypatch, capsys):
   class Close(_Odd):
     def close(self):
-      raise OSError('the device is gone')
+      raise error
 
   gymnasium.register('Close-v0', Close, disable_env_checker=True)
+  # A run replaces Python's handler of Ctrl-C.
+  monkeypatch.setattr(signal, 'getsignal', lambda number: None)
   env = adapter.make('Close-v0', 2, seed=0)
   env.reset()
   env.close()
-  line = 'warning: Close-v0 failed in close: OSError: the device is gone\n'
-  assert capsys.readouterr().err == 3 * line
+  said = capsys.readouterr().err
+  assert said.startswith(
+    f'warning: Close-v0 failed in close: {text} ({__file__}'
+  )
+  assert said.count('\n') == 1  # Three environments were closed.
+
+
+def test_ctrl_c_in_close_is_the_users(monkeypatch):
+  class Interrupted(_Odd):
+    def close(self):
+      raise KeyboardInterrupt
+
+  gymnasium.register('Interrupted-v0', Interrupted, disable_env_checker=True)
+  # In a background job, Python starts without its handler of Ctrl-C.
+  handler = signal.default_int_handler
+  monkeypatch.setattr(signal, 'getsignal', lambda number: handler)
+  with pytest.raises(KeyboardInterrupt):
+    adapter.make_spec('Interrupted-v0')
 
 
 def test_an_environment_without_an_entry_point():
@@ -636,7 +693,9 @@ gymnasium.register('Async-v0', Env, disable_env_checker=True)
     ),
     slow(
       'error',
-      'async_env:Async-v0 failed in step 2: UnicodeDecodeError: ',
+      "async_env:Async-v0 failed in step 2: UnicodeDecodeError: 'utf-8' codec "
+      "can't decode byte 0x78 in position 0: no text (TMP/async_env.py:19, in "
+      'step)',
     ),
     slow(
       'shape',
@@ -662,9 +721,14 @@ def test_environments_in_processes(fault, message, tmp_path, monkeypatch):
     assert env.step(actions).reward.tolist() == [1, 1]
     env.step(actions)
   else:
-    with pytest.raises(autoreset.EnvironmentFailed) as error:
+    with (
+      pytest.raises(EnvironmentFailed) as error,
+      warnings.catch_warnings(record=True) as warned,
+    ):
       for _ in range(2):
         env.step(actions)
+    assert not [x for x in warned if 'Worker' in str(x.message)]
+    message = message.replace('TMP', str(tmp_path))
     assert str(error.value).startswith(message)
   env.close()
 

@@ -1,6 +1,7 @@
 """Tests several processes: agreement, the watchdog, runs of two and four."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import helpers
 import jax
@@ -248,6 +250,64 @@ def test_a_process_that_saves_does_not_hang(watch, monkeypatch):
 
   messages = watch(save_forever, (0,), heartbeat_seconds=5.0)
   assert messages[0] == ['no progress for 0.8 s in process 1']
+
+
+@pytest.mark.parametrize('part', ['_start', 'evaluate', '_evolve_safely'])
+def test_a_process_that_compiles_does_not_hang(part):
+  busy = []
+
+  class Dog(cluster.Watchdog):
+    def look(self, *_):
+      busy.append(time.monotonic() < self._busy_until)
+
+  dog = Dog(1.0, 1.0)
+  trainer = mock.Mock(has_evaluated=False, has_evolved=False)
+  trainer.cluster = Cluster(0, 2, object(), dog)
+  trainer._compiling = functools.partial(train._Trainer._compiling, trainer)
+  trainer.signals.leaving = lambda leave: contextlib.nullcontext()
+  trainer.run.driver.learner.memory = ()
+  for function in (
+    trainer.run.driver.start,
+    trainer._evaluate,
+    trainer._evolve,
+  ):
+    function.side_effect = dog.look
+  getattr(train._Trainer, part)(trainer)
+  assert busy == [True] and not dog._busy_until
+
+
+_SLOW_ENV = """
+import time
+import jax.numpy as jnp
+from podrl.envs import autoreset, spaces
+from podrl.types import DeviceEnv, Discrete
+
+traced = []
+
+def make() -> DeviceEnv:
+  def reset(rng_key):
+    return jnp.zeros(2), jnp.zeros(())
+
+  def step(rng_key, state, action):
+    traced.append(1)
+    if len(traced) == 3:
+      time.sleep(20)  # As XLA does, it lets other threads run.
+    return jnp.zeros(2), state, 1.0, False, True
+
+  spec = spaces.device_spec(reset, Discrete(2), 0)
+  return autoreset.make_device_env(spec, reset, step)
+"""
+
+
+@pytest.mark.slow  # The test above covers it too.
+def test_a_long_compilation_is_no_hang(tmp_path, monkeypatch):
+  (tmp_path / 'slow_env.py').write_text(_SLOW_ENV)
+  monkeypatch.chdir(tmp_path)
+  arguments = [*_TINY, '--config.num_devices=1', '--hang_seconds=10']
+  arguments += ['--config.total_env_steps=256', f'--workdir={tmp_path / "run"}']
+  start = time.monotonic()
+  output = _run_pod(2, 'train jax:slow_env:make', *arguments)
+  assert time.monotonic() - start > 20 and 'no progress' not in output[0]
 
 
 def test_all_that_hang_are_named(watch):

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import helpers
 import jax
@@ -464,6 +465,34 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
   assert f'{where} cannot be read' in said and 'Traceback' not in said
   assert os.strerror(number) in said and said.count('\n') == 1
   assert _files(workdir) == before
+
+
+@pytest.mark.parametrize(
+  'error,reason',
+  [
+    (OSError(errno.EIO, os.strerror(errno.EIO)), os.strerror(errno.EIO)),
+    (OSError('block 7 is bad'), 'block 7 is bad'),  # It has no number.
+  ],
+)
+def test_a_disk_that_fails_while_it_reads_is_no_damage(
+  error, reason, workdir, monkeypatch, capsys
+):
+  before = _files(workdir)
+  monkeypatch.setattr(
+    checkpoint.hashlib, 'file_digest', mock.Mock(side_effect=error)
+  )
+  assert helpers.run(workdir, '--resume') == train.MISTAKE
+  said = capsys.readouterr().err
+  where = workdir / 'checkpoints' / '8'
+  assert f'error: {where} cannot be read ({reason}), but may be int' in said
+  assert _files(workdir) == before
+  monkeypatch.undo()
+  # The digests were right, and orbax then reads the files again.
+  monkeypatch.setattr(checkpoint, '_read', mock.Mock(side_effect=error))
+  assert helpers.run(workdir, '--resume') == train.MISTAKE
+  said = capsys.readouterr().err.splitlines()[-1]
+  assert said.startswith(f'error: {where} is intact, but could not be read')
+  assert reason in said and _files(workdir) == before
 
 
 def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):

@@ -324,6 +324,30 @@ def test_python_raises_mistakes_and_failures(home, capsys):
   assert json.loads((home / 'a' / 'summary.json').read_text())['error']
 
 
+def test_a_failure_of_an_environment_is_one_line(home, monkeypatch, capfd):
+  where = f'({home}/my_envs.py:18, in step)'
+  message = (
+    'error: environment my_envs:Walk-v0 failed in step: OSError: the left leg '
+    f'broke {where}'
+  )
+  config = [f'--config.{k}={x}' for k, x in (_TINY | _DEVICES).items()]
+  path = ['my_envs:Walk-v0', '--workdir=a', *config]
+  code = _run(monkeypatch, *path, '--config.env.options.fails=True')
+  said = capfd.readouterr().err
+  assert code == train.FAILED and 'Traceback' not in said
+  assert said.splitlines()[-1] == message
+  # The same with the commands that load the policy.
+  assert _run(monkeypatch, *path[:1], '--workdir=b', *config) == train.DONE
+  walk = sys.modules['my_envs'].Walk
+  make = walk.__init__
+  monkeypatch.setattr(walk, '__init__', lambda self: make(self, fails=True))
+  capfd.readouterr()
+  for command in evaluate, watch:
+    assert command.run([command.__name__, 'b']) == train.FAILED
+    said = capfd.readouterr().err
+    assert said == f'{message}\n'
+
+
 def test_a_function_gets_each_record(tmp_path):
   path, config = tmp_path / 'run', _TINY | {'log.every_updates': 1}
   seen, returns = [], []
