@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
 
+  from podrl.run.loop import OnRecord
   from podrl.run.policy import Policy
   from podrl.run.tasks import Trained
-  from podrl.run.train import OnRecord
   from podrl.types import DeviceEnv
 
 
@@ -75,7 +75,7 @@ def train(
       configuration names, even if you did not make the run; see `load`.
     on_record: called with each record, and with the run: it can evaluate, save,
       add numbers to the record, and give the policy; see
-      `podrl.run.train.Running`. If it returns True, the run ends after this
+      `podrl.run.loop.Running`. If it returns True, the run ends after this
       record.
 
   Returns:

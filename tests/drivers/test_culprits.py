@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from podrl import signals
 from podrl.drivers import culprits
-from podrl.run import build, train
+from podrl.run import build
 from podrl.types import Culprit, DeviceEnv, TimeStep, Trajectory
 
 _FIELDS = {
@@ -156,7 +157,7 @@ def test_the_remedy_fits_the_settings(culprit, settings, expected):
 
 
 def _check_run(path, capsys, message, *arguments, **options):
-  assert helpers.run(path, *arguments, **options) == train.FAILED
+  assert helpers.run(path, *arguments, **options) == signals.FAILED
   said = capsys.readouterr().err
   assert message in said and said.count('\n') == 1
   assert 'learning_rate' not in said
@@ -214,7 +215,7 @@ def test_anakin_names_the_environment(
     assert helpers.run(path, *settings, few, name='anakin_cartpole') == 0
     capsys.readouterr()
     more = [*settings, '--resume']
-    assert helpers.run(path, *more, name='anakin_cartpole') == train.FAILED
+    assert helpers.run(path, *more, name='anakin_cartpole') == signals.FAILED
     assert message in capsys.readouterr().err
 
 
@@ -294,7 +295,7 @@ def test_a_resumed_run_of_sebulba_remembers_the_culprit(
   assert helpers.run(path, *arguments, few, **options) == 0
   capsys.readouterr()
   arguments.append('--resume')
-  assert helpers.run(path, *arguments, **options) == train.FAILED
+  assert helpers.run(path, *arguments, **options) == signals.FAILED
   assert (
     "environment 6 of Broken-v0 gave the observation['x'] inf (element 2) in "
     'its step 10'

@@ -12,7 +12,7 @@ import pytest
 from podrl.drivers import energy, limits
 from podrl.drivers.anakin import Anakin
 from podrl.records import recorder
-from podrl.run import train
+from podrl.run import loop
 from podrl.types import Episodes, Report
 
 
@@ -235,7 +235,7 @@ def test_a_summary_has_the_energy_of_the_whole_run(tmp_path, monkeypatch):
     found = advance(self, *args)
     return [x._replace(seconds=0.2) for x in found]
 
-  monkeypatch.setattr(train, 'Meter', lambda devices: meters)
+  monkeypatch.setattr(loop, 'Meter', lambda devices: meters)
   monkeypatch.setattr(Anakin, 'advance', slow_advance)
   assert helpers.run(tmp_path / 'run', '--config.num_seeds=2') == 0
   for path, share in (('', 1), ('seed_1', 2)):

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 
+from podrl import signals
 from podrl.core.learner import make_learner
 from podrl.drivers import actor as actor_lib
 from podrl.drivers import anakin, sebulba, spmd
@@ -798,7 +799,7 @@ def test_an_actors_exception_ends_the_run(error, tmp_path, monkeypatch, capsys):
       _index_of(seed), fail_at=100 if _index_of(seed) else None, error=error
     ),
   )
-  assert _run(_config(), tmp_path / 'run') == train.FAILED
+  assert _run(_config(), tmp_path / 'run') == signals.FAILED
   stderr = capsys.readouterr().err
   assert f'{error.__name__}: the environment broke' in stderr
   # The traceback is the actor's, not that of the learner's closed exchange.
@@ -821,7 +822,7 @@ def test_an_exception_in_the_learner_ends_the_run(
     return join(*arguments)
 
   monkeypatch.setattr(spmd, 'join_shards', fail)
-  assert _run(_config(), tmp_path / 'run') == train.FAILED
+  assert _run(_config(), tmp_path / 'run') == signals.FAILED
   assert 'the learner broke' in capsys.readouterr().err
   assert not _podrl_threads()
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
@@ -851,7 +852,7 @@ def test_an_actor_may_fail_during_the_last_evaluation(
   )  # The actor has version 5 when it fails.
   config = _config()
   config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
-  assert _run(config, tmp_path / 'run') == train.FAILED
+  assert _run(config, tmp_path / 'run') == signals.FAILED
   assert 'OSError: the environment broke' in capsys.readouterr().err
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 5 and summary['exit'] == 'failed'
@@ -861,7 +862,7 @@ def test_an_asynchronous_run(tmp_path):
   config = _config('impala')
   config.sebulba.mode = 'asynchronous'
   config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
-  assert _run(config, tmp_path / 'run') == train.DONE
+  assert _run(config, tmp_path / 'run') == signals.DONE
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 5
   assert summary['policy_lag_max'] <= 1 and summary['eval_episodes'] > 0
@@ -876,7 +877,7 @@ def test_a_failing_evaluation_loses_no_record(tmp_path, monkeypatch):
   )
   config = _config()
   config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
-  assert _run(config, tmp_path / 'run') == train.FAILED
+  assert _run(config, tmp_path / 'run') == signals.FAILED
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 5 and 'no evaluation' in summary['error']
 
@@ -884,7 +885,7 @@ def test_a_failing_evaluation_loses_no_record(tmp_path, monkeypatch):
 def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
   config = _config('impala')
   config.optimizer.learning_rate, config.optimizer.name = 1e30, 'sgd'
-  assert _run(config, tmp_path / 'run') == train.FAILED
+  assert _run(config, tmp_path / 'run') == signals.FAILED
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert 'update 2' in summary['error'] and summary['num_updates'] == 1
   assert not _podrl_threads()
@@ -1010,7 +1011,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     for part in name.split('.')[:-1]:
       node = node[part]
     node[name.split('.')[-1]] = value
-  assert _run(config, tmp_path / 'run') == train.MISTAKE
+  assert _run(config, tmp_path / 'run') == signals.MISTAKE
   stderr = capsys.readouterr().err
   assert message in stderr and stderr.count('\n') == 1
   assert not (tmp_path / 'run').exists()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import synthetic
 
+from podrl import signals
 from podrl.drivers import sebulba
 from podrl.drivers.tuner import Tuner
 from podrl.records import workdir
@@ -408,7 +409,7 @@ def test_a_run_records_what_was_decided_and_goes_on_from_there(
   ]
   with monkeypatch.context() as patch:
     patch.setattr(sebulba.Sebulba, 'advance', interrupted)
-    assert _train(tmp_path, *arguments) == train.PREEMPTED
+    assert _train(tmp_path, *arguments) == signals.PREEMPTED
   path = str(tmp_path / 'run')
   decision, *_ = decisions = workdir.read_records(path, 'decisions.jsonl')
   assert decision['num_actors'] == 1 and decision['tried'] == 2

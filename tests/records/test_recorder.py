@@ -19,6 +19,7 @@ import pytest
 import rich.console
 from tensorboard.backend.event_processing import event_accumulator
 
+from podrl import signals
 from podrl.agents import AGENTS
 from podrl.envs import SUITES
 from podrl.messages import format_size
@@ -319,7 +320,7 @@ def test_an_extra_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(__import__('sys').modules, 'wandb', None)
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   assert (
-    helpers.run(tmp_path / 'run', '--config.log.wandb=True') == train.MISTAKE
+    helpers.run(tmp_path / 'run', '--config.log.wandb=True') == signals.MISTAKE
   )
   assert "pip install -e '.[wandb]'" in capsys.readouterr().err
   assert not (tmp_path / 'run').exists()

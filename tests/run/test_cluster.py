@@ -21,7 +21,7 @@ from test_resume import _plain
 import podrl
 from podrl.records import checkpoint
 from podrl.records.recorder import local_part, merge_processes
-from podrl.run import cluster, train
+from podrl.run import cluster, loop, train
 from podrl.run.cluster import Cluster
 from podrl.tools import sweep
 from podrl.types import Episodes, Report
@@ -263,7 +263,7 @@ def test_a_process_that_compiles_does_not_hang(part):
   dog = Dog(1.0, 1.0)
   trainer = mock.Mock(has_evaluated=False, has_evolved=False)
   trainer.cluster = Cluster(0, 2, object(), dog)
-  trainer._compiling = functools.partial(train._Trainer._compiling, trainer)
+  trainer._compiling = functools.partial(loop.Trainer._compiling, trainer)
   trainer.signals.leaving = lambda leave: contextlib.nullcontext()
   trainer.run.driver.learner.memory = ()
   for function in (
@@ -272,7 +272,7 @@ def test_a_process_that_compiles_does_not_hang(part):
     trainer._evolve,
   ):
     function.side_effect = dog.look
-  getattr(train._Trainer, part)(trainer)
+  getattr(loop.Trainer, part)(trainer)
   assert busy == [True] and not dog._busy_until
 
 

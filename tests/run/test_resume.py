@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import podrl
+from podrl import signals
 from podrl.agents import exploring
 from podrl.drivers import sebulba, spmd
 from podrl.drivers.anakin import Anakin
@@ -134,7 +135,7 @@ def test_anakin_resumes_bitwise(
   for stop in stops:
     with monkeypatch.context() as patch:
       _signal_at(patch, *stop)
-      assert helpers.run(parts, *arguments, '--resume') == train.PREEMPTED
+      assert helpers.run(parts, *arguments, '--resume') == signals.PREEMPTED
   assert helpers.run(parts, '--resume', *arguments) == 0
   (expected, _), (records, summary) = helpers.read(whole), helpers.read(parts)
   numbers = [r['num_updates'] for r in expected]
@@ -151,7 +152,7 @@ def test_a_memory_that_is_left_out_is_filled_again(
   parts, less = tmp_path / 'parts', '--config.checkpoint.memory=False'
   with monkeypatch.context() as patch:
     _signal_at(patch, Anakin, 'advance', 3)
-    assert helpers.run(parts, *arguments, less) == train.PREEMPTED
+    assert helpers.run(parts, *arguments, less) == signals.PREEMPTED
   saved = checkpoint.find(str(parts))
   assert not (parts / 'checkpoints' / str(saved) / 'memory').exists()
   before = helpers.read(parts)[0][-1]
@@ -177,7 +178,7 @@ def test_a_memory_that_is_left_out_is_filled_again(
 
   monkeypatch.setattr(checkpoint, '_read_progress', read_more)
   longer[0] = '--config.total_env_steps=1920'
-  assert helpers.run(parts, *arguments, *longer, '--resume') == train.MISTAKE
+  assert helpers.run(parts, *arguments, *longer, '--resume') == signals.MISTAKE
   said = capfd.readouterr().err.splitlines()[-1]
   assert 'more is int32[3] in the checkpoint, missing in this run' in said
 
@@ -199,7 +200,7 @@ def test_a_finished_run_is_extended(num_seeds, tmp_path, monkeypatch, capsys):
     (448, 'config.total_env_steps=448 is less than the 512 steps'),
   ):
     total = [f'--config.total_env_steps={total}', '--resume']
-    assert helpers.run(parts, *total) == train.MISTAKE
+    assert helpers.run(parts, *total) == signals.MISTAKE
     said = capsys.readouterr().err
     assert message in said and said.count('\n') == 1
   assert _files(parts) == before
@@ -236,7 +237,7 @@ def test_anakin_resumes_on_other_devices(tmp_path, monkeypatch, capfd):
   sgd = ['--agent=impala', '--config.optimizer.name=sgd']
   assert helpers.run(whole, *sgd) == 0
   _signal_at(monkeypatch, Anakin, 'advance', 2)
-  assert helpers.run(parts, *sgd) == train.PREEMPTED
+  assert helpers.run(parts, *sgd) == signals.PREEMPTED
   assert helpers.run(parts, *sgd, '--resume', '--config.num_devices=4') == 0
   assert '2 devices before, 4 now' in capfd.readouterr().err
   _assert_close(_state(parts), _state(whole), 1e-6)
@@ -297,7 +298,7 @@ def test_sebulba_resumes(tmp_path, monkeypatch):
   monkeypatch.setattr(sebulba.Actor, 'skip', skip_and_note)
   with monkeypatch.context() as patch:
     _signal_at(patch, sebulba.Sebulba, 'advance', 2)
-    assert helpers.run(workdir, *_HOST, **arguments) == train.PREEMPTED
+    assert helpers.run(workdir, *_HOST, **arguments) == signals.PREEMPTED
   first_seeds = seeds.copy()
   saved, saved_progress = states[-1]
   seeds.clear()
@@ -458,7 +459,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
     (os, 'listdir'),
   ):
     monkeypatch.setattr(owner, function, refusing(getattr(owner, function)))
-  assert helpers.run(workdir, '--resume') == train.MISTAKE
+  assert helpers.run(workdir, '--resume') == signals.MISTAKE
   monkeypatch.undo()
   said = capsys.readouterr().err
   where = str(last if name else last.parent)
@@ -481,7 +482,7 @@ def test_a_disk_that_fails_while_it_reads_is_no_damage(
   monkeypatch.setattr(
     checkpoint.hashlib, 'file_digest', mock.Mock(side_effect=error)
   )
-  assert helpers.run(workdir, '--resume') == train.MISTAKE
+  assert helpers.run(workdir, '--resume') == signals.MISTAKE
   said = capsys.readouterr().err
   where = workdir / 'checkpoints' / '8'
   assert f'error: {where} cannot be read ({reason}), but may be int' in said
@@ -489,7 +490,7 @@ def test_a_disk_that_fails_while_it_reads_is_no_damage(
   monkeypatch.undo()
   # The digests were right, and orbax then reads the files again.
   monkeypatch.setattr(checkpoint, '_read', mock.Mock(side_effect=error))
-  assert helpers.run(workdir, '--resume') == train.MISTAKE
+  assert helpers.run(workdir, '--resume') == signals.MISTAKE
   said = capsys.readouterr().err.splitlines()[-1]
   assert said.startswith(f'error: {where} is intact, but could not be read')
   assert reason in said and _files(workdir) == before
@@ -500,7 +501,7 @@ def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):
 
   def assert_refused(message, *arguments):
     before = _files(workdir)
-    assert helpers.run(workdir, '--resume', *arguments) == train.MISTAKE
+    assert helpers.run(workdir, '--resume', *arguments) == signals.MISTAKE
     said = capsys.readouterr().err
     assert message in said.splitlines()[-1] and 'Traceback' not in said
     assert _files(workdir) == before
@@ -536,7 +537,7 @@ def test_advice_after_a_nan_works(tmp_path, monkeypatch, capfd):
   workdir = tmp_path / 'a run'
   with monkeypatch.context() as patch:
     _signal_at(patch, Anakin, 'advance', 2)
-    assert helpers.run(workdir) == train.PREEMPTED
+    assert helpers.run(workdir) == signals.PREEMPTED
   said = capfd.readouterr()
   notice = 'SIGTERM: the run stops and saves; a second signal ends it at once\n'
   assert notice in said.err
@@ -546,7 +547,7 @@ def test_advice_after_a_nan_works(tmp_path, monkeypatch, capfd):
   (done,) = checkpoint.steps(str(workdir))
   too_large = '--config.optimizer.learning_rate=1e30'
   capfd.readouterr()
-  assert helpers.run(workdir, '--resume', too_large) == train.FAILED
+  assert helpers.run(workdir, '--resume', too_large) == signals.FAILED
   said = capfd.readouterr().err
   assert 'config.optimizer.learning_rate=1e+30 replaces 0.001' in said
   assert (
@@ -640,7 +641,7 @@ def test_lost_records_are_reported_and_the_run_goes_on(
   metrics.write_text(lines[0][:20])
   with monkeypatch.context() as patch:
     _signal_at(patch, Anakin, 'advance', 3)
-    assert helpers.run(workdir, '--resume') == train.PREEMPTED
+    assert helpers.run(workdir, '--resume') == signals.PREEMPTED
   assert '1 of the 1 records' in capfd.readouterr().err
   assert (workdir / 'metrics.jsonl.set_aside_1').read_text() == lines[0][:20]
   assert helpers.run(workdir, '--resume') == 0
@@ -702,7 +703,7 @@ def test_two_processes_do_not_write_one_run(
     before = _files(path)
   arguments = () if is_new else ('--resume',)
   with other:
-    assert helpers.run(path, '--config.seed=5', *arguments) == train.MISTAKE
+    assert helpers.run(path, '--config.seed=5', *arguments) == signals.MISTAKE
   said = capsys.readouterr().err
   assert message in said and said.count('\n') == 1
   if not is_new:
@@ -714,7 +715,7 @@ def test_a_run_without_its_config_is_not_begun_again(workdir, capsys):
   (workdir / 'config.json').unlink()
   before = _files(workdir)
   for arguments in (), ('--resume',):
-    assert helpers.run(workdir, *arguments) == train.MISTAKE
+    assert helpers.run(workdir, *arguments) == signals.MISTAKE
     said = capsys.readouterr().err
     assert 'its config.json is missing; restore that file from a ba' in said
     assert '--resume' not in said and said.count('\n') == 1
@@ -738,7 +739,7 @@ def test_seeds_do_not_overwrite_a_run_in_the_directory_of_a_seed(
   shutil.copytree(original, tmp_path / 'run' / 'seed_1')
   before = _files(tmp_path)
   argv = [name, f'--workdir={tmp_path}/run', '--config.num_seeds=2']
-  assert train.run(helpers.get_config(name), argv) == train.MISTAKE
+  assert train.run(helpers.get_config(name), argv) == signals.MISTAKE
   said = capsys.readouterr().err
   assert 'contains seed_1/metrics.jsonl and seed_1/checkpoints of a run' in said
   assert _files(tmp_path) == before
@@ -748,7 +749,7 @@ def test_init_from_copies_the_parameters_to_the_targets(tmp_path, monkeypatch):
   arguments = ['--agent=dqn', *_REPLAY, *_TWENTY, '--config.num_devices=1']
   with monkeypatch.context() as patch:
     _signal_at(patch, Anakin, 'advance', 3)
-    assert helpers.run(tmp_path / 'old', *arguments) == train.PREEMPTED
+    assert helpers.run(tmp_path / 'old', *arguments) == signals.PREEMPTED
   starts, start = [], Anakin.start
 
   def start_and_note(self, restore):
@@ -783,7 +784,7 @@ def test_init_from_takes_only_the_parameters(
     patch.setattr(Anakin, 'advance', fail)
     arguments = ['--config.seed=7', '--config.num_devices=1']
     code = helpers.run(tmp_path / 'new', *arguments, init_from)
-    assert code == train.FAILED
+    assert code == signals.FAILED
   # Before its first update, a checkpoint holds the parameters.
   assert checkpoint.steps(str(tmp_path / 'new')) == [0]
   (state,) = states
@@ -812,7 +813,7 @@ def test_init_from_takes_only_the_parameters(
       'has 1 agent, but this run has 2; use config.num_seeds=1',
     ),
   ):
-    assert helpers.run(tmp_path / 'third', *arguments) == train.MISTAKE
+    assert helpers.run(tmp_path / 'third', *arguments) == signals.MISTAKE
     said = capsys.readouterr().err
     assert message in said and said.count('\n') == 1, said
     assert not (tmp_path / 'third').exists()
@@ -834,7 +835,7 @@ def test_a_signal_at_the_start_leaves_the_summary(workdir, monkeypatch):
   (workdir / 'summary.json').write_text('{"exit": "preempted", "env_steps": 5}')
   before = _files(workdir)
   _signal_at(monkeypatch, train.records, 'Recorder', 1)
-  assert helpers.run(workdir, '--resume') == train.PREEMPTED
+  assert helpers.run(workdir, '--resume') == signals.PREEMPTED
   assert _files(workdir) == before
 
 
@@ -843,7 +844,7 @@ def test_a_signal_at_the_start_keeps_the_initial_parameters(
 ):
   _signal_at(monkeypatch, train.records, 'Recorder', 1)
   new = tmp_path / 'new'
-  assert helpers.run(new, f'--init_from={original}') == train.PREEMPTED
+  assert helpers.run(new, f'--init_from={original}') == signals.PREEMPTED
   assert checkpoint.steps(str(new)) == [0]
   params = [podrl.load(x).variables.params for x in (new, original)]
   jax.tree.map(np.testing.assert_array_equal, *params)
@@ -855,19 +856,19 @@ def test_one_agent_of_several_is_not_a_run(tmp_path, monkeypatch, capfd):
   (workdir / 'summary.json').unlink()
   (workdir / 'seed_1' / 'summary.json').unlink()
   before = _files(workdir)
-  assert helpers.run(workdir / 'seed_1', '--resume') == train.MISTAKE
+  assert helpers.run(workdir / 'seed_1', '--resume') == signals.MISTAKE
   assert f'is one agent of {workdir}' in capfd.readouterr().err
   assert _files(workdir) == before
   with pytest.raises(ValueError, match='2 agents; name one'):
     podrl.load(workdir)
   new = tmp_path / 'new'
-  assert helpers.run(new, f'--init_from={workdir}') == train.MISTAKE
+  assert helpers.run(new, f'--init_from={workdir}') == signals.MISTAKE
   expected = f'2 agents; name one, for example {workdir}/seed_0'
   assert expected in capfd.readouterr().err
   with monkeypatch.context() as patch:
     _signal_at(patch, Anakin, 'advance', 1)
     init_from = f'--init_from={workdir}/seed_1'
-    assert helpers.run(new, init_from) == train.PREEMPTED
+    assert helpers.run(new, init_from) == signals.PREEMPTED
   assert checkpoint.steps(str(new))[-1] == 0
   _assert_close(
     podrl.load(new, '0').variables.params,
@@ -890,7 +891,7 @@ def test_a_full_disk_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys):
       lambda path: shutil._ntuple_diskusage(2**40, 0, next(free)),
     )
     arguments = ['--config.checkpoint.every_env_steps=64']
-    assert helpers.run(tmp_path / 'run', *arguments) == train.FAILED
+    assert helpers.run(tmp_path / 'run', *arguments) == signals.FAILED
   said = capsys.readouterr().err
   assert said.count('\n') == 1 and 'checkpoint 3 needs 1.' in said
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
@@ -907,7 +908,7 @@ def test_a_directory_that_vanishes_does_not_hide_the_failure(
     raise RuntimeError('the failure')
 
   monkeypatch.setattr(Anakin, 'advance', fail)
-  assert helpers.run(tmp_path / 'run') == train.FAILED
+  assert helpers.run(tmp_path / 'run') == signals.FAILED
   assert capsys.readouterr().err.endswith('error: RuntimeError: the failure\n')
 
 
@@ -921,7 +922,7 @@ def test_a_file_that_cannot_be_written_ends_a_run_in_one_line(
       self._file = open('/dev/full', 'a')
 
   monkeypatch.setattr(recorder, 'JsonLines', Full)
-  assert helpers.run(tmp_path / 'run') == train.FAILED
+  assert helpers.run(tmp_path / 'run') == signals.FAILED
   said = capsys.readouterr().err
   assert said.count('\n') == 1 and 'Full could not write: [Errno 28]' in said
 
@@ -973,7 +974,7 @@ def test_kill_9_loses_no_more_than_a_period(tmp_path, monkeypatch, capfd):
     '--resume',
   ]
   _signal_at(monkeypatch, Anakin, 'advance', 3)
-  assert helpers.run(workdir, *arguments) == train.PREEMPTED
+  assert helpers.run(workdir, *arguments) == signals.PREEMPTED
   said = capfd.readouterr().err  # faulthandler needs capfd's file.
   assert f'resuming after update {newest}' in said and 'skipped' not in said
   assert _newest(workdir) > newest

@@ -12,9 +12,9 @@ import pytest
 from test_resume import _HOST
 
 import podrl
+from podrl import signals
 from podrl.drivers import sebulba
 from podrl.records import checkpoint
-from podrl.run import train
 from podrl.tools import plot
 
 _NAMES = 'seed_0', 'seed_1', 'seed_2'
@@ -43,7 +43,7 @@ def test_seeds_are_runs_in_turn(is_killed, tmp_path, monkeypatch, capfd):
 
   with monkeypatch.context() as patch:
     patch.setattr(sebulba.Sebulba, 'advance', interrupted)
-    assert _run(workdir, *seeds) == train.PREEMPTED
+    assert _run(workdir, *seeds) == signals.PREEMPTED
   workdir = killed if is_killed else workdir
   assert checkpoint.steps(str(workdir / 'seed_0'))[0] == 10
   assert bool(checkpoint.steps(str(workdir / 'seed_1'))) != is_killed
@@ -127,7 +127,7 @@ def test_mistakes(finished, tmp_path, capsys):
       f'must be at most {2**32 - 2}',
     ),
   ):
-    assert _run(path, *arguments) == train.MISTAKE
+    assert _run(path, *arguments) == signals.MISTAKE
     said = capsys.readouterr().err
     assert message in said and said.count('\n') == 1
   assert not (tmp_path / 'new').exists()

@@ -18,10 +18,11 @@ import pytest
 
 import podrl
 from podrl import __main__ as cli
+from podrl import signals
 from podrl.envs import brax
 from podrl.records import workdir
 from podrl.records.terminal import podrl_command
-from podrl.run import tasks, train
+from podrl.run import loop, tasks, train
 from podrl.tools import evaluate, watch
 from podrl.types import DeviceEnv
 
@@ -110,11 +111,11 @@ def test_a_run_that_is_resumed_knows_its_environment(
   path = f'--workdir={tmp_path}/run'
   flags = [path, *_FLAGS, *(f'--config.{k}={x}' for k, x in _DEVICES.items())]
   flags.append('--config.agent.gamma=0.5')
-  monkeypatch.setattr(train._Trainer, '_loop', lambda self: False)
-  assert _run(monkeypatch, 'envpool:CartPole-v1', *flags) == train.FAILED
+  monkeypatch.setattr(loop.Trainer, '_loop', lambda self: False)
+  assert _run(monkeypatch, 'envpool:CartPole-v1', *flags) == signals.FAILED
   monkeypatch.undo()
   capsys.readouterr()
-  assert _run(monkeypatch, 'Catch-bsuite', path, '--resume') == train.MISTAKE
+  assert _run(monkeypatch, 'Catch-bsuite', path, '--resume') == signals.MISTAKE
   said = capsys.readouterr().err
   assert 'run is a run of CartPole-v1, not of Catch-bsuite: config.' in said
   assert 'config.env.name is CartPole-v1 in the run' in said
@@ -141,7 +142,7 @@ def test_a_mistake_is_one_line(
   arguments, message, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
-  assert _run(monkeypatch, *arguments) == train.MISTAKE
+  assert _run(monkeypatch, *arguments) == signals.MISTAKE
   said = capsys.readouterr().err
   assert said.startswith('error: ') and message in said
   assert said.count('\n') == 1
@@ -156,7 +157,7 @@ def test_a_deleted_current_directory_is_one_line(tmp_path, monkeypatch, capsys):
     lambda: _run(monkeypatch, 'Catch-bsuite'),
     lambda: helpers.run('a', name='anakin_catch'),
   ):
-    assert run() == train.MISTAKE
+    assert run() == signals.MISTAKE
     said = capsys.readouterr().err
     assert 'the current directory no longer exists' in said
     assert said.count('\n') == 1
@@ -288,7 +289,7 @@ def test_one_thread_at_a_time_trains(monkeypatch, capsys):
     most.append(len(running))
     time.sleep(0.2)
     running.pop()
-    return train.Outcome(train.MISTAKE, error='this is a test')
+    return train.Outcome(signals.MISTAKE, error='this is a test')
 
   monkeypatch.setattr(tasks.runs, 'execute', execute)
 
@@ -334,16 +335,16 @@ def test_a_failure_of_an_environment_is_one_line(home, monkeypatch, capfd):
   path = ['my_envs:Walk-v0', '--workdir=a', *config]
   code = _run(monkeypatch, *path, '--config.env.options.fails=True')
   said = capfd.readouterr().err
-  assert code == train.FAILED and 'Traceback' not in said
+  assert code == signals.FAILED and 'Traceback' not in said
   assert said.splitlines()[-1] == message
   # The same with the commands that load the policy.
-  assert _run(monkeypatch, *path[:1], '--workdir=b', *config) == train.DONE
+  assert _run(monkeypatch, *path[:1], '--workdir=b', *config) == signals.DONE
   walk = sys.modules['my_envs'].Walk
   make = walk.__init__
   monkeypatch.setattr(walk, '__init__', lambda self: make(self, fails=True))
   capfd.readouterr()
   for command in evaluate, watch:
-    assert command.run([command.__name__, 'b']) == train.FAILED
+    assert command.run([command.__name__, 'b']) == signals.FAILED
     said = capfd.readouterr().err
     assert said == f'{message}\n'
 
@@ -448,7 +449,7 @@ def test_a_module_without_this_environment(
 ):
   with open('my_envs.py', 'a') as file:
     file.write('def walk(): pass\n')
-  assert _run(monkeypatch, name) == train.MISTAKE
+  assert _run(monkeypatch, name) == signals.MISTAKE
   said = f'error: env.name={name} is not a gymnasium environment; '
   found = capsys.readouterr().err
   assert found.startswith(said) and found.endswith(message)
@@ -468,14 +469,14 @@ def sigint():
 def test_python_raises_a_signal_and_the_run_can_be_resumed(
   num_signals, message, sigint, tmp_path, monkeypatch
 ):
-  original = train._Trainer._add
+  original = loop.Trainer._add
 
   def interrupt(self, reports):
     for _ in range(num_signals):  # The second one acts at once.
       signal.raise_signal(signal.SIGINT)
     original(self, reports)
 
-  monkeypatch.setattr(train._Trainer, '_add', interrupt)
+  monkeypatch.setattr(loop.Trainer, '_add', interrupt)
   path = str(tmp_path / 'run')
   with pytest.raises(KeyboardInterrupt, match=f'^{message}$'):
     podrl.train('Catch-bsuite', workdir=path, config=_TINY)

@@ -13,9 +13,10 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
+from podrl import signals
 from podrl.drivers import spmd
 from podrl.records import checkpoint
-from podrl.run import build, command_line, start, train
+from podrl.run import build, command_line, loop, start, train
 
 _SCRIPTS = [x for x in helpers.EXPERIMENTS if x.name.startswith('anakin_')]
 
@@ -275,7 +276,7 @@ def test_parameters_are_bitwise_reproducible():
 def test_a_mistake_is_one_line_and_exit_code_2(
   arguments, message, tmp_path, capsys
 ):
-  assert helpers.run(tmp_path / 'run', *arguments) == train.MISTAKE
+  assert helpers.run(tmp_path / 'run', *arguments) == signals.MISTAKE
   stderr = capsys.readouterr().err
   assert message in stderr and stderr.count('\n') == 1
   assert not (tmp_path / 'run').exists()
@@ -286,7 +287,7 @@ def test_a_memory_that_does_not_fit_the_container_is_refused(
 ):
   (tmp_path / 'memory.max').write_text('1000000\n')
   monkeypatch.setattr(spmd, '_LIMIT', str(tmp_path / 'memory.max'))
-  assert helpers.run(tmp_path / 'run', '--agent=dqn') == train.MISTAKE
+  assert helpers.run(tmp_path / 'run', '--agent=dqn') == signals.MISTAKE
   # The machine's four devices share 1 MB.
   message = 'each device, which has 0.000233 GiB left; divide the capacity by'
   assert message in capsys.readouterr().err
@@ -295,12 +296,12 @@ def test_a_memory_that_does_not_fit_the_container_is_refused(
 def test_a_workdir_is_never_overwritten(tmp_path, capsys):
   assert helpers.run(tmp_path) == 0
   before = (tmp_path / 'metrics.jsonl').read_text()
-  assert helpers.run(tmp_path) == train.MISTAKE
+  assert helpers.run(tmp_path) == signals.MISTAKE
   assert 'already contains a run' in capsys.readouterr().err
   assert (tmp_path / 'metrics.jsonl').read_text() == before
   (tmp_path / 'file').write_text('')
-  assert helpers.run(tmp_path / 'file') == train.MISTAKE
-  assert helpers.run(tmp_path / 'file' / 'below') == train.MISTAKE
+  assert helpers.run(tmp_path / 'file') == signals.MISTAKE
+  assert helpers.run(tmp_path / 'file' / 'below') == signals.MISTAKE
   assert 'cannot be written' in capsys.readouterr().err
 
 
@@ -340,7 +341,7 @@ def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
     '--agent=impala',
     '--config.checkpoint.every_env_steps=64',  # Its parameters diverged.
   )
-  assert code == train.FAILED
+  assert code == signals.FAILED
   records, summary = helpers.read(tmp_path / 'run')
   said = capsys.readouterr().err
   assert summary['error'] in said and said.count('\n') == 1
@@ -464,7 +465,7 @@ def test_a_platform_that_is_not_there_is_one_line(platform):
     text=True,
     env=os.environ | {'JAX_PLATFORMS': platform, 'CUDA_VISIBLE_DEVICES': ''},
   )
-  assert outcome.returncode == train.MISTAKE
+  assert outcome.returncode == signals.MISTAKE
   assert outcome.stderr.startswith(
     f'error: JAX_PLATFORMS={platform}: JAX finds no {platform.upper()} on this '
     'machine; unset it, or use cpu'
@@ -631,13 +632,13 @@ def test_a_signal_ends_a_run_that_compiles_for_long(
 def test_the_last_evaluation_begins_after_a_checkpoint(
   tmp_path, monkeypatch, capfd
 ):
-  saved, evaluate = [], train._Trainer._evaluate
+  saved, evaluate = [], loop.Trainer._evaluate
 
   def note(self):
     saved.append(checkpoint.steps(str(tmp_path / 'run')))
     return evaluate(self)
 
-  monkeypatch.setattr(train._Trainer, '_evaluate', note)
+  monkeypatch.setattr(loop.Trainer, '_evaluate', note)
   every = '--config.eval.every_env_steps=192'  # After 3 and 6 of 8 updates.
   assert helpers.run(tmp_path / 'run', every) == 0
   # Only the first evaluation compiles, and the last one may be lost.

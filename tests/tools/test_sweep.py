@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 import podrl
+from podrl import signals
 from podrl.drivers.anakin import Anakin
-from podrl.run import train
 from podrl.run.command_line import apply_overrides
 from podrl.run.config import base_config, sebulba_config
 from podrl.tools import experiments, sweep
@@ -113,7 +113,7 @@ def test_a_sweep_resumes_bit_for_bit(tmp_path, monkeypatch, capfd):
 
   with monkeypatch.context() as patch:
     patch.setattr(Anakin, 'advance', interrupted)
-    assert _sweep(tmp_path / 'cut', *axes) == train.PREEMPTED
+    assert _sweep(tmp_path / 'cut', *axes) == signals.PREEMPTED
   out = capfd.readouterr().out
   command = next(x for x in out.splitlines() if '--resume' in x)
   assert f'podrl sweep {_CATCH}' in command and '--seeds' not in command
@@ -347,7 +347,7 @@ def test_a_population_evolves_and_resumes_bit_for_bit(
 
   with monkeypatch.context() as patch:
     patch.setattr(Anakin, 'advance', interrupted)
-    assert _sweep(tmp_path / 'cut', *_EVOLVING) == train.PREEMPTED
+    assert _sweep(tmp_path / 'cut', *_EVOLVING) == signals.PREEMPTED
   assert '--evolve_every=128' in capfd.readouterr().out
   assert _sweep(tmp_path / 'cut', *_EVOLVING, '--resume') == 0
   again = json.loads((tmp_path / 'cut' / 'population.json').read_text())
