@@ -18,7 +18,7 @@ import jax
 from podrl.agents import ACTOR_CRITICS
 from podrl.messages import format_size
 from podrl.records.terminal import compact
-from podrl.run import targets
+from podrl.run import lowering
 from podrl.tools import compile
 
 _DOCS = pathlib.Path(__file__).parent
@@ -57,7 +57,7 @@ def _experiments() -> list[tuple[str, str]]:
 
 def _compile(name: str, agent: str, variant: str, target_name: str) -> Row:
   """Compiles one experiment for one target."""
-  target = targets.parse(target_name)
+  target = lowering.parse(target_name)
   path = str(_DOCS.parent / 'experiments' / f'{name}.py')
   flags = [f'--agent={agent}', f'--variant={variant}']
   if num_envs := _NUM_ENVS.get((target_name, agent, variant)):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
   from podrl.run.loop import OnRecord
   from podrl.run.policy import Policy
-  from podrl.run.tasks import Trained
+  from podrl.run.train import Trained
   from podrl.types import DeviceEnv
 
 
@@ -87,9 +87,9 @@ def train(
     KeyboardInterrupt: after Ctrl-C. The run is saved first.
     SystemExit: with code 75, after SIGTERM. The run is saved first.
   """
-  from podrl.run import tasks
+  from podrl.run import train as implementation
 
-  return tasks.train(
+  return implementation.train(
     name,
     agent,
     steps,

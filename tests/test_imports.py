@@ -29,7 +29,7 @@ _ONLY = {
     'drivers/',
     'run/cluster',
     'signals',
-    'run/tasks',
+    'run/train',
     'records/',
   ),
   'shard_map': ('drivers/spmd',),

@@ -1,27 +1,43 @@
-"""Chooses settings for a kind of environment; the user gives only a name.
+"""Makes the configuration for an environment of which the user gives a name.
 
 The specification and the suite of an environment determine its kinds. No
 environment has special settings.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+import functools
 import math
+import sys
 
 import jax
 from ml_collections import ConfigDict
+import numpy as np
 
+from podrl.core.distributions import LARGEST_BOUND
 from podrl.drivers import spmd
-from podrl.envs import SUITES, Task
+from podrl.envs import SUITES, Task, find_task
+from podrl.messages import check_choice
 from podrl.networks.torsos import image_sizes
+from podrl.records import workdir as files
+from podrl.records.terminal import podrl_command
+from podrl.run import build, cluster
+from podrl.run.command_line import (
+  CommandLine,
+  apply_overrides,
+  parse_command_line,
+)
 from podrl.run.config import (
   FIELDS,
   base_config,
   change,
+  check_trust,
   sebulba_config,
   settings_of_kinds,
 )
 from podrl.types import Box, EnvSpec
 
+# With less than this part of the usual steps, an agent may not begin to learn.
+_FEW_STEPS = 0.2
 _LARGE_SIDE = 36  # Images of this size or more are large, like Atari's.
 _SPARSE_SIDE = 16  # From this size on, an MLP reads images of zeros and ones.
 
@@ -86,3 +102,103 @@ def make_config(task: Task, agent: str, spec: EnvSpec) -> ConfigDict:
   config = base(task, agent)
   specialise(config, spec)
   return config
+
+
+def parse(
+  arguments: Sequence[str],
+) -> tuple[Callable[..., ConfigDict], CommandLine]:
+  """Parses the arguments of `podrl train`; raises a ValueError for a mistake.
+
+  Returns:
+    The function `get_config` for the environment in the arguments, and the
+    command line.
+  """
+  argv = ['podrl train', *arguments]
+  command_line = parse_command_line(argv, has_task=True)
+  command_line = command_line._replace(command=f'{podrl_command()} train')
+  return functools.partial(_get_config, command_line), command_line
+
+
+def _find_task(command_line: CommandLine) -> tuple[Task, ConfigDict]:
+  """Returns the environment, and the saved `env` fields of a resumed run."""
+  text, values = command_line.task, command_line.flags
+  saved = ConfigDict()
+  if values.resume and files.is_run(values.workdir):
+    config = files.read_config(values.workdir)
+    is_named = bool(text)
+    check_trust(
+      values.workdir, config, values.trust, {'env.name'} if is_named else ()
+    )
+    saved = config.env
+    if text in ('', saved.name, f'{saved.suite}:{saved.name}'):
+      return Task(saved.suite, saved.name), saved
+  if not text and values.resume and values.workdir:
+    raise ValueError(
+      f'--workdir={files.short(values.workdir)} contains no run to resume, '
+      'because it has no config.json; check the path'
+    )
+  if not text:
+    raise ValueError(
+      'give the name of an environment, as in podrl train CartPole-v1; the '
+      'command podrl envs lists the names'
+    )
+  return find_task(text), saved
+
+
+def _get_config(
+  command_line: CommandLine, agent: str, variant: str
+) -> ConfigDict:
+  """Makes the configuration for an environment and an agent."""
+  check_choice('variant', variant, ('',))
+  task, saved = _find_task(command_line)
+  config = base(task, agent)
+  config.env.options.update(saved.get('options', {}))
+  config.env.path = saved.get('path', '')
+  chosen = apply_overrides(config, command_line.overrides)
+  # `make_spec` uses devices, so JAX must be set up first.
+  build.set_up_jax(config, cluster.num_processes())
+  if task.note and jax.process_index() == 0:
+    print(task.note, file=sys.stderr)
+  spec = build.make_spec(config)
+  usual = specialise(config, spec, chosen)
+  steps = config.total_env_steps if 'total_env_steps' in chosen else usual
+  warnings = _warnings(task, config, spec, steps, usual)
+  if jax.process_index() == 0 and not saved:
+    for warning in warnings:
+      print(f'warning: {warning}', file=sys.stderr)
+  return config
+
+
+def _warnings(
+  task: Task, config: ConfigDict, spec: EnvSpec, steps: int, usual: int
+) -> list[str]:
+  """Returns why a run may not learn.
+
+  Args:
+    config: the settings for the task.
+    spec: describes the environment.
+    steps: the environment steps of the run.
+    usual: those that the agent has by default.
+  """
+  found, agent = [], config.agent.name
+  if steps < _FEW_STEPS * usual:
+    found.append(
+      f'{steps:,} steps are few: for a task of this kind, {agent} has '
+      f'{usual:,} by default'
+    )
+  if isinstance(spec.action, Box):
+    bounds = np.abs(np.stack([spec.action.low, spec.action.high]))
+    far = bounds[np.isfinite(bounds) & (bounds >= LARGEST_BOUND)]
+    # The largest float of a dtype means that there is no bound.
+    if far.size and (largest := far.min()) < 1e30:
+      found.append(
+        f'the bound {largest:g} of the actions counts as infinite; let the '
+        f'environment scale actions from bounds below {LARGEST_BOUND:g}'
+      )
+  needs_memory = SUITES[task.suite].needs_memory(task.name)
+  if needs_memory and 'recurrent' not in config.network:
+    found.append(
+      f'{task.name} needs a memory, which {agent} does not have; use '
+      '--agent=ppo or --agent=r2d2'
+    )
+  return found

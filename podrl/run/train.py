@@ -1,15 +1,22 @@
-"""Runs experiments: the entry point `run(get_config, argv)`."""
+"""Trains: `podrl.train`, and `podrl.main` with `run(get_config, argv)`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import functools
+import inspect
+import os
 import sys
+import threading
 import time
+from typing import Any, NamedTuple
 
+from absl import logging
 import jax
 from ml_collections import ConfigDict
+import numpy as np
 
-from podrl.agents import sgd_steps_per_update
+from podrl.agents import AGENTS, sgd_steps_per_update
+from podrl.envs import functions
 from podrl.fields import flatten
 from podrl.messages import (
   count,
@@ -19,8 +26,8 @@ from podrl.messages import (
 from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records
 from podrl.records.terminal import Terminal
-from podrl.records.workdir import WriteError
-from podrl.run import build
+from podrl.records.workdir import Record, WriteError
+from podrl.run import build, defaults, policy
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
 from podrl.run.command_line import CommandLine, parse_command_line, print_help
@@ -36,10 +43,12 @@ from podrl.run.start import Files, resolve_config
 from podrl.signals import (
   DONE,
   FAILED,
+  INTERRUPTED,
   MISTAKE,
+  PREEMPTED,
   Signals,
 )
-from podrl.types import Variables
+from podrl.types import DeviceEnv, Variables
 
 # Prefixes of the fields that decide which parameters an agent has.
 _SHAPING = (
@@ -49,6 +58,35 @@ _SHAPING = (
   'env.name',
   'env.options',
 )
+
+
+# A run changes these settings of the whole process, and the verbosity of absl's
+# logs; `train` restores them.
+_JAX_SETTINGS = (
+  'jax_enable_x64',
+  'jax_cpu_enable_async_dispatch',
+  'jax_enable_compilation_cache',
+  'jax_compilation_cache_dir',
+  'jax_persistent_cache_min_compile_time_secs',
+  'jax_persistent_cache_min_entry_size_bytes',
+)
+
+# So only one thread at a time can train.
+_training = threading.RLock()
+
+
+class Trained(NamedTuple):
+  """A finished run.
+
+  Attributes:
+    policy: the trained policy; with several agents, the first agent's policy.
+    records: the records of `metrics.jsonl`.
+    workdir: the run's directory.
+  """
+
+  policy: policy.Policy
+  records: list[Record]
+  workdir: str
 
 
 def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
@@ -282,3 +320,92 @@ def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
       if k.startswith(_SHAPING) and k in there and there[k] != x
     ]
     raise ValueError('; '.join([str(error), *differing])) from error
+
+
+def _name_of(env: Any) -> str:
+  """Returns the name of an environment that is an object of this program."""
+  if functions.makes_device_env(env) and '.' not in env.__qualname__:
+    return f'jax:{env.__module__}:{env.__name__}'
+  kind = env.__name__ if isinstance(env, type) else type(env).__name__
+  if inspect.isfunction(env):
+    raise ValueError(
+      f'podrl.train takes the function {kind} only if it makes a DeviceEnv: '
+      f'write def {env.__name__}(...) -> DeviceEnv, in a module'
+    )
+  raise ValueError(
+    f"podrl.train takes the name of an environment, such as 'CartPole-v1', or "
+    'a function of a module that is annotated with -> DeviceEnv, but not this '
+    f"{kind}; register a gymnasium class with gymnasium.register('Mine-v0', "
+    "Mine), then call podrl.train('gymnasium:Mine-v0')"
+  )
+
+
+def train(
+  name: str | Callable[..., DeviceEnv],
+  agent: str,
+  steps: float | None,
+  seed: int,
+  seeds: int,
+  workdir: str | os.PathLike | None,
+  resume: bool,
+  config: Mapping[str, Any],
+  trust: bool = False,
+  on_record: OnRecord | None = None,
+) -> Trained:
+  """Trains an agent in an environment; see `podrl.train`."""
+  if not isinstance(name, str):
+    name = _name_of(name)
+  if not isinstance(agent, str):
+    raise ValueError(f'agent={agent!r} must be one of {", ".join(AGENTS)}')
+  workdir = None if workdir is None else os.fspath(workdir)
+  options = {'agent': agent, 'steps': steps, 'workdir': workdir}
+  options |= {'seed': seed or None, 'seeds': seeds if seeds != 1 else None}
+  arguments = [name, *(['--resume'] if resume else ())]
+  arguments += ['--trust'] if trust else []
+  arguments += [f'--{k}={x}' for k, x in options.items() if x is not None]
+  for field, value in config.items():
+    if isinstance(value, np.generic | np.ndarray):
+      value = value.tolist()
+    # The type of an option is unknown, so quotes must mark a string.
+    text = repr(value) if field.startswith('env.options.') else value
+    arguments.append(f'--config.{field}={text}')
+  if not _training.acquire(blocking=False):
+    print(
+      f'{name}: this run waits for the run of another thread', file=sys.stderr
+    )
+    _training.acquire()
+  try:
+    with policy.in_32_bits():
+      return _train(arguments, on_record)
+  finally:
+    _training.release()
+
+
+def _train(arguments: Sequence[str], on_record: OnRecord | None) -> Trained:
+  """Trains an agent with the arguments of `podrl train`."""
+  get_config, command_line = defaults.parse(arguments)
+  # Some settings are not attributes of `jax.config`.
+  before = {x: jax.config.values[x] for x in _JAX_SETTINGS}
+  verbosity = logging.get_verbosity()
+  try:
+    outcome = execute(
+      get_config, command_line, is_guest=True, on_record=on_record
+    )
+  finally:
+    for setting, value in before.items():
+      jax.config.update(setting, value)
+    logging.set_verbosity(verbosity)
+  if outcome.exit_code == MISTAKE:
+    raise ValueError(outcome.error)
+  if outcome.exit_code == FAILED:
+    raise RuntimeError(outcome.error) from outcome.cause
+  if outcome.exit_code == INTERRUPTED:
+    raise KeyboardInterrupt(f'the run is saved in {outcome.workdir}')
+  if outcome.exit_code == PREEMPTED:
+    raise SystemExit(PREEMPTED)
+  return Trained(
+    # The run has used this configuration, and has written it.
+    policy.load(outcome.workdir, seed=0, trust=True),
+    workdir.read_records(outcome.workdir),
+    outcome.workdir,
+  )

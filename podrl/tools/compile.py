@@ -44,10 +44,10 @@ from podrl.envs import find_task
 from podrl.messages import check_choice, format_size, three_digits
 from podrl.records import workdir
 from podrl.records.terminal import compact
-from podrl.run import build, defaults, targets
+from podrl.run import build, defaults, lowering
 from podrl.run.command_line import apply_overrides, parse_command_line
 from podrl.run.devices import Machine
-from podrl.run.targets import Chip, Program, Target, all_reduce_seconds
+from podrl.run.lowering import Chip, Program, Target, all_reduce_seconds
 from podrl.tools import experiments
 
 # Scopes of the programs, then all other instructions.
@@ -421,7 +421,7 @@ def compile_for(
   Raises:
     ValueError: for a user's mistake, or if the run needs too much memory.
   """
-  machine = machine or targets.make_machine(target)
+  machine = machine or lowering.make_machine(target)
   try:
     return compile_once(config, target, machine)
   except TooLarge as error:
@@ -439,7 +439,7 @@ def compile_once(
   config: ConfigDict, target: Target, machine: Machine
 ) -> tuple[Report, dict[str, str]]:
   """Compiles like `compile_for`; raises `TooLarge` if the run does not fit."""
-  lowered = targets.lower(config, machine)
+  lowered = lowering.lower(config, machine)
   analyses, texts = {}, {}
   for name, program in lowered.programs.items():
     start = time.perf_counter()
@@ -610,7 +610,7 @@ def set_up_process(all_targets: Sequence[Target]) -> None:
   """Loads the compilers of the targets; the process itself uses only a CPU."""
   jax.config.update('jax_platforms', 'cpu')
   for target in all_targets:
-    targets.make_machine(target)
+    lowering.make_machine(target)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)  # libtpu would print a stack.
 
 
@@ -618,7 +618,7 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Compiles for each target; prints, writes and draws the reports."""
   if not values.target:
     raise ValueError('--target is empty; try --target=v5e-16')
-  all_targets = [targets.parse(x) for x in values.target]
+  all_targets = [lowering.parse(x) for x in values.target]
   set_up_process(all_targets)
   console = Console(highlight=False, markup=False)
   if values.out:

@@ -27,8 +27,8 @@ from rich.table import Table
 from podrl import tools
 from podrl.messages import check_choice
 from podrl.records.terminal import compact
-from podrl.run import targets
-from podrl.run.targets import CHIPS, Target, all_reduce_seconds
+from podrl.run import lowering
+from podrl.run.lowering import CHIPS, Target, all_reduce_seconds
 from podrl.tools.compile import (
   REDUCE,
   Report,
@@ -62,13 +62,13 @@ class Row(NamedTuple):
 def find_target(kind: str, num_cores: int) -> Target | None:
   """Returns the target with this number of cores; None if there is none."""
   chip = CHIPS[kind]
-  sizes = targets.sizes(chip)
+  sizes = lowering.sizes(chip)
   size = num_cores * chip.size_of_chip // chip.devices_of_chip
   slices = max(1, size // sizes[-1])
   if size // slices not in sizes:
     return None
   name = f'{kind}{"-" if chip.clock else ":"}{size // slices}'
-  return targets.parse(name if slices == 1 else f'{slices}x{name}')
+  return lowering.parse(name if slices == 1 else f'{slices}x{name}')
 
 
 def predict(

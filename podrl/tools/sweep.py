@@ -44,7 +44,7 @@ from podrl.messages import check_choice, count
 from podrl.records import workdir
 from podrl.records.merging import bootstrap
 from podrl.records.terminal import podrl_command
-from podrl.run import build, tasks, train
+from podrl.run import build, defaults, train
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
 from podrl.run.command_line import (
@@ -297,7 +297,7 @@ def draw(results: Sequence[Result], title: str, path: str) -> None:
 def _experiment(
   argv: Sequence[str], own: Collection[str] = ()
 ) -> tuple[Callable[..., ConfigDict], CommandLine]:
-  """Parses the arguments of a training command; see `tasks.parse`.
+  """Parses the arguments of a training command; see `defaults.parse`.
 
   Hints may name the flags `own`.
   """
@@ -305,7 +305,7 @@ def _experiment(
   if command_line.task.endswith('.py'):
     get_config = experiments.load_experiment(command_line.task)
   else:
-    get_config, command_line = tasks.parse(argv[1:])
+    get_config, command_line = defaults.parse(argv[1:])
   command = f'{podrl_command()} sweep {shlex.quote(command_line.task)}'
   return get_config, command_line._replace(command=command)
 

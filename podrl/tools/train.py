@@ -15,7 +15,7 @@ import sys
 
 from podrl.messages import printable
 from podrl.records.terminal import print_text
-from podrl.run import tasks, train
+from podrl.run import defaults, train
 from podrl.run.command_line import print_help
 from podrl.signals import DONE, MISTAKE
 
@@ -23,7 +23,7 @@ from podrl.signals import DONE, MISTAKE
 def run(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit code; see `train.run`."""
   try:
-    get_config, command_line = tasks.parse(argv[1:])
+    get_config, command_line = defaults.parse(argv[1:])
     if not command_line.flags.help:
       return train.run_to_exit(get_config, command_line)
     print_text(__doc__)

@@ -18,7 +18,7 @@ from podrl import modules
 from podrl.messages import printable
 from podrl.records import workdir
 from podrl.records.recorder import JsonLines
-from podrl.run import build, start, tasks, train
+from podrl.run import build, defaults, start, train
 from podrl.run import config as configs
 from podrl.run.config import base_config, check_trust, sebulba_config
 from podrl.tools import balance, evaluate, plot, watch
@@ -322,7 +322,7 @@ def test_an_opponent_imports_nothing(name, home):
 
 
 def test_process_0_decides_for_all(run, monkeypatch):
-  get_config, command_line = tasks.parse([f'--workdir={run}', '--resume'])
+  get_config, command_line = defaults.parse([f'--workdir={run}', '--resume'])
   # Another process may have another key.
   monkeypatch.setenv('XDG_STATE_HOME', str(run.parent / 'other'))
   with pytest.raises(ValueError, match='add --trust'):

@@ -16,7 +16,7 @@ import sebulba_cartpole
 
 from podrl.core import memory
 from podrl.drivers import spmd
-from podrl.run import build, devices, targets
+from podrl.run import build, devices, lowering
 from podrl.run.command_line import parse_command_line
 from podrl.tools import compile, experiments
 from podrl.tools.compile import Collective
@@ -91,16 +91,16 @@ _TEXT = textwrap.dedent("""\
 
 
 def _program(calls=1, num_devices=4, num_updates=1):
-  return targets.Program(None, num_devices, calls, num_updates)
+  return lowering.Program(None, num_devices, calls, num_updates)
 
 
 def test_cycles_are_summed_by_part():
-  target = targets.parse('v5e-4')
+  target = lowering.parse('v5e-4')
   found = compile.analyse(_TEXT, _program(), target)
   collectives, cycles, seconds, slowest = found
   assert cycles == 1000 + 5 * (100 + 2) + 30 + 3
   in_cycles = {k: round(x * 1.5e9) for k, x in seconds.items()}
-  reducing = targets.all_reduce_seconds(24, 4, target.chip)
+  reducing = lowering.all_reduce_seconds(24, 4, target.chip)
   assert seconds['all-reduce'] == pytest.approx(reducing)
   del in_cycles['all-reduce']
   assert in_cycles == {
@@ -122,7 +122,7 @@ def test_cycles_are_summed_by_part():
 def test_a_program_of_a_step_counts_often():
   program = _program(calls=20)
   collectives, cycles, *_ = compile.analyse(
-    _TEXT, program, targets.parse('v5e-4')
+    _TEXT, program, lowering.parse('v5e-4')
   )
   assert cycles == 20 * 1543 and collectives[0].times == 20
 
@@ -131,7 +131,7 @@ def test_what_a_call_does_once_counts_little_in_one_of_its_updates():
   copy = '%c.2 = f32[8] copy(%p), backend_config={"estimated_cycles":"400"}'
   text = _TEXT.replace('  ROOT %outer', f'  {copy}\n  ROOT %outer')
   program = _program(num_updates=100)
-  found = compile.analyse(text, program, targets.parse('v5e-4'))
+  found = compile.analyse(text, program, lowering.parse('v5e-4'))
   collectives, cycles, seconds, _ = found
   assert cycles == 1543 + 400 // 100 and collectives[0].times == 1
   assert seconds['rest'] == pytest.approx(4 / 1.5e9)
@@ -171,7 +171,7 @@ def test_a_gpu_has_a_roofline():
         ROOT %copy = f32[512,256]{1,0} copy(%fusion)
       }
       """)
-  chip = targets.CHIPS['h100']
+  chip = lowering.CHIPS['h100']
   module = compile.parse(text)
   runs = list(compile.walk(module))
   *_, product, copy = runs
@@ -191,7 +191,7 @@ def test_a_gpu_has_a_roofline():
 
 
 def _compile(config, name):
-  target = targets.parse(name)
+  target = lowering.parse(name)
   with spmd.compiling_for(target.platform):
     return compile.compile_for(config, target)
 
@@ -224,7 +224,7 @@ def test_anakin_compiles_for_a_tpu_slice():
 @_needs_libtpu
 def test_the_members_of_a_sweep_compile_for_a_tpu_slice():
   arguments = ['Catch-bsuite', '--config.env.num_envs=16', '--agent=impala']
-  target = targets.parse('v3-16')
+  target = lowering.parse('v3-16')
   compile.set_up_process([target])
   _, report, _ = compile.compile_command(arguments, target, False, 32)
   _, one, _ = compile.compile_command(arguments, target, False, 0)
@@ -259,10 +259,10 @@ def test_sebulba_compiles_for_a_tpu_slice():
 
 @_needs_libtpu
 def test_the_compiler_says_how_much_memory_is_missing():
-  config, target = anakin_catch.get_config('impala'), targets.parse('v5e-1')
+  config, target = anakin_catch.get_config('impala'), lowering.parse('v5e-1')
   config.env.num_envs = 2**23
   with spmd.compiling_for('tpu'):
-    lowered = targets.lower(config, targets.make_machine(target))
+    lowered = lowering.lower(config, lowering.make_machine(target))
     # One call makes all updates until the next record.
     assert lowered.programs['train'].num_updates == config.log.every_updates > 1
     with pytest.raises(compile.TooLarge) as caught:
@@ -293,7 +293,7 @@ def test_a_tpu_does_not_convert_the_whole_memory():
     return jax.lax.scan(add_product, jnp.zeros((3, 3)), keys)[0]
 
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
-  device, *_ = targets.make_machine(targets.parse('v5e-1')).devices
+  device, *_ = lowering.make_machine(lowering.parse('v5e-1')).devices
   sharding = jax.sharding.SingleDeviceSharding(device)
   with spmd.compiling_for('tpu'):
     program = jax.jit(products, in_shardings=sharding).lower(state, keys)
@@ -319,7 +319,7 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
   config.unroll_length, config.num_devices, config.env.num_envs = 1, 4, 2**18
   machine = devices.Machine(jax.devices(), 0, 1)
   with spmd.compiling_for('tpu'), pytest.raises(ValueError) as caught:
-    compile.compile_for(config, targets.parse('v5e-4'), machine, factor=4)
+    compile.compile_for(config, lowering.parse('v5e-4'), machine, factor=4)
   message, _, fits = str(caught.value).rpartition('; ')
   assert message == (
     'config.env.num_envs=65536 does not fit on v5e-4: a core has 16 GiB but '

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from podrl.run import targets
+from podrl.run import lowering
 from podrl.tools import scaling
 from podrl.tools.compile import PARTS, REDUCE, Analysis, Collective, Report
 
@@ -44,7 +44,7 @@ def _report(num_devices, seconds):
 
 
 def test_times_between_compiled_numbers_are_interpolated():
-  all_targets = {n: targets.parse(f'v5e-{n}') for n in (1, 4, 16)}
+  all_targets = {n: lowering.parse(f'v5e-{n}') for n in (1, 4, 16)}
   reports = {1: _report(1, 0.2), 16: _report(16, 0.4)}
   one, four, sixteen = scaling.predict(reports, all_targets)
   assert (one.num_cores, one.all_reduce) == (1, 0)
@@ -74,13 +74,13 @@ def test_several_cores_act_and_learn_at_the_same_time():
     overlaps, steps = num_devices > 1, 100 * num_devices
     return Report('', num_devices, 8, programs, steps, 1, overlaps, [])
 
-  all_targets = {n: targets.parse(f'v5e-{n}') for n in (1, 4, 16)}
+  all_targets = {n: lowering.parse(f'v5e-{n}') for n in (1, 4, 16)}
   reports = {1: report(1, 1, 1), 16: report(16, 4, 12)}
   one, four, _ = scaling.predict(reports, all_targets)
   assert one.seconds == pytest.approx(0.2 + 0.3)
   # Three learners send 2 x 2/3 x 4 MB.
   assert four.all_reduce == pytest.approx(
-    scaling.all_reduce_seconds(4_000_000, 3, targets.CHIPS['v5e']) * 10
+    scaling.all_reduce_seconds(4_000_000, 3, lowering.CHIPS['v5e']) * 10
   )
   assert four.seconds == pytest.approx(0.3 + four.all_reduce)
 

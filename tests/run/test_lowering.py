@@ -2,10 +2,10 @@
 
 import pytest
 
-from podrl.run import targets
+from podrl.run import lowering
 
 # A ring of 4 chips has 8 GB/s and hops of 0.25 s; 2 GB/s connect two rings.
-_CHIP = targets.CHIPS['v5e']._replace(
+_CHIP = lowering.CHIPS['v5e']._replace(
   link_bandwidth=8,
   torus_dims=1,
   pod_size=4,
@@ -34,18 +34,18 @@ _CHIP = targets.CHIPS['v5e']._replace(
   ],
 )
 def test_names(name, num_devices, pod_size, shape):
-  target = targets.parse(name)
+  target = lowering.parse(name)
   assert target.num_devices == num_devices
   assert target.chip.pod_size == pod_size
   if shape:
     dims = target.chip.torus_dims
-    assert targets.slice_shape(target.num_chips, dims) == shape
+    assert lowering.slice_shape(target.num_chips, dims) == shape
 
 
 def test_an_all_reduce_in_a_ring():
   # 2 x 3/4 x 16 GB at 8 GB/s take 3 s; 2 x 3 hops of 0.25 s take 1.5 s.
-  assert targets.all_reduce_seconds(16e9, 4, _CHIP) == pytest.approx(4.5)
-  assert targets.all_reduce_seconds(16e9, 1, _CHIP) == 0
+  assert lowering.all_reduce_seconds(16e9, 4, _CHIP) == pytest.approx(4.5)
+  assert lowering.all_reduce_seconds(16e9, 1, _CHIP) == 0
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_an_all_reduce_in_a_ring():
 )
 def test_hops_of_64_devices(torus_dims, num_hops):  # 8 x 8, 4 x 4 x 4, 2^6.
   chip = _CHIP._replace(torus_dims=torus_dims, pod_size=64)
-  assert targets.all_reduce_seconds(0, 64, chip) == pytest.approx(
+  assert lowering.all_reduce_seconds(0, 64, chip) == pytest.approx(
     0.25 * num_hops
   )
 
@@ -62,6 +62,6 @@ def test_hops_of_64_devices(torus_dims, num_hops):  # 8 x 8, 4 x 4 x 4, 2^6.
 def test_an_all_reduce_between_pods():
   # The ring takes 4.5 s, as above. Between two pods, a device sends 2 x 1/2 x
   # 16/4 GB at 2 GB/s, which takes 2 s. A tree of two has 2 hops of 3 s.
-  assert targets.all_reduce_seconds(16e9, 8, _CHIP) == pytest.approx(
+  assert lowering.all_reduce_seconds(16e9, 8, _CHIP) == pytest.approx(
     4.5 + 2 + 6
   )

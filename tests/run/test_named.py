@@ -22,7 +22,7 @@ from podrl import signals
 from podrl.envs import brax
 from podrl.records import workdir
 from podrl.records.terminal import podrl_command
-from podrl.run import loop, tasks, train
+from podrl.run import build, defaults, loop, train
 from podrl.tools import evaluate, watch
 from podrl.types import DeviceEnv
 
@@ -178,7 +178,7 @@ def test_numbers_of_numpy_are_numbers(monkeypatch):
     texts.extend(arguments)
     raise ValueError('parsed')
 
-  monkeypatch.setattr(tasks, 'parse', parse)
+  monkeypatch.setattr(defaults, 'parse', parse)
   config = {'env.options.g': np.float64(0.5), 'agent.gamma': np.float32(0.5)}
   with pytest.raises(ValueError, match='parsed'):
     podrl.train('Pendulum-v1', config=config)
@@ -197,7 +197,7 @@ def test_help_lists_the_fields_of_the_kind(monkeypatch, capsys):
 
 def test_a_resume_command_repeats_the_agent_and_the_fields():
   arguments = ['Catch-bsuite', '--agent=impala', '--seed=3', '--workdir=a']
-  _, command_line = tasks.parse([*arguments, '--config.unroll_length', '8'])
+  _, command_line = defaults.parse([*arguments, '--config.unroll_length', '8'])
   command = f"{podrl_command()} train '--workdir=my run' --resume"
   assert command_line.resume('my run') == (
     f'{command} --agent=impala --config.unroll_length=8 --config.seed=3'
@@ -291,7 +291,7 @@ def test_one_thread_at_a_time_trains(monkeypatch, capsys):
     running.pop()
     return train.Outcome(signals.MISTAKE, error='this is a test')
 
-  monkeypatch.setattr(tasks.runs, 'execute', execute)
+  monkeypatch.setattr(train, 'execute', execute)
 
   def call():
     both.wait()
@@ -429,7 +429,7 @@ def test_python_says_which_objects_it_accepts(home, monkeypatch):
   with pytest.raises(TypeError, match='not int'):
     podrl.train('Catch-bsuite', workdir=5)
   seen = []
-  monkeypatch.setattr(tasks, 'parse', lambda x: seen.append(x) or 1 / 0)
+  monkeypatch.setattr(defaults, 'parse', lambda x: seen.append(x) or 1 / 0)
   with pytest.raises(ZeroDivisionError):
     podrl.train(brax.make)
   assert seen[0][0] == 'jax:podrl.envs.brax:make'
@@ -545,8 +545,8 @@ def test_the_folder_of_the_clone_does_not_shadow_the_package(tmp_path):
 def test_a_run_that_may_not_learn_says_so(
   arguments, expected, monkeypatch, capsys
 ):
-  monkeypatch.setattr(tasks.build, 'set_up_jax', lambda *_: None)
-  get_config, command_line = tasks.parse(arguments)
+  monkeypatch.setattr(build, 'set_up_jax', lambda *_: None)
+  get_config, command_line = defaults.parse(arguments)
   get_config(command_line.flags.agent, '')
   said = capsys.readouterr().err
   assert (expected in said) if expected else said == ''
@@ -565,6 +565,6 @@ def test_a_run_that_may_not_learn_says_so(
   ],
 )
 def test_each_agent_has_its_own_budget(name, agent, expected, monkeypatch):
-  monkeypatch.setattr(tasks.build, 'set_up_jax', lambda *_: None)
-  get_config, _ = tasks.parse([name])
+  monkeypatch.setattr(build, 'set_up_jax', lambda *_: None)
+  get_config, _ = defaults.parse([name])
   assert get_config(agent, '').total_env_steps == expected
