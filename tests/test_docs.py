@@ -131,7 +131,8 @@ def test_the_parts_of_the_page_work_together(tmp_path, monkeypatch):
   )
   exec(compile(last, 'parts.md', 'exec'), {})
   records = outcomes[0].records
-  assert records[-1]['eval_return'] >= 475 > records[-2]['eval_return']
+  *others, last = [x['eval_return'] for x in records if 'eval_return' in x]
+  assert last >= 475 and all(x < 475 for x in others)
   assert records[-1]['env_steps'] < 1_900_000  # It planned 2 million.
   assert 'return_per_step' in records[-1]
 
@@ -248,7 +249,7 @@ def test_the_adapters_of_other_suites_tell_a_time_limit_apart(monkeypatch):
 def test_every_example_is_tested():
   tested = {'README.md', 'first-run.md', 'environment.md', 'agent.md'}
   tested |= {'policy.md', 'getting-started.md', 'q-learning.md'}
-  tested.add('environments.md')
+  tested |= {'environments.md', 'parts.md'}
   assert {page.name for page in _PAGES if _code(page)} == tested
 
 

@@ -311,6 +311,11 @@ def hyperparams(
     'num_updates': num_updates,
     'num_envs': config.env.num_envs,
   }
+  if unknown := sorted(variables.hyperparams.keys() - known.keys()):
+    raise ValueError(
+      f'the agent {config.agent.name} has the hyperparameter {unknown[0]}, '
+      'which is not one of its changeable fields; see podrl.fields.Field'
+    )
   values = {name: known[name] for name in variables.hyperparams}
   values['anneal_steps'] = max(1, num_updates * sgd_steps_per_update(fields))
   return {name: np.asarray(value, np.float32) for name, value in values.items()}
