@@ -90,8 +90,8 @@ def specialise(
   found = kinds(task, spec, spmd.platform())
   settings = settings_of_kinds(config, found)
   if 'large image on a CPU' in found:
-    for name, option in SUITES[task.suite].small_options(task.name).items():
-      config.env.options.setdefault(name, option)
+    options = SUITES[task.suite].small_options(task.name)
+    config.env.options.update(options | config.env.options.to_dict())
   usual = settings.get('total_env_steps', FIELDS['total_env_steps'].default)
   change(config, {k: x for k, x in settings.items() if k not in chosen})
   return usual

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from podrl.agents import AGENTS
+from podrl.core import optimizers
 from podrl.envs import SUITES, Task
 from podrl.run import defaults, devices
-from podrl.run.config import check
+from podrl.run.config import KINDS, all_fields, check, make_table
 from podrl.types import Box, Discrete, EnvSpec
 
 
@@ -121,6 +122,29 @@ def test_the_settings_of_each_kind_fit_each_agent(agent):
     check(defaults.make_config(Task(suite, 'Pong-v5'), agent, spec))
   task = Task('gymnax', 'MemoryChain-bsuite')
   check(defaults.make_config(task, agent, _spec(_VECTOR)))
+
+
+@pytest.mark.parametrize('agent', AGENTS)
+def test_every_setting_of_a_kind_is_a_field(agent):
+  entry = AGENTS[agent]
+  known = make_table(agent, 'Sebulba').keys() | make_table(agent, 'Anakin')
+  assert entry.kinds.keys() <= KINDS.keys()
+  for kind, settings in entry.kinds.items():
+    optimizer = settings.get('optimizer.name', 'adam')
+    assert settings.keys() <= known | optimizers.find(optimizer).fields, kind
+  everything = all_fields()
+  assert all(x.keys() <= everything.keys() for x in KINDS.values())
+
+
+def test_a_choice_of_the_user_stays():
+  config = defaults.base(Task('envpool', 'Pong-v5'), 'impala')
+  config.env.options.img_height, config.agent.lambda_ = 64, 0.5
+  usual = defaults.specialise(
+    config, _spec(_image(4, 84, 84)), {'agent.lambda_', 'total_env_steps'}
+  )
+  assert config.env.options.to_dict() == {'img_height': 64, 'img_width': 42}
+  assert (config.agent.lambda_, config.agent.entropy_cost) == (0.5, 0.002)
+  assert (usual, config.total_env_steps) == (1_500_000, 1_000_000)
 
 
 @pytest.mark.parametrize('agent', AGENTS)
