@@ -131,7 +131,7 @@ def test_every_setting_of_a_kind_is_a_field(agent):
   assert entry.kinds.keys() <= KINDS.keys()
   for kind, settings in entry.kinds.items():
     optimizer = settings.get('optimizer.name', 'adam')
-    assert settings.keys() <= known | optimizers.find(optimizer).fields, kind
+    assert settings.keys() <= known | {*optimizers.find(optimizer).fields}, kind
   everything = all_fields()
   assert all(x.keys() <= everything.keys() for x in KINDS.values())
 
