@@ -184,7 +184,8 @@ def convert(name: str, value: Any, default: Any, text: str = '') -> Any:
     types = {type(x) for x in default} or {int}
     if {type(x) for x in value} <= types:
       return tuple(value)
+  shown = text or repr(value)
   raise ValueError(
-    f'config.{name}={text or value!r} is not of type {type(default).__name__}; '
+    f'config.{name}={shown} is not of type {type(default).__name__}; '
     f'its default is {default!r}'
   )
