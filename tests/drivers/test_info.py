@@ -3,6 +3,7 @@
 import math
 import signal
 import sys
+from typing import Any, NamedTuple
 
 import cloudpickle
 import gymnasium
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import podrl
@@ -20,8 +22,8 @@ from podrl.drivers import anakin, info, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.envs import autoreset
 from podrl.envs import gymnasium as adapter
-from podrl.records import workdir
-from podrl.run import loop
+from podrl.records import checkpoint, workdir
+from podrl.run import evaluation, loop
 from podrl.types import (
   Agent,
   DeviceEnv,
@@ -336,6 +338,62 @@ def test_an_actor_averages_the_info_of_its_environments():
   expected = _join(_expected(_walk(i, actions[:, i])) for i in range(2))
   assert expected['v'][1] == sum(x.episodes.num_episodes for x in unrolls) > 10
   _assert_sums(info.add_up(x.info for x in unrolls), expected)
+
+
+def test_an_evaluation_hides_info_from_the_agent():
+  agent, key = _spying_agent(), jax.random.key(0)
+  settings = evaluation.Settings(2, 9, True)
+  variables = agent.init(key)
+  on_device = evaluation.make_evaluate(counting(), agent, settings)
+  lengths = on_device(variables, key, lambda: False).lengths
+  assert set(lengths) <= {2, 3, 4}
+
+  def make_env(num_envs, seed):
+    return adapter.make('InfoWalk-v0', num_envs, seed)
+
+  on_host = evaluation.make_host_evaluate(make_env, agent, settings)
+  lengths = on_host(variables, key, lambda: False).lengths
+  assert set(lengths) <= {3, 4, 5}
+
+
+class _OldTimeStep(NamedTuple):
+  obs: np.ndarray
+  reward: np.ndarray
+
+
+class _OldActors(NamedTuple):
+  timestep: _OldTimeStep
+  episode_return: np.ndarray
+
+
+class _Actors(NamedTuple):
+  timestep: Any
+  episode_return: np.ndarray
+  episode_info: Any = ()
+
+
+class _TimeStep(NamedTuple):
+  obs: np.ndarray
+  reward: np.ndarray
+  info: Any = ()
+
+
+@pytest.mark.parametrize('has_info', [False, True])
+def test_a_checkpoint_without_info_can_be_read(has_info, tmp_path):
+  saved = _OldActors(_OldTimeStep(np.arange(3.0), np.ones(2)), np.zeros(4))
+  path = tmp_path / 'checkpoints' / '7' / 'state'
+  with ocp.StandardCheckpointer() as writer:
+    writer.save(path, (saved, np.arange(5)))
+  episode_info = info.begin({'a': 0, 'b': 0} if has_info else {}, 4)
+  like = jax.tree.map(jnp.zeros_like, saved)
+  timestep = _TimeStep(*like.timestep)
+  like = _Actors(timestep, like.episode_return, episode_info), jnp.zeros(5, int)
+  found, last = checkpoint._read(str(tmp_path), 7, 'state', like)
+  np.testing.assert_array_equal(last, np.arange(5))
+  np.testing.assert_array_equal(found.timestep.obs, np.arange(3.0))
+  np.testing.assert_array_equal(found.timestep.reward, np.ones(2))
+  assert found.timestep.info == () and isinstance(found, _Actors)
+  assert found.episode_info is episode_info
 
 
 _TINY = {
