@@ -50,12 +50,18 @@ class TimeStep(NamedTuple):
     is_first: `[...]` bool, whether the step is the first of an episode. The
       transition into a first step is the reset step between two episodes; the
       environment ignored the action of this transition.
+    info: other numbers that the environment reports, as a dict of float32
+      `[...]`; `()` if there are none. The driver records their means over
+      episodes, and removes them before an agent or a memory gets the time step.
+      Numbers that are NaN or infinite, or belong to a reset step, do not count.
+      A `DeviceEnv` always returns the same names, but a `HostEnv` need not.
   """
 
   obs: Tree
   reward: Array
   discount: Array
   is_first: Array
+  info: Tree = ()
 
 
 class Trajectory(NamedTuple):
@@ -402,6 +408,19 @@ class Episodes(NamedTuple):
   length_sum: Array
 
 
+class InfoSums(NamedTuple):
+  """Sums for one name of `TimeStep.info`, over ended episodes; leaves `[...]`.
+
+  Attributes:
+    mean_sum: float, sum of the episodes' means per step.
+    num_episodes: int, number of these episodes. An episode in which no value
+      counts is not one of them.
+  """
+
+  mean_sum: Array
+  num_episodes: Array
+
+
 class Culprit(NamedTuple):
   """A number that may have made the loss NaN or infinite.
 
@@ -439,6 +458,7 @@ class Report(NamedTuple):
     decisions: what the driver decided during the call, as JSON.
     culprit: the number in this process that may have made `is_finite` false;
       None if podrl found no such number.
+    info: leaves `[N, ...]`, the sums for each name of `TimeStep.info`.
   """
 
   metrics: dict[str, np.ndarray]
@@ -450,6 +470,7 @@ class Report(NamedTuple):
   own: dict[str, np.ndarray]
   decisions: Sequence[dict[str, Any]] = ()
   culprit: Culprit | None = None
+  info: Mapping[str, InfoSums] = {}
 
   @property
   def num_updates(self) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 
 from podrl import types
 from podrl.core.learner import fold_into_rows, row_keys
-from podrl.drivers import culprits, spmd
+from podrl.drivers import culprits, info, spmd
 from podrl.drivers.culprits import Largest
 from podrl.drivers.exchange import Closed
 from podrl.drivers.stages import PARKED, STAGES, Busy
@@ -52,6 +52,7 @@ class Unroll(NamedTuple):
   actor: int  # Index of the actor.
   largest: dict[str, Largest]  # Result of `find_largest`, on the actor device.
   first_env: int  # Global index of the actor's first environment.
+  info: dict[str, types.InfoSums]  # Of the episodes that ended in the unroll.
 
 
 class ActorFunctions(NamedTuple):
@@ -271,9 +272,9 @@ class Actor:
     Returns:
       The shards of an example unroll.
     """
-    self._timestep = self.env.reset()
+    self._timestep = self.env.reset()._replace(info=())
     num_envs = self._timestep.is_first.size
-    self._episodes = _Episodes(num_envs)
+    self._episodes, self._info = _Episodes(num_envs), info.Averages()
     index = self.first_env + jnp.arange(num_envs, dtype=jnp.int32)
     self._env_index, self._keys, self._carry = jax.device_put(
       (
@@ -309,12 +310,18 @@ class Actor:
     """Acts for T steps; raises `Closed` if the actor is stopped."""
     self.enter('inference')
     act = self._run_loop if self._env_state is None else self._run_program
-    shards, largest, reward, is_first = act(variables)
+    shards, largest, reward, is_first, infos = act(variables)
     for x in largest.values():  # The learner reads the values.
       x.value.copy_to_host_async()
     episodes = self._episodes.add(reward, is_first)
     return Unroll(
-      shards, version, episodes, self.index, largest, self.first_env
+      shards,
+      version,
+      episodes,
+      self.index,
+      largest,
+      self.first_env,
+      self._info.add(infos, is_first),
     )
 
   def _begin_step(self) -> bool:
@@ -350,17 +357,18 @@ class Actor:
       raise Closed
     self._env_state, self._timestep, self._carry = state
     self._num_steps += self.unroll_length
-    return shards, largest, np.asarray(reward), np.asarray(is_first)
+    # The libraries with an `XlaEnv` report no `info`.
+    return shards, largest, np.asarray(reward), np.asarray(is_first), []
 
   def _run_loop(self, variables: types.Variables) -> tuple[Any, ...]:
     """Acts for T steps; returns the shards, the result of `find_largest`, and
-    the rewards and `is_first` of the T arrivals.
+    the rewards, `is_first` and `info` of the T arrivals.
     """
     timestep, first_carry = self._timestep, self._carry
     # Make new arrays each time: a CPU device shares memory with aligned arrays.
     shape = self.unroll_length + 1, timestep.is_first.size
     reward, discount = (np.empty(shape, np.float32) for _ in range(2))
-    is_first, rows = np.empty(shape, bool), []
+    is_first, rows, infos = np.empty(shape, bool), [], []
     for t in range(self.unroll_length + 1):
       reward[t] = timestep.reward
       discount[t] = timestep.discount
@@ -378,10 +386,12 @@ class Actor:
       self.enter('environment')
       timestep = self.env.step(action)
       self.enter('inference')
+      infos.append(timestep.info)
+      timestep = timestep._replace(info=())
     self._timestep = timestep
     timesteps = types.TimeStep(timestep.obs, reward, discount, is_first)
     shards, largest = self._finish(rows, timesteps, first_carry)
-    return shards, largest, reward[1:], is_first[1:]
+    return shards, largest, reward[1:], is_first[1:], infos
 
   def _finish(
     self, rows: list[Row], timesteps: types.TimeStep, carry: types.Tree

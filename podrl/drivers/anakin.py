@@ -20,6 +20,7 @@ import numpy as np
 from podrl.core.learner import fold_into_rows, row_keys
 from podrl.core.observations import flatten, unflatten
 from podrl.drivers import culprits, spmd
+from podrl.drivers import info as info_lib
 from podrl.drivers.culprits import Largest
 from podrl.fields import Field, Range
 from podrl.types import (
@@ -30,6 +31,7 @@ from podrl.types import (
   DeviceEnv,
   Episodes,
   Hyperparams,
+  InfoSums,
   Learner,
   LearnerState,
   Metrics,
@@ -62,12 +64,13 @@ class Actors(NamedTuple):
 
   env_index: Array  # Int32, the global index of each environment.
   env_state: Tree
-  timestep: TimeStep  # Latest time step of each environment.
+  timestep: TimeStep  # Latest time step of each environment, without `info`.
   carry: Tree
   # Fixed keys; each action folds in the numbers of its update and step.
   rng_key: chex.PRNGKey
   episode_return: Array  # Float32, sum of rewards so far in this episode.
   episode_length: Array  # Int32, steps so far in this episode.
+  episode_info: Tree = ()  # See `info.Running`.
 
 
 class AnakinState(NamedTuple):
@@ -90,6 +93,7 @@ class Records(NamedTuple):
   metrics: Metrics  # Float32 `[max_updates]` each, the learner's metrics.
   episodes: Episodes  # `[max_updates, num_devices]` each.
   largest: dict[str, Largest]  # `[max_updates, num_devices]` each.
+  info: dict[str, InfoSums]  # `[max_updates, num_devices]` each.
   # Bool `[]`, false if the loss of the last update was NaN or infinite. Unless
   # agents freeze, the call ends after such an update.
   is_finite: Array
@@ -111,11 +115,12 @@ class Programs(NamedTuple):
 
 def make_unroll(
   env: DeviceEnv, agent: Agent, unroll_length: int, steps_per_turn: int = 1
-) -> Callable[[Tree, Actors, Array], tuple[Actors, Trajectory, Episodes]]:
+) -> Callable[[Tree, Actors, Array], tuple[Any, ...]]:
   """Makes the function that acts for T steps.
 
   The function is `(variables, actors, num_updates) -> (actors, trajectory,
-  episodes)`. Each turn of its loop has `steps_per_turn` steps.
+  episodes, info)`, where `info` has the `InfoSums` of each name. Each turn of
+  its loop has `steps_per_turn` steps.
   """
 
   def unroll(variables, actors, num_updates):
@@ -141,10 +146,14 @@ def make_unroll(
       with jax.named_scope('environment'):
         new = env.step(actors.env_state, action)
         env_state, timestep = _strongly_typed(new)
+      info, timestep = timestep.info, timestep._replace(info=())
       timestep = as_vectors(timestep)
       is_first, length = timestep.is_first, actors.episode_length
       ended_return = jnp.where(is_first, actors.episode_return, 0.0)
-      ended = ended_return, jnp.where(is_first, length, 0)
+      episode_info, ended_info = info_lib.step(
+        actors.episode_info, info, is_first
+      )
+      ended = ended_return, jnp.where(is_first, length, 0), ended_info
       stepped = Actors(
         actors.env_index,
         env_state,
@@ -153,6 +162,7 @@ def make_unroll(
         actors.rng_key,
         jnp.where(is_first, 0.0, actors.episode_return + timestep.reward),
         jnp.where(is_first, 0, length + 1),
+        episode_info,
       )
       # The row has the observation before the step, but other fields after it.
       # A TPU copies an array that a turn of the loop both stores and passes on.
@@ -163,7 +173,7 @@ def make_unroll(
     carry = jax.tree.map(lambda x: x[None], actors.carry)
     actors = actors._replace(timestep=as_vectors(first))
     actors, rows = jax.lax.scan(step, actors, keys, unroll=steps_per_turn)
-    steps, actions, extras, (returns, lengths) = rows
+    steps, actions, extras, (returns, lengths, ended_info) = rows
     actors = actors._replace(timestep=as_given(actors.timestep))
 
     def append(x, last):
@@ -174,7 +184,7 @@ def make_unroll(
 
     obs = unflatten(steps.obs, shapes, 2)
     obs = jax.tree.map(append, obs, actors.timestep.obs)
-    timesteps = TimeStep(obs, *map(prepend, first[1:], steps[1:]))
+    timesteps = TimeStep(obs, *jax.tree.map(prepend, first[1:], steps[1:]))
     number = jnp.sum(steps.is_first, dtype=jnp.int32)
     episodes = Episodes(number, jnp.sum(returns), jnp.sum(lengths))
     env_index = actors.env_index[None]
@@ -182,7 +192,7 @@ def make_unroll(
     trajectory = Trajectory(
       timesteps, actions, extras, carry, env_index, num_steps
     )
-    return actors, trajectory, episodes
+    return actors, trajectory, episodes, info_lib.by_name(ended_info)
 
   return unroll
 
@@ -224,10 +234,14 @@ def make_programs(
     keys = row_keys(rng_key, index)
     first = env.reset(fold_into_rows(keys, _RESET_STREAM))
     env_state, timestep = _strongly_typed(first)
+    info = info_lib.begin(timestep.info, index.size)
+    timestep = timestep._replace(info=())
     act_keys = fold_into_rows(keys, _ACT_STREAM)
     carry = agent.initial_carry(index)
     returns, lengths = jnp.zeros(index.shape), jnp.zeros(index.shape, jnp.int32)
-    return Actors(index, env_state, timestep, carry, act_keys, returns, lengths)
+    return Actors(
+      index, env_state, timestep, carry, act_keys, returns, lengths, info
+    )
 
   # On a TPU, the steps of a turn share operations, and each operation has a
   # fixed cost. Elsewhere, several steps a turn only take longer to compile.
@@ -236,11 +250,13 @@ def make_programs(
 
   def update(
     state: AnakinState,
-  ) -> tuple[AnakinState, Metrics, tuple[Episodes, dict[str, Largest]]]:
+  ) -> tuple[AnakinState, Metrics, tuple[Any, ...]]:
     before, actors, rng_key, is_frozen = state
     number = before.num_updates
     with jax.named_scope('acting'):
-      actors, trajectory, episodes = unroll(before.variables, actors, number)
+      actors, trajectory, episodes, info = unroll(
+        before.variables, actors, number
+      )
     update_key = jax.random.fold_in(rng_key, number)
     largest = culprits.find_largest(trajectory, number * unroll_length)
     after, metrics = learner.update(before, trajectory, update_key)
@@ -253,7 +269,7 @@ def make_programs(
       after = kept._replace(memory=after.memory, num_updates=number)
       metrics = metrics | {'is_frozen': is_frozen.astype(jnp.float32)}
     state = AnakinState(after, actors, rng_key, is_frozen)
-    return state, metrics, (episodes, largest)
+    return state, metrics, (episodes, largest, info)
 
   has_members = num_agents is not None
 
@@ -295,7 +311,7 @@ def make_programs(
   learner_specs = spmd.specs(learner.split_axes, has_members)
   sharding = AnakinState(learner_specs, batch, same, same)
   rows, own = spmd.record_specs(has_members)
-  records = Records(rows, own, own, same)
+  records = Records(rows, own, own, own, same)
   reset_agents = spmd.device_map(
     over_agents(reset, (0, None)), mesh, (same, spmd.BATCH), batch
   )
@@ -305,7 +321,7 @@ def make_programs(
     index = np.arange(num_envs // mesh.shape[DEVICE_AXIS], dtype=np.int32)
     actors = jax.eval_shape(reset, rng_key, index)
     variables = jax.eval_shape(agent.init, rng_key)
-    _, trajectory, _ = jax.eval_shape(unroll, variables, actors, 0)
+    _, trajectory, *_ = jax.eval_shape(unroll, variables, actors, 0)
     state = learner.init(rng_key, trajectory)
     variables = state.variables.with_hyperparams(hyperparams)
     return state._replace(variables=variables)
@@ -412,8 +428,9 @@ class Anakin:
     reports = []
     for agent in range(is_finite.shape[1]):
       index = (..., agent) if self.rng_key.ndim else ...
-      metrics, episodes = jax.tree.map(
-        lambda x: x[:num_updates][index], records[:2]
+      metrics, episodes, info = jax.tree.map(
+        lambda x: x[:num_updates][index],
+        (records.metrics, records.episodes, records.info),
       )
       predictions = num_updates * self.predictions_per_update
       is_sound = bool(is_sound_call or is_finite[num_updates, agent])
@@ -426,7 +443,7 @@ class Anakin:
       report = Report(
         metrics, episodes, predictions, seconds, is_sound, {}, own
       )
-      reports.append(report._replace(culprit=culprit))
+      reports.append(report._replace(culprit=culprit, info=info))
     return reports
 
   def exploit(

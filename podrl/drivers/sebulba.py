@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from podrl import types
-from podrl.drivers import culprits, spmd
+from podrl.drivers import culprits, info, spmd
 from podrl.drivers.actor import Actor, ActorHangs, Unroll, make_actor_functions
 from podrl.drivers.exchange import Asynchronous, Closed, Deterministic, Monitor
 from podrl.drivers.limits import System, find_limit, workload_ratio
@@ -340,10 +340,11 @@ class Sebulba:
         taken.append(unroll)
     return taken, dropped
 
-  def _learn(self) -> tuple[dict, dict, types.Episodes] | None:
-    """Runs one update; returns `metrics`, `own` and `episodes` of a `Report`.
+  def _learn(self) -> tuple[dict, dict, types.Episodes, dict] | None:
+    """Runs one update; returns four fields of a `Report`.
 
-    It returns None if the loss is not finite.
+    They are `metrics`, `own`, `episodes` and `info`. The result is None if the
+    loss is not finite.
     """
     spend = self._stages.spend
     self._check_hangs()
@@ -385,7 +386,7 @@ class Sebulba:
     sizes = [culprits.largest_observation(x.largest) for x in taken]
     own |= {k: max(x[k] for x in sizes) for k in sizes[0]}
     episodes = jax.tree.map(lambda *x: sum(x), *(u.episodes for u in unrolls))
-    return metrics, own, episodes
+    return metrics, own, episodes, info.add_up(u.info for u in unrolls)
 
   def advance(
     self, num_updates: int, plan: Mapping[str, Any] | None = None
@@ -403,6 +404,7 @@ class Sebulba:
     start, stages = self._stages.begin(), self._measure_stages()
     num_unrolls = sum(self._num_unrolls)
     rows: list[tuple[dict, dict, types.Episodes]] = []
+    infos: list[dict] = []
     is_finite = True
     try:
       if plan:
@@ -413,7 +415,8 @@ class Sebulba:
         if row is None:
           is_finite = False
           break
-        rows.append(row)
+        rows.append(row[:3])
+        infos.append(row[3])
         self._publish()
         self._exchange.release(settings.unrolls_per_update)
         self._stages.spend('hand_off')
@@ -443,6 +446,7 @@ class Sebulba:
     report = types.Report(
       metrics, episodes, num_steps, seconds, is_finite, spent, own, decisions
     )
+    report = report._replace(info=info.to_columns(infos))
     return [report if is_finite else report._replace(culprit=self._culprit)]
 
   def _measure_stages(self) -> dict[str, float]:

@@ -54,6 +54,7 @@ def make_device_env(
   *,
   reset_chunk: int = 0,
   render: Callable[[Tree], np.ndarray] | None = None,
+  info: Callable[[Tree], dict[str, Array]] = lambda env_state: {},
 ) -> DeviceEnv:
   """Builds a batch of environments from the functions of one environment.
 
@@ -72,6 +73,8 @@ def make_device_env(
       episode has ended. Both give the same results. With chunks, a TPU does not
       replace indices by comparisons.
     render: `(env_state) -> uint8 [H, W, 3]`, draws an environment on the host.
+    info: `(env_state) -> dict` of numbers by name, for `TimeStep.info`. The
+      metric `env/NAME` is the mean over the steps of an episode.
   """
 
   @functools.cache
@@ -85,8 +88,15 @@ def make_device_env(
     env_state = jax.tree.map(jnp.asarray, env_state)
     state = AutoresetState(env_state, step_key, jnp.int32(0), jnp.bool(False))
     obs = observe(obs)
-    timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(True))
-    return state, timestep
+    reward, discount, is_first = jnp.zeros(()), jnp.ones(()), jnp.bool(True)
+    return state, TimeStep(obs, reward, discount, is_first, report(env_state))
+
+  def report(env_state: Tree) -> Tree:
+    found = info(_with_empty(env_state, shapes()[1]))
+    return {
+      name: jnp.asarray(_to_scalar(f'info {name!r}', x), jnp.float32)
+      for name, x in found.items()
+    } or ()
 
   def next_key(state: AutoresetState) -> chex.PRNGKey:
     # The step and the reset may use the same key: only one of them counts.
@@ -127,6 +137,7 @@ def make_device_env(
       reward=jnp.where(is_first, 0.0, jnp.asarray(reward, jnp.float32)),
       discount=goes_on.astype(jnp.float32),
       is_first=is_first,
+      info=report(env_state),
     )
     num_steps = state.num_steps + 1
     state = AutoresetState(env_state, state.rng_key, num_steps, is_last)
@@ -274,6 +285,7 @@ def make_host_env(
   close: Callable[[], None],
   render: Callable[[], np.ndarray],
   xla: XlaEnv | None = None,
+  has_info: bool = False,
 ) -> HostEnv:
   """Builds a `HostEnv` from a library's batch of environments.
 
@@ -290,6 +302,7 @@ def make_host_env(
     close: see `HostEnv`.
     render: see `HostEnv`.
     xla: see `HostEnv`, but its `step` takes and returns what `envs.step` does.
+    has_info: whether the fifth result of `envs.step` is a `TimeStep.info`.
   """
   num_envs = envs.num_envs
   is_last: Array = np.zeros(num_envs, bool)
@@ -313,13 +326,13 @@ def make_host_env(
     nonlocal is_last
     library_action = spec.to_library(action)
     try:
-      obs, reward, terminated, truncated, _ = envs.step(library_action)
+      obs, reward, terminated, truncated, info = envs.step(library_action)
     except BaseException as error:
       _fail(name, 'step', error)
     is_last, timestep = _arrive(
       is_last, cut(obs), reward, terminated, truncated
     )
-    return timestep
+    return timestep._replace(info=info) if has_info and info else timestep
 
   if xla:
     xla = _with_reset_steps(xla, spec, num_envs)

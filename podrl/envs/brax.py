@@ -110,9 +110,13 @@ def from_brax(
     renderer.update_scene(data, 0 if mj_model.ncam else -1)
     return renderer.render()
 
+  def info(env_state: Any) -> dict[str, Array]:
+    metrics = env_state[0].metrics
+    return {name: x for name, x in metrics.items() if jnp.size(x) == 1}
+
   high = np.ones(env.action_size, np.float32)
   action = Box(high.shape, -high, high)
   spec = spaces.device_spec(reset, action, episode_length)
   return autoreset.make_device_env(
-    spec, reset, step, reset_chunk=16, render=render
+    spec, reset, step, reset_chunk=16, render=render, info=info
   )

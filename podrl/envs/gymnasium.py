@@ -199,9 +199,10 @@ def _close(name: str, close: Callable[[], None]) -> None:
 def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
   """Makes a function that checks what an environment returns, in its place.
 
-  The function replaces the methods `reset` and `step`. `info` becomes empty,
-  because nothing reads it, and it may not fit in an array. The first reset
-  seeds the spaces of the environment, because some environments sample them.
+  The function replaces the methods `reset` and `step`. The `info` of `step`
+  keeps only its finite numbers, as floats, because others may not fit in an
+  array; that of `reset` becomes empty. The first reset seeds the spaces of the
+  environment, because some environments sample them.
 
   The mode 'async' copies the code of this function to other processes, where
   podrl is not imported. So the code uses only numpy, gymnasium and Python.
@@ -293,6 +294,17 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
         fail(f'{what} of shape {x.shape}', 'it must be one number')
       return x.item()
 
+    def numbers(info: Any) -> dict[str, float]:
+      return {
+        name: float(x)
+        for name, x in info.items()
+        if isinstance(x, (float, int, np.floating, np.integer, np.bool_))
+        # In the mode 'async', the name with '_' tells who has the number.
+        and isinstance(name, str)
+        and not name.startswith('_')
+        and -3.4e38 < x < 3.4e38
+      }
+
     def checked_reset(*, seed: Any = None, options: Any = None) -> Any:
       nonlocal num_steps
       num_steps = 0
@@ -316,7 +328,7 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
           f'{len(found)} values',
           'it must return (obs, reward, terminated, truncated, info)',
         )
-      obs, reward, terminated, truncated, _ = found
+      obs, reward, terminated, truncated, info = found
       # The usual types are checked here, because this is faster.
       is_usual = is_plain and type(obs) is array
       if not is_usual or obs.dtype is not dtype or obs.shape != shape:
@@ -329,7 +341,8 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
         terminated = bool(number('terminated', terminated))
       if type(truncated) is not bool:
         truncated = bool(number('truncated', truncated))
-      return obs, reward, terminated, truncated, {}
+      info = numbers(info) if info and isinstance(info, Mapping) else {}
+      return obs, reward, terminated, truncated, info
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:
       def call(*args: Any, **kwargs: Any) -> Any:
@@ -358,7 +371,10 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
 
 
 class _Pool(NamedTuple):
-  """Some environments; the functions are those of gymnasium's `VectorEnv`."""
+  """Some environments; the functions are those of gymnasium's `VectorEnv`.
+
+  But `step` returns a `TimeStep.info`.
+  """
 
   num_envs: int
   reset: Callable[..., Any]
@@ -402,19 +418,26 @@ def _make_sync(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
     return stack([x.reset(seed=s)[0] for x, s in zip(envs, seeds)]), {}
 
   def step_all(actions: np.ndarray) -> tuple[Any, ...]:
-    observations, rewards, ends, cuts = [], [], [], []
+    observations, rewards, ends, cuts, infos = [], [], [], [], []
     for i, env in enumerate(envs):
       if is_over[i]:
         obs, reward, terminated, truncated = env.reset()[0], 0.0, False, False
+        info = {}
       else:
-        obs, reward, terminated, truncated, _ = env.step(actions[i])
+        obs, reward, terminated, truncated, info = env.step(actions[i])
       observations.append(obs)
       rewards.append(reward)
       ends.append(terminated)
       cuts.append(truncated)
+      infos.append(info)
       is_over[i] = terminated or truncated
     arrays = np.array(rewards), np.array(ends), np.array(cuts)
-    return stack(observations), *arrays, {}
+    names = dict.fromkeys(name for info in infos for name in info)
+    columns = {
+      name: np.array([info.get(name, np.nan) for info in infos], np.float32)
+      for name in names
+    }
+    return stack(observations), *arrays, columns
 
   def step(actions: np.ndarray) -> tuple[Any, ...]:
     try:
@@ -489,6 +512,14 @@ def _make_async(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
 
     return call
 
+  def step(actions: np.ndarray) -> tuple[Any, ...]:
+    *results, info = envs.step(actions)
+    return *results, {
+      name: np.where(info['_' + name], x, np.nan).astype(np.float32)
+      for name, x in info.items()
+      if not name.startswith('_')
+    }
+
   def close() -> None:
     try:
       envs.close()
@@ -503,7 +534,7 @@ def _make_async(name: str, num_envs: int, options: dict[str, Any]) -> _Pool:
   return _Pool(
     num_envs,
     alive(envs.reset),
-    alive(envs.step),
+    alive(step),
     lambda: envs.render()[0],
     lambda: _close(name, close),
   )
@@ -574,4 +605,5 @@ def make(
     seed,
     close=pool.close,
     render=pool.render,
+    has_info=True,
   )

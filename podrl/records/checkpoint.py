@@ -53,6 +53,8 @@ FIELDS = {
 
 _FORMAT = 7  # Version of the checkpoint format; podrl reads only this one.
 _EXTRA_BYTES = 2**20  # Size of a checkpoint without its arrays.
+# Older checkpoints of this format do not have these fields of NamedTuples.
+_NEW_FIELDS = 'info', 'episode_info'
 _MAX_REASON = 200  # A message contains at most this much of an orbax error.
 
 # One jitted call copies all arrays before the next update can donate them.
@@ -314,9 +316,44 @@ def find(path: str, which: str | int = 'last') -> int:
 
 
 def _read(path: str, step: int, item: str, like: Tree) -> Tree:
-  """Reads an item of a checkpoint, with the shardings of `like`."""
+  """Reads an item of a checkpoint, with the shardings of `like`.
+
+  Fields that are newer than the checkpoint keep their value in `like`.
+  """
+  directory = _directory(path, step, item)
   with ocp.StandardCheckpointer() as reader:
-    return reader.restore(_directory(path, step, item), like)
+    saved = reader.metadata(directory).item_metadata.tree
+    read = reader.restore(directory, _without_new_fields(like, saved))
+  return _with_new_fields(like, read)
+
+
+def _without_new_fields(like: Tree, saved: Tree) -> Tree:
+  """Removes the new fields that `saved`, of dicts and lists, does not have.
+
+  A NamedTuple becomes a dict if a field of it, or below it, is removed.
+  """
+  if type(like) is tuple:
+    items = tuple(map(_without_new_fields, like, saved))
+    return items if any(x is not y for x, y in zip(items, like)) else like
+  if not hasattr(like, '_fields') or not isinstance(saved, dict):
+    return like
+  fields = {
+    name: _without_new_fields(x, saved.get(name))
+    for name, x in like._asdict().items()
+    if name in saved or name not in _NEW_FIELDS
+  }
+  is_same = all(fields.get(k, fields) is x for k, x in like._asdict().items())
+  return like if is_same else fields
+
+
+def _with_new_fields(like: Tree, read: Tree) -> Tree:
+  """Reverses `_without_new_fields`, with the new fields of `like`."""
+  if type(like) is tuple:
+    return tuple(map(_with_new_fields, like, read))
+  if not hasattr(like, '_fields') or not isinstance(read, dict):
+    return read
+  fields = {k: _with_new_fields(getattr(like, k), x) for k, x in read.items()}
+  return like._replace(**fields)
 
 
 def _read_progress(path: str, step: int) -> Record:

@@ -23,7 +23,7 @@ from podrl.fields import Field, Range
 from podrl.records import merging, workdir
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
-from podrl.types import Episodes, Report
+from podrl.types import Episodes, InfoSums, Report
 
 FIELDS = {
   'log.every_updates': Field(10, 'Updates per record.', Range(1, 2**31 - 1)),
@@ -34,6 +34,7 @@ FIELDS = {
   ),
 }
 
+_INFO = 'env/'  # Prefix of the metrics from `TimeStep.info`.
 _ENERGY = 'joules_per_second', 'frames_per_joule'
 
 
@@ -68,21 +69,33 @@ def join_seeds(path: str, directories: Sequence[str]) -> Record:
 def local_part(report: Report) -> Record:
   """Returns the part of a report that other processes do not know, as JSON."""
   return {
-    'episodes': [np.sum(x, dtype=np.float64).item() for x in report.episodes],
+    'episodes': _total(report.episodes),
     'num_predictions': report.num_predictions,
     'stages': {**report.stages},
     'own': {k: x.tolist() for k, x in report.own.items()},
+    'info': {name: _total(sums) for name, sums in report.info.items()},
   }
+
+
+def _total(sums: Sequence[Any]) -> list[float]:
+  """Adds up each field of an `Episodes` or an `InfoSums`."""
+  return [np.sum(x, dtype=np.float64).item() for x in sums]
 
 
 def merge_processes(report: Report, others: Sequence[Record]) -> Report:
   """Merges a report with the `local_part` of the other processes' reports."""
   if not others or not report.num_updates:
     return report
-  episodes = [np.array(x, np.float64) for x in report.episodes]
+  episodes, info = jax.tree.map(
+    lambda x: np.array(x, np.float64), ([*report.episodes], {**report.info})
+  )
   for other in others:
     for counts, total in zip(episodes, other['episodes']):
       counts.flat[0] += total  # The row does not matter: windows sum all rows.
+    for name, sums in other['info'].items():
+      rows = info.setdefault(name, InfoSums(*np.zeros((2, report.num_updates))))
+      for counts, total in zip(rows, sums):
+        counts.flat[0] += total
   parts = [local_part(report), *others]
   merged: dict[str, Any] = {'stages': {}, 'own': {}}
   for field, metrics in merged.items():
@@ -91,7 +104,7 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
         values = [x[field][name] for x in parts]
         metrics[name] = merging.REDUCTIONS[name].processes(values, axis=0)
   merged['num_predictions'] = sum(x['num_predictions'] for x in parts)
-  return report._replace(episodes=Episodes(*episodes), **merged)
+  return report._replace(episodes=Episodes(*episodes), info=info, **merged)
 
 
 def describe_energy(used: Sequence[float], frame_skip: int) -> Record:
@@ -130,6 +143,8 @@ class Window:
   # All other numbers are sums since the last record, as types of JSON.
   rows: list[dict[str, list[float]]] = dataclasses.field(default_factory=list)
   episodes: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 3)
+  # For each name of `TimeStep.info`, the sums of `InfoSums`.
+  info: dict[str, list[float]] = dataclasses.field(default_factory=dict)
   stages: dict[str, float] = dataclasses.field(default_factory=dict)
   own_energy: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 4)
   num_predictions: int = 0
@@ -140,6 +155,9 @@ class Window:
     """Adds the updates of a driver's report."""
     episodes = [np.array(x, np.float64).sum() for x in report.episodes]
     self.episodes = [x + y for x, y in zip(self.episodes, episodes)]
+    for name, sums in report.info.items():
+      before = self.info.get(name, [0.0, 0.0])
+      self.info[name] = [x + y for x, y in zip(before, _total(sums))]
     if report.num_updates:
       metrics = dict(report.metrics)
       # Before its memory is ready, a learner takes no steps and has no loss.
@@ -195,6 +213,9 @@ class Window:
     if num_episodes:
       record['episode_return'] = return_sum / num_episodes
       record['episode_length'] = length_sum / num_episodes
+    for name, (mean_sum, number) in self.info.items():
+      if number:
+        record[_INFO + name] = mean_sum / number
     for name in self.rows[0] if self.rows else ():
       values = np.concatenate([row[name] for row in self.rows])
       if values.size:

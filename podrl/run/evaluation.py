@@ -101,7 +101,7 @@ def make_evaluate(
     def step(loop: tuple[jax.Array, _State]) -> tuple[jax.Array, _State]:
       t, (env_state, timestep, carry, is_over, returns, lengths) = loop
       action, _, carry = act(
-        variables, fold_into_rows(keys, t), timestep, carry
+        variables, fold_into_rows(keys, t), timestep._replace(info=()), carry
       )
       env_state, timestep = env.step(env_state, action)
       is_over = jnp.logical_or(is_over, timestep.is_first)
@@ -166,12 +166,12 @@ def make_host_evaluate(
     carry = agent.initial_carry(jnp.arange(num_episodes)[episodes])
     is_over = np.zeros(keys.size, bool)
     with contextlib.closing(env):
-      timestep = env.reset()
+      timestep = env.reset()._replace(info=())
       for t in range(settings.max_episode_steps):
         if should_stop():
           return None
         action, carry = act(variables, keys, np.int32(t), timestep, carry)
-        timestep = env.step(np.asarray(action))
+        timestep = env.step(np.asarray(action))._replace(info=())
         is_over |= timestep.is_first
         returns += np.where(is_over, 0.0, timestep.reward)
         lengths += ~is_over

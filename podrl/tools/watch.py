@@ -94,7 +94,8 @@ def record(
   returns, is_over = [0.0], False
   moments = []  # Tuples (step, picture or None, observation, action).
   try:
-    timestep, carry = env.reset(), agent.initial_carry(np.zeros(1, np.int32))
+    timestep = env.reset()._replace(info=())
+    carry = agent.initial_carry(np.zeros(1, np.int32))
     render, note = _find_renderer(env)
     for t in range(max_steps + 1):
       action, carry, obs = act(loaded.variables, np.int32(t), timestep, carry)
@@ -109,7 +110,7 @@ def record(
         moments.append((t, picture, jax.tree.map(np.asarray, obs), shown))
       if len(moments) > max_pictures and not may_be_last:
         moments, stride = moments[::2], 2 * stride
-      timestep = env.step(action)
+      timestep = env.step(action)._replace(info=())
       is_over = bool(timestep.is_first[0])
       if is_over or t == max_steps:
         break

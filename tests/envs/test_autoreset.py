@@ -57,6 +57,32 @@ def test_a_device_env_has_reset_steps(terminates, truncates):
   np.testing.assert_array_equal(steps.obs[last] - steps.obs[[0, 4]], 3)
 
 
+@pytest.mark.parametrize('reset_chunk', [0, 1])
+def test_the_info_is_that_of_the_state(reset_chunk):
+  def reset(rng_key):
+    return jnp.int32(0), jnp.int32(0)
+
+  def step(rng_key, t, action):
+    return t + 1, t + 1, 0.0, t == 2, False
+
+  def info(t):
+    return {'t': t, 'is_late': t == jnp.int32([3])}
+
+  env = autoreset.make_device_env(
+    _SPEC, reset, step, reset_chunk=reset_chunk, info=info
+  )
+  steps = _unroll(env, 0)
+  expected = np.stack([[0, 1, 2, 3] * 2 + [0]] * 2, 1)
+  np.testing.assert_array_equal(steps.info['t'], expected)
+  np.testing.assert_array_equal(steps.info['is_late'], expected == 3)
+  assert steps.info['t'].dtype == steps.info['is_late'].dtype == np.float32
+  wrong = autoreset.make_device_env(
+    _SPEC, reset, step, info=lambda t: {'many': jnp.zeros(3)}
+  )
+  with pytest.raises(ValueError, match="the info 'many' of one .* shape .3,"):
+    _unroll(wrong, 0)
+
+
 def test_the_action_at_a_reset_step_is_ignored():
   a, b = (_unroll(_counter(True, False), action) for action in (0, 1))
   np.testing.assert_array_equal(a.obs[a.is_first], b.obs[a.is_first])

@@ -234,6 +234,22 @@ def test_rewards_that_depend_on_the_time_limit_are_kept():
   assert len(np.unique(theirs)) > 2
 
 
+@pytest.mark.parametrize(
+  'suite,name', [('brax', 'reacher'), ('playground', 'CartpoleBalance')]
+)
+def test_the_metrics_of_a_suite_are_its_info(suite, name):
+  env = _make(suite, name)
+  keys = jax.random.split(jax.random.key(0), 3)
+  state, first = jax.eval_shape(env.reset, keys)
+  action = jnp.zeros((3, *env.spec.action.shape))
+  _, second = jax.eval_shape(env.step, state, action)
+  metrics = state.env_state[0].metrics
+  assert first.info.keys() == second.info.keys() == metrics.keys()
+  assert len(metrics) >= 2
+  for x in jax.tree.leaves((first.info, second.info)):
+    assert x.shape == (3,) and x.dtype == np.float32
+
+
 def test_a_fall_in_brax_terminates():
   steps = _unroll(_make('brax'), jnp.ones((40, 1)))
   ends = np.flatnonzero(steps.discount[:, 0] == 0)

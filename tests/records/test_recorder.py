@@ -27,7 +27,7 @@ from podrl.records import merging, recorder, terminal, workdir
 from podrl.records.workdir import WriteError
 from podrl.run import train
 from podrl.run.config import base_config, sebulba_config
-from podrl.types import Episodes, Report
+from podrl.types import Episodes, InfoSums, Report
 
 
 def test_numbers_change_the_unit_when_they_are_rounded():
@@ -96,6 +96,52 @@ def test_a_window_resumes_from_its_progress():
   lags = [r.metrics['policy_lag_max'] for r in reports]
   assert record['policy_lag_max'] == np.concatenate(lags).max()
   assert record['num_actors'] == reports[1].metrics['num_actors'][-1]
+
+
+def test_a_window_averages_info_over_episodes():
+  # Three reports, of 2, 1 and 1 updates; the second one has another name.
+  infos = [
+    {'v': InfoSums(np.array([3.0, 4.0]), np.array([1, 2]))},
+    {'v': InfoSums(np.array([1.0]), np.array([1])), 'w': InfoSums(6.0, 4)},
+    {'w': InfoSums(np.zeros(1), np.zeros(1, int))},
+  ]
+  reports = [_report(n, 0)._replace(info=x) for n, x in zip((2, 1, 1), infos)]
+  window = recorder.Window(4, 2)
+  window.add(reports[0])
+  resumed = recorder.Window(4, 2)
+  resumed.resume(json.loads(json.dumps(window.progress())))
+  resumed.add(reports[1])
+  record = resumed.record()
+  # (3 + 4 + 1) / (1 + 2 + 1) = 2, and 6 / 4 = 1.5.
+  assert record['env/v'] == 2.0 and record['env/w'] == 1.5
+  resumed.add(reports[2])
+  assert not any(name.startswith('env/') for name in resumed.record())
+  # Earlier versions saved no `info`.
+  progress = window.progress()
+  del progress['info']
+  older = recorder.Window(4, 2)
+  older.resume(progress)
+  older.add(reports[0])
+  assert older.record()['env/v'] == pytest.approx(7 / 3)
+
+
+def test_info_of_processes_is_added():
+  def report(**info):
+    sums = {k: InfoSums(np.array(x), np.array(y)) for k, (x, y) in info.items()}
+    return _report(2, 0)._replace(info=sums)
+
+  own = report(v=([1.0, 2.0], [1, 1]))
+  others = [
+    report(v=([3.0, 0.0], [2, 0]), w=([5.0, 5.0], [2, 3])),
+    report(w=([0.0, 2.0], [0, 1])),
+  ]
+  parts = [json.loads(json.dumps(recorder.local_part(x))) for x in others]
+  window = recorder.Window(1, 1)
+  window.add(recorder.merge_processes(own, parts))
+  record = window.record()
+  # v: (1 + 2 + 3) / (1 + 1 + 2); w: (5 + 5 + 2) / (2 + 3 + 1).
+  assert record['env/v'] == 1.5 and record['env/w'] == 2.0
+  np.testing.assert_array_equal(own.info['v'].mean_sum, [1.0, 2.0])
 
 
 def test_processes_are_merged():
