@@ -1,5 +1,6 @@
 """Tests the means of `TimeStep.info` against plain Python loops."""
 
+import contextlib
 import math
 import signal
 import sys
@@ -297,22 +298,25 @@ def _walk(seed, actions):
 @pytest.mark.parametrize('mode', ['sync', helpers.slow('async')])
 def test_gymnasium_reports_the_numbers_of_an_info(mode):
   env = adapter.make('InfoWalk-v0', 2, 0, vectorization_mode=mode)
-  assert env.reset().info == ()
-  actions = np.random.default_rng(0).integers(0, 2, (12, 2))
-  walks = [[*_walk(i, actions[:, i])] for i in range(2)]
-  has_nan = False
-  for action, pairs in zip(actions, zip(*walks)):
-    timestep = env.step(action)
-    np.testing.assert_array_equal(timestep.is_first, [x for x, _ in pairs])
-    names = {k for _, numbers in pairs for k in numbers}
-    assert dict(timestep.info).keys() == names
-    for name in names:
-      x, expected = timestep.info[name], [n.get(name, np.nan) for _, n in pairs]
-      assert x.dtype == np.float32
-      np.testing.assert_array_equal(x, expected)
-      has_nan |= np.isnan(x).any()
-  assert has_nan
-  env.close()
+  with contextlib.closing(env):  # Else its processes would hang.
+    assert env.reset().info == ()
+    actions = np.random.default_rng(0).integers(0, 2, (12, 2))
+    walks = [[*_walk(i, actions[:, i])] for i in range(2)]
+    has_nan = False
+    for action, pairs in zip(actions, zip(*walks)):
+      timestep = env.step(action)
+      np.testing.assert_array_equal(timestep.is_first, [x for x, _ in pairs])
+      names = {k for _, numbers in pairs for k in numbers}
+      assert dict(timestep.info).keys() == names
+      for name in names:
+        x, expected = (
+          timestep.info[name],
+          [n.get(name, np.nan) for _, n in pairs],
+        )
+        assert x.dtype == np.float32
+        np.testing.assert_array_equal(x, expected)
+        has_nan |= np.isnan(x).any()
+    assert has_nan
 
 
 def test_an_actor_averages_the_info_of_its_environments():
