@@ -11,7 +11,7 @@ from typing import Any
 from podrl.agents import AGENTS
 from podrl.core.optimizers import OPTIMIZERS
 from podrl.fields import Field, Range
-from podrl.run.config import KINDS, make_table
+from podrl.run.config import KINDS, PARTS, make_table
 
 _PAGE = pathlib.Path(__file__).parent / 'reference' / 'configuration.md'
 _BEGIN, _END = '<!-- fields: python docs/tables.py -->\n', '<!-- end -->\n'
@@ -44,7 +44,7 @@ def _number(value: float) -> str:
   return f'{value:,}'
 
 
-def _allowed(field: Field) -> str:
+def _allowed(name: str, field: Field) -> str:
   """Returns the allowed values of a field."""
   if isinstance(field.default, bool):
     return 'True, False'
@@ -52,7 +52,8 @@ def _allowed(field: Field) -> str:
     low, high, excludes_low = field.allowed
     text = f'{"more than" if excludes_low else "from"} {low:,}'
     return text if high == math.inf else f'{text} to {_number(high)}'
-  return ', '.join(f'`{x}`' for x in field.allowed or ())
+  names = ', '.join(f'`{x}`' for x in field.allowed or ())
+  return f'{names}, or MODULE:NAME' if name in PARTS else names
 
 
 def _join(agents: Sequence[str]) -> str:
@@ -112,10 +113,8 @@ def _rows() -> Iterator[tuple[str, str]]:
     number = len(OPTIMIZERS if name in of_optimizers else AGENTS)
     values = {k: x.default for k, x in fields.items()}
     meaning = _meaning(field, [*fields], number - len(fields))
-    yield (
-      name,
-      f'| `{name}` | {_default(values)} | {_allowed(field)} | {meaning} |',
-    )
+    cells = f'`{name}`', _default(values), _allowed(name, field), meaning
+    yield name, f'| {" | ".join(cells)} |'
 
 
 def make_tables() -> str:

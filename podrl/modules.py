@@ -121,7 +121,7 @@ def fields_of(
   else:
     parameters = [*inspect.signature(part).parameters.values()][skipped:]
     found = {x.name: x.default for x in parameters}
-  comment = f'See {name}.'
+  comment = f'A field of {name}.'
   return {
     f'{section}.{k}': Field(x, comment)
     for k, x in found.items()

@@ -236,9 +236,7 @@ OPTIMIZERS = {
 
 # The fields of every optimiser.
 BASE = {
-  'optimizer.name': Field(
-    'adam', 'The optimiser, or MODULE:NAME.', tuple(OPTIMIZERS)
-  ),
+  'optimizer.name': Field('adam', 'The optimiser.', tuple(OPTIMIZERS)),
   'optimizer.learning_rate': Field(1e-3, 'Initial learning rate.', ABOVE_0),
 }
 # The fields of podrl's own optimisers.

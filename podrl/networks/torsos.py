@@ -287,11 +287,14 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {'tanh': nn.tanh, 'relu': relu}
 FIELDS = {
   'network.name': Field(
     'auto',
-    'The torso, or MODULE:NAME; auto chooses it by the observation.',
+    'The torso; auto chooses it by the observation.',
     TORSOS,
   ),
   'network.hidden_sizes': Field(
-    (64, 64), 'Widths of hidden layers; the last is the torso output.', Range(1)
+    (64, 64),
+    'Widths of hidden layers; the last one is also that of a recurrent core. '
+    'Your own torso does not get them.',
+    Range(1),
   ),
 }
 # The fields of podrl's own torsos.

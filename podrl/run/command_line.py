@@ -277,6 +277,13 @@ def _explain_field(name: str, config: ConfigDict) -> str:
       f'config.{name} cannot be set as a whole; set single options with '
       f'--config.{name}.NAME=VALUE'
     )
+  section = name.partition('.')[0]
+  part = config.get(section, {}).get('name', '')
+  if ':' in part and name in all_fields():
+    own = ', '.join(sorted({*config[section]} - {'name'}))
+    return (
+      f'config.{name} is not a field of {section}.name={part}, which has {own}'
+    )
   if owner := owners(name):
     return f'config.{name} is a field of {owner}, which this run does not use'
   known = sorted(set(flatten(config.to_dict())) - {'env.options'})
@@ -425,7 +432,9 @@ def print_help(
   for name, value in flatten(config.to_dict()).items():
     comment, allowed = table[name].comment, table[name].allowed
     if allowed and not isinstance(allowed, Range):
-      comment += f' One of {", ".join(allowed)}.'
+      names = ', '.join(allowed)
+      more = ', or MODULE:NAME' if name in PARTS else ''
+      comment += f' One of {names}{more}.'
     if name == 'env.options':
       name, value = 'env.options.NAME', 'VALUE'
     if name != 'agent.name':  # The flag --agent sets it.

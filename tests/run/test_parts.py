@@ -209,6 +209,7 @@ def test_a_sweep_over_an_own_field(parts):
     ('--config.optimizer.name=my_parts:broken', "broken failed: KeyError: 'le"),
     ('--config.optimizer.name=my_parts:nothing', 'not a NoneType'),
     ('--config.optimizer.name=adan', 'did you mean adam'),
+    ('--config.optimizer.momentum=0.5', 'a field of the optimiser sgd, which'),
     ('--agent=my_parts:muon', 'must be a podrl.agents.AgentEntry, not a func'),
     ('--agent=my_parts:agen', 'did you mean agent'),
   ],
