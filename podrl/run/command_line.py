@@ -420,7 +420,7 @@ def parse_command_line(
 def print_help(
   command_line: CommandLine, get_config: Callable[..., ConfigDict]
 ) -> None:
-  """Prints the flags and the fields, with defaults, choices and comments."""
+  """Prints the flags and the fields, with values, choices and comments."""
   values = command_line.flags
   config = get_config(values.agent, values.variant)
   overrides, _ = _split_overrides(command_line.overrides)
@@ -428,7 +428,7 @@ def print_help(
   table = table_of(flatten(config.to_dict()))
   name = ' [SUITE:]NAME' if command_line.task else ''
   lines = [f'usage: {command_line.command}{name} [flags]', values.get_help()]
-  lines.append('\nfields, with their defaults:')
+  lines.append('\nfields, with the values of this command:')
   for name, value in flatten(config.to_dict()).items():
     comment, allowed = table[name].comment, table[name].allowed
     if allowed and not isinstance(allowed, Range):

@@ -175,7 +175,7 @@ def test_help_has_the_fields_of_parts(parts, capsys):
   code = train_tool.run(['podrl train', 'Catch-bsuite', *_PARTS, '--help'])
   assert code == 0
   text = capsys.readouterr().out
-  for line in 'network.width=12', 'optimizer.warmup=4', 'agent.bonus=0.25':
+  for line in 'network.width=6', 'optimizer.warmup=4', 'agent.bonus=0.125':
     assert f'--config.{line}' in text
   assert 'network.activation' not in text and 'optimizer.b1' not in text
 
