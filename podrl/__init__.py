@@ -28,8 +28,8 @@ def load(
     which: 'last', 'best' (the highest evaluated return, as a mean over all
       agents), or the number of updates of a checkpoint.
     seed: index of the agent, from 0, if the run has several agents.
-    trust: whether to import the module of an environment `MODULE:NAME` even if
-      you did not make the run. Its code can do anything that you can do.
+    trust: whether to import the modules of parts `MODULE:NAME` even if you did
+      not make the run. Their code can do anything that you can do.
 
   Raises:
     ValueError: if the run, the checkpoint or the agent does not exist, cannot
@@ -63,8 +63,8 @@ def train(
     name: `[SUITE:]NAME` of an environment, or `MODULE:NAME` if a module
       registers it with gymnasium; or a function of a module, annotated with
       `-> DeviceEnv`, as with the name `jax:MODULE:FUNCTION`.
-    agent: 'ppo', 'impala', 'a2c', 'pqn', 'dqn', 'rainbow', 'r2d2', 'sac' or
-      'muzero'.
+    agent: 'ppo', 'impala', 'a2c', 'pqn', 'dqn', 'rainbow', 'r2d2', 'sac',
+      'muzero', or `MODULE:NAME` of an `AgentEntry`.
     steps: environment steps; the default depends on the kind of environment.
     seed: all random numbers depend on this number.
     seeds: number of independent agents.

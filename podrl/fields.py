@@ -6,7 +6,7 @@ table `FIELDS` beside its code. This file knows none of these parts.
 """
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import contextlib
 import json
 import math
@@ -47,8 +47,8 @@ class Field(NamedTuple):
     allowed: a range, the allowed strings, or None if any value of the type is
       allowed.
     changeable: whether a resumed run may change the field. Such a field of an
-      agent or an optimiser is a hyperparameter: a float that compiled programs
-      read from `Variables.hyperparams`, by the field's short name.
+      agent is a hyperparameter: a float that compiled programs read from
+      `Variables.hyperparams`, by the field's short name.
   """
 
   default: Any
@@ -96,15 +96,18 @@ def hyperparams(table: Table, fields: Fields) -> dict[str, Any]:
   return {short(k): fields[k] for k, x in table.items() if x.changeable}
 
 
-def check(table: Table, fields: Fields) -> None:
-  """Raises a ValueError for a value that its field does not allow."""
+def check(table: Table, fields: Fields, modules: Collection[str] = ()) -> None:
+  """Raises a ValueError for a value that its field does not allow.
+
+  The fields `modules` may also be MODULE:NAME.
+  """
   for name, value in fields.items():
     allowed = table[name].allowed if name in table else None
     if isinstance(allowed, Range):
       if not allowed.allows(value):
         each = ': each element' if isinstance(value, tuple) else ''
         raise ValueError(f'config.{name}={value}{each} must be {allowed}')
-    elif allowed is not None and ':' not in value:  # A part of the user.
+    elif allowed is not None and not (name in modules and ':' in value):
       check_choice(f'config.{name}', value, allowed)
 
 

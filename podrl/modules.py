@@ -41,8 +41,8 @@ def add_to_path(*directories: str) -> None:
 def make_importable(name: str, directory: str = '') -> None:
   """Lets Python find the module of `MODULE:NAME`.
 
-  Python looks in `directory` and then in the current directory. Other names
-  need no module, so they change nothing.
+  Python looks among the installed modules, in `directory`, and then in the
+  current directory. Other names need no module, so they change nothing.
   """
   if ':' in name:
     add_to_path(directory)
@@ -88,7 +88,7 @@ def find(what: str, name: str, known: Collection[str]) -> Any:
   return getattr(module, attribute)
 
 
-# Types of values that a field can have; a parameter of another type is none.
+# A parameter with a default of another type is no field.
 _TYPES = bool, int, float, str
 
 
@@ -108,7 +108,7 @@ def fields_of(
 
   Args:
     part: the function or class.
-    section: of the fields.
+    section: the first part of the fields' names.
     name: `MODULE:NAME` of the part, for the comments.
     skipped: how many of the first parameters are left out.
   """

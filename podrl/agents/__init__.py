@@ -35,9 +35,8 @@ class AgentEntry(NamedTuple):
     make_agent: `(spec, fields) -> Agent`. It raises a ValueError if the agent
       or its network does not fit the environment. `make` adds the
       hyperparameters, see `Field.changeable`.
-    fields: the fields that the agent and its parts read, by name. Those of one
-      torso or one optimiser are left out, see `torsos.table` and
-      `optimizers.table`.
+    fields: the fields that the agent and its parts read, by name; at least
+      `acting.FIELDS`. Those of a single optimiser are left out.
     defaults: values of fields that are not the agent's own, such as
       `env.num_envs`. A run ignores those that it does not have.
     kinds: values of fields for each kind of environment. Commands that get an

@@ -12,7 +12,6 @@ import optax
 from podrl import modules
 from podrl.fields import (
   ABOVE_0,
-  FRACTION,
   FROM_0,
   Field,
   Range,
@@ -90,8 +89,8 @@ class Optimizer(NamedTuple):
 
   Attributes:
     make: `(values) -> optimizer`, an optax transformation. `values` has the
-      fields `optimizer.*` by short name, and `num_sgd_steps`, the number of
-      optimiser steps of the whole run.
+      fields `optimizer.*` by short name; `num_sgd_steps`, the number of
+      optimiser steps of the whole run; and `groups`, see `make_optimizer`.
     fields: what the optimiser reads besides its name and `learning_rate`, by
       name (`optimizer.momentum`).
   """
@@ -100,9 +99,10 @@ class Optimizer(NamedTuple):
   fields: Table = {}
 
 
+_DECAY = Range(0, 0.999999)
 _BETAS = {
-  'optimizer.b1': Field(0.9, 'Decay of the mean gradient.', FRACTION),
-  'optimizer.b2': Field(0.999, 'Decay of the mean squared gradient.', FRACTION),
+  'optimizer.b1': Field(0.9, 'Decay of the mean gradient.', _DECAY),
+  'optimizer.b2': Field(0.999, 'Decay of the mean squared gradient.', _DECAY),
   'optimizer.eps': Field(1e-8, 'Avoids a division by 0.', ABOVE_0),
 }
 
@@ -144,7 +144,6 @@ def _schedule(values: _Values, rate: Array, total: Array, step: Array) -> Array:
 def _own(
   scale: Callable[[_Values], optax.GradientTransformation],
   values: _Values,
-  groups: Callable[[Tree], Tree] | None = None,
 ) -> optax.GradientTransformation:
   """Makes one of podrl's own optimisers; see `make_optimizer`."""
   factors = {
@@ -152,7 +151,8 @@ def _own(
     for k, x in values.items()
     if k.endswith('_factor')
   }
-  has_factors = any(x != 1.0 for x in factors.values())
+  groups = values['groups']
+  has_factors = groups and any(x != 1.0 for x in factors.values())
 
   def factor(group: str, x: Array) -> Array:
     """Returns what multiplies a group's array: a number, or one per column."""
@@ -176,7 +176,7 @@ def _own(
     rate, total = known['learning_rate'], known['anneal_steps']
     rate = _schedule(values, rate, total, num_steps)
     updates = jax.tree.map(lambda x: -rate * x, updates)
-    if has_factors and groups:
+    if has_factors:
       updates = jax.tree.map(
         lambda x, group: factor(group, x) * x, updates, groups(updates)
       )
@@ -224,12 +224,12 @@ OPTIMIZERS = {
   ),
   'rmsprop': _row(
     lambda x: scale_by_rms(x['decay'], x['eps']),
-    decay=Field(0.99, 'Decay of the mean squared gradient.', FRACTION),
+    decay=Field(0.99, 'Decay of the mean squared gradient.', _DECAY),
     eps=Field(_RMS_EPS, 'Avoids a division by 0.', ABOVE_0),
   ),
   'sgd': _row(
     lambda x: optax.trace(x['momentum']) if x['momentum'] else optax.identity(),
-    momentum=Field(0.0, 'Part of the last step that is added.', FRACTION),
+    momentum=Field(0.0, 'Part of the step before that each step adds.', _DECAY),
   ),
 }
 
@@ -260,7 +260,7 @@ FIELDS = BASE | {
   ),
   'optimizer.weight_decay': Field(
     0.0,
-    'Each step moves kernels to 0 by this part of the learning rate (AdamW).',
+    'Each step shrinks kernels by this number times the learning rate (AdamW).',
     FROM_0,
   ),
 }
@@ -292,11 +292,6 @@ def find(name: str) -> Optimizer:
   return Optimizer(make, own)
 
 
-def table(name: str) -> dict[str, Field]:
-  """Returns all fields of an optimiser, except those of groups."""
-  return {**(FIELDS if name in OPTIMIZERS else BASE), **find(name).fields}
-
-
 def make_optimizer(
   name: str,
   *,
@@ -322,13 +317,17 @@ def make_optimizer(
     groups: `(params) -> names`, the group of each array of the parameters. The
       field 'NAME_factor' multiplies the learning rate of a group. 'A|B' is an
       array whose columns belong half to A and half to B.
-    **values: the fields `optimizer.*` by short name; see `table`.
+    **values: the fields `optimizer.*` by short name.
   """
-  known = section(defaults(table(name)), 'optimizer')
-  values = known | values | {'num_sgd_steps': num_sgd_steps}
   optimizer = find(name)
+  # The user's optimiser may be a row of the table with another name.
+  known = section(
+    {**defaults(FIELDS), **defaults(optimizer.fields)}, 'optimizer'
+  )
+  own = {'num_sgd_steps': num_sgd_steps, 'groups': groups}
+  values = known | values | own
   if name in OPTIMIZERS:
-    return optimizer.make(values, groups=groups)  # type: ignore
+    return optimizer.make(values)
   try:
     made: Any = optimizer.make(values)
   except Exception as error:  # The user's code can raise anything.

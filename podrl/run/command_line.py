@@ -213,10 +213,14 @@ def explain_unknown(
   return f'{argument} is not understood; {advice}'
 
 
-def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
+def apply_overrides(
+  config: ConfigDict, arguments: Sequence[str], *, is_complete: bool = True
+) -> set[str]:
   """Sets fields from `--config.FIELD=VALUE` arguments, in place.
 
-  An integer field also accepts `1e6`. Only `env.options` accepts new fields.
+  An integer field also accepts `1e6`. Only `env.options` accepts new fields. If
+  `is_complete` is false, unknown fields are left out, because another part may
+  have them.
 
   Returns:
     The names of the fields that were set; each option counts as 'env.options'.
@@ -247,7 +251,10 @@ def apply_overrides(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
         f'config.agent.name={text} cannot be overridden, because the defaults '
         f'of other fields depend on the agent; use --agent={text}'
       )
-    if name == 'env.options' or not _has_field(config, name):
+    is_known = _has_field(config, name)
+    if not (is_known or is_complete):
+      continue
+    if name == 'env.options' or not is_known:
       raise ValueError(_explain_field(name, config))
     node = config[section] if section else config
     node[field] = parse(name, text, node[field])
@@ -278,7 +285,7 @@ def _explain_field(name: str, config: ConfigDict) -> str:
       f'--config.{name}.NAME=VALUE'
     )
   section = name.partition('.')[0]
-  part = config.get(section, {}).get('name', '')
+  part = flatten(config.to_dict()).get(f'{section}.name', '')
   if ':' in part and name in all_fields():
     own = ', '.join(sorted({*config[section]} - {'name'}))
     return (
@@ -311,6 +318,15 @@ class CommandLine(NamedTuple):
     """Returns the names of the fields that the overrides set."""
     return {_split_override(x)[0] for x in self.overrides}
 
+  def named(self) -> set[str]:
+    """Returns the fields that the user has set, and so modules that are known.
+
+    A script decides the environment, as the name on a command line does.
+    """
+    has_agent = self.flags['agent'].present
+    own = {'agent.name'} if has_agent else set()
+    return self.fields() | own | ({'env.name'} if self.names_task else set())
+
   def resume(self, workdir: str, *more: str) -> str:
     """Returns the command that resumes the run in `workdir`.
 
@@ -333,7 +349,7 @@ def _make_flags() -> flags.FlagValues:
   """Defines the flags of an experiment."""
   values = flags.FlagValues()
   for name, default, comment in (
-    ('agent', 'ppo', f'the agent: {", ".join(AGENTS)}.'),
+    ('agent', 'ppo', f'the agent: {", ".join(AGENTS)}; or MODULE:NAME.'),
     ('variant', '', "the experiment's variant; empty means the default."),
     ('workdir', '', "the run's directory; empty means runs/TASK/AGENT-TIME."),
     ('init_from', '', 'a run that provides the initial parameters.'),

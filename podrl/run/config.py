@@ -6,7 +6,7 @@ of the torso and the optimiser that it names. `ConfigDict` is the form that
 experiments edit and that `config.json` stores.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import importlib.util
 import math
 import os
@@ -62,6 +62,8 @@ FIELDS = {
 _OF_ARCHITECTURE = {'Anakin': anakin.FIELDS, 'Sebulba': sebulba.FIELDS}
 # The fields that name a part with fields of its own.
 PARTS = ('network.name', 'optimizer.name')
+# Names of parameters that a user's part cannot have.
+_RESERVED = ('name', 'groups', 'num_sgd_steps')
 # The fields that may be MODULE:NAME, a part of the user.
 _NAMES = ('env.name', 'agent.name', *PARTS)
 # The settings of all agents by kind; `AgentEntry.kinds` has those of one agent.
@@ -114,19 +116,32 @@ KINDS: Mapping[str, Fields] = {
 }
 
 
-def _with_part(table: Table, name: str, base: Table, own: Table) -> Table:
-  """Adds the fields of one part, and removes those that it does not have.
+def _with_part(
+  table: Table, name: str, base: Table, shared: Table, own: Table
+) -> Table:
+  """Gives a table the fields of one torso or optimiser.
 
   Args:
-    table: has the fields that podrl's own parts of this kind share.
+    table: has the fields `base` and `shared`.
     name: the part's name in its table, or MODULE:NAME.
     base: the fields of all parts of this kind.
+    shared: further fields, which only podrl's own parts of this kind have.
     own: the further fields of this part.
+
+  Raises:
+    ValueError: if the user's part has a field of another part.
   """
   if ':' not in name:
     return {**table, **{k: x for k, x in own.items() if k not in table}}
+  others = {k: x for k, x in table.items() if k not in {*base, *shared}}
+  for field in own:
+    if field in others or fields.short(field) in _RESERVED:
+      raise ValueError(
+        f'{name} has a parameter {fields.short(field)}, but config.{field} is '
+        "podrl's own; give the parameter another name"
+      )
   like = {k: x._replace(default=table[k].default) for k, x in base.items()}
-  return {**table, **like, **own}
+  return {**others, **like, **own}
 
 
 def make_table(
@@ -150,33 +165,28 @@ def make_table(
     'agent.name': Field('', 'The agent, or MODULE:NAME.'),
     **entry.fields,
   }
+  network = network or table['network.name'].default
+  own = torsos.own_fields(network)
+  table = _with_part(table, network, torsos.FIELDS, torsos.OWN_FIELDS, own)
+  optimizer = optimizer or table['optimizer.name'].default
+  shared = {k: x for k, x in table.items() if k.startswith('optimizer.')}
+  own = optimizers.find(optimizer).fields
+  table = _with_part(table, optimizer, optimizers.BASE, shared, own)
   values = {k: x for k, x in entry.defaults.items() if k in table}
   values |= {'agent.name': agent}
   if architecture == 'Sebulba':
     values |= {'env.suite': 'envpool'}
-  table = fields.with_defaults(table, values)
-  network = network or table['network.name'].default
-  optimizer = optimizer or table['optimizer.name'].default
-  if ':' in network:
-    table = {k: x for k, x in table.items() if k not in torsos.OWN_FIELDS}
-  if ':' in optimizer:
-    table = {
-      k: x
-      for k, x in table.items()
-      if k in optimizers.BASE or not k.startswith('optimizer.')
-    }
-  own = torsos.own_fields(network)
-  table = _with_part(table, network, torsos.FIELDS, own)
-  own = optimizers.find(optimizer).fields
-  return _with_part(table, optimizer, optimizers.BASE, own)
+  return fields.with_defaults(table, values)
 
 
 def table_of(values: Fields) -> Table:
   """Returns the fields of a configuration, given its values."""
-  is_sebulba = 'sebulba.mode' in values
-  architecture = 'Sebulba' if is_sebulba else 'Anakin'
   parts = [values[name] for name in PARTS]
-  return make_table(values['agent.name'], architecture, *parts)
+  return make_table(values['agent.name'], _architecture(values), *parts)
+
+
+def _architecture(values: Fields) -> str:
+  return 'Sebulba' if 'sebulba.mode' in values else 'Anakin'
 
 
 def _change_parts(values: Fields, parts: Fields) -> dict[str, Any]:
@@ -188,10 +198,10 @@ def _change_parts(values: Fields, parts: Fields) -> dict[str, Any]:
   before, after = table_of(values), table_of({**values, **parts})
   changed = {k: x for k, x in values.items() if k not in before}
   for name, field in after.items():
-    is_kept = name in values and (
-      before.get(name) == field or values[name] != before[name].default
-    )
-    changed[name] = values[name] if is_kept else field.default
+    value = values.get(name, field.default)
+    old = before.get(name, field)
+    is_kept = old == field or value != old.default
+    changed[name] = value if is_kept else field.default
   return {**changed, **parts}
 
 
@@ -227,14 +237,26 @@ def complete(config: ConfigDict) -> ConfigDict:
   version lacks newer fields.
   """
   values = fields.flatten(config.to_dict())
-  table = table_of(values)
+  usual = make_table(values['agent.name'], _architecture(values))
+  parts = {name: values[name] for name in PARTS}
+  others = {name: usual[name].default for name in PARTS}
   sections = 'network.', 'optimizer.'
+  known = usual.keys() | table_of(values)
   kept = {
-    k: x for k, x in values.items() if k in table or not k.startswith(sections)
+    k: x for k, x in values.items() if k in known or not k.startswith(sections)
   }
-  if table.keys() - values.keys() or len(kept) < len(values):
-    _replace(config, {**fields.defaults(table), **kept})
+  if parts == others:
+    _replace(config, {**fields.defaults(usual), **kept})
+  else:
+    _replace(config, _change_parts({**kept, **others}, parts))
   return config
+
+
+def completed(
+  get_config: Callable[[str, str], ConfigDict],
+) -> Callable[[str, str], ConfigDict]:
+  """Returns an experiment's `get_config`, whose result is complete."""
+  return lambda agent, variant: complete(get_config(agent, variant))
 
 
 def changeable(config: ConfigDict) -> set[str]:
@@ -286,11 +308,11 @@ def is_actor_critic(agent: str) -> bool:
 
 
 def settings_of_kinds(
-  config: ConfigDict, kinds: Sequence[str]
+  config: ConfigDict, kinds: Sequence[str], chosen: Collection[str] = ()
 ) -> dict[str, Any]:
   """Returns the settings for kinds of environments; later kinds count more.
 
-  The fields that `config` does not have are left out.
+  The fields `chosen` and those that the run does not have are left out.
   """
   entry = agents.find(config.agent.name)
   known = fields.flatten(config.to_dict())
@@ -298,9 +320,10 @@ def settings_of_kinds(
   for kind in kinds:
     settings |= {k: x for k, x in KINDS[kind].items() if k in known}
     settings |= entry.kinds.get(kind, {})
+  settings = {k: x for k, x in settings.items() if k not in chosen}
   parts = {k: settings[k] for k in PARTS if k in settings}
-  known |= table_of({**known, **parts})
-  return {k: x for k, x in settings.items() if k in known}
+  table = table_of({**known, **parts})
+  return {k: x for k, x in settings.items() if k in table}
 
 
 def apply_kinds(config: ConfigDict, *kinds: str) -> ConfigDict:
@@ -314,7 +337,7 @@ def apply_kinds(config: ConfigDict, *kinds: str) -> ConfigDict:
 def check(config: ConfigDict) -> None:
   """Raises a ValueError for a wrong value; needs no device or environment."""
   values = fields.flatten(config.to_dict())
-  fields.check(table_of(values), values)
+  fields.check(table_of(values), values, PARTS)
   capacity = values.get('replay.capacity_steps', 0)
   if values.get('replay.min_steps', 0) > capacity:
     raise ValueError(
@@ -345,6 +368,11 @@ def check(config: ConfigDict) -> None:
     if len(set(names)) < len(names):
       text = values['meta.params']
       raise ValueError(f'config.meta.params={text} has a name twice')
+  if values.get('optimizer.schedule') == 'cosine':
+    if not values['optimizer.anneal']:
+      raise ValueError(
+        'config.optimizer.schedule=cosine needs config.optimizer.anneal=True'
+      )
   _check_members(config)
   # JAX makes the same key from `seed` and `seed` + 2**32.
   bound = 2**32 - config.get('num_seeds', 1)
@@ -371,7 +399,8 @@ def meta_params(config: ConfigDict) -> list[str]:
 
 def member_fields(config: ConfigDict) -> set[str]:
   """Returns the fields in which the members of one program may differ."""
-  return {'seed', *changeable(config)} - {'total_env_steps'}
+  own = agents.find(config.agent.name).fields
+  return {'seed', *(x for x in changeable(config) if x in own)}
 
 
 def _check_members(config: ConfigDict) -> None:
@@ -397,9 +426,9 @@ def names_of_parts(config: ConfigDict) -> list[str]:
 
 def make_importable(config: ConfigDict) -> None:
   """Lets Python find the modules that a configuration names."""
-  for name in names_of_parts(config):
-    for directory in config.env.get('path', '').split(os.pathsep):
-      modules.make_importable(name, directory)
+  if names_of_parts(config):
+    directories = config.env.get('path', '').split(os.pathsep)
+    modules.add_to_path(*directories, modules.current_directory())
 
 
 def parts_directory(config: ConfigDict) -> str:

@@ -88,13 +88,13 @@ def specialise(
   """
   task = Task(config.env.suite, config.env.name)
   found = kinds(task, spec, spmd.platform())
-  settings = settings_of_kinds(config, found)
+  settings = settings_of_kinds(config, found, chosen)
   if 'large image on a CPU' in found:
     options = SUITES[task.suite].small_options(task.name)
     config.env.options.update(options | config.env.options.to_dict())
-  usual = settings.get('total_env_steps', FIELDS['total_env_steps'].default)
-  change(config, {k: x for k, x in settings.items() if k not in chosen})
-  return usual
+  change(config, settings)
+  usual = settings_of_kinds(config, found).get('total_env_steps')
+  return usual or FIELDS['total_env_steps'].default
 
 
 def make_config(task: Task, agent: str, spec: EnvSpec) -> ConfigDict:
@@ -125,10 +125,7 @@ def _find_task(command_line: CommandLine) -> tuple[Task, ConfigDict]:
   saved = ConfigDict()
   if values.resume and files.is_run(values.workdir):
     config = files.read_config(values.workdir)
-    is_named = bool(text)
-    check_trust(
-      values.workdir, config, values.trust, {'env.name'} if is_named else ()
-    )
+    check_trust(values.workdir, config, values.trust, command_line.named())
     saved = config.env
     if text in ('', saved.name, f'{saved.suite}:{saved.name}'):
       return Task(saved.suite, saved.name), saved
@@ -154,12 +151,14 @@ def _get_config(
   config = base(task, agent)
   config.env.options.update(saved.get('options', {}))
   config.env.path = saved.get('path', '')
-  chosen = apply_overrides(config, command_line.overrides)
+  # Another optimiser, which the kind of environment brings, may have a field.
+  apply_overrides(config, command_line.overrides, is_complete=False)
   # `make_spec` uses devices, so JAX must be set up first.
   build.set_up_jax(config, cluster.num_processes())
   if task.note and jax.process_index() == 0:
     print(task.note, file=sys.stderr)
   spec = build.make_spec(config)
+  chosen = command_line.fields()
   usual = specialise(config, spec, chosen)
   steps = config.total_env_steps if 'total_env_steps' in chosen else usual
   warnings = _warnings(task, config, spec, steps, usual)

@@ -612,7 +612,8 @@ class Trainer:
     default = BASE['optimizer.learning_rate'].default
     rate = min(fields['optimizer.learning_rate'] / 10, default)
     advice = f'--config.optimizer.learning_rate={rate:g}'
-    if checkpoint_step is None:
+    own = configs.changeable(self.config)
+    if checkpoint_step is None or 'optimizer.learning_rate' not in own:
       return f'{text}; start another run with {advice}'
     return (
       f'{text}; continue from update {checkpoint_step} with a smaller learning '

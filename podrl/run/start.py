@@ -24,7 +24,6 @@ from podrl.run.config import (
   changeable,
   check,
   check_trust,
-  complete,
   make_importable,
   parts_directory,
 )
@@ -130,30 +129,30 @@ def resolve_config(
     shared["podrl's code"] = version_of_code()
     cluster.compare(shared | {'jax': jax.__version__})
 
-  def find_run() -> tuple[bool, str, bool, dict[str, str]]:
+  def find_run() -> tuple[bool, str, bool, dict[str, str], str]:
     path, agent, trust = values.workdir, values.agent, values.trust
     is_resumed = bool(path and values.resume and workdir.is_run(path))
     parts: dict[str, str] = {}
+    directories = ''
     if is_resumed:
       saved = workdir.read_config(path)
-      # A script, or the name on the command line, decides the environment.
-      named = {'env.name'} if command_line.names_task else set()
-      if values['agent'].present:
-        named.add('agent.name')
-      check_trust(path, saved, values.trust, named | command_line.fields())
+      named = command_line.named()
+      check_trust(path, saved, values.trust, named)
       agent = agent if values['agent'].present else saved.agent.name
       trust = trust or workdir.is_own(path, saved)
-      modules.add_to_path(*saved.env.get('path', '').split(os.pathsep))
+      directories = saved.env.get('path', '')
       own = flatten(saved.to_dict())
-      parts = {k: own[k] for k in PARTS}
-    return is_resumed, agent, trust, parts
+      # The run may not be trusted to name these; see `check_trust`.
+      parts = {k: own[k] for k in PARTS if k not in named}
+    return is_resumed, agent, trust, parts, directories
 
-  is_resumed, agent, trust, parts = cluster.decide(find_run)
+  is_resumed, agent, trust, parts, directories = cluster.decide(find_run)
+  modules.add_to_path(*directories.split(os.pathsep))
 
   def make_config() -> tuple[ConfigDict, set[str]]:
     given, values['trust'].value = values.trust, trust
     try:  # Process 0 decides for all: the others may have another key.
-      config = complete(get_config(agent, values.variant))
+      config = get_config(agent, values.variant)
     finally:
       values['trust'].value = given
     change(config, parts)

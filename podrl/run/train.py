@@ -100,6 +100,7 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     The exit code: 0 done, 1 failed, 2 the user's mistake, 75 ended by SIGTERM,
     130 ended by Ctrl-C.
   """
+  get_config = configs.completed(get_config)
   try:
     command_line = parse_command_line(argv)
     if command_line.flags.help:
@@ -356,7 +357,8 @@ def train(
   if not isinstance(name, str):
     name = _name_of(name)
   if not isinstance(agent, str):
-    raise ValueError(f'agent={agent!r} must be one of {", ".join(AGENTS)}')
+    names = ', '.join(AGENTS)
+    raise ValueError(f'agent={agent!r} must be MODULE:NAME, or one of {names}')
   workdir = None if workdir is None else os.fspath(workdir)
   options = {'agent': agent, 'steps': steps, 'workdir': workdir}
   options |= {'seed': seed or None, 'seeds': seeds if seeds != 1 else None}

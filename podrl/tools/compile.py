@@ -593,7 +593,8 @@ def compile_command(
       check_choice('variant', command_line.flags.variant, ('',))
       task, agent = find_task(name), command_line.flags.agent
       config = defaults.base(task, agent)
-      chosen = apply_overrides(config, overrides)
+      apply_overrides(config, overrides, is_complete=False)
+      chosen = command_line.fields()
       defaults.specialise(config, build.make_spec(config), chosen)
       apply_overrides(config, overrides)  # Other parts may lack a field.
     factor = target.num_devices if scale else 1

@@ -10,8 +10,9 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.modules import add_to_path, module_directory
+from podrl.modules import add_to_path
 from podrl.run.command_line import CommandLine, apply_overrides
+from podrl.run.config import completed, parts_directory
 
 
 def load_experiment(path: str) -> Callable[..., ConfigDict]:
@@ -30,7 +31,7 @@ def load_experiment(path: str) -> Callable[..., ConfigDict]:
   add_to_path(directory)  # `env.name` may name a module of this directory.
   if 'get_config' not in module:
     raise ValueError(f'{path} is not an experiment: it has no get_config')
-  return module['get_config']
+  return completed(module['get_config'])
 
 
 def read_config(command_line: CommandLine) -> ConfigDict:
@@ -39,7 +40,7 @@ def read_config(command_line: CommandLine) -> ConfigDict:
   get_config = load_experiment(command_line.task or 'no file')
   config = get_config(values.agent, values.variant)
   apply_overrides(config, command_line.overrides)
-  config.env.path = config.env.path or module_directory(config.env.name)
+  config.env.path = config.env.path or parts_directory(config)
   return config
 
 

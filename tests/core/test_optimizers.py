@@ -172,6 +172,7 @@ def test_factors_multiply_the_rates_of_groups():
     actor_factor=0.25,
     critic_factor=0.0,
   )
+  assert not getattr(optimizer, 'is_elementwise', False)
   state = optimizer.init(params)
   updates, _ = optimizer.update(params, state, params)
   row = [-0.125, -0.125, 0.0, 0.0]  # 0.5 x 0.25 for the actor's columns.

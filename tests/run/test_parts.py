@@ -13,10 +13,23 @@ import pytest
 import podrl
 from podrl.agents import AGENTS
 from podrl.core.optimizers import make_optimizer
+from podrl.envs import Task
+from podrl.fields import Field, Range
+from podrl.networks import actor_critic, torsos
 from podrl.records import workdir
-from podrl.run.config import base_config, change, check, complete
+from podrl.run import defaults, train
+from podrl.run.command_line import apply_overrides
+from podrl.run.config import (
+  base_config,
+  change,
+  changeable,
+  check,
+  complete,
+  member_fields,
+)
 from podrl.tools import evaluate, sweep
 from podrl.tools import train as train_tool
+from podrl.types import Discrete, EnvSpec
 
 _CODE = """
 import flax.linen as nn
@@ -84,6 +97,28 @@ def broken(values):
   raise KeyError('leg')
 
 
+def changing(values, part: float = 0.5):
+  return optax.sgd(part)
+
+
+changing = Optimizer(
+  changing, {'optimizer.part': Field(0.5, 'Part.', changeable=True)}
+)
+again = OPTIMIZERS['adam']
+
+
+def grouped(values, groups: int = 3):
+  return optax.sgd(0.1)
+
+
+def Named(name: str = 'x'):
+  return nn.Dense(3)
+
+
+class Clash(nn.Module):
+  recurrent: int = 3
+
+
 def nothing(values):
   return None
 
@@ -113,9 +148,11 @@ def parts(tmp_path, monkeypatch):
   sys.modules.pop('my_parts', None)
 
 
+_TINY = [x for x in helpers.TINY if 'hidden_sizes' not in x]
+
+
 def _train(*arguments):
-  tiny = [x for x in helpers.TINY if 'hidden_sizes' not in x]
-  return train_tool.run(['podrl train', *arguments, *tiny])
+  return train_tool.run(['podrl train', *arguments, *_TINY])
 
 
 def test_a_run_with_own_parts_can_do_what_every_run_can(
@@ -167,8 +204,11 @@ def test_nobody_elses_parts_are_imported(parts, monkeypatch):
     message = f'{field} would import .* of the module my_parts .*add --trust'
     with pytest.raises(ValueError, match=message):
       podrl.load(field)
+    if field == 'agent.name':  # The call names another agent, PPO.
+      message = 'config.agent.name is my_parts:agent in the run, but ppo now'
     with pytest.raises(ValueError, match=message):
       podrl.train('Catch-bsuite', workdir=field, resume=True)
+    assert 'my_parts' not in sys.modules
 
 
 def test_help_has_the_fields_of_parts(parts, capsys):
@@ -269,7 +309,100 @@ def test_another_part_brings_its_fields_and_keeps_chosen_values():
   assert config.optimizer.learning_rate == 0.25
 
 
-def test_an_agents_own_field_is_declared_once():
-  """A new field of the network or of an agent needs no other place."""
-  for name, entry in AGENTS.items():
-    assert 'network.name' in entry.fields, name
+@pytest.mark.parametrize('name', AGENTS)
+def test_a_field_of_all_torsos_is_declared_once(name, monkeypatch):
+  """A new field needs no other place: every agent accepts and stores it."""
+  new = {'network.gain': Field(2.0, 'A factor.', Range(1))}
+  monkeypatch.setattr(torsos, 'OWN_FIELDS', torsos.OWN_FIELDS | new)
+  config = base_config(name)
+  apply_overrides(config, ['--config.network.gain=3'])
+  assert config.network.gain == 3.0
+  check(config)
+  config.network.gain = 0.5
+  with pytest.raises(ValueError, match='config.network.gain=0.5 must be at'):
+    check(config)
+
+
+def test_an_unsigned_run_names_no_part_of_a_script(parts, monkeypatch):
+  """The user's --config.network.name is not the name that the run has."""
+  get_config = helpers.get_config('anakin_catch')
+  names = ['--config.network.name=my_parts:Torso', '--workdir=run']
+  assert train.run(get_config, ['x.py', *names, *_TINY]) == 0
+  sys.modules.pop('my_parts')
+  (parts / 'my_parts.py').write_text('raise RuntimeError("it ran")')
+  monkeypatch.setenv('XDG_STATE_HOME', str(parts / 'other'))
+  argv = ['x.py', '--resume', '--workdir=run', '--config.network.name=mlp']
+  assert train.run(get_config, [*argv, '--steps=2048']) == 2
+  assert 'my_parts' not in sys.modules
+
+
+def test_members_share_an_own_optimizer(parts):
+  config = change(base_config('ppo'), {'optimizer.name': 'my_parts:changing'})
+  assert 'optimizer.part' in changeable(config)
+  assert not any(x.startswith('optimizer.') for x in member_fields(config))
+  assert 'optimizer.learning_rate' in member_fields(base_config('ppo'))
+
+
+def test_a_kind_does_not_set_fields_of_a_part_that_the_user_replaces(parts):
+  obs = jax.ShapeDtypeStruct((84, 84, 3), np.uint8)
+  spec = EnvSpec(obs, False, Discrete(3), 1, 100)
+  config = defaults.base(Task('envpool', 'Pong-v5'), 'impala')
+  change(config, {'optimizer.name': 'my_parts:muon'})
+  defaults.specialise(config, spec, {'optimizer.name'})
+  assert config.optimizer.name == 'my_parts:muon'
+  assert {*config.optimizer} == {'name', 'learning_rate', 'warmup'}
+
+
+@pytest.mark.parametrize('name', ['Clash', 'Named', 'grouped'])
+def test_a_part_cannot_have_a_field_of_podrl(parts, name):
+  field = 'optimizer.name' if name == 'grouped' else 'network.name'
+  with pytest.raises(ValueError, match='give the parameter another name'):
+    change(base_config('ppo'), {field: f'my_parts:{name}'})
+
+
+def test_a_row_of_podrl_may_be_used_again(parts):
+  optimizer = make_optimizer('my_parts:again', learning_rate=0.5, eps=0.25)
+  params = {'a': np.ones(3, np.float32)}
+  expected = make_optimizer('adam', learning_rate=0.5, eps=0.25)
+  found, _ = optimizer.update(params, optimizer.init(params), params)
+  theirs, _ = expected.update(params, expected.init(params), params)
+  np.testing.assert_array_equal(found['a'], theirs['a'])
+
+
+@pytest.mark.parametrize('field', ['search.kind', 'network.recurrent'])
+def test_only_parts_may_be_modules(field):
+  config = base_config('muzero' if field == 'search.kind' else 'ppo')
+  config.update_from_flattened_dict({field: 'x:y'})
+  with pytest.raises(ValueError, match=f'config.{field}=x:y is unknown'):
+    check(config)
+
+
+def test_another_optimizer_of_an_experiment_has_its_own_numbers():
+  config = base_config('ppo')
+  config.optimizer.name = 'radam'  # It has the same fields as Adam.
+  assert complete(config).optimizer.eps == 1e-8
+  assert complete(config).optimizer.eps == 1e-8
+  config.optimizer.eps = 0.25
+  assert complete(config).optimizer.eps == 0.25
+
+
+def test_a_schedule_needs_annealing():
+  config = base_config('sac')
+  config.optimizer.schedule = 'cosine'
+  with pytest.raises(ValueError, match='cosine needs config.optimizer.anneal'):
+    check(config)
+
+
+def test_a_factor_of_0_keeps_the_critic(parts):
+  flags = ['--config.optimizer.critic_factor=0', '--steps=512']
+  for number in 1, 2:  # Two runs of one seed begin with the same parameters.
+    steps = f'--steps={512 * number}'
+    flags = ['--config.optimizer.critic_factor=0', steps, f'--workdir={number}']
+    tiny = [x for x in _TINY if 'total_env_steps' not in x]
+    assert train_tool.run(['podrl train', 'Catch-bsuite', *flags, *tiny]) == 0
+  first, second = (podrl.load(str(x)).variables.params for x in (1, 2))
+
+  def compare(group, a, b):
+    assert np.array_equal(a, b) == (group == 'critic'), group
+
+  jax.tree.map(compare, actor_critic.groups(first), first, second)

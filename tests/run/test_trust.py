@@ -328,7 +328,7 @@ def test_process_0_decides_for_all(run, monkeypatch):
   with pytest.raises(ValueError, match='add --trust'):
     get_config('ppo', '')
   cluster = mock.Mock(is_distributed=False, attempt=lambda function: function())
-  decisions = [(True, 'ppo', True, {}), ValueError('process 0 fails later')]
+  decisions = [(True, 'ppo', True, {}, ''), ValueError('process 0 fails later')]
   cluster.decide = mock.Mock(side_effect=decisions)
   with pytest.raises(ValueError, match='process 0 fails later'):
     start.resolve_config(command_line, get_config, cluster, None)
