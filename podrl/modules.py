@@ -1,6 +1,6 @@
 """Parts that users bring: objects that a configuration names MODULE:NAME."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 import contextlib
 import dataclasses
 import importlib
@@ -23,6 +23,34 @@ def current_directory() -> str:
     raise ValueError(
       'the current directory no longer exists; change to another directory'
     ) from error
+
+
+def check_table(what: str, name: str, table: Any) -> None:
+  """Raises a ValueError if the fields of a user's part are no table."""
+  if not isinstance(table, Mapping):
+    raise ValueError(f'{what}={name}: fields must be a dict')
+  for field, value in table.items():
+    if not (isinstance(field, str) and isinstance(value, Field)):
+      raise ValueError(
+        f'{what}={name}: the field {field} must be a podrl.fields.Field, not a '
+        f'{type(value).__name__}'
+      )
+
+
+@contextlib.contextmanager
+def one_line_errors(what: str, name: str) -> Iterator[None]:
+  """A block that calls the user's code, if `name` is MODULE:NAME.
+
+  A ValueError says what is wrong; any other error becomes one.
+  """
+  try:
+    yield
+  except ValueError:
+    raise
+  except Exception as error:
+    if ':' not in name:
+      raise
+    raise failed(what, name, error) from error
 
 
 def failed(what: str, name: str, error: BaseException) -> ValueError:

@@ -78,6 +78,10 @@ class AgentEntry(NamedTuple):
       obs = normalization.as_float(spec.obs)
       seen = spec._replace(obs=obs, obs_scale=None)
     agent = self.make_agent(seen, fields)
+    if not isinstance(agent, Agent):
+      raise ValueError(
+        f'make_agent must return an Agent, not a {type(agent).__name__}'
+      )
     declared = hyperparams(self.fields, fields)
 
     def init(rng_key: chex.PRNGKey) -> Variables:
@@ -190,4 +194,19 @@ def find(name: str) -> AgentEntry:
       f'agent={name} must be a podrl.agents.AgentEntry, not a '
       f'{type(found).__name__}'
     )
+  modules.check_table('agent', name, found.fields)
   return found
+
+
+def make(spec: EnvSpec, fields: Fields) -> Agent:
+  """Makes the agent of a configuration; raises a ValueError for a mistake."""
+  name = fields['agent.name']
+  with modules.one_line_errors('agent', name):
+    return find(name).make(spec, fields)
+
+
+def check(fields: Fields) -> None:
+  """Raises a ValueError if a configuration does not fit its agent."""
+  name = fields['agent.name']
+  with modules.one_line_errors('agent', name):
+    find(name).check(fields)

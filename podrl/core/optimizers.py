@@ -277,6 +277,7 @@ def find(name: str) -> Optimizer:
   what = 'config.optimizer.name'
   found = modules.find(what, name, OPTIMIZERS)
   if isinstance(found, Optimizer):
+    modules.check_table(what, name, found.fields)
     return found
   if not callable(found):
     raise ValueError(

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from podrl import types
-from podrl.agents import find, sgd_steps_per_update
+from podrl.agents import find, make, sgd_steps_per_update
 from podrl.core import learner, memory, meta, population
 from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
@@ -206,7 +206,7 @@ def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
   """Makes the agent; raises a ValueError if it does not fit `spec`."""
   make_importable(config)
   try:
-    return find(config.agent.name).make(spec, flatten(config.to_dict()))
+    return make(spec, flatten(config.to_dict()))
   except ValueError as error:
     raise ValueError(f'config.env.name={config.env.name}: {error}') from error
 

@@ -201,6 +201,7 @@ def _change_parts(values: Fields, parts: Fields) -> dict[str, Any]:
     value = values.get(name, field.default)
     old = before.get(name, field)
     is_kept = old == field or value != old.default
+    is_kept &= type(value) is type(field.default)
     changed[name] = value if is_kept else field.default
   return {**changed, **parts}
 
@@ -222,10 +223,15 @@ def _replace(config: ConfigDict, values: Fields) -> None:
   """Gives a configuration exactly these fields, in place."""
   with config.unlocked():
     before = fields.flatten(config.to_dict())
-    for name in before.keys() - values.keys():
+    stale = [k for k, x in before.items() if type(values.get(k)) is not type(x)]
+    for name in stale:
       section, _, last = name.rpartition('.')
       del (config[section] if section else config)[last]
-    new = {k: x for k, x in values.items() if k not in before or x != before[k]}
+    new = {
+      k: x
+      for k, x in values.items()
+      if k not in before or k in stale or x != before[k]
+    }
     config.update_from_flattened_dict(new)
   config.env.options.unlock()
 
@@ -360,7 +366,7 @@ def check(config: ConfigDict) -> None:
       )
   if not values['network.hidden_sizes']:
     raise ValueError('config.network.hidden_sizes=() needs one or more widths')
-  agents.find(values['agent.name']).check(values)
+  agents.check(values)
   if 'meta.params' in values:
     names = meta_params(config)
     for name in names:

@@ -424,7 +424,9 @@ def test_python_says_which_objects_it_accepts(home, monkeypatch):
   for function in (lambda: None, walk):  # Only this program could find them.
     with pytest.raises(ValueError, match='-> DeviceEnv, in a module'):
       podrl.train(function)
-  with pytest.raises(ValueError, match='agent=None must be MODULE:NAME, or one'):
+  with pytest.raises(
+    ValueError, match='agent=None must be MODULE:NAME, or one'
+  ):
     podrl.train('Catch-bsuite', agent=None)
   with pytest.raises(TypeError, match='not int'):
     podrl.train('Catch-bsuite', workdir=5)

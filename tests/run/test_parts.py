@@ -90,6 +90,15 @@ agent = AGENTS['impala']._replace(
     'agent.bonus': Field(0.25, 'A bonus.', Range(0, 1), changeable=True),
   },
 )
+impala = AGENTS['impala']
+raising = impala._replace(make_agent=lambda spec, fields: 1 / 0)
+unchecked = impala._replace(check=lambda fields: fields['nope'])
+empty = impala._replace(make_agent=lambda spec, fields: None)
+untyped = impala._replace(fields={**impala.fields, 'agent.bonus': 0.5})
+bare = impala._replace(
+  fields={k: x for k, x in impala.fields.items() if k != 'agent.gamma'}
+)
+numbers = Optimizer(lambda values: optax.sgd(0.1), {'optimizer.b': 0.5})
 number = 3
 
 
@@ -121,6 +130,14 @@ class Clash(nn.Module):
 
 def nothing(values):
   return None
+
+
+class Typed(nn.Module):
+  activation: int = 3  # A text in podrl's own torsos.
+
+  @nn.compact
+  def __call__(self, obs):
+    return obs + 'text'
 
 
 class Flat(nn.Module):
@@ -252,6 +269,13 @@ def test_a_sweep_over_an_own_field(parts):
     ('--config.optimizer.momentum=0.5', 'a field of the optimiser sgd, which'),
     ('--agent=my_parts:muon', 'must be a podrl.agents.AgentEntry, not a func'),
     ('--agent=my_parts:agen', 'did you mean agent'),
+    ('--agent=my_parts:raising', 'raising failed: ZeroDivisionError: div'),
+    ('--agent=my_parts:unchecked', "unchecked failed: KeyError: 'nope'"),
+    ('--agent=my_parts:empty', 'make_agent must return an Agent, not a None'),
+    ('--agent=my_parts:untyped', 'agent.bonus must be a podrl.fields.Field'),
+    ('--agent=my_parts:bare', "bare failed: KeyError: 'agent."),
+    ('--config.optimizer.name=my_parts:numbers', 'b must be a podrl.fields.F'),
+    ('--config.network.name=my_parts:Typed', 'Typed failed: TypeError'),
   ],
 )
 def test_a_mistake_in_a_part_is_one_line(parts, argument, message, capsys):
