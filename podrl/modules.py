@@ -147,7 +147,10 @@ def fields_of(
       if x.init and x.name not in ('parent', 'name')
     }
   else:
-    parameters = [*inspect.signature(part).parameters.values()][skipped:]
+    try:
+      parameters = [*inspect.signature(part).parameters.values()][skipped:]
+    except ValueError:  # A function in C may not say what it takes.
+      return {}
     found = {x.name: x.default for x in parameters}
   comment = f'A field of {name}.'
   return {

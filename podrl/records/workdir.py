@@ -207,6 +207,11 @@ def task_name(config: ConfigDict) -> str:
   return re.sub(r'[^\w.+-]+', '-', config.env.name)
 
 
+def agent_name(config: ConfigDict) -> str:
+  """Returns the agent's name; see `task_name`."""
+  return re.sub(r'[^\w.+-]+', '-', config.agent.name)
+
+
 _start = ''  # The current directory of the last command.
 
 
@@ -241,7 +246,7 @@ def short(path: str) -> str:
 def default_path(config: ConfigDict) -> str:
   """Returns the directory of a run that begins now: `runs/TASK/AGENT-TIME`."""
   now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')
-  return os.path.join('runs', task_name(config), f'{config.agent.name}-{now}')
+  return os.path.join('runs', task_name(config), f'{agent_name(config)}-{now}')
 
 
 def is_run(path: str) -> bool:

@@ -251,6 +251,10 @@ def complete(config: ConfigDict) -> ConfigDict:
   kept = {
     k: x for k, x in values.items() if k in known or not k.startswith(sections)
   }
+  for name in values.keys() - kept.keys():
+    part = values[f'{name.partition(".")[0]}.name']
+    if ':' in part:
+      raise ValueError(f'config.{name} is not a field of {part}')
   if parts == others:
     _replace(config, {**fields.defaults(usual), **kept})
   else:

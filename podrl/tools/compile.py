@@ -640,13 +640,13 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
     for line in lines(report, target):
       console.print(line)
     console.print(slowest_table(report))
-    default = f'{workdir.task_name(config)}-{config.agent.name}'
+    default = f'{workdir.task_name(config)}-{workdir.agent_name(config)}'
     out = values.out or os.path.join('runs', 'compile', default)
     tools.make_directory(out)
     path = os.path.join(out, 'compile')
     for program, text in texts.items():
-      name = f'{path}-{target.name}-{program}.txt'.replace(':', '-')
-      workdir.write_text(name, text)
+      name = f'{target.name}-{program}'.replace(':', '-')
+      workdir.write_text(f'{path}-{name}.txt', text)
   fields = [
     dataclasses.asdict(x)
     | {'seconds': x.seconds, 'steps_per_second': x.steps_per_second}

@@ -387,8 +387,9 @@ def _make_plan(
   programs = make_programs(settings, config, values.per_program)
   if population := _population(axes, values):
     _check_population(programs, population, config)
+  agent = workdir.agent_name(config)
   path = options.workdir or workdir.default_path(config).replace(
-    f'{config.agent.name}-', f'sweep-{config.agent.name}-'
+    f'{agent}-', f'sweep-{agent}-'
   )
   own = [f'--axis={x}' for x in values.axis]
   for name in ('random', 'evolve_every', 'per_program'):

@@ -261,6 +261,7 @@ def test_a_sweep_over_an_own_field(parts):
     ('--config.network.name=my_parts:number', 'must be a flax module, or'),
     ('--config.network.name=my_parts:Flat', 'must map 1 observations to feat'),
     ('--config.network.name=my_parts:broken', 'broken failed: TypeError'),
+    ('--config.network.name=builtins:int', 'int failed: TypeError'),
     ('--config.network.name=Torso', 'network.name=Torso is unknown'),
     ('--config.optimizer.name=my_parts:number', 'must be an Optimizer, or'),
     ('--config.optimizer.name=my_parts:broken', "broken failed: KeyError: 'le"),
@@ -408,6 +409,16 @@ def test_another_optimizer_of_an_experiment_has_its_own_numbers():
   assert complete(config).optimizer.eps == 1e-8
   config.optimizer.eps = 0.25
   assert complete(config).optimizer.eps == 0.25
+
+
+def test_a_run_with_a_field_that_its_part_has_lost_is_refused(parts):
+  assert _train('Catch-bsuite', *_PARTS, '--workdir=run') == 0
+  config = workdir.read_config('run')
+  with config.unlocked():
+    config.network.gain = 2.0
+  workdir.write_json('run/config.json', config.to_dict())
+  with pytest.raises(ValueError, match='network.gain is not a field of my_p'):
+    podrl.load('run', trust=True)
 
 
 def test_a_schedule_needs_annealing():
