@@ -147,9 +147,10 @@ def _evaluate(text: str) -> Any:
 
 
 def parse(name: str, text: str, default: Any) -> Any:
-  """Converts a text to the type of the field's default; see `convert`.
+  """Converts a text to the type of the field's default; or raises a ValueError.
 
-  Without a default, any value that config.json can contain is allowed.
+  An integer field also accepts a float such as 1e6, and a tuple accepts one
+  element. Without a default, any value that config.json can contain is allowed.
   """
   value = _evaluate(text)
   if default is None:
@@ -158,16 +159,11 @@ def parse(name: str, text: str, default: Any) -> Any:
     return text
   if isinstance(default, str) and not isinstance(value, str):
     return text
-  return convert(name, value, default, text)
+  return _convert(name, value, default, text)
 
 
-def convert(name: str, value: Any, default: Any, text: str = '') -> Any:
-  """Converts a value to the type of the field's default.
-
-  An integer field also accepts a float such as 1e6, and a tuple accepts one
-  element. It raises a ValueError for another type; `text` is the value in the
-  message.
-  """
+def _convert(name: str, value: Any, default: Any, text: str) -> Any:
+  """Converts the value of a text to the type of the field's default."""
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
   if isinstance(default, str):
     if isinstance(value, str):
@@ -187,8 +183,7 @@ def convert(name: str, value: Any, default: Any, text: str = '') -> Any:
     types = {type(x) for x in default} or {int}
     if {type(x) for x in value} <= types:
       return tuple(value)
-  shown = text or repr(value)
   raise ValueError(
-    f'config.{name}={shown} is not of type {type(default).__name__}; '
+    f'config.{name}={text} is not of type {type(default).__name__}; '
     f'its default is {default!r}'
   )

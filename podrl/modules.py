@@ -66,17 +66,6 @@ def add_to_path(*directories: str) -> None:
       sys.path.append(directory)
 
 
-def make_importable(name: str, directory: str = '') -> None:
-  """Lets Python find the module of `MODULE:NAME`.
-
-  Python looks among the installed modules, in `directory`, and then in the
-  current directory. Other names need no module, so they change nothing.
-  """
-  if ':' in name:
-    add_to_path(directory)
-    add_to_path(current_directory())
-
-
 def import_module(what: str, name: str, module: str) -> Any:
   """Imports the user's module of the field or flag `what`, which is `name`."""
   try:
@@ -90,7 +79,10 @@ def import_module(what: str, name: str, module: str) -> Any:
 
 
 def find(what: str, name: str, known: Collection[str]) -> Any:
-  """Returns the object `MODULE:NAME`; see `make_importable`.
+  """Imports the object `MODULE:NAME`.
+
+  Python looks among the installed modules, in the directories that a caller has
+  added, and then in the current directory.
 
   Args:
     what: the field or flag that has this name, for messages.
@@ -105,7 +97,7 @@ def find(what: str, name: str, known: Collection[str]) -> Any:
     check_choice(what, name, known)
   if not (module_name and attribute):
     raise ValueError(f'{what}={name} must be MODULE:NAME')
-  make_importable(name)
+  add_to_path(current_directory())
   module = import_module(what, name, module_name)
   if not hasattr(module, attribute):
     public = [x for x in vars(module) if not x.startswith('_')]
@@ -126,6 +118,12 @@ def _is_value(value: Any) -> bool:
   return isinstance(value, _TYPES)
 
 
+def attributes(part: Any) -> list[dataclasses.Field]:
+  """Returns the attributes of a flax module or class, except flax's own."""
+  known = (x for x in dataclasses.fields(part) if x.init)
+  return [x for x in known if x.name not in ('parent', 'name')]
+
+
 def fields_of(
   part: Callable[..., Any], section: str, name: str, skipped: int = 0
 ) -> dict[str, Field]:
@@ -141,11 +139,7 @@ def fields_of(
     skipped: how many of the first parameters are left out.
   """
   if dataclasses.is_dataclass(part):
-    found = {
-      x.name: x.default
-      for x in dataclasses.fields(part)
-      if x.init and x.name not in ('parent', 'name')
-    }
+    found = {x.name: x.default for x in attributes(part)}
   else:
     try:
       parameters = [*inspect.signature(part).parameters.values()][skipped:]
@@ -160,18 +154,20 @@ def fields_of(
   }
 
 
-def describe_import(name: str, directory: str) -> str:
+def describe_import(name: str, directories: str) -> str:
   """Says what podrl imports for `MODULE:NAME`; it imports nothing itself.
 
-  `directory` is the one that `make_importable` gets.
+  `directories` are those of `env.path`.
   """
   module, _, attribute = name.partition(':')
   top, spec = module.partition('.')[0], None
   with contextlib.suppress(ImportError, ValueError):
     find_spec = importlib.machinery.PathFinder.find_spec
     spec = importlib.util.find_spec(top)
-    if not (spec and spec.origin):  # Any module counts before a mere folder.
-      spec = find_spec(top, [directory, current_directory()]) or spec
+    # A module has priority over a directory without `__init__.py`.
+    if not (spec and spec.origin):
+      path = [*directories.split(os.pathsep), current_directory()]
+      spec = find_spec(top, path) or spec
   folders = list(spec.submodule_search_locations or ()) if spec else []
   place = spec and spec.origin or next(iter(folders), 'not found')
   return f'{attribute} of the module {module} ({place})'

@@ -229,7 +229,9 @@ OPTIMIZERS = {
   ),
   'sgd': _row(
     lambda x: optax.trace(x['momentum']) if x['momentum'] else optax.identity(),
-    momentum=Field(0.0, 'Part of the step before that each step adds.', _DECAY),
+    momentum=Field(
+      0.0, 'Fraction of the previous step that each step adds.', _DECAY
+    ),
   ),
 }
 

@@ -204,11 +204,11 @@ def make_network(
   Args:
     spec: describes the environment.
     fields: the configuration by name. If `network.channels` is not 0, the
-      hidden state is an image with so many channels, from the largest image of
-      an observation; the features of the other leaves are added to each of its
-      pixels. Otherwise, it is a vector, and a torso reads the observations. The
-      last of `network.hidden_sizes` is the size of this vector and of each
-      head's hidden layer.
+      hidden state is an image with this number of channels, from the largest
+      image of an observation; the features of the other leaves are added to
+      each of its pixels. Otherwise, it is a vector, and a torso reads the
+      observations. The last of `network.hidden_sizes` is the size of this
+      vector and of each head's hidden layer.
     num_policy_params: width of the policy head.
     num_bins: M, the bins of rewards and values.
 

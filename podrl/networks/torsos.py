@@ -7,7 +7,6 @@ the compiled program, so podrl stores and copies observations in a small dtype.
 """
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import functools
 from typing import Any
 
@@ -495,9 +494,8 @@ def build_torso(spec: EnvSpec, fields: Fields) -> Callable[[], nn.Module]:
     return make_torso(spec=spec, **known)
   found = _find(name)
   if isinstance(found, nn.Module):
-    attributes = (x for x in dataclasses.fields(found) if x.init)
-    own = {x.name: getattr(found, x.name) for x in attributes}
-    own = {k: x for k, x in own.items() if k not in ('parent', 'name')}
+    names = [x.name for x in modules.attributes(found)]
+    own = {name: getattr(found, name) for name in names}
     make = functools.partial(type(found), **own)
   else:
     own = {short(k): fields[k] for k in own_fields(name)}

@@ -18,7 +18,7 @@ from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES, Suite
-from podrl.fields import flatten, section
+from podrl.fields import flatten, section, short
 from podrl.fields import hyperparams as declared
 from podrl.messages import check_choice
 from podrl.records import checkpoint, workdir
@@ -501,7 +501,7 @@ def _make_exploit(config: ConfigDict) -> Callable | None:
   if 'population' not in config:
     return None
   ranges = {
-    field.rpartition('.')[2]: population.Range(*bounds)
+    short(field): population.Range(*bounds)
     for field, *bounds in config.population.ranges
   }
   return population.make_exploit(ranges)

@@ -156,14 +156,14 @@ _WORDS = {
 
 def _fields_named(word: str, known: Collection[str]) -> list[str]:
   """Returns the fields whose name, or its last part, is `word`."""
-  found = [x for x in known if word in (x, x.rpartition('.')[2])]
+  found = [x for x in known if word in (x, short_name(x))]
   # The fields of meta-gradients have the names of those that they tune.
   return [x for x in found if not x.startswith('meta.')] or found
 
 
 def _similar_fields(word: str, known: Collection[str]) -> list[str]:
   """Returns similar fields; the last part of a field counts first."""
-  near = similar(word, [x.rpartition('.')[2] for x in known])
+  near = similar(word, [short_name(x) for x in known])
   return _fields_named(near[0], known) if near else similar(word, known)
 
 
@@ -190,7 +190,7 @@ def explain_unknown(
     name = flags_of.get(name, name)
     return f'--{name if name in options else f"config.{name}"}={value}'
 
-  last_parts = [x.rpartition('.')[2] for x in known]
+  last_parts = [short_name(x) for x in known]
   if flag in options and not argument.startswith('-'):
     advice = f'write --{argument}'
   elif word == 'config':
@@ -232,10 +232,11 @@ def apply_overrides(
   names = set()
   overrides, others = _split_overrides(arguments)
   if others:
-    known = flatten(config.to_dict())
-    raise ValueError(explain_unknown(others[0], known, [*_make_flags()]))
+    fields = flatten(config.to_dict())
+    raise ValueError(explain_unknown(others[0], fields, [*_make_flags()]))
   # Another part can bring the fields that the other arguments set.
   change(config, _parts_in(overrides))
+  known = flatten(config.to_dict())
   for argument in overrides:
     name, equals, text = _split_override(argument)
     if not equals:
@@ -251,10 +252,9 @@ def apply_overrides(
         f'config.agent.name={text} cannot be overridden, because the defaults '
         f'of other fields depend on the agent; use --agent={text}'
       )
-    is_known = _has_field(config, name)
-    if not (is_known or is_complete):
+    if not (name in known or is_complete):
       continue
-    if name == 'env.options' or not is_known:
+    if name == 'env.options' or name not in known:
       raise ValueError(_explain_field(name, config))
     node = config[section] if section else config
     node[field] = parse(name, text, node[field])
@@ -271,10 +271,6 @@ def _parts_in(overrides: Sequence[str]) -> dict[str, str]:
   """Returns the parts that overrides name, such as 'optimizer.name'."""
   pairs = ((name, text) for name, _, text in map(_split_override, overrides))
   return {name: text for name, text in pairs if name in PARTS}
-
-
-def _has_field(config: ConfigDict, name: str) -> bool:
-  return name in flatten(config.to_dict())
 
 
 def _explain_field(name: str, config: ConfigDict) -> str:
@@ -319,7 +315,7 @@ class CommandLine(NamedTuple):
     return {_split_override(x)[0] for x in self.overrides}
 
   def named(self) -> set[str]:
-    """Returns the fields that the user has set, and so modules that are known.
+    """Returns the fields that the user has set; their modules are known.
 
     A script decides the environment, as the name on a command line does.
     """

@@ -64,7 +64,7 @@ _OF_ARCHITECTURE = {'Anakin': anakin.FIELDS, 'Sebulba': sebulba.FIELDS}
 PARTS = ('network.name', 'optimizer.name')
 # Names of parameters that a user's part cannot have.
 _RESERVED = ('name', 'groups', 'num_sgd_steps')
-# The fields that may be MODULE:NAME, a part of the user.
+# The fields that may be MODULE:NAME, the user's own part.
 _NAMES = ('env.name', 'agent.name', *PARTS)
 # The settings of all agents by kind; `AgentEntry.kinds` has those of one agent.
 # An environment can have several kinds. They are applied in this order.
@@ -454,8 +454,8 @@ def check_trust(
 
   Args:
     path: the directory of the run.
-    config: its saved configuration. If neither `trust` nor the signature
-      speaks for it, this function clears `env.path`.
+    config: its saved configuration. If `trust` is false and the user's key did
+      not sign the run, this function clears `env.path`.
     trust: whether the user trusts the run.
     named: fields that the user has set, such as `env.name`, and so modules that
       the user knows.

@@ -88,13 +88,15 @@ def specialise(
   """
   task = Task(config.env.suite, config.env.name)
   found = kinds(task, spec, spmd.platform())
-  settings = settings_of_kinds(config, found, chosen)
+  # The usual number of steps is needed even if the user has chosen another.
+  settings = settings_of_kinds(config, found, {*chosen} - {'total_env_steps'})
   if 'large image on a CPU' in found:
     options = SUITES[task.suite].small_options(task.name)
     config.env.options.update(options | config.env.options.to_dict())
-  change(config, settings)
-  usual = settings_of_kinds(config, found).get('total_env_steps')
-  return usual or FIELDS['total_env_steps'].default
+  default = FIELDS['total_env_steps'].default
+  usual = settings.get('total_env_steps', default)
+  change(config, {k: x for k, x in settings.items() if k not in chosen})
+  return usual
 
 
 def make_config(task: Task, agent: str, spec: EnvSpec) -> ConfigDict:

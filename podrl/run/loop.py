@@ -24,7 +24,7 @@ from podrl.core.optimizers import BASE
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.drivers.energy import Meter
-from podrl.fields import flatten
+from podrl.fields import flatten, short
 from podrl.messages import (
   EnvironmentFailed,
   format_size,
@@ -558,7 +558,7 @@ class Trainer:
     parents, values = driver.exploit(scores, rng_key)
     # The others depend on the run's length, which a resumed run may change.
     fields = configs.member_fields(self.config)
-    own = {x.rpartition('.')[2] for x in fields}
+    own = {*map(short, fields)}
     self.hyperparams = {k: x for k, x in values.items() if k in own}
     decision = {'scores': scores, 'parents': parents}
     recorder.decide(decision | {'hyperparams': self.hyperparams})

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
-from podrl.fields import flatten, parse
+from podrl.fields import flatten, parse, short
 from podrl.messages import check_choice, count
 from podrl.records import workdir
 from podrl.records.merging import bootstrap
@@ -242,7 +242,7 @@ def _text(value: Any) -> str:
 
 def table(results: Sequence[Result]) -> Table:
   """Makes a table with a row for each setting, the best one first."""
-  names = [x.rpartition('.')[2] for x in results[0].setting]
+  names = [*map(short, results[0].setting)]
   rows = tools.make_table(
     *names, 'members', 'return', '95 %', 'worst', 'diverged'
   )
@@ -549,7 +549,7 @@ def read_population(directory: str) -> Population:
   values = {
     field: np.array(
       [[x[field] for x in first]]
-      + [x['hyperparams'][field.rpartition('.')[2]] for x in decisions]
+      + [x['hyperparams'][short(field)] for x in decisions]
     ).T
     for field in fields
   }
@@ -576,7 +576,7 @@ def ancestors(population: Population) -> list[int]:
 
 def population_table(population: Population) -> Table:
   """Makes a table with a row for each member, the best one first."""
-  names = [x.rpartition('.')[2] for x in population.fields]
+  names = [*map(short, population.fields)]
   ends = [f'{x}\n({when})' for x in names for when in ('first', 'last')]
   rows = tools.make_table('member', 'return', 'copies', 'ancestor', *ends)
   own = np.arange(len(population.returns))[:, None]
