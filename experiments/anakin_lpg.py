@@ -184,7 +184,9 @@ def live(rule, member, rng_key):
 
   def update(carry, rng_key):
     state, actors = carry
-    actors, trajectory, _ = unroll(state.variables, actors, state.num_updates)
+    actors, trajectory, *_ = unroll(
+      state.variables, actors, state.num_updates
+    )
     return (learner.update(state, trajectory, rng_key)[0], actors), None
 
   carry = state._replace(variables=variables), actors
@@ -192,7 +194,7 @@ def live(rule, member, rng_key):
   (state, actors), _ = jax.lax.scan(update, carry, keys)
   # The next unroll uses the keys of `num_updates`, so this one uses others.
   number = jnp.iinfo(jnp.int32).max - state.num_updates
-  actors, trajectory, _ = unroll(state.variables, actors, number)
+  actors, trajectory, *_ = unroll(state.variables, actors, number)
   loss = outer_loss(state.variables, trajectory)
   return loss, ((task, state, actors), jnp.mean(trajectory.timestep.reward))
 

@@ -74,7 +74,7 @@ def test_episodes_can_be_cut_and_agents_unknown(tmp_path, capsys):
   path.write_text(path.read_text().replace('"ppo"', '"pppo"'))
   assert evaluate.run(argv) == 2
   assert capsys.readouterr().err.startswith(
-    'error: config.agent.name=pppo is unknown; did you mean ppo'
+    'error: agent=pppo is unknown; did you mean ppo'
   )
 
 
