@@ -184,9 +184,7 @@ def live(rule, member, rng_key):
 
   def update(carry, rng_key):
     state, actors = carry
-    actors, trajectory, *_ = unroll(
-      state.variables, actors, state.num_updates
-    )
+    actors, trajectory, *_ = unroll(state.variables, actors, state.num_updates)
     return (learner.update(state, trajectory, rng_key)[0], actors), None
 
   carry = state._replace(variables=variables), actors
