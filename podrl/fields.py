@@ -8,6 +8,7 @@ table `FIELDS` beside its code. This file knows none of these parts.
 import ast
 from collections.abc import Collection, Mapping
 import contextlib
+import copy
 import json
 import math
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ def short(name: str) -> str:
 
 def defaults(table: Table) -> dict[str, Any]:
   """Returns the default of each field."""
-  return {name: field.default for name, field in table.items()}
+  return {name: copy.copy(field.default) for name, field in table.items()}
 
 
 def with_defaults(table: Table, values: Fields) -> dict[str, Field]:
@@ -107,7 +108,9 @@ def check(table: Table, fields: Fields, modules: Collection[str] = ()) -> None:
       if not allowed.allows(value):
         each = ': each element' if isinstance(value, tuple) else ''
         raise ValueError(f'config.{name}={value}{each} must be {allowed}')
-    elif allowed is not None and not (name in modules and ':' in value):
+    elif allowed is None or value in allowed:
+      continue
+    elif not (name in modules and ':' in value):
       check_choice(f'config.{name}', value, allowed)
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from podrl.agents import AGENTS
 from podrl.envs import autoreset, spaces
-from podrl.fields import flatten, short
+from podrl.fields import short
 from podrl.run import train
-from podrl.run.config import base_config
+from podrl.run.config import completed, default_fields
 from podrl.types import DeviceEnv, Discrete, Sample
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def network_fields(agent, /, **fields):
   """Returns the fields of an agent with a small MLP."""
   small = {'name': 'mlp', 'hidden_sizes': (8,), 'activation': 'relu'}
   small |= {'layer_norm': False, 'dtype': 'float32', **fields}
-  own = flatten(base_config(agent).to_dict())
+  own = default_fields(agent, 'Anakin')
   return own | {f'network.{k}': x for k, x in small.items()}
 
 
@@ -121,6 +121,11 @@ def get_config(name):
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module.get_config
+
+
+def fields_of(name, agent='ppo', variant=''):
+  """Returns the flat configuration of an experiment."""
+  return completed(get_config(name))(agent, variant)
 
 
 def run(workdir, *arguments, name='anakin_catch', tiny=True):

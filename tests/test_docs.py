@@ -119,7 +119,7 @@ def test_the_parts_of_the_page_work_together(tmp_path, monkeypatch):
   argv = shlex.split(command[1].replace('\\\n', ' '))[1:]
   assert train_tool.run([*argv, '--steps=30_000', '--workdir=run']) == 0
   config = workdir.read_config('run')
-  assert (config.network.width, config.agent.bonus) == (32, 0.02)
+  assert (config['network.width'], config['agent.bonus']) == (32, 0.02)
   assert workdir.read_records('run')[-1]['bonus'] > 0
   monkeypatch.delitem(sys.modules, 'my_parts')
   outcomes = []

@@ -36,7 +36,7 @@ _ONLY = {
   'Mesh(': ('drivers/spmd',),
   'lax.pmean|lax.pmax|lax.pmin': ('core/learner',),
   'all_gather|all_to_all|psum|ppermute': (),
-  'ConfigDict': ('run/', 'records/', 'tools/', '__init__'),
+  'ConfigDict': ('run/config', 'run/train', '__init__'),
 }
 
 

@@ -18,16 +18,17 @@ import pathlib
 import runpy
 import tempfile
 import time
+from typing import Any
 
 from absl import app, flags
-from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.agents import sgd_steps_per_update
-from podrl.fields import flatten
+from podrl.fields import Fields
 from podrl.records import workdir
 from podrl.records.recorder import Recorder
 from podrl.run import build
+from podrl.run.config import completed
 
 _ARCHITECTURE = flags.DEFINE_enum(
   'driver', 'anakin', ['anakin', 'sebulba'], 'architecture to measure.'
@@ -37,19 +38,20 @@ _SECONDS = flags.DEFINE_float('seconds', 2.0, 'seconds of each turn.', 0.1)
 _WANDB = flags.DEFINE_bool('wandb', False, 'use Weights & Biases, offline.')
 
 
-def get_config(architecture: str) -> ConfigDict:
+def get_config(architecture: str) -> dict[str, Any]:
   """Returns the configuration of the architecture's CartPole experiment."""
   experiments = pathlib.Path(__file__).parents[1]
   path = experiments / f'{architecture}_cartpole.py'
-  return runpy.run_path(str(path))['get_config']('ppo', '')
+  own = runpy.run_path(str(path))['get_config']
+  return completed(own)('ppo', '')
 
 
 def measure(
-  config: ConfigDict, num_pairs: int, seconds: float, wandb: bool
+  config: Fields, num_pairs: int, seconds: float, wandb: bool
 ) -> list[float]:
   """Returns, for each pair, the speed with records / without records."""
-  config.total_env_steps = 10**9
-  config.log.wandb = wandb
+  config['total_env_steps'] = 10**9
+  config['log.wandb'] = wandb
   build.set_up_jax(config)
   run = build.make_run(config)
   with tempfile.TemporaryDirectory() as path:
@@ -60,7 +62,7 @@ def measure(
       run.spec.frame_skip,
       run.num_updates,
       run.steps_per_update,
-      sgd_steps_per_update(flatten(config.to_dict())),
+      sgd_steps_per_update(config),
       time.perf_counter(),
       run.driver.describe,
     )
@@ -73,10 +75,10 @@ def measure(
       recorder.sinks = all_sinks if is_logged else [[]]
       steps, start = 0, time.perf_counter()
       while time.perf_counter() - start < seconds:
-        reports = run.driver.advance(config.log.every_updates)
+        reports = run.driver.advance(config['log.every_updates'])
         steps += reports[0].num_predictions
         recorder.add(reports)
-        if recorder.num_updates_since_record >= config.log.every_updates:
+        if recorder.num_updates_since_record >= config['log.every_updates']:
           recorder.write()
       recorder.progress()  # This waits until all records are written.
       return steps / (time.perf_counter() - start)

@@ -26,7 +26,7 @@ import throughput
 
 from podrl.drivers import sebulba, spmd
 from podrl.run import build
-from podrl.run.config import sebulba_config
+from podrl.run.config import default_fields
 from podrl.types import Discrete, EnvSpec, HostEnv, Learner, TimeStep
 
 _NUM_ACTORS, _NUM_ENVS, _LENGTH = 2, 8, 10
@@ -81,8 +81,8 @@ def slow(learner: Learner, seconds: float) -> Learner:
 
 def make_driver(cost: float, mode: str) -> sebulba.Sebulba:
   """Makes the driver of two actors and a learner that sleep."""
-  config = sebulba_config('impala')
-  config.optimizer.anneal = False  # The number of updates is not known.
+  config = default_fields('impala', 'Sebulba')
+  config['optimizer.anneal'] = False  # The number of updates is not known.
   device = jax.local_devices()[0]
   spec = make_env(0).spec
   agent = build.make_agent(config, spec)

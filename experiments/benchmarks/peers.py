@@ -30,15 +30,15 @@ import venv
 
 from absl import app, flags
 import jax
-from ml_collections import ConfigDict
 import numpy as np
 import training
 
 from podrl.drivers.anakin import make_unroll
+from podrl.fields import Fields
 from podrl.records.merging import bootstrap
 from podrl.records.terminal import compact
 from podrl.run import build
-from podrl.run.config import base_config
+from podrl.run.config import default_fields
 from podrl.tools import plot
 from podrl.types import Driver
 
@@ -161,11 +161,11 @@ class Rejax:
     self._process.communicate('end\n')
 
 
-def _make_act(config: ConfigDict, driver: Driver) -> Callable[[int], None]:
+def _make_act(config: Fields, driver: Driver) -> Callable[[int], None]:
   """Makes a function that acts for some unrolls, without updates."""
   env = build.make_env(config)
   agent = build.make_agent(config, env.spec)
-  unroll = make_unroll(env, agent, config.unroll_length)
+  unroll = make_unroll(env, agent, config['unroll_length'])
   variables, actors = driver.state.learner.variables, driver.state.actors
 
   @jax.jit
@@ -189,10 +189,9 @@ def _make_act(config: ConfigDict, driver: Driver) -> Callable[[int], None]:
 def _speed(task: str, num_envs: int) -> tuple[str, ...]:
   """Measures both in turn; returns a row of the table."""
   settings = _settings(task, num_envs)
-  config = base_config(_AGENT.value)
-  config.update_from_flattened_dict(settings)
-  config.log.every_updates = _MAX_UPDATES
-  config.compilation_cache = 'off'
+  config = {**default_fields(_AGENT.value, 'Anakin'), **settings}
+  config['log.every_updates'] = _MAX_UPDATES
+  config['compilation_cache'] = 'off'
   build.set_up_jax(config)
   run = build.make_run(config)
   driver, steps = run.driver, run.steps_per_update

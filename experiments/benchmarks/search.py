@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import mctx
-from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.agents import muzero
+from podrl.fields import section
 from podrl.records.merging import bootstrap
 from podrl.run import build
 from podrl.run.policy import Policy, load
@@ -52,11 +52,11 @@ def make_bare(
   policy: Policy, num_simulations: int
 ) -> Callable[[jax.Array, Tree], Any]:
   """Builds `(rng_key, obs[B, ...]) -> output` of mctx, for the whole batch."""
-  size = policy.config.agent.support
+  size = policy.config['agent.support']
   codec = muzero.Codec(jnp.arange(-size, size + 1.0))
-  fields = policy.config.network.to_dict()
+  fields = section(policy.config, 'network')
   network = muzero.build_network(policy.spec, fields, len(codec.support))
-  params, gamma = policy.variables.params, policy.config.agent.gamma
+  params, gamma = policy.variables.params, policy.config['agent.gamma']
 
   def recurrent(params, rng_key, action, hidden):
     hidden, reward = network.step(params, hidden, action)
@@ -91,11 +91,10 @@ def make_bare(
 
 def with_simulations(
   policy: Policy, num_simulations: int
-) -> tuple[ConfigDict, Any]:
+) -> tuple[dict[str, Any], Any]:
   """Returns the configuration and the agent with other simulations."""
-  config = policy.config.copy_and_resolve_references()
-  config.search.num_simulations = num_simulations
-  config.search.eval_num_simulations = num_simulations
+  names = 'search.num_simulations', 'search.eval_num_simulations'
+  config = {**policy.config, **dict.fromkeys(names, num_simulations)}
   return config, build.make_agent(config, policy.spec)
 
 
@@ -141,7 +140,7 @@ def measure_returns(
   found = {}
   for n in numbers:
     config, agent = with_simulations(policy, n)
-    config.eval.num_episodes, config.eval.greedy = _EPISODES.value, True
+    config['eval.num_episodes'], config['eval.greedy'] = _EPISODES.value, True
     evaluate = build.make_evaluate(config, policy.spec, agent)
     key = jax.random.key(0)
     outcome = evaluate(policy.variables, key, should_stop=lambda: False)
@@ -240,9 +239,9 @@ def main(argv: Sequence[str]) -> None:
     build.architecture(policy.config) == 'anakin'
     and isinstance(policy.spec.action, Discrete)
     and not isinstance(policy.spec.obs, Masked)
-    and not policy.config.agent.normalize_observation
+    and not policy.config['agent.normalize_observation']
   )
-  if policy.config.agent.name != 'muzero' or not is_fit:
+  if policy.config['agent.name'] != 'muzero' or not is_fit:
     raise app.UsageError(
       f'{argv[1]} is not an Anakin run of muzero with discrete actions, '
       'and without masks and normalised observations'
@@ -251,7 +250,7 @@ def main(argv: Sequence[str]) -> None:
   _, timestep = env.reset(jax.random.split(jax.random.key(1), _BATCH.value))
   returns = measure_returns(policy, numbers)
   cost = measure_cost(policy, numbers, timestep)
-  print(f'{policy.config.env.name}, after {policy.num_updates} updates')
+  print(f'{policy.config["env.name"]}, after {policy.num_updates} updates')
   print(
     '| simulations | return (95 %) | steps/s | share of the search | mctx |'
   )
@@ -264,7 +263,7 @@ def main(argv: Sequence[str]) -> None:
       f'| {share:.0%} | {ratio:.2f} |'
     )
   output = make_bare(policy, _SHOWN)(jax.random.key(0), timestep.obs)
-  title = f'{policy.config.env.name}, {policy.num_updates} updates'
+  title = f'{policy.config["env.name"]}, {policy.num_updates} updates'
   draw(_PICTURE.value, jax.device_get(output.search_tree), returns, title)
   print(f'written: {_PICTURE.value}')
 

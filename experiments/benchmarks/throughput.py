@@ -26,11 +26,11 @@ from collections.abc import Callable, Sequence
 import json
 import threading
 import time
+from typing import Any
 
 from absl import app, flags, logging
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 import numpy as np
 from rich.console import Console
 
@@ -40,11 +40,11 @@ from podrl.drivers import spmd
 from podrl.drivers.anakin import make_programs, make_unroll
 from podrl.drivers.sebulba import Sebulba
 from podrl.envs import Task
-from podrl.fields import flatten
+from podrl.fields import Fields
 from podrl.records.terminal import compact
 from podrl.run import build, defaults
 from podrl.run import devices as layout
-from podrl.run.config import base_config, check
+from podrl.run.config import check
 from podrl.tools import make_table
 from podrl.types import DeviceEnv, HostEnv
 
@@ -80,49 +80,50 @@ _MAX_UPDATES = 64  # One call of training makes at most this many updates.
 _SECONDS = 1.0  # One measurement takes about this long.
 
 
-def _is_sebulba(config: ConfigDict) -> bool:
+def _is_sebulba(config: Fields) -> bool:
   return build.architecture(config) == 'sebulba'
 
 
-def get_sebulba_config(name: str, num_envs: int) -> ConfigDict:
+def get_sebulba_config(name: str, num_envs: int) -> dict[str, Any]:
   """Returns the configuration that is measured with Sebulba."""
   task = Task('envpool', name)
   agent = _AGENT.value
   config = defaults.base(task, agent)
   if agent in ('ppo', 'impala'):
-    config.unroll_length = 128 if agent == 'ppo' else 20
+    config['unroll_length'] = 128 if agent == 'ppo' else 20
     if agent == 'ppo':
-      config.num_epochs, config.num_minibatches = 4, 4
-    config.network.shared_torso = name == 'Pong-v5'  # It uses the Nature CNN.
-    config.network.hidden_sizes = (512,) if name == 'Pong-v5' else (64, 64)
+      config['num_epochs'], config['num_minibatches'] = 4, 4
+    config['network.shared_torso'] = (
+      name == 'Pong-v5'
+    )  # It uses the Nature CNN.
+    config['network.hidden_sizes'] = (512,) if name == 'Pong-v5' else (64, 64)
   else:
     config = defaults.make_config(task, agent, build.make_spec(config))
-    if 'replay' in config:
-      config.replay.min_steps = 1
-  config.env.num_envs = num_envs
-  config.optimizer.anneal = False
-  config.compilation_cache = 'off'
-  config.sebulba.threads_per_actor_device = _THREADS.value
+    if 'replay.min_steps' in config:
+      config['replay.min_steps'] = 1
+  config['env.num_envs'] = num_envs
+  config['optimizer.anneal'] = False
+  config['compilation_cache'] = 'off'
+  config['sebulba.threads_per_actor_device'] = _THREADS.value
   return config
 
 
-def get_config(name: str, num_envs: int) -> ConfigDict:
+def get_config(name: str, num_envs: int) -> dict[str, Any]:
   """Returns the configuration that is measured with Anakin."""
-  config = base_config('ppo')
-  config.env.name = name
-  config.env.num_envs = num_envs
-  config.unroll_length = 128
-  config.num_epochs = 4
+  config = defaults.base(Task('gymnax', name), 'ppo')
+  config['env.num_envs'] = num_envs
+  config['unroll_length'] = 128
+  config['num_epochs'] = 4
   # With 128 environments or more, each minibatch has 4,096 steps.
-  config.num_minibatches = max(4, num_envs // 32)
-  config.network.name = 'mlp'
-  config.num_devices = _NUM_DEVICES.value
-  config.optimizer.anneal = False  # Annealing needs a fixed end.
-  config.compilation_cache = 'off'
+  config['num_minibatches'] = max(4, num_envs // 32)
+  config['network.name'] = 'mlp'
+  config['num_devices'] = _NUM_DEVICES.value
+  config['optimizer.anneal'] = False  # Annealing needs a fixed end.
+  config['compilation_cache'] = 'off'
   return config
 
 
-def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
+def programs(config: Fields) -> tuple[dict[str, Callable], int, Callable]:
   """Makes a function `(num_updates) -> None` for each part and for training.
 
   Returns:
@@ -138,14 +139,14 @@ def programs(config: ConfigDict) -> tuple[dict[str, Callable], int, Callable]:
     agent,
     learner,
     mesh,
-    num_envs=config.env.num_envs,
-    unroll_length=config.unroll_length,
+    num_envs=config['env.num_envs'],
+    unroll_length=config['unroll_length'],
     max_updates=_MAX_UPDATES,
   )
   # The two programs differ only in the agent that acts.
-  act = make_unroll(env, agent, config.unroll_length)
+  act = make_unroll(env, agent, config['unroll_length'])
   step = make_unroll(
-    env, agent._replace(act=_random_act(env)), config.unroll_length
+    env, agent._replace(act=_random_act(env)), config['unroll_length']
   )
 
   def repeat(function: Callable) -> Callable:
@@ -344,7 +345,7 @@ def sebulba_programs(
   return parts, sum(x.size for x in jax.tree.leaves(variables.params)), close
 
 
-def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
+def measure(config: Fields, repeats: int) -> dict[str, float]:
   """Measures one row: median rates, and training divided by its bound."""
   functions, num_params, close = (
     sebulba_programs(build.make_run(config).driver)
@@ -368,15 +369,15 @@ def measure(config: ConfigDict, repeats: int) -> dict[str, float]:
 
 
 def _rates(
-  config: ConfigDict, functions: dict[str, Callable], repeats: int
+  config: Fields, functions: dict[str, Callable], repeats: int
 ) -> dict[str, float]:
   """Measures the median steps per second of each function."""
-  steps = config.env.num_envs * config.unroll_length
+  steps = config['env.num_envs'] * config['unroll_length']
   counts = {}
-  length = AGENTS[config.agent.name].sequence_length
-  num_steps = length(flatten(config.to_dict())) if length else 0
+  length = AGENTS[config['agent.name']].sequence_length
+  num_steps = length(config) if length else 0
   for name, function in functions.items():
-    function(1 + num_steps // config.unroll_length)  # Until learning begins.
+    function(1 + num_steps // config['unroll_length'])  # Until learning begins.
     start = time.perf_counter()
     function(1)
     counts[name] = max(1, round(_SECONDS / (time.perf_counter() - start)))
@@ -385,7 +386,7 @@ def _rates(
     for name, function in functions.items():
       ahead = 0  # Updates whose unrolls are ready before the measurement.
       if _is_sebulba(config) and name == 'training':
-        ahead = config.sebulba.max_lag + 1
+        ahead = config['sebulba.max_lag'] + 1
         function(ahead)
       start = time.perf_counter()
       function(counts[name])
@@ -443,15 +444,15 @@ def main(argv: Sequence[str]) -> None:
   for config in configs:
     rows.append(
       {
-        'environment_name': config.env.name,
-        'num_envs': config.env.num_envs,
-        'agent': config.agent.name,
+        'environment_name': config['env.name'],
+        'num_envs': config['env.num_envs'],
+        'agent': config['agent.name'],
         'num_minibatches': config.get('num_minibatches', 1),
         **measure(config, _REPEATS.value),
       }
     )
     console.print(
-      f'{config.env.name}, {config.env.num_envs} environments: '
+      f'{config["env.name"]}, {config["env.num_envs"]} environments: '
       f'{rows[-1]["training"]:,.0f} steps/s'
     )
   device = jax.devices()[0]

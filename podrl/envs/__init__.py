@@ -1,6 +1,7 @@
 """The suites: a table of environment libraries, with one file for each."""
 
 from collections.abc import Callable, Mapping
+import functools
 import importlib.util
 import itertools
 import types
@@ -17,6 +18,7 @@ from podrl.envs import (
   navix,
   pgx,
   playground,
+  spaces,
   xminigrid,
 )
 from podrl.messages import similar, suggest
@@ -89,17 +91,21 @@ def _device_suite(module: Any, package: str = '', **fields: Any) -> Suite:
   """Builds the row of an adapter for Anakin.
 
   Args:
-    module: the adapter. Its `UNUSABLE` says why podrl lacks some environments.
+    module: the adapter. `NAMES` is the file of the library with the names of
+      its environments, and how they stand there, see `spaces.names_in`. An
+      adapter without `NAMES` has a function `names`. `UNUSABLE` says why podrl
+      lacks some environments.
     package: what the adapter imports; the default is the name of the module.
   """
   suite = module.__name__.rpartition('.')[2]
   unusable = getattr(module, 'UNUSABLE', {})
+  if not (names := getattr(module, 'names', None)):
+    file, pattern = module.NAMES
+    where = package or suite, file, pattern, unusable
+    names = functools.partial(spaces.names_in, *where)
 
   def is_installed() -> bool:
     return importlib.util.find_spec(package or suite) is not None
-
-  def names() -> list[str]:
-    return [x for x in module.names() if x not in unusable]
 
   def make(name: str, /, **options: Any) -> DeviceEnv:
     if not is_installed():

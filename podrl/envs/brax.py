@@ -13,6 +13,7 @@ from podrl.messages import check_choice
 from podrl.types import Array, Box, DeviceEnv, Tree
 
 _PICTURE = 240, 320  # Height and width of a picture, in pixels.
+NAMES = 'envs/__init__.py', r"(?m)^    '(\w+)': \w+\."
 UNUSABLE = {
   'fast': 'is a dummy for measurements',
   'swimmer': 'does not run with present versions of JAX',
@@ -24,11 +25,6 @@ _DEFAULTS = {
   'inverted_pendulum': 'mjx',
   'inverted_double_pendulum': 'mjx',
 }
-
-
-def names() -> list[str]:
-  """See `Suite.names`."""
-  return spaces.names_in('brax', 'envs/__init__.py', r"(?m)^    '(\w+)': \w+\.")
 
 
 def default_backend(name: str) -> str:

@@ -73,7 +73,7 @@ def names() -> list[str]:
     found = re.search(r'_BUILTIN_ENV_IDS = (\[.*?\])', text, re.DOTALL)
     # Another package can replace the module by an older version.
     known = ast.literal_eval(found[1]) if found else []
-  return sorted(known)
+  return sorted({*known} - UNUSABLE.keys())
 
 
 def needs_memory(name: str) -> bool:

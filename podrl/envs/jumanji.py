@@ -23,13 +23,9 @@ from podrl.types import (
   Tree,
 )
 
+NAMES = '__init__.py', r'register\(\s*id="([^"]+)"'
 UNUSABLE = {'Sokoban-v0': 'downloads its levels'}
 _NO_LIMIT = 2**30
-
-
-def names() -> list[str]:
-  """See `Suite.names`."""
-  return spaces.names_in('jumanji', '__init__.py', r'register\(\s*id="([^"]+)"')
 
 
 def has_large_rewards(name: str) -> bool:

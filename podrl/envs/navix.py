@@ -14,11 +14,7 @@ from podrl.types import Array, DeviceEnv, Discrete, Tree
 _SIZES = {'symbolic': (11, 6, 4), 'categorical': (11,), 'rgb': ()}
 
 
-def names() -> list[str]:
-  """See `Suite.names`."""
-  return spaces.names_in(
-    'navix', 'environments/*.py', r'register\w*\(\s*"(Navix-[^"]+)"'
-  )
+NAMES = 'environments/*.py', r'register\w*\(\s*"(Navix-[^"]+)"'
 
 
 def make(

@@ -18,19 +18,13 @@ _FONT = 'DejaVu Sans'
 # `(rng_key, obs) -> action`, for one player's observation.
 Opponent = Callable[[chex.PRNGKey, Masked], Array]
 
+NAMES = 'core.py', r'(?m)^(?:EnvId = Literal\[)?\s+"([\w-]+)",$'
 UNUSABLE = {'bridge_bidding': 'downloads results'}
 
 
 def _choose_at_random(rng_key: chex.PRNGKey, obs: Masked) -> Array:
   logits = jnp.where(obs.action_mask, 0.0, -jnp.inf)
   return jax.random.categorical(rng_key, logits)
-
-
-def names() -> list[str]:
-  """See `Suite.names`."""
-  return spaces.names_in(
-    'pgx', 'core.py', r'(?m)^(?:EnvId = Literal\[)?\s+"([\w-]+)",$'
-  )
 
 
 def has_large_rewards(name: str) -> bool:

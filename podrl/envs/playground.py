@@ -9,16 +9,9 @@ from podrl.types import Array, DeviceEnv
 _UNUSED = ('vision', 'naconmax', 'njmax', 'action_repeat')
 
 
-def names() -> list[str]:
-  """See `Suite.names`; only the tasks of the DeepMind Control Suite.
-
-  The library clones a repository for the others.
-  """
-  return spaces.names_in(
-    'mujoco_playground',
-    '_src/dm_control_suite/__init__.py',
-    r'(?m)^    "(\w+)": [a-z]',
-  )
+# Only the tasks of the DeepMind Control Suite: for the others, the library
+# clones a repository.
+NAMES = '_src/dm_control_suite/__init__.py', r'(?m)^    "(\w+)": [a-z]'
 
 
 def make(name: str, /, *, episode_length: int = 0, **options: Any) -> DeviceEnv:

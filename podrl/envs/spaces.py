@@ -349,12 +349,15 @@ def check_options(
       )
 
 
-def names_in(package: str, file: str, pattern: str) -> list[str]:
+def names_in(
+  package: str, file: str, pattern: str, omitted: Collection[str] = ()
+) -> list[str]:
   """Finds names in the source text of a package, which need not be imported.
 
   Args:
     file: path inside the package; it can contain `*`.
     pattern: a regular expression whose first group is a name.
+    omitted: names that the result does not have.
 
   Returns:
     The names in order; none if the package is not installed.
@@ -364,7 +367,8 @@ def names_in(package: str, file: str, pattern: str) -> list[str]:
     return []
   root = pathlib.Path(spec.submodule_search_locations[0])
   texts = [path.read_text() for path in sorted(root.glob(file))]
-  return sorted({x for text in texts for x in re.findall(pattern, text)})
+  found = {x for text in texts for x in re.findall(pattern, text)}
+  return sorted(found.difference(omitted))
 
 
 def check_numbers(

@@ -26,11 +26,10 @@ from typing import Any
 from absl import logging
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from podrl.fields import COUNT, FROM_0, SECONDS, Field
+from podrl.fields import COUNT, FROM_0, SECONDS, Field, Fields
 from podrl.messages import one_line, printable
 from podrl.records import workdir
 from podrl.records.workdir import Record, WriteError
@@ -514,7 +513,7 @@ def read_state(path: str, step: int, like: Tree) -> Tree:
 
 
 def read_agent(
-  path: str, config: ConfigDict, seed: int | None, step: int, like: Variables
+  path: str, config: Fields, seed: int | None, step: int, like: Variables
 ) -> Variables:
   """Reads the variables of one agent; see `read_variables`.
 

@@ -16,10 +16,9 @@ from typing import Any
 import uuid
 
 import jax
-from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.fields import Field, Range
+from podrl.fields import Field, Fields, Range, nest
 from podrl.records import merging, workdir
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
@@ -411,7 +410,7 @@ class Recorder:
     best: best evaluated return, and the number of updates at that time.
   """
 
-  config: ConfigDict
+  config: Fields
   path: str
   frame_skip: int
   total_updates: int
@@ -482,16 +481,16 @@ class Recorder:
         self._files.append(_open_lines(file, number, 'records'))
         sinks: list[Sink] = [self._files[-1]]
         self.sinks.append(sinks)  # From now on, `close` closes them.
-        if self.config.log.tensorboard:
+        if self.config['log.tensorboard']:
           sinks.append(TensorBoard(path, last.get('env_steps', -1) + 1))
-        if self.config.log.wandb:
+        if self.config['log.wandb']:
           config = workdir.read_config(path)
-          name, fields = workdir.task_name(config), config.to_dict()
+          name, fields = workdir.task_name(config), nest(config)
           with workdir.write_errors('the run at Weights & Biases'):
             sinks.append(Wandb(path, name, fields))
       file = os.path.join(self.path, 'decisions.jsonl')
-      decides = self.config.get('sebulba', {}).get('autotune', False)
-      decides |= 'population' in self.config
+      decides = self.config.get('sebulba.autotune', False)
+      decides |= 'population.every_env_steps' in self.config
       if self._paths and (decides or os.path.exists(file)):
         # This deletes the lines that the run will repeat.
         number = progress.get('num_decisions', 0)

@@ -10,13 +10,13 @@ import sys
 import time
 from typing import Any
 
-from ml_collections import ConfigDict
 from rich import progress
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from podrl.fields import Fields
 from podrl.messages import count, printable, two_decimals
 from podrl.records import workdir as files
 from podrl.records.workdir import Record, num_agents, short
@@ -103,7 +103,7 @@ class Terminal:
 
   def __init__(
     self,
-    config: ConfigDict,
+    config: Fields,
     num_updates: int,
     steps_per_update: int,
     is_silent: bool = False,
@@ -111,7 +111,7 @@ class Terminal:
     self._console = Console(highlight=False, markup=False, quiet=is_silent)
     self._console.on_broken_pipe = self._go_silent  # type: ignore[method-assign]
     self._config = config
-    name = printable(f'{config.env.name}, {config.agent.name}')
+    name = printable(f'{config["env.name"]}, {config["agent.name"]}')
     self._name = name
     self._num_updates = num_updates
     self._steps_per_update = steps_per_update  # Reset steps included.
@@ -146,8 +146,8 @@ class Terminal:
     """Shows how many updates and steps are planned, and that podrl compiles."""
     if self._live:
       self._live.start()
-    steps, length = self._steps_per_update, self._config.unroll_length
-    num_envs = self._config.env.num_envs
+    steps, length = self._steps_per_update, self._config['unroll_length']
+    num_envs = self._config['env.num_envs']
     text = f'{count(self._num_updates, "update")} of {steps:,} steps'
     if steps == num_envs * length:
       text += f' ({count(num_envs, "environment")} x {length})'

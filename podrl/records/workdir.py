@@ -30,10 +30,9 @@ import secrets
 from typing import Any
 import uuid
 
-from ml_collections import ConfigDict
 import numpy as np
 
-from podrl.fields import as_tuples, flatten
+from podrl.fields import Fields, as_tuples, flatten, nest
 from podrl.messages import one_line
 
 Record = dict[str, Any]
@@ -169,16 +168,17 @@ def _signature(fields: dict[str, Any]) -> str:
   return hmac.new(key, text.encode(), hashlib.sha256).hexdigest() if key else ''
 
 
-def _write_config(path: str, fields: dict[str, Any]) -> None:
+def _write_config(path: str, config: Fields) -> None:
   """Writes and signs the `config.json` of a run that this user makes."""
   if not os.path.lexists(key_path()):
     _make_key()
+  fields = nest(config)
   signature = _signature(fields)
   signed = fields | ({_SIGNATURE: signature} if signature else {})
   write_json(os.path.join(path, 'config.json'), signed)
 
 
-def is_own(path: str, config: ConfigDict) -> bool:
+def is_own(path: str, config: Fields) -> bool:
   """Returns whether this user's key signed `config`, that of a run in `path`.
 
   The signature is that of the contents, so it holds in any directory.
@@ -191,25 +191,25 @@ def is_own(path: str, config: ConfigDict) -> bool:
     and hmac.compare_digest(
       str(found).encode(errors='replace'), expected.encode()
     )
-    and as_tuples(saved) == config.to_dict()
+    and flatten(as_tuples(saved)) == config
   )
 
 
-def sign(path: str, config: ConfigDict) -> None:
+def sign(path: str, config: Fields) -> None:
   """Signs the configuration of a run, if its directory can be written."""
   if not is_own(path, config):
     with contextlib.suppress(OSError):
-      _write_config(path, config.to_dict())
+      _write_config(path, config)
 
 
-def task_name(config: ConfigDict) -> str:
+def task_name(config: Fields) -> str:
   """Returns the task's name, with only characters that suit a file name."""
-  return re.sub(r'[^\w.+-]+', '-', config.env.name)
+  return re.sub(r'[^\w.+-]+', '-', config['env.name'])
 
 
-def agent_name(config: ConfigDict) -> str:
+def agent_name(config: Fields) -> str:
   """Returns the agent's name; see `task_name`."""
-  return re.sub(r'[^\w.+-]+', '-', config.agent.name)
+  return re.sub(r'[^\w.+-]+', '-', config['agent.name'])
 
 
 _start = ''  # The current directory of the last command.
@@ -243,7 +243,7 @@ def short(path: str) -> str:
   return path.removeprefix(os.path.join(_start, '')) if _start else path
 
 
-def default_path(config: ConfigDict) -> str:
+def default_path(config: Fields) -> str:
   """Returns the directory of a run that begins now: `runs/TASK/AGENT-TIME`."""
   now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')
   return os.path.join('runs', task_name(config), f'{agent_name(config)}-{now}')
@@ -270,12 +270,12 @@ def is_finished(path: str, total_env_steps: int) -> bool:
   return is_done and summary.get('total_env_steps') == total_env_steps
 
 
-def is_series(config: ConfigDict) -> bool:
+def is_series(config: Fields) -> bool:
   """Returns whether the seeds are separate runs, trained one after another."""
-  return 'sebulba' in config and config.get('num_seeds', 1) > 1
+  return 'sebulba.mode' in config and config.get('num_seeds', 1) > 1
 
 
-def refuse_series(path: str, config: ConfigDict) -> None:
+def refuse_series(path: str, config: Fields) -> None:
   """Raises a ValueError if a run has its agents in separate runs."""
   if is_series(config):
     raise ValueError(
@@ -300,24 +300,24 @@ def run_of_agent(path: str, *, or_series: bool = False) -> str | None:
   return parent if is_agent and (or_series or not is_series(config)) else None
 
 
-def num_agents(config: ConfigDict) -> int:
+def num_agents(config: Fields) -> int:
   """Returns the number of agents of a run."""
   return len(config.get('members', ())) or config.get('num_seeds', 1)
 
 
-def are_alike(config: ConfigDict) -> bool:
+def are_alike(config: Fields) -> bool:
   """Returns whether the agents of a run differ only in their seeds."""
   own = [dict(x) | {'seed': 0} for x in config.get('members', ())]
   return all(x == own[0] for x in own)
 
 
-def compared(fields: dict[str, Any]) -> str:
+def compared(fields: Fields) -> str:
   """Returns a text that is equal for runs that differ only in `SEEDS`."""
   kept = {k: v for k, v in fields.items() if not k.startswith(SEEDS)}
   return json.dumps(kept, sort_keys=True)
 
 
-def agents(path: str, config: ConfigDict) -> dict[str, dict[str, Any]]:
+def agents(path: str, config: Fields) -> dict[str, Fields]:
   """Maps the directory of each agent of a run to that agent's configuration.
 
   The agents of a sweep differ in the fields of `config.members`, a tuple with a
@@ -325,16 +325,14 @@ def agents(path: str, config: ConfigDict) -> dict[str, dict[str, Any]]:
   """
   number = num_agents(config)
   if number == 1:
-    return {path: config.to_dict()}
-  seeds = [{'seed': config.seed + i, 'num_seeds': 1} for i in range(number)]
+    return {path: config}
+  seeds = [{'seed': config['seed'] + i, 'num_seeds': 1} for i in range(number)]
   kind = 'member' if 'members' in config else 'seed'
-  base, found = config.to_dict(), {}
-  base.pop('members', None)
-  for i, own in enumerate(config.get('members', seeds)):
-    fields = ConfigDict(base)
-    fields.update_from_flattened_dict(own)
-    found[os.path.join(path, f'{kind}_{i}')] = fields.to_dict()
-  return found
+  base = {k: x for k, x in config.items() if k != 'members'}
+  return {
+    os.path.join(path, f'{kind}_{i}'): base | own
+    for i, own in enumerate(config.get('members', seeds))
+  }
 
 
 def paths_of_agents(path: str) -> list[str]:
@@ -344,11 +342,11 @@ def paths_of_agents(path: str) -> list[str]:
   return [*agents(path, read_config(path))]
 
 
-def programs(path: str, config: ConfigDict) -> list[tuple[str, ConfigDict]]:
+def programs(path: str, config: Fields) -> list[tuple[str, Fields]]:
   """Returns each program's directory and configuration; see `is_series`."""
   if not is_series(config):
     return [(path, config)]
-  return [(x, as_config(fields)) for x, fields in agents(path, config).items()]
+  return [*agents(path, config).items()]
 
 
 def set_aside(path: str) -> None:
@@ -364,14 +362,7 @@ def free_name(path: str) -> str:
   return name
 
 
-def as_config(fields: dict[str, Any]) -> ConfigDict:
-  """Makes a configuration from the contents of `config.json`."""
-  config = ConfigDict(as_tuples(fields)).lock()
-  config.env.options.unlock()
-  return config
-
-
-def read_config(path: str, required: Set[str] = _REQUIRED) -> ConfigDict:
+def read_config(path: str, required: Set[str] = _REQUIRED) -> dict[str, Any]:
   """Reads the configuration of a run.
 
   It raises a ValueError if there is no run, or if a required field is missing.
@@ -385,17 +376,17 @@ def read_config(path: str, required: Set[str] = _REQUIRED) -> ConfigDict:
     raise ValueError(message)
   fields = read_json(os.path.join(path, 'config.json'))
   fields.pop(_SIGNATURE, None)
-  names = flatten(fields)
+  config = flatten(as_tuples(fields))
   for name in (*_NAMES, 'env.path', 'env.suite'):
-    if not str(names.get(name, '')).isprintable():
+    if not str(config.get(name, '')).isprintable():
       raise ValueError(
         f'{path}/config.json has control characters in {name}='
-        f'{ascii(names[name])}'
+        f'{ascii(config[name])}'
       )
-  has_options = isinstance(names.get('env.options'), dict)
-  if not (has_options and required <= set(names)):
+  has_options = isinstance(config.get('env.options'), dict)
+  if not (has_options and required <= config.keys()):
     raise ValueError(f'{path}/config.json is not the configuration of a run')
-  return as_config(fields)
+  return config
 
 
 def parse_record(line: str) -> Record:
@@ -432,7 +423,7 @@ def read_records(path: str, name: str = 'metrics.jsonl') -> list[Record]:
   return records
 
 
-def check_new(path: str, config: ConfigDict) -> None:
+def check_new(path: str, config: Fields) -> None:
   """Raises a ValueError if a new run cannot be written to a directory.
 
   The directory must be writable. Neither this directory nor the directories of
@@ -464,15 +455,15 @@ def check_new(path: str, config: ConfigDict) -> None:
     )
 
 
-def make(path: str, config: ConfigDict) -> None:
+def make(path: str, config: Fields) -> None:
   """Writes a new run to a locked directory, or raises a ValueError."""
   check_new(path, config)  # Another run may have begun and ended since.
   try:
     # The run's main file comes last: without it, there is no run.
-    contents = agents(path, config) | {path: config.to_dict()}
-    for directory, fields in contents.items():
+    contents = {**agents(path, config), path: config}
+    for directory, own in contents.items():
       os.makedirs(directory, exist_ok=True)
-      _write_config(directory, fields)
+      _write_config(directory, own)
   except OSError as error:
     raise ValueError(
       f'--workdir={path} cannot be written ({error.strerror}); '
@@ -480,7 +471,7 @@ def make(path: str, config: ConfigDict) -> None:
     ) from error
 
 
-def update_config(path: str, config: ConfigDict, changeable: Set[str]) -> None:
+def update_config(path: str, config: Fields, changeable: Set[str]) -> None:
   """Writes what a resumed run changes to each `config.json`, and signs it.
 
   These are the fields `changeable`, and `env.path`: this user trusts the path
@@ -489,15 +480,13 @@ def update_config(path: str, config: ConfigDict, changeable: Set[str]) -> None:
   """
   # Write the run's main file first. If the process is killed before the next
   # file, a resumed run reads the new values and writes the other files.
-  contents = {path: config.to_dict()} | agents(path, config)
+  contents = {path: config} | agents(path, config)
   for directory, own in contents.items():
-    fields, saved = flatten(own), read_config(directory)
-    before, names = flatten(saved.to_dict()), {*changeable, 'env.path'}
-    values = {k: fields[k] for k in names & fields.keys() & before.keys()}
-    if not values.items() <= before.items() or not is_own(directory, saved):
-      saved.update_from_flattened_dict(values)
+    saved, names = read_config(directory), {*changeable, 'env.path'}
+    updated = saved | {k: own[k] for k in names & own.keys() & saved.keys()}
+    if updated != saved or not is_own(directory, saved):
       with write_errors('config.json', OSError):
-        _write_config(directory, saved.to_dict())
+        _write_config(directory, updated)
 
 
 @contextlib.contextmanager
@@ -524,16 +513,16 @@ def lock(path: str) -> Iterator[None]:
 
 
 def restore_config(
-  config: ConfigDict, path: str, overridden: Set[str], changeable: Set[str]
-) -> list[str]:
-  """Copies the configuration of a run, except `MOVABLE` fields, into `config`.
+  config: Fields, path: str, overridden: Set[str], changeable: Set[str]
+) -> tuple[dict[str, Any], list[str]]:
+  """Gives `config` the values of a run, except those of `MOVABLE` fields.
 
   `overridden` names the fields that the command line sets. Their values must be
   equal to those of the run, unless the fields are `changeable`. The members of
   a population have hyperparameters of their own, so only its total may change.
-  The function returns a message for each field that differed.
+  The function returns the result, and a message for each field that differed.
   """
-  ours, theirs = (flatten(c.to_dict()) for c in (config, read_config(path)))
+  ours, theirs = dict(config), read_config(path)
   is_population = 'population.every_env_steps' in theirs
   changeable = {'total_env_steps'} if is_population else changeable
   differing = [
@@ -570,18 +559,18 @@ def restore_config(
     messages.append(
       f'the resumed run keeps its saved value: config.{name}={value}'
     )
-    try:
-      config.update_from_flattened_dict({name: value})
-    except TypeError as error:
+    if type(value) is not type(ours[name]):
       raise ValueError(
-        f'{path}/config.json has {name}={value!r}: {error}'
-      ) from error
-  return messages
+        f'{path}/config.json has {name}={value!r}, which is not of type '
+        f'{type(ours[name]).__name__}'
+      )
+    ours[name] = value
+  return ours, messages
 
 
 def find_agent(
   path: str, seed: int | None = None
-) -> tuple[str, ConfigDict, int]:
+) -> tuple[str, dict[str, Any], int]:
   """Returns a run's path and configuration, and the index of its agent.
 
   Args:

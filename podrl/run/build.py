@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 import numpy as np
 import optax
 
@@ -18,14 +17,13 @@ from podrl.core.optimizers import make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES, Suite
-from podrl.fields import flatten, section, short
+from podrl.fields import Fields, section, short
 from podrl.fields import hyperparams as declared
 from podrl.messages import check_choice
 from podrl.records import checkpoint, workdir
-from podrl.records.workdir import agents, as_config, num_agents
+from podrl.records.workdir import agents, num_agents
 from podrl.run import devices, evaluation
 from podrl.run.config import (
-  check,
   check_trust,
   complete,
   make_importable,
@@ -58,15 +56,15 @@ class Run(NamedTuple):
   resume_note: str  # Tells the user what a resumed run cannot continue.
 
 
-def has_axis(config: ConfigDict) -> bool:
+def has_axis(config: Fields) -> bool:
   """Returns whether a run's arrays have an axis of agents."""
-  return 'sebulba' not in config and num_agents(config) > 1
+  return 'sebulba.mode' not in config and num_agents(config) > 1
 
 
-def architecture(config: ConfigDict) -> str:
+def architecture(config: Fields) -> str:
   """Returns 'anakin' or 'sebulba'; raises a ValueError for a wrong suite."""
-  suite = config.env.suite
-  expected = 'sebulba' if 'sebulba' in config else 'anakin'
+  suite = config['env.suite']
+  expected = 'sebulba' if 'sebulba.mode' in config else 'anakin'
   names = [k for k, x in SUITES.items() if x.architecture == expected]
   if suite in SUITES and suite not in names:
     raise ValueError(
@@ -74,11 +72,12 @@ def architecture(config: ConfigDict) -> str:
       f'but this experiment uses {expected}; set the suite to '
       f'{" or ".join(names)}'
     )
-  check_choice('config.env.suite', suite, names)
+  if suite not in names:
+    check_choice('config.env.suite', suite, names)
   return expected
 
 
-def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
+def set_up_jax(config: Fields, num_processes: int = 1) -> None:
   """Configures JAX for a run; call it before the first use of a device."""
   is_anakin = architecture(config) == 'anakin'
   # Programs are written for 32 bits; a profile may set JAX_ENABLE_X64.
@@ -95,7 +94,7 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
     spmd.set_num_cpu_devices(num_devices, num_processes)
     # Without asynchronous dispatch, an actor's small programs are faster.
     jax.config.update('jax_cpu_enable_async_dispatch', is_anakin)
-  cache = config.compilation_cache
+  cache = config['compilation_cache']
   jax.config.update('jax_enable_compilation_cache', cache != 'off')
   if cache == 'off':
     return
@@ -107,33 +106,33 @@ def set_up_jax(config: ConfigDict, num_processes: int = 1) -> None:
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
 
-def _suite(config: ConfigDict) -> Suite:
+def _suite(config: Fields) -> Suite:
   """Returns the suite, after making the user's modules importable."""
   make_importable(config)
-  return SUITES[config.env.suite]
+  return SUITES[config['env.suite']]
 
 
-def make_spec(config: ConfigDict) -> types.EnvSpec:
+def make_spec(config: Fields) -> types.EnvSpec:
   """Makes the environment's spec; raises a ValueError for a user's mistake."""
   suite = _suite(config)
-  options = _without(config.env.options, suite.policy_options)
-  return suite.make_spec(config.env.name, **options)
+  options = _without(config['env.options'], suite.policy_options)
+  return suite.make_spec(config['env.name'], **options)
 
 
-def make_env(config: ConfigDict) -> types.DeviceEnv:
+def make_env(config: Fields) -> types.DeviceEnv:
   """Makes an Anakin run's environments.
 
   Raises:
     ValueError: for a user's mistake.
   """
   suite = _suite(config)
-  options = dict(config.env.options)
+  options = dict(config['env.options'])
   for name in filter(options.get, suite.policy_options):
     try:
       options[name] = _load_player(options[name], config)
     except ValueError as error:
       raise ValueError(f'env.options.{name}: {error}') from error
-  return suite.make(config.env.name, **options)
+  return suite.make(config['env.name'], **options)
 
 
 def _without(
@@ -143,18 +142,18 @@ def _without(
 
 
 def _load_player(
-  path: str, config: ConfigDict
+  path: str, config: Fields
 ) -> Callable[[chex.PRNGKey, types.Tree], types.Array]:
   """Loads a policy that plays in an environment; see `Suite.policy_options`."""
   # Compare first: nothing may be imported for another environment.
-  envs = [x.env for x in (config, workdir.find_agent(str(path))[1])]
-  names = [f'{x.suite}:{x.name}' for x in envs]
+  both = config, workdir.find_agent(str(path))[1]
+  names = [f'{x["env.suite"]}:{x["env.name"]}' for x in both]
   if names[0] != names[1]:
     raise ValueError(f'{path} has learned {names[1]}, not {names[0]}')
   own, _, agent, variables, _ = load_agent(str(path))
   variables = jax.tree.map(np.asarray, variables)  # For any device.
   carry = agent.initial_carry(np.zeros(1, np.int32))
-  if own.network.get('recurrent', 'none') != 'none':
+  if own.get('network.recurrent', 'none') != 'none':
     raise ValueError(f'{path} has a recurrent network, which cannot play')
 
   def act(rng_key: chex.PRNGKey, obs: types.Tree) -> types.Array:
@@ -166,7 +165,7 @@ def _load_player(
 
 
 def make_host_env(
-  config: ConfigDict,
+  config: Fields,
   num_envs: int,
   seed: int | Sequence[int],
   num_threads: int,
@@ -181,9 +180,9 @@ def make_host_env(
   """
   suite = _suite(config)
   omitted = suite.training_options if evaluation else ()
-  options = _without(config.env.options, omitted)
+  options = _without(config['env.options'], omitted)
   options |= {'num_threads': num_threads, 'render': render}
-  return suite.make(config.env.name, num_envs, seed, **options)
+  return suite.make(config['env.name'], num_envs, seed, **options)
 
 
 def env_seed(seed: int, num_resumes: int, env: int) -> int:
@@ -202,17 +201,18 @@ def env_seed(seed: int, num_resumes: int, env: int) -> int:
   return int(sequence.generate_state(1)[0]) >> 1
 
 
-def make_agent(config: ConfigDict, spec: types.EnvSpec) -> types.Agent:
+def make_agent(config: Fields, spec: types.EnvSpec) -> types.Agent:
   """Makes the agent; raises a ValueError if it does not fit `spec`."""
   make_importable(config)
   try:
-    return make(spec, flatten(config.to_dict()))
+    return make(spec, config)
   except ValueError as error:
-    raise ValueError(f'config.env.name={config.env.name}: {error}') from error
+    name = config['env.name']
+    raise ValueError(f'config.env.name={name}: {error}') from error
 
 
 def make_learner(
-  config: ConfigDict,
+  config: Fields,
   agent: types.Agent,
   spec: types.EnvSpec,
   num_devices: int,
@@ -229,31 +229,30 @@ def make_learner(
   Raises:
     ValueError: if a size of the memory does not fit the devices.
   """
-  fields = flatten(config.to_dict())
-  entry = find(config.agent.name)
+  entry = find(config['agent.name'])
   optimizer = make_optimizer(
-    **section(fields, 'optimizer'),
-    num_sgd_steps=max(1, num_updates * sgd_steps_per_update(fields)),
+    **section(config, 'optimizer'),
+    num_sgd_steps=max(1, num_updates * sgd_steps_per_update(config)),
     groups=entry.groups,
   )
-  target_update = entry.target_update and entry.target_update(fields)
+  target_update = entry.target_update and entry.target_update(config)
   if entry.sequence_length is None:
     own = learner.make_learner(
       agent,
       optimizer,
-      num_epochs=config.num_epochs,
-      num_minibatches=config.num_minibatches,
+      num_epochs=config['num_epochs'],
+      num_minibatches=config['num_minibatches'],
       target_update=target_update,
     )
     return _add_meta_gradients(own, agent, config)
-  batch_size = config.replay.batch_size
+  batch_size = config['replay.batch_size']
   if batch_size % num_devices:
     raise ValueError(
       f'config.replay.batch_size={batch_size} must be a multiple of '
       f'{num_devices}, the number of devices that learn'
     )
   blocks = memory.Blocks()
-  if layout and config.sebulba.mode == 'asynchronous':
+  if layout and config['sebulba.mode'] == 'asynchronous':
     blocks = memory.Blocks(
       layout.num_actors, layout.unrolls_per_update, len(layout.learner_devices)
     )
@@ -261,39 +260,39 @@ def make_learner(
     spec.obs,
     blocks=blocks,
     frame_stack=spec.frame_stack,
-    capacity=-(-config.replay.capacity_steps // num_devices),
-    min_steps=-(-config.replay.min_steps // num_devices),
+    capacity=-(-config['replay.capacity_steps'] // num_devices),
+    min_steps=-(-config['replay.min_steps'] // num_devices),
     batch_size=batch_size // num_devices,
-    sequence_length=entry.sequence_length(fields),
-    priority_exponent=config.replay.get('priority_exponent', 0.0),
+    sequence_length=entry.sequence_length(config),
+    priority_exponent=config.get('replay.priority_exponent', 0.0),
   )
   return learner.make_learner(
     agent,
     optimizer,
-    num_epochs=config.replay.sgd_steps_per_update,
+    num_epochs=config['replay.sgd_steps_per_update'],
     target_update=target_update,
     memory=ring,
   )
 
 
 def _add_meta_gradients(
-  own: types.Learner, agent: types.Agent, config: ConfigDict
+  own: types.Learner, agent: types.Agent, config: Fields
 ) -> types.Learner:
   """Makes hyperparameters learn too, if the configuration asks for it."""
-  if not config.get('meta', {}).get('learning_rate'):
+  if not config.get('meta.learning_rate'):
     return own
-  fixed = {name: jnp.float32(config.meta[name]) for name in meta.NAMES}
+  fixed = {x: jnp.float32(config[f'meta.{x}']) for x in meta.NAMES}
   return meta.make_meta_learner(
     own,
     meta.make_outer_loss(agent, fixed),
-    optax.adam(config.meta.learning_rate),
+    optax.adam(config['meta.learning_rate']),
     names=meta_params(config),
-    decay=config.meta.decay,
+    decay=config['meta.decay'],
   )
 
 
 def hyperparams(
-  config: ConfigDict, agent: types.Agent, num_updates: int
+  config: Fields, agent: types.Agent, num_updates: int
 ) -> types.Hyperparams:
   """Returns a run's hyperparameters, which are inputs of compiled programs.
 
@@ -301,23 +300,21 @@ def hyperparams(
   """
   if has_axis(config):
     own = [
-      hyperparams(as_config(fields), agent, num_updates)
-      for fields in agents('', config).values()
+      hyperparams(x, agent, num_updates) for x in agents('', config).values()
     ]
     return jax.tree.map(lambda *x: np.stack(x), *own)
   variables = jax.eval_shape(agent.init, jax.random.key(0))
-  fields = flatten(config.to_dict())
-  known = declared(find(config.agent.name).fields, fields) | {
+  known = declared(find(config['agent.name']).fields, config) | {
     'num_updates': num_updates,
-    'num_envs': config.env.num_envs,
+    'num_envs': config['env.num_envs'],
   }
   if unknown := sorted(variables.hyperparams.keys() - known.keys()):
     raise ValueError(
-      f'the agent {config.agent.name} has the hyperparameter {unknown[0]}, '
+      f'the agent {config["agent.name"]} has the hyperparameter {unknown[0]}, '
       'which is not one of its changeable fields; see podrl.fields.Field'
     )
   values = {name: known[name] for name in variables.hyperparams}
-  values['anneal_steps'] = max(1, num_updates * sgd_steps_per_update(fields))
+  values['anneal_steps'] = max(1, num_updates * sgd_steps_per_update(config))
   return {name: np.asarray(value, np.float32) for name, value in values.items()}
 
 
@@ -326,11 +323,11 @@ def load_agent(
   which: str | int = 'last',
   seed: int | None = None,
   trust: bool = False,
-) -> tuple[ConfigDict, types.EnvSpec, types.Agent, types.Variables, int]:
+) -> tuple[Fields, types.EnvSpec, types.Agent, types.Variables, int]:
   """Loads the fields of a `Policy` from a run; see `podrl.load`."""
-  path, config, seed = workdir.find_agent(path, seed)
+  path, saved, seed = workdir.find_agent(path, seed)
   step = checkpoint.find(path, which)
-  check_trust(path, config, trust)
+  config = check_trust(path, saved, trust)
   if trust:  # The user does not need to say it again.
     workdir.sign(path, config)
   make_importable(config)
@@ -339,35 +336,37 @@ def load_agent(
   agent = make_agent(config, spec)
   like = jax.eval_shape(agent.init, jax.random.key(0))
   variables = checkpoint.read_agent(path, config, seed, step, like)
-  config = as_config([*agents(path, config).values()][seed])
+  config = [*agents(path, config).values()][seed]
   # Schedules depend on the number of updates of the whole run.
-  num_updates = -(-config.total_env_steps // checkpoint.last_progress(path)[2])
+  steps_per_update = checkpoint.last_progress(path)[2]
+  num_updates = -(-config['total_env_steps'] // steps_per_update)
   values = hyperparams(config, agent, num_updates)
   return config, spec, agent, variables._replace(hyperparams=values), step
 
 
-def _count_updates(config: ConfigDict, steps_per_update: int) -> int:
+def _count_updates(config: Fields, steps_per_update: int) -> int:
   """Counts a run's updates; raises a ValueError if there are too many."""
-  num_updates = -(-config.total_env_steps // steps_per_update)
-  num_sgd_steps = num_updates * sgd_steps_per_update(flatten(config.to_dict()))
+  total = config['total_env_steps']
+  num_updates = -(-total // steps_per_update)
+  num_sgd_steps = num_updates * sgd_steps_per_update(config)
   if num_sgd_steps >= 2**31:  # An int32 counts them.
     raise ValueError(
-      f'config.total_env_steps={config.total_env_steps} needs {num_sgd_steps} '
-      'optimiser steps, but podrl can count only 2**31 - 1; set a smaller total'
+      f'config.total_env_steps={total} needs {num_sgd_steps} optimiser steps, '
+      'but podrl can count only 2**31 - 1; set a smaller total'
     )
   return num_updates
 
 
-def episode_limit(config: ConfigDict, spec: types.EnvSpec) -> int:
+def episode_limit(config: Fields, spec: types.EnvSpec) -> int:
   """Returns the steps at which an evaluation cuts episodes."""
   limit = spec.max_episode_steps
   if not 0 < limit < 2**31 - 1:  # The environment has no limit.
     limit = _UNLIMITED_STEPS
-  return config.eval.max_episode_steps or limit
+  return config['eval.max_episode_steps'] or limit
 
 
 def make_evaluate(
-  config: ConfigDict,
+  config: Fields,
   spec: types.EnvSpec,
   agent: types.Agent,
   env: types.DeviceEnv | None = None,
@@ -377,9 +376,9 @@ def make_evaluate(
   `env` is for an Anakin run whose environments already exist.
   """
   settings = evaluation.Settings(
-    config.eval.num_episodes,
+    config['eval.num_episodes'],
     episode_limit(config, spec),
-    config.eval.greedy,
+    config['eval.greedy'],
     jax.process_index(),
     jax.process_count(),
   )
@@ -394,7 +393,7 @@ def make_evaluate(
 
 
 def make_run(
-  config: ConfigDict, num_resumes: int = 0, machine: Machine | None = None
+  config: Fields, num_resumes: int = 0, machine: Machine | None = None
 ) -> Run:
   """Builds everything that `train` needs.
 
@@ -406,14 +405,13 @@ def make_run(
   Raises:
     ValueError: for a user's mistake, before anything compiles.
   """
-  check(config)
   machine = machine or devices.this_machine()
   is_anakin = architecture(config) == 'anakin'
   env = make_env(config) if is_anakin else None
   spec = env.spec if env else make_spec(config)
   agent = make_agent(config, spec)
-  seeds = [fields['seed'] for fields in agents('', config).values()]
-  seeds = seeds if is_anakin else [config.seed]
+  seeds = [own['seed'] for own in agents('', config).values()]
+  seeds = seeds if is_anakin else [config['seed']]
   keys = [jax.random.split(jax.random.key(seed)) for seed in seeds]
   init_keys, eval_keys = zip(*keys)
   init_key = jnp.stack(init_keys) if has_axis(config) else init_keys[0]
@@ -424,11 +422,11 @@ def make_run(
     system = _make_sebulba(config, spec, agent, init_key, num_resumes, machine)
   driver, run_devices, steps_per_update, num_updates, warnings = system
   num_steps = num_updates * steps_per_update
-  if 'replay' in config and num_steps < config.replay.min_steps:
+  if num_steps < config.get('replay.min_steps', 0):
     warnings = [
       *warnings,
       f'the run has {num_steps} steps, fewer than config.replay.min_steps='
-      f'{config.replay.min_steps}, so the agent never learns',
+      f'{config["replay.min_steps"]}, so the agent never learns',
     ]
   return Run(
     spec,
@@ -438,12 +436,9 @@ def make_run(
     eval_keys,
     steps_per_update,
     num_updates,
-    -(-config.eval.every_env_steps // steps_per_update),
-    -(-config.checkpoint.every_env_steps // steps_per_update),
-    -(
-      -config.get('population', {}).get('every_env_steps', 0)
-      // steps_per_update
-    ),
+    -(-config['eval.every_env_steps'] // steps_per_update),
+    -(-config['checkpoint.every_env_steps'] // steps_per_update),
+    -(-config.get('population.every_env_steps', 0) // steps_per_update),
     jax.eval_shape(init, init_key),
     warnings,
     '' if is_anakin else '; the environments begin new episodes',
@@ -456,7 +451,7 @@ _System = tuple[types.Driver, Sequence[jax.Device], int, int, Sequence[str]]
 
 
 def _make_anakin(
-  config: ConfigDict,
+  config: Fields,
   env: types.DeviceEnv,
   agent: types.Agent,
   init_key: chex.PRNGKey,
@@ -464,12 +459,12 @@ def _make_anakin(
 ) -> _System:
   """Builds an Anakin run; a resumed run continues the same episodes."""
   run_devices = devices.anakin_devices(config, machine)
-  num_envs, unroll_length = config.env.num_envs, config.unroll_length
+  num_envs, unroll_length = config['env.num_envs'], config['unroll_length']
   steps_per_update = unroll_length * num_envs
   num_updates = _count_updates(config, steps_per_update)
   # A call ends at or before the next record. Its report has a row per update,
   # so the number of updates is limited too.
-  max_updates = min(config.log.every_updates, _MAX_UPDATES)
+  max_updates = min(config['log.every_updates'], _MAX_UPDATES)
   groups = devices.member_groups(config, len(run_devices) // len(machine.hosts))
   programs = anakin.make_programs(
     env,
@@ -496,19 +491,19 @@ def _make_anakin(
   return driver, run_devices, steps_per_update, num_updates, []
 
 
-def _make_exploit(config: ConfigDict) -> Callable | None:
+def _make_exploit(config: Fields) -> Callable | None:
   """Makes the function by which a run's population evolves, or None."""
-  if 'population' not in config:
+  if 'population.every_env_steps' not in config:
     return None
   ranges = {
     short(field): population.Range(*bounds)
-    for field, *bounds in config.population.ranges
+    for field, *bounds in config['population.ranges']
   }
   return population.make_exploit(ranges)
 
 
 def _make_sebulba(
-  config: ConfigDict,
+  config: Fields,
   spec: types.EnvSpec,
   agent: types.Agent,
   init_key: chex.PRNGKey,
@@ -516,30 +511,30 @@ def _make_sebulba(
   machine: Machine,
 ) -> _System:
   """Builds a Sebulba run; a resumed run starts new episodes."""
-  layout, fields = devices.make_layout(config, spec, machine), config.sebulba
-  envs_per_host = config.env.num_envs // len(machine.hosts)
+  layout = devices.make_layout(config, spec, machine)
+  envs_per_host = config['env.num_envs'] // len(machine.hosts)
   envs_per_actor = envs_per_host // layout.num_actors
   unrolls = layout.unrolls_per_update * len(machine.hosts)
-  steps_per_update = config.unroll_length * envs_per_actor * unrolls
+  steps_per_update = config['unroll_length'] * envs_per_actor * unrolls
   num_updates = _count_updates(config, steps_per_update)
   local = machine.local_devices
   settings = sebulba.Settings(
     num_envs=envs_per_actor,
-    unroll_length=config.unroll_length,
+    unroll_length=config['unroll_length'],
     actors_per_device=layout.threads,
     unrolls_per_update=layout.unrolls_per_update,
-    deterministic=fields.mode == 'deterministic',
-    max_lag=fields.max_lag,
-    hang_seconds=fields.hang_seconds,
+    deterministic=config['sebulba.mode'] == 'deterministic',
+    max_lag=config['sebulba.max_lag'],
+    hang_seconds=config['sebulba.hang_seconds'],
     first_env=machine.process * envs_per_host,
     env_threads=layout.env_threads,
-    autotune=fields.autotune,
+    autotune=config['sebulba.autotune'],
   )
 
   def make_pool(actor: int) -> types.HostEnv:
     first = settings.first_env + actor * envs_per_actor
     envs = range(first, first + envs_per_actor)
-    seeds = [env_seed(config.seed, num_resumes, env) for env in envs]
+    seeds = [env_seed(config['seed'], num_resumes, env) for env in envs]
     return make_host_env(config, envs_per_actor, seeds, layout.env_threads)
 
   learners = devices.on_all_hosts(layout.learner_devices, machine)

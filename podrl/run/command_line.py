@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Sequence
 import itertools
 import math
 import shlex
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags
 
 from podrl.agents import AGENTS
-from podrl.fields import Range, flatten, parse
+from podrl.fields import Fields, Range, parse, section
 from podrl.fields import short as short_name
 from podrl.messages import TRUST, similar, suggest
 from podrl.records import workdir
@@ -17,12 +17,10 @@ from podrl.records.terminal import print_text
 from podrl.records.workdir import short
 from podrl.run.config import (
   PARTS,
-  ConfigDict,
   all_fields,
-  base_config,
   change,
+  make_table,
   owners,
-  sebulba_config,
   table_of,
 )
 
@@ -214,16 +212,17 @@ def explain_unknown(
 
 
 def apply_overrides(
-  config: ConfigDict, arguments: Sequence[str], *, is_complete: bool = True
-) -> set[str]:
-  """Sets fields from `--config.FIELD=VALUE` arguments, in place.
+  config: Fields, arguments: Sequence[str], *, is_complete: bool = True
+) -> tuple[dict[str, Any], set[str]]:
+  """Sets fields from `--config.FIELD=VALUE` arguments.
 
   An integer field also accepts `1e6`. Only `env.options` accepts new fields. If
   `is_complete` is false, unknown fields are left out, because another part may
   have them.
 
   Returns:
-    The names of the fields that were set; each option counts as 'env.options'.
+    The configuration, and the names of the fields that were set; each option
+    counts as 'env.options'.
 
   Raises:
     ValueError: for an argument of another form, an unknown field, or a value of
@@ -232,19 +231,17 @@ def apply_overrides(
   names = set()
   overrides, others = _split_overrides(arguments)
   if others:
-    fields = flatten(config.to_dict())
-    raise ValueError(explain_unknown(others[0], fields, [*_make_flags()]))
+    raise ValueError(explain_unknown(others[0], config, [*_make_flags()]))
   # Another part can bring the fields that the other arguments set.
-  change(config, _parts_in(overrides))
-  known = flatten(config.to_dict())
+  changed = change(config, _parts_in(overrides))
+  options = changed['env.options'] = dict(config['env.options'])
   for argument in overrides:
     name, equals, text = _split_override(argument)
     if not equals:
       raise ValueError(f'{argument} has no value; write {argument}=VALUE')
-    section, _, field = name.rpartition('.')
-    if section == 'env.options' and field:
-      options = config.env.options
-      options[field] = parse(name, text, options.get(field))
+    option = name.removeprefix('env.options.')
+    if option != name:
+      options[option] = parse(name, text, options.get(option))
       names.add('env.options')
       continue
     if name == 'agent.name':
@@ -252,14 +249,13 @@ def apply_overrides(
         f'config.agent.name={text} cannot be overridden, because the defaults '
         f'of other fields depend on the agent; use --agent={text}'
       )
-    if not (name in known or is_complete):
+    if not (name in changed or is_complete):
       continue
-    if name == 'env.options' or name not in known:
-      raise ValueError(_explain_field(name, config))
-    node = config[section] if section else config
-    node[field] = parse(name, text, node[field])
+    if name == 'env.options' or name not in changed:
+      raise ValueError(_explain_field(name, changed))
+    changed[name] = parse(name, text, changed[name])
     names.add(name)
-  return names
+  return changed, names
 
 
 def _split_override(argument: str) -> tuple[str, str, str]:
@@ -273,23 +269,23 @@ def _parts_in(overrides: Sequence[str]) -> dict[str, str]:
   return {name: text for name, text in pairs if name in PARTS}
 
 
-def _explain_field(name: str, config: ConfigDict) -> str:
+def _explain_field(name: str, config: Fields) -> str:
   """Says that an override has no field, and what to write instead."""
   if name == 'env.options':
     return (
       f'config.{name} cannot be set as a whole; set single options with '
       f'--config.{name}.NAME=VALUE'
     )
-  section = name.partition('.')[0]
-  part = flatten(config.to_dict()).get(f'{section}.name', '')
+  head = name.partition('.')[0]
+  part = config.get(f'{head}.name', '')
   if ':' in part and name in all_fields():
-    own = ', '.join(sorted({*config[section]} - {'name'}))
+    own = ', '.join(sorted(section(config, head).keys() - {'name'}))
     return (
-      f'config.{name} is not a field of {section}.name={part}, which has {own}'
+      f'config.{name} is not a field of {head}.name={part}, which has {own}'
     )
   if owner := owners(name):
     return f'config.{name} is a field of {owner}, which this run does not use'
-  known = sorted(set(flatten(config.to_dict())) - {'env.options'})
+  known = sorted(config.keys() - {'env.options'})
   near = _fields_named(short_name(name), known)
   near = near or _similar_fields(short_name(name), known)
   advice = suggest(name, known)
@@ -401,8 +397,8 @@ def parse_command_line(
     values[flag].value = workdir.absolute(values[flag].value or '')
   overrides, others = _split_overrides(arguments)
   if unknown := [x for x in others if x.startswith('-')]:
-    configs = base_config(values.agent), sebulba_config(values.agent)
-    known = dict.fromkeys(k for x in configs for k in flatten(x.to_dict()))
+    tables = [make_table(values.agent, x) for x in ('Anakin', 'Sebulba')]
+    known = dict.fromkeys(itertools.chain(*tables))
     raise ValueError(explain_unknown(unknown[0], known, [*values, *own]))
   overrides = list(map(_with_absolute_path, overrides))
   tasks = [x for x in others if has_task and not x.startswith('-')]
@@ -430,18 +426,18 @@ def parse_command_line(
 
 
 def print_help(
-  command_line: CommandLine, get_config: Callable[..., ConfigDict]
+  command_line: CommandLine, get_config: Callable[..., Fields]
 ) -> None:
   """Prints the flags and the fields, with values, choices and comments."""
   values = command_line.flags
   config = get_config(values.agent, values.variant)
   overrides, _ = _split_overrides(command_line.overrides)
-  change(config, _parts_in(overrides))
-  table = table_of(flatten(config.to_dict()))
+  config = change(config, _parts_in(overrides))
+  table = table_of(config)
   name = ' [SUITE:]NAME' if command_line.task else ''
   lines = [f'usage: {command_line.command}{name} [flags]', values.get_help()]
   lines.append('\nfields, with the values of this command:')
-  for name, value in flatten(config.to_dict()).items():
+  for name, value in config.items():
     comment, allowed = table[name].comment, table[name].allowed
     if allowed and not isinstance(allowed, Range):
       names = ', '.join(allowed)

@@ -189,90 +189,64 @@ def _architecture(values: Fields) -> str:
   return 'Sebulba' if 'sebulba.mode' in values else 'Anakin'
 
 
-def _change_parts(values: Fields, parts: Fields) -> dict[str, Any]:
-  """Returns the values of a configuration with other parts.
+def change(config: Fields, values: Fields) -> dict[str, Any]:
+  """Returns a configuration with other values.
 
-  A value of a field that both parts have is kept, unless it is the default of
-  the part before.
+  Another `network.name` or `optimizer.name` may bring other fields. A value of
+  a field that both parts have is kept, unless it is the default of the part
+  before.
   """
-  before, after = table_of(values), table_of({**values, **parts})
-  changed = {k: x for k, x in values.items() if k not in before}
+  parts = {k: values[k] for k in PARTS if values.get(k, config[k]) != config[k]}
+  if not parts:
+    return {**config, **values}
+  before, after = table_of(config), table_of({**config, **parts})
+  changed = {k: x for k, x in config.items() if k not in before}
   for name, field in after.items():
-    value = values.get(name, field.default)
+    value = config.get(name, field.default)
     old = before.get(name, field)
     is_kept = old == field or value != old.default
     is_kept &= type(value) is type(field.default)
     changed[name] = value if is_kept else field.default
-  return {**changed, **parts}
+  return {**changed, **values}
 
 
-def change(config: ConfigDict, values: Fields) -> ConfigDict:
-  """Sets fields of a configuration, in place, and returns it.
-
-  Another `network.name` or `optimizer.name` may bring other fields.
-  """
-  before = fields.flatten(config.to_dict())
-  parts = {k: values[k] for k in PARTS if values.get(k, before[k]) != before[k]}
-  if parts:
-    _replace(config, _change_parts(before, parts))
-  config.update_from_flattened_dict(values)
-  return config
-
-
-def _replace(config: ConfigDict, values: Fields) -> None:
-  """Gives a configuration exactly these fields, in place."""
-  with config.unlocked():
-    before = fields.flatten(config.to_dict())
-    stale = [k for k, x in before.items() if type(values.get(k)) is not type(x)]
-    for name in stale:
-      section, _, last = name.rpartition('.')
-      del (config[section] if section else config)[last]
-    new = {
-      k: x
-      for k, x in values.items()
-      if k not in before or k in stale or x != before[k]
-    }
-    config.update_from_flattened_dict(new)
-  config.env.options.unlock()
-
-
-def complete(config: ConfigDict) -> ConfigDict:
-  """Gives a configuration exactly the fields of its parts, in place.
+def complete(config: Fields) -> dict[str, Any]:
+  """Returns a configuration with exactly the fields of its parts.
 
   An experiment may have set the name of another part, and a run of an earlier
   version lacks newer fields.
   """
-  values = fields.flatten(config.to_dict())
-  usual = make_table(values['agent.name'], _architecture(values))
-  parts = {name: values[name] for name in PARTS}
+  usual = make_table(config['agent.name'], _architecture(config))
+  parts = {name: config[name] for name in PARTS}
   others = {name: usual[name].default for name in PARTS}
   sections = 'network.', 'optimizer.'
-  known = usual.keys() | table_of(values)
+  known = usual.keys() | table_of(config)
   kept = {
-    k: x for k, x in values.items() if k in known or not k.startswith(sections)
+    k: x for k, x in config.items() if k in known or not k.startswith(sections)
   }
-  for name in values.keys() - kept.keys():
-    part = values[f'{name.partition(".")[0]}.name']
+  for name in config.keys() - kept.keys():
+    part = config[f'{name.partition(".")[0]}.name']
     if ':' in part:
       raise ValueError(f'config.{name} is not a field of {part}')
   if parts == others:
-    _replace(config, {**fields.defaults(usual), **kept})
-  else:
-    _replace(config, _change_parts({**kept, **others}, parts))
-  return config
+    return {**fields.defaults(usual), **kept}
+  return change({**kept, **others}, parts)
 
 
 def completed(
   get_config: Callable[[str, str], ConfigDict],
-) -> Callable[[str, str], ConfigDict]:
-  """Returns an experiment's `get_config`, whose result is complete."""
-  return lambda agent, variant: complete(get_config(agent, variant))
+) -> Callable[[str, str], dict[str, Any]]:
+  """Returns an experiment's `get_config`, whose result is complete and flat."""
+
+  def get(agent: str, variant: str) -> dict[str, Any]:
+    return complete(fields.flatten(get_config(agent, variant).to_dict()))
+
+  return get
 
 
-def changeable(config: ConfigDict) -> set[str]:
+def changeable(config: Fields) -> set[str]:
   """Returns the fields that a resumed run may change on its command line."""
-  table = table_of(fields.flatten(config.to_dict()))
-  return {k for k, x in table.items() if x.changeable}
+  return {k for k, x in table_of(config).items() if x.changeable}
 
 
 def owners(name: str) -> str:
@@ -294,22 +268,29 @@ def all_fields() -> dict[str, Field]:
   return found
 
 
-def _make_config(agent: str, architecture: str) -> ConfigDict:
-  """Makes an architecture's defaults; only `env.options` accepts new fields."""
-  table = make_table(agent, architecture)
-  config = ConfigDict(fields.nest(fields.defaults(table))).lock()
+def as_config(values: Fields) -> ConfigDict:
+  """Returns values in the form that experiments edit.
+
+  Only `env.options` accepts new fields.
+  """
+  config = ConfigDict(fields.nest(values)).lock()
   config.env.options.unlock()
   return config
 
 
+def default_fields(agent: str, architecture: str) -> dict[str, Any]:
+  """Returns the default of each field; see `make_table`."""
+  return fields.defaults(make_table(agent, architecture))
+
+
 def base_config(agent: str) -> ConfigDict:
   """Makes Anakin's defaults; raises a ValueError for an unknown agent."""
-  return _make_config(agent, 'Anakin')
+  return as_config(default_fields(agent, 'Anakin'))
 
 
 def sebulba_config(agent: str) -> ConfigDict:
   """Makes Sebulba's defaults; raises a ValueError for an unknown agent."""
-  return _make_config(agent, 'Sebulba')
+  return as_config(default_fields(agent, 'Sebulba'))
 
 
 def is_actor_critic(agent: str) -> bool:
@@ -318,22 +299,21 @@ def is_actor_critic(agent: str) -> bool:
 
 
 def settings_of_kinds(
-  config: ConfigDict, kinds: Sequence[str], chosen: Collection[str] = ()
+  config: Fields, kinds: Sequence[str], chosen: Collection[str] = ()
 ) -> dict[str, Any]:
   """Returns the settings for kinds of environments; later kinds count more.
 
   The fields `chosen` and those that the run does not have are left out.
   """
-  entry = agents.find(config.agent.name)
-  known = fields.flatten(config.to_dict())
+  entry = agents.find(config['agent.name'])
   settings: dict[str, Any] = {}
   for kind in kinds:
-    settings |= {k: x for k, x in KINDS[kind].items() if k in known}
+    settings |= {k: x for k, x in KINDS[kind].items() if k in config}
     settings |= entry.kinds.get(kind, {})
   settings = {k: x for k, x in settings.items() if k not in chosen}
   parts = {k: settings[k] for k in PARTS if k in settings}
-  table = table_of({**known, **parts})
-  return {k: x for k, x in settings.items() if k in table}
+  known = table_of({**config, **parts}) if parts else config
+  return {k: x for k, x in settings.items() if k in known}
 
 
 def apply_kinds(config: ConfigDict, *kinds: str) -> ConfigDict:
@@ -341,12 +321,20 @@ def apply_kinds(config: ConfigDict, *kinds: str) -> ConfigDict:
 
   See `settings_of_kinds`.
   """
-  return change(config, settings_of_kinds(config, kinds))
+  before = fields.flatten(config.to_dict())
+  after = change(before, settings_of_kinds(before, kinds))
+  kept = {k for k, x in after.items() if type(before.get(k)) is type(x)}
+  with config.unlocked():
+    for name in before.keys() - kept:
+      section, _, last = name.rpartition('.')
+      del (config[section] if section else config)[last]
+    config.update_from_flattened_dict(after)
+  config.env.options.unlock()
+  return config
 
 
-def check(config: ConfigDict) -> None:
+def check(values: Fields) -> None:
   """Raises a ValueError for a wrong value; needs no device or environment."""
-  values = fields.flatten(config.to_dict())
   fields.check(table_of(values), values, PARTS)
   capacity = values.get('replay.capacity_steps', 0)
   if values.get('replay.min_steps', 0) > capacity:
@@ -372,7 +360,7 @@ def check(config: ConfigDict) -> None:
     raise ValueError('config.network.hidden_sizes=() needs one or more widths')
   agents.check(values)
   if 'meta.params' in values:
-    names = meta_params(config)
+    names = meta_params(values)
     for name in names:
       check_choice('config.meta.params', name, meta.NAMES)
     if len(set(names)) < len(names):
@@ -383,11 +371,11 @@ def check(config: ConfigDict) -> None:
       raise ValueError(
         'config.optimizer.schedule=cosine needs config.optimizer.anneal=True'
       )
-  _check_members(config)
+  _check_members(values)
   # JAX makes the same key from `seed` and `seed` + 2**32.
-  bound = 2**32 - config.get('num_seeds', 1)
-  if config.seed > bound:
-    raise ValueError(f'config.seed={config.seed} must be at most {bound}')
+  bound = 2**32 - values.get('num_seeds', 1)
+  if values['seed'] > bound:
+    raise ValueError(f'config.seed={values["seed"]} must be at most {bound}')
   is_deterministic = values.get('sebulba.mode') == 'deterministic'
   if is_deterministic and values['sebulba.autotune']:
     raise ValueError(
@@ -402,74 +390,74 @@ def check(config: ConfigDict) -> None:
     )
 
 
-def meta_params(config: ConfigDict) -> list[str]:
+def meta_params(config: Fields) -> list[str]:
   """Returns the names of the hyperparameters that learn."""
-  return [name.strip() for name in config.meta.params.split(',')]
+  return [name.strip() for name in config['meta.params'].split(',')]
 
 
-def member_fields(config: ConfigDict) -> set[str]:
+def member_fields(config: Fields) -> set[str]:
   """Returns the fields in which the members of one program may differ."""
-  own = agents.find(config.agent.name).fields
+  own = agents.find(config['agent.name']).fields
   return {'seed', *(x for x in changeable(config) if x in own)}
 
 
-def _check_members(config: ConfigDict) -> None:
+def _check_members(config: Fields) -> None:
   """Raises a ValueError if the members of a sweep cannot share a program."""
   if 'members' not in config:
     return
   allowed = member_fields(config)
-  for own in config.members:
+  for own in config['members']:
     if unknown := sorted(own.keys() - allowed):
       raise ValueError(
         f'the members of one program cannot differ in {unknown[0]}, only in '
         f'{", ".join(sorted(allowed))}'
       )
   for values in workdir.agents('', config).values():
-    check(workdir.as_config(values))
+    check(values)
 
 
-def names_of_parts(config: ConfigDict) -> list[str]:
+def names_of_parts(config: Fields) -> list[str]:
   """Returns the names MODULE:NAME in a configuration."""
-  values = fields.flatten(config.to_dict())
-  return [x for x in map(values.get, _NAMES) if x and ':' in x]
+  return [x for x in map(config.get, _NAMES) if x and ':' in x]
 
 
-def make_importable(config: ConfigDict) -> None:
+def make_importable(config: Fields) -> None:
   """Lets Python find the modules that a configuration names."""
   if names_of_parts(config):
-    directories = config.env.get('path', '').split(os.pathsep)
+    directories = config.get('env.path', '').split(os.pathsep)
     modules.add_to_path(*directories, modules.current_directory())
 
 
-def parts_directory(config: ConfigDict) -> str:
+def parts_directory(config: Fields) -> str:
   """Returns the directories of the modules, as `env.path` has them."""
   found = map(modules.module_directory, names_of_parts(config))
   return os.pathsep.join(dict.fromkeys(filter(None, found)))
 
 
 def check_trust(
-  path: str, config: ConfigDict, trust: bool, named: Collection[str] = ()
-) -> None:
+  path: str, config: Fields, trust: bool, named: Collection[str] = ()
+) -> Fields:
   """Raises a ValueError if a run could import code that its user did not write.
 
   Args:
     path: the directory of the run.
-    config: its saved configuration. If `trust` is false and the user's key did
-      not sign the run, this function clears `env.path`.
+    config: its saved configuration.
     trust: whether the user trusts the run.
     named: fields that the user has set, such as `env.name`, and so modules that
       the user knows.
+
+  Returns:
+    The configuration; without its `env.path` if `trust` is false and the user's
+    key did not sign the run.
   """
   if trust or workdir.is_own(path, config):
-    return
-  directory = config.env.get('path', '')
-  if directory:
-    config.env.path = ''
-  values = fields.flatten(config.to_dict())
-  names = [values.get(k, '') for k in _NAMES if k not in named]
+    return config
+  names = [config.get(k, '') for k in _NAMES if k not in named]
   if name := next((x for x in names if ':' in x), ''):
+    what = modules.describe_import(name, config.get('env.path', ''))
     raise ValueError(
-      f'{path} would import {modules.describe_import(name, directory)}, and '
-      f'you did not make this run, or not with the key {workdir.key_path()}; '
-      'if you trust this code, add --trust, or trust=True in Python'
+      f'{path} would import {what}, and you did not make this run, or not with '
+      f'the key {workdir.key_path()}; if you trust this code, add --trust, or '
+      'trust=True in Python'
     )
+  return {**config, 'env.path': ''} if 'env.path' in config else config

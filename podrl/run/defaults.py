@@ -8,14 +8,15 @@ from collections.abc import Callable, Collection, Sequence
 import functools
 import math
 import sys
+from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.core.distributions import LARGEST_BOUND
 from podrl.drivers import spmd
 from podrl.envs import SUITES, Task, find_task
+from podrl.fields import Fields
 from podrl.messages import check_choice
 from podrl.networks.torsos import image_sizes
 from podrl.records import workdir as files
@@ -28,10 +29,9 @@ from podrl.run.command_line import (
 )
 from podrl.run.config import (
   FIELDS,
-  base_config,
   change,
   check_trust,
-  sebulba_config,
+  default_fields,
   settings_of_kinds,
 )
 from podrl.types import Box, EnvSpec
@@ -42,12 +42,11 @@ _LARGE_SIDE = 36  # Images of this size or more are large, like Atari's.
 _SPARSE_SIDE = 16  # From this size on, an MLP reads images of zeros and ones.
 
 
-def base(task: Task, agent: str) -> ConfigDict:
-  """Makes the agent's defaults for the architecture that the task needs."""
-  is_anakin = SUITES[task.suite].architecture == 'anakin'
-  config = (base_config if is_anakin else sebulba_config)(agent)
-  config.env.suite, config.env.name = task.suite, task.name
-  return config
+def base(task: Task, agent: str) -> dict[str, Any]:
+  """Returns the agent's defaults for the architecture that the task needs."""
+  architecture = SUITES[task.suite].architecture.capitalize()
+  own = {'env.suite': task.suite, 'env.name': task.name}
+  return default_fields(agent, architecture) | own
 
 
 def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
@@ -74,9 +73,9 @@ def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
 
 
 def specialise(
-  config: ConfigDict, spec: EnvSpec, chosen: Collection[str] = ()
-) -> int:
-  """Applies the settings for the kinds of an environment, in place.
+  config: Fields, spec: EnvSpec, chosen: Collection[str] = ()
+) -> tuple[dict[str, Any], int]:
+  """Applies the settings for the kinds of an environment.
 
   Args:
     config: names the environment and has the user's options for it.
@@ -84,31 +83,29 @@ def specialise(
     chosen: fields that the user has set, which keep their values.
 
   Returns:
-    The usual number of environment steps.
+    The configuration, and the usual number of environment steps.
   """
-  task = Task(config.env.suite, config.env.name)
+  task = Task(config['env.suite'], config['env.name'])
   found = kinds(task, spec, spmd.platform())
   # The usual number of steps is needed even if the user has chosen another.
   settings = settings_of_kinds(config, found, {*chosen} - {'total_env_steps'})
-  if 'large image on a CPU' in found:
-    options = SUITES[task.suite].small_options(task.name)
-    config.env.options.update(options | config.env.options.to_dict())
   default = FIELDS['total_env_steps'].default
   usual = settings.get('total_env_steps', default)
-  change(config, {k: x for k, x in settings.items() if k not in chosen})
-  return usual
+  changes = {k: x for k, x in settings.items() if k not in chosen}
+  if 'large image on a CPU' in found:
+    options = SUITES[task.suite].small_options(task.name)
+    changes['env.options'] = options | config['env.options']
+  return change(config, changes), usual
 
 
-def make_config(task: Task, agent: str, spec: EnvSpec) -> ConfigDict:
+def make_config(task: Task, agent: str, spec: EnvSpec) -> dict[str, Any]:
   """Makes an agent's configuration from the kinds of an environment."""
-  config = base(task, agent)
-  specialise(config, spec)
-  return config
+  return specialise(base(task, agent), spec)[0]
 
 
 def parse(
   arguments: Sequence[str],
-) -> tuple[Callable[..., ConfigDict], CommandLine]:
+) -> tuple[Callable[..., dict[str, Any]], CommandLine]:
   """Parses the arguments of `podrl train`; raises a ValueError for a mistake.
 
   Returns:
@@ -121,16 +118,20 @@ def parse(
   return functools.partial(_get_config, command_line), command_line
 
 
-def _find_task(command_line: CommandLine) -> tuple[Task, ConfigDict]:
-  """Returns the environment, and the saved `env` fields of a resumed run."""
+def _find_task(command_line: CommandLine) -> tuple[Task, Fields]:
+  """Returns the environment, and the configuration of a resumed run."""
   text, values = command_line.task, command_line.flags
-  saved = ConfigDict()
+  saved: Fields = {}
   if values.resume and files.is_run(values.workdir):
-    config = files.read_config(values.workdir)
-    check_trust(values.workdir, config, values.trust, command_line.named())
-    saved = config.env
-    if text in ('', saved.name, f'{saved.suite}:{saved.name}'):
-      return Task(saved.suite, saved.name), saved
+    saved = check_trust(
+      values.workdir,
+      files.read_config(values.workdir),
+      values.trust,
+      command_line.named(),
+    )
+    suite, name = saved['env.suite'], saved['env.name']
+    if text in ('', name, f'{suite}:{name}'):
+      return Task(suite, name), saved
   if not text and values.resume and values.workdir:
     raise ValueError(
       f'--workdir={files.short(values.workdir)} contains no run to resume, '
@@ -146,23 +147,23 @@ def _find_task(command_line: CommandLine) -> tuple[Task, ConfigDict]:
 
 def _get_config(
   command_line: CommandLine, agent: str, variant: str
-) -> ConfigDict:
+) -> dict[str, Any]:
   """Makes the configuration for an environment and an agent."""
   check_choice('variant', variant, ('',))
   task, saved = _find_task(command_line)
   config = base(task, agent)
-  config.env.options.update(saved.get('options', {}))
-  config.env.path = saved.get('path', '')
+  kept = 'env.options', 'env.path'
+  config |= {k: saved[k] for k in kept if k in saved}
   # Another optimiser, which the kind of environment brings, may have a field.
-  apply_overrides(config, command_line.overrides, is_complete=False)
+  config, _ = apply_overrides(config, command_line.overrides, is_complete=False)
   # `make_spec` uses devices, so JAX must be set up first.
   build.set_up_jax(config, cluster.num_processes())
   if task.note and jax.process_index() == 0:
     print(task.note, file=sys.stderr)
   spec = build.make_spec(config)
   chosen = command_line.fields()
-  usual = specialise(config, spec, chosen)
-  steps = config.total_env_steps if 'total_env_steps' in chosen else usual
+  config, usual = specialise(config, spec, chosen)
+  steps = config['total_env_steps'] if 'total_env_steps' in chosen else usual
   warnings = _warnings(task, config, spec, steps, usual)
   if jax.process_index() == 0 and not saved:
     for warning in warnings:
@@ -171,7 +172,7 @@ def _get_config(
 
 
 def _warnings(
-  task: Task, config: ConfigDict, spec: EnvSpec, steps: int, usual: int
+  task: Task, config: Fields, spec: EnvSpec, steps: int, usual: int
 ) -> list[str]:
   """Returns why a run may not learn.
 
@@ -181,7 +182,7 @@ def _warnings(
     steps: the environment steps of the run.
     usual: those that the agent has by default.
   """
-  found, agent = [], config.agent.name
+  found, agent = [], config['agent.name']
   if steps < _FEW_STEPS * usual:
     found.append(
       f'{steps:,} steps are few: for a task of this kind, {agent} has '
@@ -197,7 +198,7 @@ def _warnings(
         f'environment scale actions from bounds below {LARGEST_BOUND:g}'
       )
   needs_memory = SUITES[task.suite].needs_memory(task.name)
-  if needs_memory and 'recurrent' not in config.network:
+  if needs_memory and 'network.recurrent' not in config:
     found.append(
       f'{task.name} needs a memory, which {agent} does not have; use '
       '--agent=ppo or --agent=r2d2'

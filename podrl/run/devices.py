@@ -6,12 +6,11 @@ import math
 from typing import NamedTuple
 
 import jax
-from ml_collections import ConfigDict
 
 from podrl.agents import find
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
-from podrl.fields import flatten
+from podrl.fields import Fields
 from podrl.records.workdir import Record, num_agents
 from podrl.types import EnvSpec
 
@@ -69,24 +68,21 @@ def _multiples_near(value: int, divisor: int) -> str:
   return f'{below} or {below + divisor}' if below else f'{divisor}'
 
 
-def _batch_size(config: ConfigDict, num_envs: int) -> tuple[int, str]:
+def _batch_size(config: Fields, num_envs: int) -> tuple[int, str]:
   """Returns the size and unit (steps or environments) of a device's batch."""
-  agent = find(config.agent.name)
-  unit = agent.minibatch_unit(flatten(config.to_dict()))
-  return num_envs * (config.unroll_length if unit == 'steps' else 1), unit
+  unit = find(config['agent.name']).minibatch_unit(config)
+  return num_envs * (config['unroll_length'] if unit == 'steps' else 1), unit
 
 
-def _replay_batch_size(config: ConfigDict) -> int:
+def _replay_batch_size(config: Fields) -> int:
   """Returns the sequences of an optimiser step; 0 for an agent without memory.
 
   The devices that learn must divide this number.
   """
-  return config.get('replay', {}).get('batch_size', 0)
+  return config.get('replay.batch_size', 0)
 
 
-def _check_minibatches(
-  config: ConfigDict, num_envs: int, num_devices: int
-) -> None:
+def _check_minibatches(config: Fields, num_envs: int, num_devices: int) -> None:
   """Raises a ValueError if a device's minibatches would differ in size."""
   num_minibatches = config.get('num_minibatches', 1)
   size, unit = _batch_size(config, num_envs)
@@ -101,9 +97,10 @@ def _check_minibatches(
     )
 
 
-def num_named_devices(config: ConfigDict) -> int:
+def num_named_devices(config: Fields) -> int:
   """Counts a Sebulba process's CPU devices; gaps in indices are an error."""
-  fields = {k: config.sebulba[k] for k in ('actor_devices', 'learner_devices')}
+  names = 'actor_devices', 'learner_devices'
+  fields = {k: config[f'sebulba.{k}'] for k in names}
   fields = {k: indices for k, indices in fields.items() if indices}
   named = sorted({i for indices in fields.values() for i in indices})
   num_devices = 1 + max([0, *named])  # `check` refuses negative indices.
@@ -124,7 +121,7 @@ def num_named_devices(config: ConfigDict) -> int:
   return num_devices
 
 
-def member_groups(config: ConfigDict, num_devices: int) -> int:
+def member_groups(config: Fields, num_devices: int) -> int:
   """Returns into how many groups `num_devices` devices split a run's agents.
 
   The devices of a group split the environments of its agents. So a member of a
@@ -135,14 +132,14 @@ def member_groups(config: ConfigDict, num_devices: int) -> int:
   return math.gcd(num_agents(config), num_devices) if has_groups else 1
 
 
-def num_cpu_devices(config: ConfigDict, num_processes: int = 1) -> int:
+def num_cpu_devices(config: Fields, num_processes: int = 1) -> int:
   """Returns how many CPU devices each process of an Anakin run uses."""
-  if config.num_devices:
-    return config.num_devices
+  if config['num_devices']:
+    return config['num_devices']
   fitting = [1]
   for local in range(2, min(num_cores(), _MAX_CPU_DEVICES) + 1):
     n = local // member_groups(config, local)
-    num_envs, rest = divmod(config.env.num_envs, n * num_processes)
+    num_envs, rest = divmod(config['env.num_envs'], n * num_processes)
     size, _ = _batch_size(config, num_envs)
     rest += _replay_batch_size(config) % (n * num_processes)
     # `config.check` refuses num_minibatches=0 later.
@@ -157,13 +154,13 @@ def on_all_hosts(indices: Sequence[int], machine: Machine) -> list[jax.Device]:
 
 
 def anakin_devices(
-  config: ConfigDict, machine: Machine | None = None
+  config: Fields, machine: Machine | None = None
 ) -> list[jax.Device]:
   """Returns an Anakin run's devices on a machine, by default this one."""
   machine = machine or this_machine()
   local, num_processes = machine.local_devices, len(machine.hosts)
-  num_devices = config.num_devices or len(local)
-  if machine.platform == 'cpu' and not config.num_devices:
+  num_devices = config['num_devices'] or len(local)
+  if machine.platform == 'cpu' and not config['num_devices']:
     num_devices = min(num_cpu_devices(config, num_processes), len(local))
   if num_devices > len(local):
     raise ValueError(
@@ -171,7 +168,10 @@ def anakin_devices(
       f'{machine.platform} devices; use {len(local)} or fewer, or 0 for all'
     )
   groups = member_groups(config, num_devices)
-  num_envs, total = config.env.num_envs, num_devices // groups * num_processes
+  num_envs, total = (
+    config['env.num_envs'],
+    num_devices // groups * num_processes,
+  )
   if num_envs % total:
     raise ValueError(
       f'config.env.num_envs={num_envs} does not divide over {total} devices; '
@@ -182,15 +182,15 @@ def anakin_devices(
 
 
 def _threads_per_device(
-  config: ConfigDict, num_devices: int, machine: Machine
+  config: Fields, num_devices: int, machine: Machine
 ) -> int:
   """Counts the actor threads on each of `num_devices` actor devices."""
-  if config.sebulba.threads_per_actor_device:
-    return config.sebulba.threads_per_actor_device
-  if config.sebulba.autotune:
+  if config['sebulba.threads_per_actor_device']:
+    return config['sebulba.threads_per_actor_device']
+  if config['sebulba.autotune']:
     most = min(max(2, machine.num_cores // num_devices), _MAX_TUNED_THREADS)
     unit, counts = num_devices * len(machine.hosts), range(2, most + 1)
-    fitting = [n for n in counts if config.env.num_envs % (unit * n) == 0]
+    fitting = [n for n in counts if config['env.num_envs'] % (unit * n) == 0]
     return max(fitting, default=2)
   # While one thread transfers data to an accelerator, a second one can work. On
   # two CPU cores, one thread trains CartPole 1.2 to 1.4 times as fast as two
@@ -200,11 +200,11 @@ def _threads_per_device(
 
 
 def _default_devices(
-  config: ConfigDict, machine: Machine
+  config: Fields, machine: Machine
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """Returns the configured or default indices of actor and learner devices."""
-  actors = config.sebulba.actor_devices
-  learners = config.sebulba.learner_devices
+  actors = config['sebulba.actor_devices']
+  learners = config['sebulba.learner_devices']
   num_local = len(machine.local_devices)
   if not actors:
     free = [i for i in range(num_local) if i not in learners] or learners
@@ -218,7 +218,7 @@ def _default_devices(
     fitting = [
       n
       for n in range(1, len(learners) + 1)
-      if config.env.num_envs % (unit * n) == 0
+      if config['env.num_envs'] % (unit * n) == 0
       and batch_size % (num_hosts * n) == 0
     ]
     learners = learners[: max(fitting, default=len(learners))]
@@ -226,12 +226,11 @@ def _default_devices(
 
 
 def make_layout(
-  config: ConfigDict, spec: EnvSpec, machine: Machine | None = None
+  config: Fields, spec: EnvSpec, machine: Machine | None = None
 ) -> Layout:
   """Decides how Sebulba uses each host of a machine, by default this one."""
   machine = machine or this_machine()
-  fields, local = config.sebulba, machine.local_devices
-  platform = machine.platform
+  local, platform = machine.local_devices, machine.platform
   devices = _default_devices(config, machine)
   for name, indices in zip(('actor', 'learner'), devices):
     if max(indices) >= len(local) or len(set(indices)) < len(indices):
@@ -242,13 +241,13 @@ def make_layout(
   num_actor_devices, num_learners = map(len, devices)
   threads = _threads_per_device(config, num_actor_devices, machine)
   num_actors = num_actor_devices * threads
-  if fields.autotune and num_actors == 1:
+  if config['sebulba.autotune'] and num_actors == 1:
     raise ValueError(
       'config.sebulba.autotune=True needs several actors, but '
       f'config.sebulba.threads_per_actor_device={threads} gives only one; use '
       '2 or more'
     )
-  num_envs, num_processes = config.env.num_envs, len(machine.hosts)
+  num_envs, num_processes = config['env.num_envs'], len(machine.hosts)
   step = num_actors * num_learners * num_processes
   if num_envs % step:
     processes = f'{num_processes} processes, ' if num_processes > 1 else ''
@@ -257,8 +256,9 @@ def make_layout(
       f'{num_actors} actors and then {num_learners} learner devices; '
       f'try {_multiples_near(num_envs, step)}'
     )
-  unrolls_per_update = fields.unrolls_per_update or num_actors
-  if fields.mode == 'deterministic' and unrolls_per_update != num_actors:
+  unrolls_per_update = config['sebulba.unrolls_per_update'] or num_actors
+  is_deterministic = config['sebulba.mode'] == 'deterministic'
+  if is_deterministic and unrolls_per_update != num_actors:
     raise ValueError(
       f'config.sebulba.unrolls_per_update={unrolls_per_update} does not fit '
       'the deterministic mode: each update takes one unroll from each of '
@@ -274,20 +274,21 @@ def make_layout(
   is_expensive = spec.frame_skip > 1 or any(len(x) == 3 for x in shapes)
   needs_core = platform == 'cpu' and not is_expensive
   env_threads = max(1, (machine.num_cores - needs_core) // num_actors)
-  env_threads = fields.env_threads or env_threads
+  env_threads = config['sebulba.env_threads'] or env_threads
   return Layout(*devices, threads, num_actors, unrolls_per_update, env_threads)
 
 
 def layout_warnings(
-  config: ConfigDict, layout: Layout, machine: Machine
+  config: Fields, layout: Layout, machine: Machine
 ) -> list[str]:
   """Returns warnings about too many threads and about unused devices."""
-  fields, num_local = config.sebulba, len(machine.local_devices)
+  num_local = len(machine.local_devices)
   num_threads = layout.num_actors * layout.env_threads
   cores = machine.num_cores
   warnings = []
-  is_set = fields.env_threads or fields.threads_per_actor_device
-  has_threads = SUITES[config.env.suite].has_env_threads
+  own = 'env_threads', 'threads_per_actor_device'
+  is_set = any(config[f'sebulba.{x}'] for x in own)
+  has_threads = SUITES[config['env.suite']].has_env_threads
   if is_set and has_threads and num_threads > cores:
     warnings.append(
       f'{layout.num_actors} actors x config.sebulba.env_threads='
@@ -295,11 +296,12 @@ def layout_warnings(
       f'{cores} cores'
     )
   num_used = len({*layout.actor_devices, *layout.learner_devices})
-  is_set = fields.actor_devices or fields.learner_devices
+  own = 'actor_devices', 'learner_devices'
+  is_set = any(config[f'sebulba.{x}'] for x in own)
   if num_used < num_local and not is_set:
     warnings.append(
       f'only {num_used} of {num_local} devices are used; to use more, change '
-      f'config.env.num_envs={config.env.num_envs} to a multiple of '
+      f'config.env.num_envs={config["env.num_envs"]} to a multiple of '
       f'{layout.num_actors} (actors) times the number of learner devices'
     )
   return warnings

@@ -6,7 +6,6 @@ depends on a clock or a signal, and the other processes follow.
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
-import copy
 import dataclasses
 import math
 import os
@@ -15,7 +14,6 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-from ml_collections import ConfigDict
 import numpy as np
 
 from podrl import agents, envs
@@ -24,7 +22,7 @@ from podrl.core.optimizers import BASE
 from podrl.drivers import culprits, limits, spmd
 from podrl.drivers.anakin import Anakin
 from podrl.drivers.energy import Meter
-from podrl.fields import flatten, short
+from podrl.fields import Fields, short
 from podrl.messages import (
   EnvironmentFailed,
   format_size,
@@ -68,14 +66,14 @@ class Running:
 
   Attributes:
     workdir: the directory of the run.
-    config: a copy of its configuration.
+    config: its configuration, a read-only mapping from the names of fields.
   """
 
   def __init__(self, trainer: 'Trainer', outcomes: list[Record]):
     self._trainer, self._outcomes = trainer, outcomes
     self._scalars: Record = {}
     self.workdir = trainer.files.workdir
-    self.config = copy.deepcopy(trainer.config)
+    self.config = trainer.config
 
   def policy(self) -> policy.Policy:
     """Returns the current policy; of several agents, that of the first."""
@@ -136,17 +134,17 @@ def print_error(message: str) -> None:
 
 def print_summary(
   terminal: Terminal,
-  config: ConfigDict,
+  config: Fields,
   summary: Record,
   path: str,
   resume_command: str = '',
 ) -> None:
   """Prints a summary, and commands if they can use the run."""
-  suite, name = config.env.suite, config.env.name
+  suite, name = config['env.suite'], config['env.name']
   is_known = suite in envs.BUILT_IN and not any(
     x.startswith('__main__:') for x in configs.names_of_parts(config)
   )
-  own = config.agent.name
+  own = config['agent.name']
   is_known &= own in agents.BUILT_IN or ':' in own
   terminal.print_summary(
     summary,
@@ -166,7 +164,7 @@ def _local_devices(run: build.Run) -> list[jax.Device]:
 class Trainer:
   """Trains one run, alone or as one of several processes."""
 
-  config: ConfigDict
+  config: Fields
   run: build.Run
   files: Files
   variables: Variables | None  # Initial variables, from another run.
@@ -254,11 +252,10 @@ class Trainer:
     return signals.exit_code or FAILED
 
   def _open_checkpoints(self) -> None:
-    fields = self.config.checkpoint
     self.checkpoints = checkpoint.Checkpoints(
       self.files.workdir,
-      fields.keep,
-      fields.get('memory', False),
+      self.config['checkpoint.keep'],
+      self.config.get('checkpoint.memory', False),
       self.cluster.busy,
     )
 
@@ -355,12 +352,12 @@ class Trainer:
   def _describe(self, outcome: Outcome) -> Record:
     """Makes all fields of a summary except the last value of each metric."""
     run, recorder, config = self.run, self.recorder, self.config
-    machine = describe_machine(run.devices, config.env.suite)
+    machine = describe_machine(run.devices, config['env.suite'])
     ending = recorder.times() | machine
     ending['exit'] = NAMES[outcome.exit_code]
-    ending['total_env_steps'] = config.total_env_steps
+    ending['total_env_steps'] = config['total_env_steps']
     if self.cluster.process == 0:
-      last, price = recorder.last[0], config.price_per_hour
+      last, price = recorder.last[0], config['price_per_hour']
       ending |= limits.summarise(last, _local_devices(run), price)
     if outcome.error:
       ending['error'] = outcome.error
@@ -378,14 +375,14 @@ class Trainer:
       with self._compiling():
         driver.start(self._restore)
     except SizeError as error:
-      capacity = config.replay.capacity_steps
+      capacity = config['replay.capacity_steps']
       message = f'config.replay.capacity_steps={capacity}: {error}'
       raise _Mistake(message) from error
     assert driver.learner is not None
     arrays = jax.tree.leaves(driver.learner.memory)
     if arrays:
       size = sum(x.addressable_data(0).nbytes for x in arrays)
-      text = f'the memory of {config.replay.capacity_steps:,} steps needs'
+      text = f'the memory of {config["replay.capacity_steps"]:,} steps needs'
       self.recorder.terminal.say(f'{text} {format_size(size)} per device')
 
   def _restore(self, state: Tree) -> tuple[Tree, list[dict[str, Any]]]:
@@ -470,7 +467,7 @@ class Trainer:
   def _loop(self) -> bool:
     """Trains; returns false if a signal came before the last update."""
     recorder, cluster, driver = self.recorder, self.cluster, self.run.driver
-    num_profiled = self.config.log.profile
+    num_profiled = self.config['log.profile']
     recorder.terminal.start(recorder.num_updates)
     self.saved_seconds = time.perf_counter()
     self.profile_end = recorder.num_updates + num_profiled
@@ -519,14 +516,14 @@ class Trainer:
     run, config, recorder = self.run, self.config, self.recorder
     num_updates = recorder.num_updates
     save_period = run.checkpoint_every_updates
-    every_seconds = config.checkpoint.every_seconds
+    every_seconds = config['checkpoint.every_seconds']
     seconds = time.perf_counter() - self.saved_seconds
     is_save = bool(
       (num_updates and self._is_due(save_period))
       or (every_seconds and seconds >= every_seconds)
       or (recorder.best and recorder.best[1] == num_updates)
     )
-    periods = [config.log.every_updates, run.eval_every_updates, save_period]
+    periods = [config['log.every_updates'], run.eval_every_updates, save_period]
     periods.append(run.evolve_every_updates)
     ends = [num_updates - num_updates % x + x for x in periods if x]
     ends += [x for x in (run.num_updates, self.profile_end) if x > num_updates]
@@ -552,7 +549,7 @@ class Trainer:
       return
     # No other key of the run is folded with this number.
     rng_key = jax.random.fold_in(
-      jax.random.key(self.config.seed), _EVOLVE_STREAM
+      jax.random.key(self.config['seed']), _EVOLVE_STREAM
     )
     rng_key = jax.random.fold_in(rng_key, recorder.num_updates)
     parents, values = driver.exploit(scores, rng_key)
@@ -602,15 +599,14 @@ class Trainer:
     `found` has the `Report.culprit` of each process, as JSON.
     """
     text = (
-      f'the loss or gradient of seed {self.config.seed + agent} is NaN or '
+      f'the loss or gradient of seed {self.config["seed"] + agent} is NaN or '
       f'infinite at update {self.recorder.num_updates + 1}'
     )
-    fields = flatten(self.config.to_dict())
     for culprit in filter(None, found):
-      if reason := culprits.explain(Culprit(*culprit), fields):
+      if reason := culprits.explain(Culprit(*culprit), self.config):
         return f'{text}: {reason}'
     default = BASE['optimizer.learning_rate'].default
-    rate = min(fields['optimizer.learning_rate'] / 10, default)
+    rate = min(self.config['optimizer.learning_rate'] / 10, default)
     advice = f'--config.optimizer.learning_rate={rate:g}'
     own = configs.changeable(self.config)
     if checkpoint_step is None or 'optimizer.learning_rate' not in own:
@@ -625,7 +621,7 @@ class Trainer:
     run, recorder, signals = self.run, self.recorder, self.signals
     is_end = recorder.num_updates == run.num_updates
     is_evaluation = is_end or self._is_due(run.eval_every_updates)
-    is_due = is_evaluation or self._is_due(self.config.log.every_updates)
+    is_due = is_evaluation or self._is_due(self.config['log.every_updates'])
     if not is_due or not recorder.num_updates_since_record:
       return True
     outcomes: list[Record] | None = []
@@ -639,7 +635,7 @@ class Trainer:
         'on_record returned True',
       )
       outcomes, scalars = running._outcomes, running._scalars
-    if outcomes and (least := self.config.stop.eval_return):
+    if outcomes and (least := self.config['stop.eval_return']):
       mean = np.mean([x['eval_return'] for x in outcomes])
       text = (
         f'the evaluated return {mean:,.2f} reaches stop.eval_return={least}'
@@ -654,10 +650,10 @@ class Trainer:
       return False
     recorder.write(outcomes, scalars)
     if self.cluster.process == 0 and not self.has_warned:
-      own, record = self.config.agent, recorder.last[0]
-      warning = agents.find(own.name).warn(record)
+      config, record = self.config, recorder.last[0]
+      warning = agents.find(config['agent.name']).warn(record)
       warning = warning or culprits.warn_of_size(
-        record, own.normalize_observation
+        record, config['agent.normalize_observation']
       )
       self.has_warned = bool(warning)
       if warning:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from ml_collections import ConfigDict
 import numpy as np
 
 from podrl.drivers import spmd
 from podrl.drivers.actor import make_actor_functions
+from podrl.fields import Fields
 from podrl.messages import check_choice
 from podrl.records.workdir import num_agents
 from podrl.run import build
@@ -305,7 +305,7 @@ class Lowered(NamedTuple):
   warnings: Sequence[str]
 
 
-def lower(config: ConfigDict, machine: Machine) -> Lowered:
+def lower(config: Fields, machine: Machine) -> Lowered:
   """Lowers the programs of a run, for this machine or another one.
 
   Call this inside `spmd.compiling_for`. Anakin has one program, 'train'.
@@ -317,8 +317,7 @@ def lower(config: ConfigDict, machine: Machine) -> Lowered:
     programs, overlaps = _lower_sebulba(config, run.spec, machine)
   else:
     # The shapes of the state do not depend on the devices.
-    alone = config.copy_and_resolve_references()
-    alone.num_devices = 1
+    alone = {**config, 'num_devices': 1}
     here = build.make_run(alone, machine=Machine(jax.devices(), 0, 1))
     driver: Any = here.driver
     init = functools.partial(
@@ -335,14 +334,14 @@ def lower(config: ConfigDict, machine: Machine) -> Lowered:
 
 
 def _lower_sebulba(
-  config: ConfigDict, spec: EnvSpec, machine: Machine
+  config: Fields, spec: EnvSpec, machine: Machine
 ) -> tuple[dict[str, Program], bool]:
   """Lowers Sebulba's programs; says whether they run at the same time."""
   layout = make_layout(config, spec, machine)
   agent = build.make_agent(config, spec)
   devices = on_all_hosts(layout.learner_devices, machine)
   learner = build.make_learner(config, agent, spec, len(devices), 1, layout)
-  length, unrolls = config.unroll_length, layout.unrolls_per_update
+  length, unrolls = config['unroll_length'], layout.unrolls_per_update
   # `spec` has the converted observations, so the actor need not convert them.
   functions = make_actor_functions(agent, lambda obs: obs, 1)
   key = jax.eval_shape(jax.random.key, 0)
@@ -362,7 +361,7 @@ def _lower_sebulba(
   variables = jax.eval_shape(
     lambda key: agent.init(key).with_hyperparams(hyperparams), key
   )
-  per_actor = config.env.num_envs // layout.num_actors
+  per_actor = config['env.num_envs'] // layout.num_actors
   row, carry = jax.eval_shape(
     functions.step, variables, *step_arguments(per_actor)
   )
@@ -395,7 +394,7 @@ def _lower_sebulba(
     'act': Program(
       act, num_actors * len(machine.hosts), length * unrolls / num_actors
     ),
-  }, overlaps and config.sebulba.max_lag > 0
+  }, overlaps and config['sebulba.max_lag'] > 0
 
 
 def _batched(tree: Tree, *sizes: int) -> Tree:

@@ -9,9 +9,9 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.fields import Fields
 from podrl.messages import count
 from podrl.run import build
 from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree, Variables
@@ -75,14 +75,14 @@ def in_32_bits() -> contextlib.AbstractContextManager[Any]:
 class Policy:
   """A policy with its variables on one device."""
 
-  config: ConfigDict  # The configuration of the policy's run.
+  config: Fields  # The configuration of the policy's run, by name of field.
   spec: EnvSpec
   agent: Agent
   variables: Variables
   num_updates: int  # The number of updates that produced the parameters.
 
   def __repr__(self) -> str:
-    name, agent = self.config.env.name, self.config.agent.name
+    name, agent = self.config['env.name'], self.config['agent.name']
     return f'Policy({name}, {agent}, {count(self.num_updates, "update")})'
 
   def initial_carry(self, batch_size: int) -> Tree:

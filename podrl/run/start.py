@@ -4,15 +4,15 @@ from collections.abc import Callable
 import contextlib
 import os
 import sys
+import types
 from typing import NamedTuple
 
 from absl import flags
 import jax
-from ml_collections import ConfigDict
 
 from podrl import modules
 from podrl.envs import SUITES
-from podrl.fields import flatten
+from podrl.fields import Fields, as_tuples
 from podrl.messages import printable
 from podrl.records import checkpoint, workdir
 from podrl.records.workdir import short
@@ -39,9 +39,9 @@ class Files(NamedTuple):
 
 
 def _new_run(
-  values: flags.FlagValues, config: ConfigDict, directory: str
-) -> Files:
-  """Returns the files of a new run; `config` receives its module's path."""
+  values: flags.FlagValues, config: Fields, directory: str
+) -> tuple[Fields, Files]:
+  """Returns the configuration and the files of a new run."""
   path = os.path.join(directory, values.workdir or workdir.default_path(config))
   if source := values.init_from:
     checkpoint.find(workdir.run_of_agent(source) or source)
@@ -50,11 +50,11 @@ def _new_run(
     text = f'{short(path)} contains no run, so a new run starts'
     print(text, file=sys.stderr)
   # The run may be resumed in another directory.
-  config.env.path = config.env.path or parts_directory(config)
-  return Files(path, values.init_from)
+  own = config['env.path'] or parts_directory(config)
+  return {**config, 'env.path': own}, Files(path, values.init_from)
 
 
-def _refuse_links(path: str, config: ConfigDict) -> None:
+def _refuse_links(path: str, config: Fields) -> None:
   """Raises a ValueError if a run would write to directories elsewhere."""
   agents = {path, *workdir.agents(path, config)}
   names = {os.path.join(x, 'checkpoints') for x in agents} | agents - {path}
@@ -67,15 +67,16 @@ def _refuse_links(path: str, config: ConfigDict) -> None:
 
 def _resume_run(
   path: str,
-  config: ConfigDict,
+  config: Fields,
   requested: set[str],
   exit_stack: contextlib.ExitStack,
   trust: bool,
-) -> Files:
-  """Returns the files of the run in `path`, which `exit_stack` keeps locked.
+) -> tuple[Fields, Files]:
+  """Returns the configuration and the files of the run in `path`.
 
-  `config` receives the run's own values, except for the fields `requested`. If
-  `trust` is false, perhaps another user made the run.
+  The configuration has the run's own values, except for the fields `requested`.
+  `exit_stack` keeps the run locked. If `trust` is false, perhaps another user
+  made the run.
   """
   if parent := workdir.run_of_agent(path, or_series=True):
     raise ValueError(
@@ -83,8 +84,10 @@ def _resume_run(
       f'--workdir={short(parent)}'
     )
   exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
-  messages = workdir.restore_config(config, path, requested, changeable(config))
-  total = config.total_env_steps
+  config, messages = workdir.restore_config(
+    config, path, requested, changeable(config)
+  )
+  total = config['total_env_steps']
   if workdir.is_finished(path, total):
     first = next(iter(workdir.agents(path, config)))
     raise ValueError(
@@ -104,17 +107,17 @@ def _resume_run(
   saved = workdir.read_config(path)
   if not trust:
     _refuse_links(path, saved)
-  own = saved.env.get('path', '') if trust else parts_directory(saved)
-  config.env.path = config.env.path or own
-  return Files(path, '', True, num_resumes)
+  own = saved.get('env.path', '') if trust else parts_directory(saved)
+  config = {**config, 'env.path': config['env.path'] or own}
+  return config, Files(path, '', True, num_resumes)
 
 
 def resolve_config(
   command_line: CommandLine,
-  get_config: Callable[..., ConfigDict],
+  get_config: Callable[..., Fields],
   cluster: Cluster,
   exit_stack: contextlib.ExitStack,
-) -> tuple[ConfigDict, Files]:
+) -> tuple[Fields, Files]:
   """Decides the configuration and the files, which all processes share.
 
   `exit_stack` receives the lock of a run that is resumed.
@@ -135,34 +138,35 @@ def resolve_config(
     parts: dict[str, str] = {}
     directories = ''
     if is_resumed:
-      saved = workdir.read_config(path)
       named = command_line.named()
-      check_trust(path, saved, values.trust, named)
-      agent = agent if values['agent'].present else saved.agent.name
-      trust = trust or workdir.is_own(path, saved)
-      directories = saved.env.get('path', '')
-      own = flatten(saved.to_dict())
+      own = workdir.read_config(path)
+      saved = check_trust(path, own, values.trust, named)
+      agent = agent if values['agent'].present else saved['agent.name']
+      trust = trust or workdir.is_own(path, own)
+      directories = saved.get('env.path', '')
       # The run may not be trusted to name these; see `check_trust`.
-      parts = {k: own[k] for k in PARTS if k not in named}
+      parts = {k: saved[k] for k in PARTS if k not in named}
     return is_resumed, agent, trust, parts, directories
 
   is_resumed, agent, trust, parts, directories = cluster.decide(find_run)
   modules.add_to_path(*directories.split(os.pathsep))
 
-  def make_config() -> tuple[ConfigDict, set[str]]:
+  def make_config() -> tuple[Fields, set[str]]:
     given, values['trust'].value = values.trust, trust
     try:  # Process 0 decides for all: the others may have another key.
       config = get_config(agent, values.variant)
     finally:
       values['trust'].value = given
-    change(config, parts)
-    requested = apply_overrides(config, command_line.overrides)
+    config, requested = apply_overrides(
+      change(config, parts), command_line.overrides
+    )
     if values.variant:
-      requested |= {*flatten(config.to_dict())} - changeable(config)
+      requested |= config.keys() - changeable(config)
     if values.init_from and workdir.is_series(config):
       raise ValueError(
-        f'--init_from does not work with config.num_seeds={config.num_seeds} '
-        'in Sebulba; train each seed with a separate command'
+        '--init_from does not work with '
+        f'config.num_seeds={config["num_seeds"]} in Sebulba; train each seed '
+        'with a separate command'
       )
     if values.resume and (not values.workdir or values.init_from):
       raise ValueError(
@@ -173,25 +177,22 @@ def resolve_config(
 
   config, requested = cluster.attempt(make_config)
   if cluster.is_distributed:
-    fields = flatten(config.to_dict())
-    cluster.compare({f'config.{k}': v for k, v in fields.items()})
+    cluster.compare({f'config.{k}': v for k, v in config.items()})
 
-  # Only process 0 runs this. It completes `config`.
-  def find_files() -> tuple[dict, Files]:
+  def find_files() -> tuple[Fields, Files]:
     modules.current_directory()  # It must exist.
     make_importable(config)
-    options, suite = config.env.options, SUITES.get(config.env.suite)
-    for name in filter(options.get, suite.policy_options if suite else ()):
-      options[name] = os.path.abspath(str(options[name]))
+    options, suite = config['env.options'], SUITES.get(config['env.suite'])
+    paths = {
+      name: os.path.abspath(str(options[name]))
+      for name in filter(options.get, suite.policy_options if suite else ())
+    }
+    own = {**config, 'env.options': options | paths}
     if is_resumed:
-      files = _resume_run(values.workdir, config, requested, exit_stack, trust)
-    else:
-      files = _new_run(values, config, command_line.directory)
-    return config.to_dict(), files
+      return _resume_run(values.workdir, own, requested, exit_stack, trust)
+    return _new_run(values, own, command_line.directory)
 
-  fields, files = cluster.decide(find_files)
-  if cluster.is_distributed:
-    config = workdir.as_config(fields)
-
-  cluster.attempt(lambda: check(config))
-  return config, Files(*files)
+  final, files = cluster.decide(find_files)  # Only process 0 runs this.
+  final = types.MappingProxyType(as_tuples(final))
+  cluster.attempt(lambda: check(final))
+  return final, Files(*files)

@@ -17,7 +17,7 @@ import numpy as np
 
 from podrl.agents import AGENTS, sgd_steps_per_update
 from podrl.envs import functions
-from podrl.fields import flatten
+from podrl.fields import Fields
 from podrl.messages import (
   count,
   printable,
@@ -100,22 +100,25 @@ def run(get_config: Callable[..., ConfigDict], argv: Sequence[str]) -> int:
     The exit code: 0 done, 1 failed, 2 the user's mistake, 75 ended by SIGTERM,
     130 ended by Ctrl-C.
   """
-  get_config = configs.completed(get_config)
+  complete = configs.completed(get_config)
   try:
     command_line = parse_command_line(argv)
     if command_line.flags.help:
-      print_help(command_line, get_config)
+      print_help(command_line, complete)
       return DONE
   except ValueError as error:
     print_error(str(error))
     return MISTAKE
-  return run_to_exit(get_config, command_line)
+  return run_to_exit(complete, command_line)
 
 
 def run_to_exit(
-  get_config: Callable[..., ConfigDict], command_line: CommandLine
+  get_config: Callable[..., Fields], command_line: CommandLine
 ) -> int:
-  """Runs an experiment, prints its error and returns its exit code."""
+  """Runs an experiment, prints its error and returns its exit code.
+
+  `get_config` is `(agent, variant) -> Fields`.
+  """
   return report(execute(get_config, command_line))
 
 
@@ -131,7 +134,7 @@ def report(outcome: Outcome) -> int:
 
 
 def execute(
-  get_config: Callable[..., ConfigDict],
+  get_config: Callable[..., Fields],
   command_line: CommandLine,
   *,
   is_guest: bool = False,
@@ -141,7 +144,7 @@ def execute(
   """Runs an experiment.
 
   Args:
-    get_config: see `run`.
+    get_config: see `run_to_exit`.
     command_line: the parsed arguments.
     is_guest: whether the run is part of another program.
     cluster: the processes, if they are connected already.
@@ -169,7 +172,7 @@ def execute(
       if cluster.is_distributed:
         platforms = [x.platform for x in jax.local_devices()]
         cluster.compare({'num_processes': num_processes, 'devices': platforms})
-      signals.grace_seconds = config.checkpoint.grace_seconds
+      signals.grace_seconds = config['checkpoint.grace_seconds']
       return _train_programs(
         config,
         files,
@@ -192,7 +195,7 @@ def _leave_nothing(cluster: Cluster) -> Callable[[int], int] | None:
 
 
 def _train_programs(
-  config: ConfigDict,
+  config: Fields,
   root: Files,
   start_seconds: float,
   signals: Signals,
@@ -244,7 +247,7 @@ def _train_programs(
       built.spec.frame_skip,
       built.num_updates,
       built.steps_per_update,
-      sgd_steps_per_update(flatten(program.to_dict())),
+      sgd_steps_per_update(program),
       start_seconds,
       built.driver.describe,
       is_writer,
@@ -282,10 +285,10 @@ def _train_programs(
   return Outcome(DONE, root.workdir)
 
 
-def _find_seed(path: str, config: ConfigDict) -> Files | None:
+def _find_seed(path: str, config: Fields) -> Files | None:
   """Returns the files of a run's seed, or None if the seed is finished."""
-  is_finished = workdir.is_finished(path, config.total_env_steps)
-  text = 'is finished' if is_finished else f'trains seed {config.seed}'
+  is_finished = workdir.is_finished(path, config['total_env_steps'])
+  text = 'is finished' if is_finished else f'trains seed {config["seed"]}'
   print(printable(f'{path} {text}'), file=sys.stderr)
   if is_finished:
     return None
@@ -293,7 +296,7 @@ def _find_seed(path: str, config: ConfigDict) -> Files | None:
   return Files(path, '', bool(checkpoint.steps(path)), num_resumes)
 
 
-def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
+def _read_initial(path: str, config: Fields, like: Variables) -> Variables:
   """Reads initial variables from a run, or from one agent of a run.
 
   `like` has the shapes of this run's variables, which contain all its agents.
@@ -314,7 +317,7 @@ def _read_initial(path: str, config: ConfigDict, like: Variables) -> Variables:
       path, theirs, seed, checkpoint.find(path), like
     )
   except checkpoint.IncompatibleError as error:
-    there, here = (flatten(x.to_dict()) for x in (theirs, config))
+    there, here = theirs, config
     differing = [
       f'config.{k} is {there[k]} in that run, {x} in this run'
       for k, x in here.items()

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 from absl import flags
 import jax
-from ml_collections import ConfigDict
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +35,7 @@ from podrl.drivers import culprits, limits
 from podrl.drivers.energy import Meter
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES
-from podrl.fields import flatten
+from podrl.fields import Fields, as_tuples
 from podrl.messages import count, one_line, printable
 from podrl.records import workdir
 from podrl.records.recorder import Window
@@ -44,7 +43,7 @@ from podrl.records.terminal import compact
 from podrl.records.workdir import Record
 from podrl.run import build
 from podrl.run.command_line import parse_command_line
-from podrl.run.config import base_config
+from podrl.run.config import default_fields
 from podrl.run.devices import make_layout
 from podrl.tools import experiments
 
@@ -91,20 +90,13 @@ class Plan(NamedTuple):
     return dict(zip(_FIELDS[:4] if has_same_devices else _FIELDS, self))
 
 
-def from_config(config: ConfigDict) -> Plan:
+def from_config(config: Fields) -> Plan:
   """Returns a configuration's plan; raises a ValueError for a mistake in it."""
   layout = make_layout(config, build.make_spec(config))
-  sizes = config.unroll_length, config.env.num_envs
+  sizes = config['unroll_length'], config['env.num_envs']
   threads = layout.threads, layout.env_threads
   devices = layout.actor_devices, layout.learner_devices
-  return Plan(*sizes, *threads, *devices, config.sebulba.unrolls_per_update)
-
-
-def with_fields(config: ConfigDict, fields: dict[str, Any]) -> ConfigDict:
-  """Returns a copy of a configuration with new values for some fields."""
-  copy = config.copy_and_resolve_references()
-  copy.update_from_flattened_dict(fields)
-  return copy
+  return Plan(*sizes, *threads, *devices, config['sebulba.unrolls_per_update'])
 
 
 def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
@@ -133,7 +125,7 @@ def neighbours(plan: Plan, num_devices: int) -> list[Plan]:
 
 
 def is_candidate(
-  config: ConfigDict, plan: Plan, base: Plan, size_range: float
+  config: Fields, plan: Plan, base: Plan, size_range: float
 ) -> bool:
   """Returns whether a plan is similar to the configured one and can run."""
   if min(plan[:4]) < 1:
@@ -141,7 +133,7 @@ def is_candidate(
   num_actors, cores = plan.sizes[0], num_cores()
   sizes = plan.unroll_length / base.unroll_length, plan.batch / base.batch
   most_actors = max(2 * len(plan.actor_devices), 2 * cores, base.sizes[0])
-  has_threads = SUITES[config.env.suite].has_env_threads
+  has_threads = SUITES[config['env.suite']].has_env_threads
   extra = cores // num_actors if has_threads else 0
   most_threads = max(base.env_threads, extra)
   if (
@@ -151,13 +143,13 @@ def is_candidate(
   ):
     return False
   try:
-    build.make_run(with_fields(config, plan.overrides(base)))
+    build.make_run({**config, **plan.overrides(base)})
   except ValueError:
     return False
   return True
 
 
-def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
+def measure(config: Fields, batch: int, seconds: float) -> Record:
   """Runs a driver for some seconds, or for two updates if they take longer.
 
   Compilation and the first update do not count. The function raises a
@@ -175,8 +167,7 @@ def measure(config: ConfigDict, batch: int, seconds: float) -> Record:
     while window.num_updates < 2 or time.perf_counter() - start < seconds:
       (report,) = meter.measure(lambda: driver.advance(pace, driver.plan()))
       if not report.is_finite:
-        fields = flatten(config.to_dict())
-        reason = report.culprit and culprits.explain(report.culprit, fields)
+        reason = report.culprit and culprits.explain(report.culprit, config)
         reason = reason or 'try a smaller optimizer.learning_rate'
         raise ValueError(f'the loss or gradient is NaN or infinite: {reason}')
       if start:
@@ -263,7 +254,7 @@ def search(
   return {plan: runs[plan] for plan in ranking}
 
 
-def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
+def find(config: Fields, size_range: float) -> dict[Plan, Record]:
   """Runs `search` from a configuration, and prints a line for each run.
 
   T and the batch size may differ from the configuration by at most the factor
@@ -286,9 +277,9 @@ def find(config: ConfigDict, size_range: float) -> dict[Plan, Record]:
     threads = count(plan.env_threads, 'thread')
     name = f'{" x ".join(sizes)}, {threads} each'
     _CONSOLE.print(f'running {name}', style='dim')
-    fields = plan.overrides(base)
+    own = {**config, **plan.overrides(base)}
     try:
-      return measure(with_fields(config, fields), plan.batch, seconds)
+      return measure(own, plan.batch, seconds)
     except Exception as error:  # An environment or XLA can raise any error.
       raise PlanError(f'{name}: {one_line(error)}') from error
 
@@ -311,42 +302,40 @@ def table(runs: dict[Plan, Record], base: Plan) -> Table:
   return lines
 
 
-def _anakin_config(config: ConfigDict, plan: Plan) -> ConfigDict:
+def _anakin_config(config: Fields, plan: Plan) -> Fields:
   """Converts Sebulba's configuration to Anakin, with the sizes of a plan."""
-  new = base_config(config.agent.name)
-  fields = flatten(config.to_dict())
-  known = flatten(new.to_dict())
-  shared = fields.keys() & known.keys()
-  new.update_from_flattened_dict(
-    {k: fields[k] for k in shared if not k.startswith('env.')}
-  )
-  new.env.name, new.env.num_envs = config.env.name, plan.num_envs
-  new.unroll_length, new.num_seeds = plan.unroll_length, 1
-  return new
+  new = default_fields(config['agent.name'], 'Anakin')
+  shared = {k: config[k] for k in new.keys() & config.keys()}
+  kept = {k: x for k, x in shared.items() if not k.startswith('env.')}
+  return {
+    **new,
+    **kept,
+    'env.name': config['env.name'],
+    'env.num_envs': plan.num_envs,
+    'unroll_length': plan.unroll_length,
+    'num_seeds': 1,
+  }
 
 
 def answer() -> None:
   """Reads a configuration from standard input, and prints its steps/s."""
-  fields, size_range = json.load(sys.stdin)
-  config = workdir.as_config(fields)
+  config, size_range = as_tuples(json.load(sys.stdin))
   build.set_up_jax(config)
   if build.architecture(config) == 'sebulba':
     record, *_ = find(config, size_range).values()
   else:
-    batch = config.unroll_length * config.env.num_envs
+    batch = config['unroll_length'] * config['env.num_envs']
     record = measure(config, batch, RUNG_SECONDS[-1])
   print(record['steps_per_second'])
 
 
-def _measure_apart(
-  config: ConfigDict, size_range: float, on_cpu: bool
-) -> float:
+def _measure_apart(config: Fields, size_range: float, on_cpu: bool) -> float:
   """Returns what `answer` prints in a new process, or raises a ValueError."""
   environment = os.environ | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
   process = subprocess.run(
     [sys.executable, '-c', 'from podrl.tools import balance; balance.answer()'],
     text=True,
-    input=json.dumps([config.to_dict(), size_range]),
+    input=json.dumps([dict(config), size_range]),
     capture_output=True,
     env=environment | ({'JAX_PLATFORMS': 'cpu'} if on_cpu else {}),
   )
@@ -357,7 +346,7 @@ def _measure_apart(
 
 
 def compare(
-  config: ConfigDict, plan: Plan, rate: float, size_range: float
+  config: Fields, plan: Plan, rate: float, size_range: float
 ) -> list[str]:
   """Measures other ways to run an experiment, and returns lines to print.
 
@@ -369,11 +358,11 @@ def compare(
   ways = {f'Anakin on {platform}': anakin}
   if platform != 'cpu':
     ways |= {'Sebulba on cpu': config, 'Anakin on cpu': anakin}
-  for way, fields in ways.items():
+  for way, own in ways.items():
     try:
-      if fields is anakin:
-        build.make_env(fields)  # Raises if gymnax lacks the environment.
-      rates[way] = _measure_apart(fields, size_range, way.endswith(' cpu'))
+      if own is anakin:
+        build.make_env(own)  # Raises if gymnax lacks the environment.
+      rates[way] = _measure_apart(own, size_range, way.endswith(' cpu'))
       lines.append(f'  {way}: {rates[way]:,.0f} steps/s')
     except ValueError as error:
       reason = str(error).partition(';')[0]  # The rest lists similar names.
@@ -479,21 +468,21 @@ def _describe_run(path: str, out: str, options: Sequence[str]) -> None:
   else:
     text = f'{path} has not ended; at the end, summary.json names the limit'
     print(printable(text))
-  if config.sebulba.autotune:
+  if config['sebulba.autotune']:
     tools.make_directory(out)
     picture = os.path.join(out, 'balance.png')
     draw_decisions(path, picture)
     print(printable(f'drawn: {picture}'))
 
 
-def _print_limits(config: ConfigDict, best: Record, base: Record) -> None:
+def _print_limits(config: Fields, best: Record, base: Record) -> None:
   """Prints the speed of the best plan, and what limits the configured one."""
   run, rate = build.make_run(config), best['steps_per_second']
   frames, ratio = rate * run.spec.frame_skip, rate / base['steps_per_second']
   print(
     f'plan 1: {frames:,.0f} frames/s, {ratio:.2f} times as fast as configured'
   )
-  base = base | limits.summarise(base, run.devices, config.price_per_hour)
+  base = base | limits.summarise(base, run.devices, config['price_per_hour'])
   for name, text in limits.describe(base):
     print(f'as configured, {name}: {text}')
 
@@ -520,9 +509,9 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
       f'--size_range={size_range:g} is not between 1 and {_MAX_RANGE}'
     )
   fixed = {} if values.max_lag is None else {'sebulba.max_lag': values.max_lag}
-  if config.sebulba.autotune:  # A plan has a fixed number of actors.
+  if config['sebulba.autotune']:  # A plan has a fixed number of actors.
     fixed['sebulba.autotune'] = False
-  config = with_fields(config, fixed)
+  config = {**config, **fixed}
   directory = values.out or '.'
   tools.make_directory(directory)
   build.set_up_jax(config)

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 from absl import flags
 import jax
-from ml_collections import ConfigDict
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -41,11 +40,13 @@ from podrl import tools
 from podrl.core.learner import CALIBRATE
 from podrl.drivers import spmd
 from podrl.envs import find_task
+from podrl.fields import Fields
 from podrl.messages import check_choice, format_size, three_digits
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build, defaults, lowering
 from podrl.run.command_line import apply_overrides, parse_command_line
+from podrl.run.config import check
 from podrl.run.devices import Machine
 from podrl.run.lowering import Chip, Program, Target, all_reduce_seconds
 from podrl.tools import experiments
@@ -406,7 +407,7 @@ def compile_program(program: Program, chip: Chip) -> tuple[dict[str, int], str]:
 
 
 def compile_for(
-  config: ConfigDict,
+  config: Fields,
   target: Target,
   machine: Machine | None = None,
   factor: int = 1,
@@ -429,14 +430,14 @@ def compile_for(
     fits = _largest(config, target, machine, needed / limit)
     needs = format_size(needed) if needed < math.inf else 'more'
     raise ValueError(
-      f'config.env.num_envs={config.env.num_envs // factor} does not fit on '
+      f'config.env.num_envs={config["env.num_envs"] // factor} does not fit on '
       f'{target.name}: a core has {format_size(limit)} but needs {needs}; '
       + (f'{fits // factor} fits' if fits else 'no smaller number fits')
     ) from error
 
 
 def compile_once(
-  config: ConfigDict, target: Target, machine: Machine
+  config: Fields, target: Target, machine: Machine
 ) -> tuple[Report, dict[str, str]]:
   """Compiles like `compile_for`; raises `TooLarge` if the run does not fit."""
   lowered = lowering.lower(config, machine)
@@ -448,14 +449,14 @@ def compile_once(
     default = 'acting' if name == 'act' else _REST
     found = analyse(texts[name], program, target, default)
     analyses[name] = Analysis(program.num_devices, seconds, memory, *found)
-  num_devices, num_envs = len(machine.devices), config.env.num_envs
+  num_devices, num_envs = len(machine.devices), config['env.num_envs']
   return Report(
     target.name, num_devices, num_envs, analyses, *lowered[1:]
   ), texts
 
 
 def _largest(
-  config: ConfigDict, target: Target, machine: Machine, share: float
+  config: Fields, target: Target, machine: Machine, share: float
 ) -> int:
   """Returns a large number of environments that fits, or 0 if none is found.
 
@@ -463,20 +464,19 @@ def _largest(
   of the result. `share` is the memory that a device needs for the configured
   number, divided by the memory that it has, or infinity if the need is unknown.
   """
-  config = config.copy_and_resolve_references()
 
   def try_number(num_envs: int) -> float:
     """Compiles the run with `num_envs`; returns the new value of `share`."""
-    config.env.num_envs = num_envs
+    own = {**config, 'env.num_envs': num_envs}
     try:
-      report, _ = compile_once(config, target, machine)
+      report, _ = compile_once(own, target, machine)
     except TooLarge as error:
       needed, limit = error.args
       return needed / limit
     used = max(x.memory['total'] for x in report.programs.values())
     return used / (target.chip.memory * 2**30)
 
-  num_envs = config.env.num_envs
+  num_envs = config['env.num_envs']
   try:
     while share > 1:
       if num_envs % 2:
@@ -574,7 +574,7 @@ def compile_command(
   scale: bool = True,
   num_members: int = 0,
   own: Collection[str] = (),
-) -> tuple[ConfigDict, Report, dict[str, str]]:
+) -> tuple[Fields, Report, dict[str, str]]:
   """Compiles a run for a target; `arguments` are those of a training command.
 
   If `scale` is true, each device has config.env.num_envs environments. If
@@ -593,17 +593,18 @@ def compile_command(
       check_choice('variant', command_line.flags.variant, ('',))
       task, agent = find_task(name), command_line.flags.agent
       config = defaults.base(task, agent)
-      apply_overrides(config, overrides, is_complete=False)
-      chosen = command_line.fields()
-      defaults.specialise(config, build.make_spec(config), chosen)
-      apply_overrides(config, overrides)  # Other parts may lack a field.
+      config, _ = apply_overrides(config, overrides, is_complete=False)
+      spec, chosen = build.make_spec(config), command_line.fields()
+      config, _ = defaults.specialise(config, spec, chosen)
+      # Other parts may lack a field.
+      config, _ = apply_overrides(config, overrides)
     factor = target.num_devices if scale else 1
-    config.env.num_envs *= factor
+    config['env.num_envs'] *= factor
     if num_members > 1:
-      if 'sebulba' in config:
+      if 'sebulba.mode' in config:
         raise ValueError('--members does not work with Sebulba')
-      with config.unlocked():
-        config.members = tuple({'seed': i} for i in range(num_members))
+      config['members'] = tuple({'seed': i} for i in range(num_members))
+    check(config)
     return config, *compile_for(config, target, factor=factor)
 
 
@@ -630,8 +631,8 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
       arguments, target, values.scale, values.members, [*values]
     )
     reports.append(report)
-    task = f'{config.env.name}, {config.agent.name}'
-    title = f'{task}, {config.env.num_envs:,} environments, {target.name}'
+    task = f'{config["env.name"]}, {config["agent.name"]}'
+    title = f'{task}, {config["env.num_envs"]:,} environments, {target.name}'
     if values.members:
       title = f'{values.members:,} members: {title}'
     console.print(title, style='bold')

@@ -18,11 +18,10 @@ from typing import Any
 
 from absl import flags
 import jax
-from ml_collections import ConfigDict
 import numpy as np
 
 from podrl import tools
-from podrl.fields import flatten
+from podrl.fields import Fields
 from podrl.messages import count, printable, two_decimals
 from podrl.records import workdir
 from podrl.records.merging import bootstrap, spread
@@ -32,17 +31,16 @@ from podrl.run import build, policy
 
 def _evaluate(
   path: str, name: str, values: flags.FlagValues, evaluate: Callable | None
-) -> tuple[dict[str, Any], ConfigDict, Callable]:
+) -> tuple[dict[str, Any], Fields, Callable]:
   """Evaluates one agent and prints the result after the `name`.
 
   Returns the result, the agent's configuration and the compiled evaluation,
   which the next agent of the same run receives as `evaluate`.
   """
   loaded = policy.load(path, values.checkpoint, trust=values.trust)
-  config = loaded.config
-  config.eval.num_episodes = values.episodes
+  config = {**loaded.config, 'eval.num_episodes': values.episodes}
   if values.greedy is not None:
-    config.eval.greedy = values.greedy
+    config['eval.greedy'] = values.greedy
   evaluate = evaluate or build.make_evaluate(config, loaded.spec, loaded.agent)
   key = jax.random.key(values.seed)
   outcome = evaluate(loaded.variables, key, should_stop=lambda: False)
@@ -51,9 +49,9 @@ def _evaluate(
   low, high = bootstrap(returns)
   length = outcome.lengths.mean()
   result = {
-    'env': config.env.name,
+    'env': config['env.name'],
     'num_updates': loaded.num_updates,
-    'greedy': config.eval.greedy,
+    'greedy': config['eval.greedy'],
     'seed': values.seed,
     'episodes': len(returns),
     'return': returns.mean(),
@@ -63,7 +61,7 @@ def _evaluate(
     'length': length,
     'returns': returns.tolist(),
   }
-  name = printable(name or config.env.name)
+  name = printable(name or config['env.name'])
   numbers = float(returns.mean()), float(low), float(high)
   mean, first, last = (two_decimals(x, *numbers) for x in numbers)
   print(
@@ -119,8 +117,8 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     tools.check_out(out)
   runs = [workdir.paths_of_agents(path) for path in paths]
   if len(paths) > 1:
-    envs = [workdir.read_config(path).env for path in paths]
-    if len({(x.suite, x.name) for x in envs}) > 1:
+    envs = [workdir.read_config(path) for path in paths]
+    if len({(x['env.suite'], x['env.name']) for x in envs}) > 1:
       raise ValueError('these runs have different tasks; evaluate each alone')
   is_alone = sum(map(len, runs)) == 1
   results, kinds = {}, set()
@@ -130,8 +128,8 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
       name = '' if is_alone else os.path.relpath(agent, directory)
       result, config, evaluate = _evaluate(agent, name, values, evaluate)
       results[name] = result
-      kind = workdir.compared(flatten(config.to_dict()))
-      kinds.add((kind, config.eval.greedy, config.eval.max_episode_steps))
+      kind = workdir.compared(config)
+      kinds.add((kind, config['eval.greedy'], config['eval.max_episode_steps']))
   [result, *others] = results.values()
   if others:
     result = _join(results, len(kinds) == 1)

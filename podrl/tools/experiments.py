@@ -7,15 +7,15 @@ import shlex
 import sys
 from typing import Any
 
-from ml_collections import ConfigDict
 import numpy as np
 
+from podrl.fields import Fields
 from podrl.modules import add_to_path
 from podrl.run.command_line import CommandLine, apply_overrides
-from podrl.run.config import completed, parts_directory
+from podrl.run.config import check, completed, parts_directory
 
 
-def load_experiment(path: str) -> Callable[..., ConfigDict]:
+def load_experiment(path: str) -> Callable[..., Fields]:
   """Returns an experiment's `get_config`; raises a ValueError for a mistake."""
   if not os.path.isfile(path) or not path.endswith('.py'):
     raise ValueError(
@@ -34,13 +34,15 @@ def load_experiment(path: str) -> Callable[..., ConfigDict]:
   return completed(module['get_config'])
 
 
-def read_config(command_line: CommandLine) -> ConfigDict:
+def read_config(command_line: CommandLine) -> dict[str, Any]:
   """Builds an experiment's configuration; raises a ValueError for a mistake."""
   values = command_line.flags
   get_config = load_experiment(command_line.task or 'no file')
-  config = get_config(values.agent, values.variant)
-  apply_overrides(config, command_line.overrides)
-  config.env.path = config.env.path or parts_directory(config)
+  config, _ = apply_overrides(
+    get_config(values.agent, values.variant), command_line.overrides
+  )
+  config['env.path'] = config['env.path'] or parts_directory(config)
+  check(config)
   return config
 
 

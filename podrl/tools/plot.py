@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
-from podrl.fields import flatten
 from podrl.messages import printable, suggest
 from podrl.records import workdir
 from podrl.records.merging import bootstrap
@@ -103,7 +102,7 @@ def read_run(path: str) -> Run:
 
   Raises a ValueError if the path is not a run, or one of its files is damaged.
   """
-  config = flatten(workdir.read_config(path).to_dict())
+  config = workdir.read_config(path)
   records = workdir.read_records(path)
   if not any(r.get(y) is not None for r in records for y in _RETURNS):
     raise ValueError(f'{path} has no return yet')

@@ -167,8 +167,8 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
     console.print(f'compiling for {target.name}', style='dim')
     config, reports[n], _ = compile_command(arguments, target, own=[*values])
   rows = predict(reports, all_targets)
-  task = f'{config.env.name}, {config.agent.name}'
-  num_envs = config.env.num_envs // sizes[-1]
+  task = f'{config["env.name"]}, {config["agent.name"]}'
+  num_envs = config['env.num_envs'] // sizes[-1]
   title = f'{task}, {num_envs} environments per core, {values.chip}'
   console.print(table(rows, title))
   path = os.path.join(values.out, 'scaling.png')

@@ -33,13 +33,12 @@ import sys
 from typing import Any, NamedTuple
 
 from absl import flags
-from ml_collections import ConfigDict
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from podrl import tools
-from podrl.fields import flatten, parse, short
+from podrl.fields import Fields, parse, short
 from podrl.messages import check_choice, count
 from podrl.records import workdir
 from podrl.records.merging import bootstrap
@@ -87,17 +86,16 @@ class Axis(NamedTuple):
     return float(_text(value))  # The value that the table prints.
 
 
-def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
+def parse_axis(text: str, config: Fields, is_random: bool) -> Axis:
   """Parses FIELD=VALUES; raises a ValueError if it has another form.
 
   `config` gives the types of the values.
   """
   field, _, values = text.partition('=')
-  known = flatten(config.to_dict())
-  check_choice('--axis', field, sorted(known.keys() - {'agent.name'}))
+  check_choice('--axis', field, sorted(config.keys() - {'agent.name'}))
   kind, *numbers = values.split(':')
   if kind not in ('log', 'linear'):
-    return Axis(field, _parse_values(field, values, known[field]))
+    return Axis(field, _parse_values(field, values, config[field]))
   form = f'{kind}:LOW:HIGH' + ('' if is_random else ':N')
   try:
     texts = [*numbers, '2'] if is_random else numbers
@@ -109,7 +107,7 @@ def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
     raise ValueError(f'--axis={text} must be {field}={form}, with LOW < HIGH')
   if not (2 <= size < 2**16 and size == int(size)):
     raise ValueError(f'--axis={text} needs a whole number of values, 2 or more')
-  default = known[field]
+  default = config[field]
   if isinstance(default, bool) or not isinstance(default, int | float):
     raise ValueError(f'--axis={text}: {field} is not a number; list its values')
   if is_random and isinstance(default, int):
@@ -118,7 +116,7 @@ def parse_axis(text: str, config: ConfigDict, is_random: bool) -> Axis:
     return Axis(field, (), low, high, kind == 'log')
   space = np.geomspace if kind == 'log' else np.linspace
   found = [float(f'{x:.6g}') for x in space(low, high, int(size))]
-  return Axis(field, _parse_values(field, repr(found)[1:-1], known[field]))
+  return Axis(field, _parse_values(field, repr(found)[1:-1], default))
 
 
 def _parse_values(field: str, text: str, default: Any) -> tuple[Any, ...]:
@@ -158,7 +156,7 @@ class Program(NamedTuple):
 
 
 def make_programs(
-  settings: Sequence[Setting], config: ConfigDict, per_program: int
+  settings: Sequence[Setting], config: Fields, per_program: int
 ) -> list[Program]:
   """Divides the settings, each with all seeds, into as few runs as possible.
 
@@ -172,7 +170,7 @@ def make_programs(
   for setting in settings:
     shared = tuple((k, x) for k, x in setting.items() if k not in own)
     member = {k: x for k, x in setting.items() if k in own}
-    seeds = range(config.seed, config.seed + config.num_seeds)
+    seeds = range(config['seed'], config['seed'] + config['num_seeds'])
     groups.setdefault(shared, []).extend(member | {'seed': x} for x in seeds)
   programs = []
   for shared, members in groups.items():
@@ -211,13 +209,12 @@ def read_results(
   found: dict[str, list[tuple[float | None, bool, float]]] = {}
   for directory in directories:
     config = workdir.read_config(directory)
-    for path, fields in workdir.agents(directory, config).items():
+    for path, own in workdir.agents(directory, config).items():
       records = workdir.read_records(path)
       last = records[-1] if records else {}
       training = [x.get('episode_return') for x in records]
       finite = [x for x in training if x is not None]  # None stands for NaN.
-      flat = flatten(workdir.as_config(fields).to_dict())
-      key = repr({k: flat[k] for k in settings[0]})
+      key = repr({k: own[k] for k in settings[0]})
       score = last.get('eval_return')
       is_diverged = (
         score is None
@@ -296,7 +293,7 @@ def draw(results: Sequence[Result], title: str, path: str) -> None:
 
 def _experiment(
   argv: Sequence[str], own: Collection[str] = ()
-) -> tuple[Callable[..., ConfigDict], CommandLine]:
+) -> tuple[Callable[..., Fields], CommandLine]:
   """Parses the arguments of a training command; see `defaults.parse`.
 
   Hints may name the flags `own`.
@@ -311,20 +308,23 @@ def _experiment(
 
 
 def _population(axes: Sequence[Axis], values: flags.FlagValues) -> Setting:
-  """Returns the section `population` of the configuration, if there is one."""
+  """Returns the fields of a population; none if there is no population."""
   if not values.evolve_every:
     return {}
   ranges = tuple(
     (x.field, x.low, x.high, x.is_log) for x in axes if not x.values
   )
-  return {'every_env_steps': values.evolve_every, 'ranges': ranges}
+  return {
+    'population.every_env_steps': values.evolve_every,
+    'population.ranges': ranges,
+  }
 
 
 def _check_population(
-  programs: Sequence[Program], population: Setting, config: ConfigDict
+  programs: Sequence[Program], population: Setting, config: Fields
 ) -> None:
   """Raises a ValueError if the members cannot evolve together."""
-  if not population['ranges']:
+  if not population['population.ranges']:
     raise ValueError(
       '--evolve_every needs --random and an axis with a range, for example '
       '--random=8 --axis=optimizer.learning_rate=log:1e-5:1e-1'
@@ -340,9 +340,9 @@ def _check_population(
 class _Plan(NamedTuple):
   """What the command line asks for."""
 
-  get_config: Callable[..., ConfigDict]
+  get_config: Callable[..., Fields]
   command_line: CommandLine
-  config: ConfigDict  # Without the axes.
+  config: Fields  # Without the axes.
   settings: list[Setting]
   programs: list[Program]
   population: Setting
@@ -357,7 +357,7 @@ class _Plan(NamedTuple):
 
 
 def _make_plan(
-  get_config: Callable[..., ConfigDict],
+  get_config: Callable[..., Fields],
   command_line: CommandLine,
   values: flags.FlagValues,
 ) -> _Plan:
@@ -373,8 +373,9 @@ def _make_plan(
     raise ValueError(
       '--resume continues the sweep in --workdir: give --workdir'
     )
-  config = get_config(options.agent, options.variant)
-  apply_overrides(config, command_line.overrides)
+  config, _ = apply_overrides(
+    get_config(options.agent, options.variant), command_line.overrides
+  )
   axes = [parse_axis(x, config, values.random > 0) for x in values.axis]
   fields = [axis.field for axis in axes]
   used = [x.lstrip('-').partition('=')[0] for x in command_line.overrides]
@@ -383,7 +384,7 @@ def _make_plan(
       raise ValueError(f'--axis={field}: use {_INSTEAD[field]} instead')
     if f'config.{field}' in used or fields.count(field) > 1:
       raise ValueError(f'--axis={field}: set a field only once')
-  settings = make_settings(axes, values.random, config.seed)
+  settings = make_settings(axes, values.random, config['seed'])
   programs = make_programs(settings, config, values.per_program)
   if population := _population(axes, values):
     _check_population(programs, population, config)
@@ -413,8 +414,7 @@ def _check(plan: _Plan) -> None:
   """Raises a ValueError for a wrong value, or if there is another sweep."""
   path, configs_of = plan.path, {}
   for directory, program in zip(plan.directories, plan.programs):
-    config = ConfigDict(plan.config.to_dict())
-    _add_members(config, program, plan.population)
+    config = _add_members(plan.config, program, plan.population)
     configs.check(config)
     configs_of[directory] = config
   names = os.listdir(path) if os.path.isdir(path) else []
@@ -427,8 +427,8 @@ def _check(plan: _Plan) -> None:
     )
   for directory in found:
     why = ''
-    if config := configs_of.get(directory):
-      saved, new = map(_identity, (workdir.read_config(directory), config))
+    if own := configs_of.get(directory):
+      saved, new = map(_identity, (workdir.read_config(directory), own))
       if saved == new:
         continue
       name = min(k for k in saved | new if saved.get(k) != new.get(k))
@@ -441,10 +441,10 @@ def _check(plan: _Plan) -> None:
     )
 
 
-def _identity(config: ConfigDict) -> dict[str, Any]:
+def _identity(config: Fields) -> dict[str, Any]:
   """Returns the fields that a program and its saved run have in common."""
   others = (*workdir.MOVABLE, 'total_env_steps')
-  fields = flatten(json.loads(json.dumps(config.to_dict())))
+  fields = json.loads(json.dumps(dict(config)))
   return {k: x for k, x in fields.items() if not k.startswith(others)}
 
 
@@ -455,13 +455,13 @@ def _train(plan: _Plan, cluster: Cluster) -> train.Outcome:
     if cluster.process == 0:
       print(text, file=sys.stderr)
 
-  number = len(plan.settings) * plan.config.num_seeds
+  number = len(plan.settings) * plan.config['num_seeds']
   say(
     f'{count(len(plan.settings), "setting")} x '
-    f'{count(plan.config.num_seeds, "seed")} = {count(number, "member")} in '
+    f'{count(plan.config["num_seeds"], "seed")} = {count(number, "member")} in '
     f'{count(len(plan.programs), "program")}'
   )
-  total = plan.config.total_env_steps
+  total = plan.config['total_env_steps']
   for directory, program in zip(plan.directories, plan.programs):
     if cluster.decide(lambda: _is_finished(directory, total)):
       say(f'{directory} is finished')
@@ -493,7 +493,7 @@ def _conclude(plan: _Plan) -> None:
   workdir.write_json(f'{out}.json', {'results': contents})
   draw(
     results,
-    f'{plan.config.env.name}, {plan.config.agent.name}',
+    f'{plan.config["env.name"]}, {plan.config["agent.name"]}',
     f'{out}.png',
   )
   best = max(results, key=lambda x: x.rank)
@@ -544,11 +544,10 @@ def read_population(directory: str) -> Population:
   config = workdir.read_config(directory)
   agents = workdir.agents(directory, config)
   decisions = workdir.read_records(directory, 'decisions.jsonl')
-  fields = [field for field, *_ in config.population.ranges]
-  first = [flatten(x) for x in agents.values()]
+  fields = [field for field, *_ in config['population.ranges']]
   values = {
     field: np.array(
-      [[x[field] for x in first]]
+      [[x[field] for x in agents.values()]]
       + [x['hyperparams'][short(field)] for x in decisions]
     ).T
     for field in fields
@@ -618,7 +617,7 @@ def draw_population(
     panels[0].set_ylabel('episode return')
     steps = np.append(population.steps, end)
     for (field, _, _, is_log), axes in zip(
-      config.population.ranges, panels[1:]
+      config['population.ranges'], panels[1:]
     ):
       values = population.values[field]
       for i, own in enumerate(values):
@@ -641,7 +640,7 @@ def _conclude_population(directory: str, path: str) -> None:
   population = read_population(directory)
   config = workdir.read_config(directory)
   out = os.path.join(path, 'population')
-  title = f'{config.env.name}, {config.agent.name}, population of '
+  title = f'{config["env.name"]}, {config["agent.name"]}, population of '
   title += str(len(population.returns))
   draw_population(population, directory, title, f'{out}.png')
   contents = {
@@ -669,30 +668,26 @@ def _is_finished(directory: str, total_env_steps: int) -> bool:
   return is_finished or workdir.read_summary(directory).get('diverged', False)
 
 
-def _with_members(plan: _Plan, program: Program) -> Callable[..., ConfigDict]:
+def _with_members(plan: _Plan, program: Program) -> Callable[..., Fields]:
   """Returns a `get_config` for one program of a sweep."""
-  fields = flatten(plan.config.to_dict())
   # An axis may be a field of a part that the command line names.
-  parts = {name: fields[name] for name in configs.PARTS}
+  parts = {name: plan.config[name] for name in configs.PARTS}
 
-  def get(agent: str, variant: str) -> ConfigDict:
+  def get(agent: str, variant: str) -> Fields:
     config = configs.change(plan.get_config(agent, variant), parts)
-    _add_members(config, program, plan.population)
-    return config
+    return _add_members(config, program, plan.population)
 
   return get
 
 
 def _add_members(
-  config: ConfigDict, program: Program, population: Setting
-) -> None:
-  """Adds to a configuration what one program of a sweep trains."""
-  configs.change(config, program.fields)
-  if program.members:
-    with config.unlocked():
-      config.members = program.members
-      if population:
-        config.population = population
+  config: Fields, program: Program, population: Setting
+) -> Fields:
+  """Returns a configuration with what one program of a sweep trains."""
+  config = configs.change(config, program.fields)
+  if not program.members:
+    return config
+  return {**config, 'members': program.members, **population}
 
 
 def _for_program(

@@ -22,13 +22,13 @@ from absl import flags
 import chex
 import imageio.v3 as imageio
 import jax
-from ml_collections import ConfigDict
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from podrl import tools
 from podrl.core.learner import fold_into_rows
 from podrl.envs import envpool
+from podrl.fields import Fields
 from podrl.messages import one_line, printable
 from podrl.records import workdir
 from podrl.run import build, policy
@@ -121,12 +121,12 @@ def record(
   if not render:
     if steps[-1] == len(returns) - 1:
       actions[-1] = None  # The episode had ended, so this action was not used.
-    pictures = paint(config.env.name, env.spec, observations, actions)
+    pictures = paint(config['env.name'], env.spec, observations, actions)
   return Episode(pictures, steps, np.asarray(returns), is_over, note)
 
 
 def _make_env(
-  config: ConfigDict, rng_key: chex.PRNGKey
+  config: Fields, rng_key: chex.PRNGKey
 ) -> tuple[HostEnv, chex.PRNGKey]:
   """Makes one environment, and a batch of one random key for actions."""
   if build.architecture(config) == 'anakin':
@@ -141,7 +141,7 @@ def _make_env(
   return env, jax.random.split(act_key, 1)
 
 
-def _on_host(config: ConfigDict, reset_keys: chex.PRNGKey) -> HostEnv:
+def _on_host(config: Fields, reset_keys: chex.PRNGKey) -> HostEnv:
   """Makes a JAX environment, with the interface of a host environment."""
   env = build.make_env(config)
   reset, step, draw = jax.jit(env.reset), jax.jit(env.step), env.render
@@ -409,12 +409,12 @@ def write(path: str, frames: list[np.ndarray], seconds: list[float]) -> None:
   imageio.imwrite(path, repeated, fps=fps, macro_block_size=2)
 
 
-def real_speed(config: ConfigDict, spec: EnvSpec) -> float:
+def real_speed(config: Fields, spec: EnvSpec) -> float:
   """Returns about how many steps the real task takes per second."""
   import gymnasium
   from gymnasium.envs.registration import load_env_creator
 
-  name = config.env.name
+  name = config['env.name']
   if spec.channels_first and spec.frame_skip > 1:  # Atari.
     return 60 / spec.frame_skip
   if (short_name := name.partition('-')[0]) in _STEPS_PER_SECOND:
@@ -445,7 +445,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     episode = record(
       loaded,
       jax.random.fold_in(jax.random.key(values.seed), i),
-      greedy=config.eval.greedy if values.greedy is None else values.greedy,
+      greedy=config['eval.greedy'] if values.greedy is None else values.greedy,
       max_steps=values.max_steps,
       stride=1 if values.fps else math.ceil(speed / _MAX_FPS),
       max_pictures=_MAX_PICTURES // values.episodes,

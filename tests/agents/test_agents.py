@@ -13,10 +13,9 @@ import rlax
 from podrl import fields
 from podrl.agents import AGENTS, a2c, impala, ppo
 from podrl.core import distributions, losses
-from podrl.fields import flatten
 from podrl.networks import actor_critic as networks
 from podrl.networks import torsos
-from podrl.run.config import sebulba_config
+from podrl.run.config import default_fields
 from podrl.types import (
   Box,
   Discrete,
@@ -345,7 +344,7 @@ def test_a_ratio_that_overflows_is_bounded():
 
 
 def _fields(name, **changes):
-  return flatten(sebulba_config(name).to_dict()) | changes
+  return default_fields(name, 'Sebulba') | changes
 
 
 def test_every_agent_accepts_its_own_defaults():

@@ -217,8 +217,8 @@ def test_a_call_ends_at_the_update_whose_loss_is_not_finite():
 
 @pytest.mark.parametrize('agent', ['dqn', 'r2d2'])
 def test_the_compiled_program_does_not_copy_the_memory(agent):
-  config = helpers.get_config('anakin_catch')(agent)
-  config.num_devices = 1
+  config = helpers.fields_of('anakin_catch', agent)
+  config['num_devices'] = 1
   driver = build.make_run(config).driver
   programs = driver.programs
   state = programs.init(driver.rng_key, driver.hyperparams)

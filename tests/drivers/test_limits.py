@@ -11,7 +11,7 @@ from synthetic import Costs, Host
 from podrl.drivers import limits
 from podrl.drivers.limits import System, find_limit
 from podrl.records import recorder, terminal
-from podrl.run.config import base_config, check
+from podrl.run.config import check, default_fields
 
 _GPU = System('gpu', 16, 8, 2, (0, 1), (2, 3), 8, 1, True)
 _CPU = System('cpu', 2, 1, 1, (0,), (0,), 1, 1, True)
@@ -416,8 +416,8 @@ def test_money():
   assert 'cost_of_200m_frames' not in limits.summarise(
     _SHARES, jax.devices(), 0.0
   )
-  config = base_config('ppo')
-  config.env.name, config.price_per_hour = 'CartPole-v1', -1.0
+  config = default_fields('ppo', 'Anakin')
+  config['env.name'], config['price_per_hour'] = 'CartPole-v1', -1.0
   with pytest.raises(ValueError, match='price_per_hour=-1.0 must be'):
     check(config)
 

@@ -26,36 +26,38 @@ from podrl.envs import envpool, gymnax
 from podrl.kernels import envpool as calls
 from podrl.run import build, train
 from podrl.run import devices as layout
-from podrl.run.config import sebulba_config
+from podrl.run.config import as_config, default_fields
 from podrl.types import DEVICE_AXIS, Trajectory
 
 _T, _NUM_ENVS, _EPISODE = 8, 8, 5
 
 
 def _config(agent='ppo', **options):
-  config = sebulba_config(agent)
-  config.env.name = 'CartPole-v1'
-  config.env.num_envs = 2 * _NUM_ENVS
+  config = default_fields(agent, 'Sebulba')
+  config['env.name'] = 'CartPole-v1'
+  config['env.num_envs'] = 2 * _NUM_ENVS
   # An episode and its reset step have at most 6 steps, so each unroll has reset
   # steps.
-  config.env.options.update(options or {'max_episode_steps': _EPISODE})
-  config.unroll_length = _T
-  config.network.hidden_sizes = (8,)
-  config.eval.num_episodes = 2
-  config.sebulba.threads_per_actor_device = 2
-  config.sebulba.actor_devices, config.sebulba.learner_devices = (3,), (0, 1)
+  config['env.options'].update(options or {'max_episode_steps': _EPISODE})
+  config['unroll_length'] = _T
+  config['network.hidden_sizes'] = (8,)
+  config['eval.num_episodes'] = 2
+  config['sebulba.threads_per_actor_device'] = 2
+  config['sebulba.actor_devices'] = (3,)
+  config['sebulba.learner_devices'] = (0, 1)
   return config
 
 
 def _with_memory(config):
   """Turns on all that an agent may carry from step to step."""
-  config.network.recurrent = 'gru'
-  config.agent.normalize_observation = config.agent.normalize_reward = True
+  config['network.recurrent'] = 'gru'
+  config['agent.normalize_observation'] = True
+  config['agent.normalize_reward'] = True
   return config
 
 
 def _agent(config):
-  spec = envpool.make_spec(config.env.name, **config.env.options)
+  spec = envpool.make_spec(config['env.name'], **config['env.options'])
   return build.make_agent(config, spec)
 
 
@@ -173,12 +175,12 @@ def test_runs_actors_processes_and_resumes_share_no_environments(monkeypatch):
   Device = collections.namedtuple('Device', fields)
   hosts = [Device('cpu', process, process) for process in range(2)]
   config = _config()
-  config.sebulba.actor_devices = config.sebulba.learner_devices = (0,)
-  config.env.num_envs = 64
+  config['sebulba.actor_devices'] = config['sebulba.learner_devices'] = (0,)
+  config['env.num_envs'] = 64
 
   def pools(seed, num_resumes, process, num_actors=2):
-    config.seed = seed
-    config.sebulba.threads_per_actor_device = num_actors
+    config['seed'] = seed
+    config['sebulba.threads_per_actor_device'] = num_actors
     seeds.clear()
     machine = layout.Machine(hosts, process, 2)
     driver = build.make_run(config, num_resumes, machine).driver
@@ -204,7 +206,7 @@ def test_runs_actors_processes_and_resumes_share_no_environments(monkeypatch):
 def test_environments_of_neighbouring_seeds_differ():
   def observations(seed):
     config = _config(max_episode_steps=100)
-    config.seed = seed
+    config['seed'] = seed
     pool = build.make_run(config).driver.make_env(0)
     steps = [pool.reset()]
     action = np.zeros(_NUM_ENVS, np.int32)
@@ -359,7 +361,7 @@ def test_a_program_makes_the_unrolls_of_the_loop(
   name, options, memory, num_shards
 ):
   config = _config(**options)
-  config.env.name = name
+  config['env.name'] = name
   agent = _agent(_with_memory(config) if memory else config)
   env = _make_pool(name, **options)
   _, unrolls = _unrolls(agent, num_shards, env=env)
@@ -524,10 +526,10 @@ def test_each_unroll_keeps_what_was_carried_into_it():
 
 def test_nothing_is_learnt_over_a_reset_step():
   config = _config()
-  config.agent.normalize_advantage = False
+  config['agent.normalize_advantage'] = False
   agent = _agent(config)
   params, unrolls = jax.device_get(_unrolls(agent))
-  gamma, lambda_ = config.agent.gamma, config.agent.lambda_
+  gamma, lambda_ = config['agent.gamma'], config['agent.lambda_']
   for unroll in unrolls:
     trajectory = unroll.shards[0]
     batch = helpers.prepare(agent, params, unroll.shards[0])
@@ -580,7 +582,7 @@ def test_one_trajectory_through_both_drivers(
   config = _config(agent_name)
   config = _with_memory(config) if has_memory else config
   if agent_name == 'muzero':
-    config.agent.num_unroll_steps = config.agent.n_steps = 2
+    config['agent.num_unroll_steps'] = config['agent.n_steps'] = 2
   env = gymnax.make('CartPole-v1')
   agent = build.make_agent(config, env.spec)
   learner = make_learner(agent, optax.sgd(0.1), num_epochs=2, num_minibatches=2)
@@ -702,16 +704,16 @@ def test_a_slow_actor_learns_nothing_stale():
 
 
 def test_sequences_go_on_over_the_unrolls_of_unequal_actors():
-  config = sebulba_config('dqn')
-  config.env.name, config.env.num_envs = 'CartPole-v1', 3 * _NUM_ENVS
-  config.unroll_length, config.network.hidden_sizes = 4, (8,)
-  config.agent.n_steps = 6  # More than an unroll.
-  config.replay.capacity_steps, config.replay.min_steps = 32_000, 400
-  config.replay.batch_size, config.replay.sgd_steps_per_update = 8, 1
-  config.sebulba.mode = 'asynchronous'
-  config.sebulba.threads_per_actor_device = 3
-  config.sebulba.unrolls_per_update = 2
-  config.sebulba.learner_devices = (0, 1)
+  config = default_fields('dqn', 'Sebulba')
+  config['env.name'], config['env.num_envs'] = 'CartPole-v1', 3 * _NUM_ENVS
+  config['unroll_length'], config['network.hidden_sizes'] = 4, (8,)
+  config['agent.n_steps'] = 6  # More than an unroll.
+  config['replay.capacity_steps'], config['replay.min_steps'] = 32_000, 400
+  config['replay.batch_size'], config['replay.sgd_steps_per_update'] = 8, 1
+  config['sebulba.mode'] = 'asynchronous'
+  config['sebulba.threads_per_actor_device'] = 3
+  config['sebulba.unrolls_per_update'] = 2
+  config['sebulba.learner_devices'] = (0, 1)
   driver = build.make_run(config).driver
   # The first actor is about three times as fast as the others.
   driver.make_env = lambda i: _make_env(i, lambda i: 0.006 if i else 0.001)
@@ -744,7 +746,8 @@ def test_the_stages_add_up():
 
 def _run(config, workdir):
   return train.run(
-    lambda agent, variant: config, ['test.py', f'--workdir={workdir}']
+    lambda agent, variant: as_config(config),
+    ['test.py', f'--workdir={workdir}'],
   )
 
 
@@ -851,7 +854,7 @@ def test_an_actor_may_fail_during_the_last_evaluation(
     ),
   )  # The actor has version 5 when it fails.
   config = _config()
-  config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
+  config['total_env_steps'] = 5 * 2 * _NUM_ENVS * _T
   assert _run(config, tmp_path / 'run') == signals.FAILED
   assert 'OSError: the environment broke' in capsys.readouterr().err
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
@@ -860,8 +863,8 @@ def test_an_actor_may_fail_during_the_last_evaluation(
 
 def test_an_asynchronous_run(tmp_path):
   config = _config('impala')
-  config.sebulba.mode = 'asynchronous'
-  config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
+  config['sebulba.mode'] = 'asynchronous'
+  config['total_env_steps'] = 5 * 2 * _NUM_ENVS * _T
   assert _run(config, tmp_path / 'run') == signals.DONE
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 5
@@ -876,7 +879,7 @@ def test_a_failing_evaluation_loses_no_record(tmp_path, monkeypatch):
     build.evaluation, 'make_host_evaluate', lambda *a, **k: fail
   )
   config = _config()
-  config.total_env_steps = 5 * 2 * _NUM_ENVS * _T
+  config['total_env_steps'] = 5 * 2 * _NUM_ENVS * _T
   assert _run(config, tmp_path / 'run') == signals.FAILED
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 5 and 'no evaluation' in summary['error']
@@ -884,7 +887,7 @@ def test_a_failing_evaluation_loses_no_record(tmp_path, monkeypatch):
 
 def test_a_nan_stops_the_run_at_its_update(tmp_path, capsys):
   config = _config('impala')
-  config.optimizer.learning_rate, config.optimizer.name = 1e30, 'sgd'
+  config['optimizer.learning_rate'], config['optimizer.name'] = 1e30, 'sgd'
   assert _run(config, tmp_path / 'run') == signals.FAILED
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert 'update 2' in summary['error'] and summary['num_updates'] == 1
@@ -901,7 +904,7 @@ t.spmd.set_num_cpu_devices(4)
 t.build.make_host_env = lambda config, num_envs, seed, threads, **kw: (
     t._make_env(t._index_of(seed), lambda i: 1e6 * (i == 1)))
 config = t._config()
-config.sebulba.hang_seconds = 2.
+config['sebulba.hang_seconds'] = 2.0
 sys.exit(t._run(config, {str(tmp_path / 'run')!r}))
 """
   outcome = subprocess.run(
@@ -931,9 +934,11 @@ def test_evaluation_counts_whole_raw_episodes():
 
 
 def test_evaluation_leaves_out_what_only_training_uses():
-  config = sebulba_config('ppo')
-  config.env.name = 'Breakout-v5'
-  config.env.options.update(episodic_life=True, reward_clip=True, stack_num=1)
+  config = default_fields('ppo', 'Sebulba')
+  config['env.name'] = 'Breakout-v5'
+  config['env.options'].update(
+    episodic_life=True, reward_clip=True, stack_num=1
+  )
   pools = []
   import envpool
 
@@ -1002,15 +1007,9 @@ def test_evaluation_leaves_out_what_only_training_uses():
 def test_a_mistake_is_one_line_and_exit_code_2(
   changes, message, tmp_path, capsys
 ):
-  config = _config()
-  config.env.options.unlock()
+  config = _config() | changes
   if 'env.name' in changes:
-    config.env.options = {}
-  for name, value in changes.items():
-    node = config
-    for part in name.split('.')[:-1]:
-      node = node[part]
-    node[name.split('.')[-1]] = value
+    config['env.options'] = {}
   assert _run(config, tmp_path / 'run') == signals.MISTAKE
   stderr = capsys.readouterr().err
   assert message in stderr and stderr.count('\n') == 1
@@ -1029,8 +1028,8 @@ def test_too_many_environment_threads_are_warned_of(
 ):
   monkeypatch.setattr(layout, 'num_cores', lambda: 2)
   config = _config()
-  config.env.num_envs = 64
-  config.sebulba[field] = value
+  config['env.num_envs'] = 64
+  config[f'sebulba.{field}'] = value
   (warning,) = build.make_run(config).warnings
   assert message in warning
 
@@ -1042,8 +1041,8 @@ def test_a_learner_has_a_core_unless_images_are_drawn(
   name, env_threads, monkeypatch
 ):
   monkeypatch.setattr(layout, 'num_cores', lambda: 2)
-  config = sebulba_config('ppo')
-  config.env.name = name
+  config = default_fields('ppo', 'Sebulba')
+  config['env.name'] = name
   plan = layout.make_layout(config, build.make_spec(config))
   assert (plan.num_actors, plan.env_threads) == (1, env_threads)
 
@@ -1071,9 +1070,9 @@ def test_a_learner_has_a_core_unless_images_are_drawn(
   ],
 )
 def test_cpu_devices_are_named_without_gaps(actors, learners, expected):
-  config = sebulba_config('ppo')
-  config.sebulba.actor_devices = actors
-  config.sebulba.learner_devices = learners
+  config = default_fields('ppo', 'Sebulba')
+  config['sebulba.actor_devices'] = actors
+  config['sebulba.learner_devices'] = learners
   if isinstance(expected, int):
     assert layout.num_named_devices(config) == expected
     return
@@ -1084,9 +1083,9 @@ def test_cpu_devices_are_named_without_gaps(actors, learners, expected):
 def test_idle_devices_are_warned_of(monkeypatch):
   monkeypatch.setattr(layout, 'num_cores', lambda: 2)
   config = _config()
-  config.env.num_envs = 4  # One of 4 devices acts; 2 learn.
-  config.sebulba.actor_devices = config.sebulba.learner_devices = ()
-  config.num_minibatches = 1
+  config['env.num_envs'] = 4  # One of 4 devices acts; 2 learn.
+  config['sebulba.actor_devices'] = config['sebulba.learner_devices'] = ()
+  config['num_minibatches'] = 1
   (warning,) = build.make_run(config).warnings
   assert (
     '3 of 4 devices are used; to use more, change config.env.num_envs=4 to'

@@ -383,8 +383,8 @@ def test_a_saved_run_is_an_opponent(tmp_path, monkeypatch, capsys):
   _, summary = helpers.read(tmp_path / 'second')
   assert summary['exit'] == 'done'
   # The path is absolute, so that the run can be used in another directory.
-  saved = workdir.read_config(str(tmp_path / 'second')).env.options.opponent
-  assert saved == str(tmp_path / 'first')
+  saved = workdir.read_config(str(tmp_path / 'second'))
+  assert saved['env.options']['opponent'] == str(tmp_path / 'first')
   more = '--resume', '--config.total_env_steps=2048'
   assert helpers.run(tmp_path / 'second', *argv, *more) == 0
   argv[1] = '--config.env.name=connect_four'

@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from podrl.envs import SUITES
+from podrl.records import workdir
 from podrl.run import build, train
 from podrl.types import Box
 
@@ -182,18 +183,12 @@ def test_three_updates(task, tmp_path, monkeypatch):
     *_TINY,
     *(_TINY_HOST if is_host else ()),
   ]
-  configs = []
-
-  def get_config(agent, variant):
-    configs.append(helpers.get_config(experiment)(agent, variant))
-    return configs[0]
-
   _note(*task, '', '', 'failed')  # This row remains after a crash.
   # Most suites add arrays of different ranks, and so does gymnax's Swimmer.
   is_strict = suite in ('envpool', 'gymnax') and name != 'Swimmer-misc'
   with jax.numpy_rank_promotion('raise' if is_strict else 'allow'):
-    assert train.run(get_config, argv) == 0
-    spec = build.make_spec(configs[0])
+    assert train.run(helpers.get_config(experiment), argv) == 0
+    spec = build.make_spec(workdir.read_config(str(tmp_path / 'run')))
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['num_updates'] == 3 and summary['eval_episodes'] == 1
   _note(*task, *_describe(spec), 'passed')

@@ -26,8 +26,8 @@ def parsed_flags():
 def test_throughput_measures_parts_and_whole(make_config, monkeypatch):
   monkeypatch.setattr(throughput, '_SECONDS', 0.0)  # Each sample is one update.
   config = make_config('CartPole-v1', 8)
-  config.unroll_length, config.num_epochs = 8, 1
-  config.network.hidden_sizes = (16,)
+  config['unroll_length'], config['num_epochs'] = 8, 1
+  config['network.hidden_sizes'] = (16,)
   row = throughput.measure(config, repeats=1)
   # Each of 2 torsos has 4 x 16 + 16 parameters; each of 3 outputs has 16 + 1.
   assert row['num_params'] == 2 * 5 * 16 + 17 * 2 + 17
@@ -62,7 +62,7 @@ def test_overlap_has_parts_and_a_whole(mode, monkeypatch):
 @pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
 def test_logging_cost_is_a_ratio_of_rates(architecture):
   config = logging_cost.get_config(architecture)
-  config.env.num_envs, config.unroll_length = 8, 8
+  config['env.num_envs'], config['unroll_length'] = 8, 8
   ratios = logging_cost.measure(config, 2, 0.2, False)
   assert len(ratios) == 2 and 0.1 < min(ratios) < 10
 

@@ -26,7 +26,7 @@ from podrl.messages import format_size
 from podrl.records import merging, recorder, terminal, workdir
 from podrl.records.workdir import WriteError
 from podrl.run import train
-from podrl.run.config import base_config, sebulba_config
+from podrl.run.config import default_fields
 from podrl.types import Episodes, InfoSums, Report
 
 
@@ -413,8 +413,8 @@ def test_a_profile_is_what_tensorboard_and_perfetto_open(tmp_path):
 
 def _config(**fields):
   """Makes a configuration of 64 environments x 32 = 2,048 steps per update."""
-  config = base_config('ppo')
-  config.env.name, config.unroll_length = 'Catch-bsuite', 32
+  config = default_fields('ppo', 'Anakin')
+  config['env.name'], config['unroll_length'] = 'Catch-bsuite', 32
   config.update(fields)
   return config
 
@@ -536,7 +536,7 @@ def test_a_summary_adds_up_and_says_what_its_figures_are(monkeypatch):
   ):
     assert re.search(row, text), text
   dropped = _RECORD | {'env_steps': 103_448, 'num_unrolls_dropped': 2.0}
-  text = _lines(False, monkeypatch, [dropped], sebulba_config('ppo'))
+  text = _lines(False, monkeypatch, [dropped], default_fields('ppo', 'Sebulba'))
   assert re.search(r'reset steps = 104,448, including 2,048[ │\n]+in 2', text)
 
 
@@ -595,8 +595,7 @@ def test_members_that_differ_have_no_interval_and_a_nan_is_the_worst():
 )
 def test_agents_are_alike_if_only_their_seeds_differ(members, are_alike):
   config = _config(num_seeds=2)
-  with config.unlocked():
-    config.members = members
+  config['members'] = members
   assert workdir.are_alike(config) == are_alike
 
 
@@ -694,8 +693,8 @@ def test_a_silent_process_prints_nothing(capfd):
   ],
 )
 def test_a_directory_names_the_task_and_the_agent(name, expected):
-  config = base_config('impala')
-  config.env.name = name
+  config = default_fields('impala', 'Anakin')
+  config['env.name'] = name
   path = workdir.default_path(config)
   assert re.fullmatch(rf'runs/{expected}/impala-[\d-]{{22}}', path)
 
@@ -753,7 +752,11 @@ def test_only_commands_that_can_work_are_printed(
     spec = gymnasium.envs.registration.EnvSpec(own_name, entry)
     monkeypatch.setitem(gymnasium.registry, own_name, spec)
   config = _config()
-  config.env.suite, config.env.name, config.agent.name = suite, name, agent
+  config['env.suite'], config['env.name'], config['agent.name'] = (
+    suite,
+    name,
+    agent,
+  )
   lines = _lines(False, monkeypatch, [_RECORD], config).splitlines()
   podrl = terminal.podrl_command()
   printed = [x.split()[1] for x in lines if x.startswith(f'{podrl} ')]

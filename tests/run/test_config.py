@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from podrl.agents import AGENTS
-from podrl.fields import Range, flatten, hyperparams
-from podrl.records import workdir
+from podrl.fields import Range, as_tuples, flatten, hyperparams, nest
 from podrl.run import build, command_line, devices, start
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster
 from podrl.run.command_line import apply_overrides, parse_command_line
-from podrl.run.config import base_config, check, sebulba_config
+from podrl.run.config import base_config, check, default_fields
 from podrl.types import Discrete, EnvSpec
 
 
@@ -36,18 +35,18 @@ from podrl.types import Discrete, EnvSpec
   ],
 )
 def test_overrides_take_the_type_of_their_default(argument, field, expected):
-  config = base_config('ppo')
-  apply_overrides(config, [argument])
-  value = config
-  for part in field.split('.'):
-    value = value[part]
+  config = default_fields('ppo', 'Anakin')
+  config, _ = apply_overrides(config, [argument])
+  value = config[field]
   assert value == expected and type(value) is type(expected)
 
 
 def test_an_override_may_be_two_arguments():
-  config = base_config('ppo')
-  apply_overrides(config, ['--config.seed', '5', '--config.env.num_envs', '8'])
-  assert (config.seed, config.env.num_envs) == (5, 8)
+  config = default_fields('ppo', 'Anakin')
+  config, _ = apply_overrides(
+    config, ['--config.seed', '5', '--config.env.num_envs', '8']
+  )
+  assert (config['seed'], config['env.num_envs']) == (5, 8)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_the_directory_follows_the_final_configuration():
   parsed = parse_command_line(argv)
   _, files = start.resolve_config(
     parsed,
-    lambda agent, variant: base_config(agent),
+    lambda agent, variant: default_fields(agent, 'Anakin'),
     Cluster(),
     contextlib.ExitStack(),
   )
@@ -105,20 +104,24 @@ def test_words_are_no_paths(value):
 
 
 def test_options_are_open():
-  config = base_config('ppo')
-  apply_overrides(config, ['--config.env.options.max_steps_in_episode=7'])
-  assert config.env.options.to_dict() == {'max_steps_in_episode': 7}
+  config = default_fields('ppo', 'Anakin')
+  config, _ = apply_overrides(
+    config, ['--config.env.options.max_steps_in_episode=7']
+  )
+  assert config['env.options'] == {'max_steps_in_episode': 7}
   for _ in range(2):  # The second time, the option has a text as its default.
-    apply_overrides(config, ["--config.env.options.observation='rgb'"])
-    assert config.env.options.observation == 'rgb'
+    config, _ = apply_overrides(
+      config, ["--config.env.options.observation='rgb'"]
+    )
+    assert config['env.options']['observation'] == 'rgb'
 
 
 @pytest.mark.parametrize('value', ["['SF', 'FG']", "{1: ['SF']}", '3', 'x'])
 def test_options_are_what_config_json_gives_back(value):
-  config = base_config('ppo')
-  apply_overrides(config, [f'--config.env.options.map={value}'])
-  text = json.dumps(config.to_dict())
-  assert workdir.as_config(json.loads(text)).env.options == config.env.options
+  config = default_fields('ppo', 'Anakin')
+  config, _ = apply_overrides(config, [f'--config.env.options.map={value}'])
+  again = as_tuples(json.loads(json.dumps(nest(config))))
+  assert flatten(again) == config
 
 
 def test_a_command_quotes_what_the_shell_would_split():
@@ -157,7 +160,7 @@ def test_a_command_quotes_what_the_shell_would_split():
 )
 def test_mistakes_are_one_line(argument, message):
   with pytest.raises(ValueError, match=message) as error:
-    apply_overrides(base_config('ppo'), [argument])
+    apply_overrides(default_fields('ppo', 'Anakin'), [argument])
   assert '\n' not in str(error.value)
 
 
@@ -240,7 +243,7 @@ def test_a_hint_names_a_field_that_the_agent_has():
   with pytest.raises(ValueError, match='write --config.replay.batch_size=64$'):
     parse_command_line(argv)
   with pytest.raises(ValueError, match='; write --seed=3$'):
-    apply_overrides(base_config('ppo'), ['seed=3'])
+    apply_overrides(default_fields('ppo', 'Anakin'), ['seed=3'])
 
 
 def test_every_hint_names_a_field_and_no_field_is_a_word_of_others():
@@ -256,9 +259,11 @@ def test_every_hint_names_a_field_and_no_field_is_a_word_of_others():
 
 def test_fields_of_others_name_their_owner():
   with pytest.raises(ValueError, match='agent.clip is a field of ppo, which'):
-    apply_overrides(base_config('a2c'), ['--config.agent.clip=.1'])
+    apply_overrides(default_fields('a2c', 'Anakin'), ['--config.agent.clip=.1'])
   with pytest.raises(ValueError, match='num_devices is a field of Anakin'):
-    apply_overrides(sebulba_config('ppo'), ['--config.num_devices=1'])
+    apply_overrides(
+      default_fields('ppo', 'Sebulba'), ['--config.num_devices=1']
+    )
 
 
 def test_fields_are_locked():
@@ -274,15 +279,18 @@ def test_an_agent_brings_what_goes_with_it():
 
 
 @pytest.mark.parametrize('agent', AGENTS)
-@pytest.mark.parametrize('make_config', [base_config, sebulba_config])
-def test_defaults_are_allowed(make_config, agent):
-  config = make_config(agent)
+@pytest.mark.parametrize('architecture', ['Anakin', 'Sebulba'])
+def test_defaults_are_allowed(architecture, agent):
+  config = default_fields(agent, architecture)
   check(config)
-  assert build.architecture(config) == (
-    'anakin' if make_config is base_config else 'sebulba'
-  )
-  assert ('sebulba' in config) == ('num_devices' not in config)
-  assert config.agent.name == agent and config.env.options.to_dict() == {}
+  assert build.architecture(config) == architecture.lower()
+  assert ('sebulba.mode' in config) == ('num_devices' not in config)
+  assert config['agent.name'] == agent and config['env.options'] == {}
+
+
+def test_runs_do_not_share_their_options():
+  default_fields('ppo', 'Anakin')['env.options']['x'] = 1
+  assert default_fields('ppo', 'Anakin')['env.options'] == {}
 
 
 def test_every_field_has_a_comment():
@@ -314,10 +322,10 @@ def test_ranges(allowed, inside, outside, text):
 def test_the_changeable_fields_of_an_agent_are_hyperparameters(name):
   obs = jax.ShapeDtypeStruct((3,), jnp.float32)
   spec = EnvSpec(obs, False, Discrete(2), 1, 0)
-  agent = build.make_agent(base_config(name), spec)
+  agent = build.make_agent(default_fields(name, 'Anakin'), spec)
   variables = jax.eval_shape(agent.init, jax.random.key(0))
-  config = base_config(name)
-  own = hyperparams(AGENTS[name].fields, flatten(config.to_dict()))
+  config = default_fields(name, 'Anakin')
+  own = hyperparams(AGENTS[name].fields, config)
   assert own.keys() >= {'gamma', 'learning_rate'}
   assert own.keys() <= variables.hyperparams.keys()
   found = build.hyperparams(config, agent, num_updates=7)
@@ -330,22 +338,22 @@ def test_the_default_devices_divide_the_replay_batch(
   batch_size, expected, monkeypatch
 ):
   monkeypatch.setattr(devices, 'num_cores', lambda: 12)
-  config = base_config('dqn')
-  config.env.num_envs = 24  # Without replay, there would be 8 devices.
-  config.replay.batch_size = batch_size
+  config = default_fields('dqn', 'Anakin')
+  config['env.num_envs'] = 24  # Without replay, there would be 8 devices.
+  config['replay.batch_size'] = batch_size
   assert devices.num_cpu_devices(config) == expected
 
 
 def test_a_memory_has_the_settings_of_the_run(monkeypatch):
-  config, found = base_config('rainbow'), {}
-  config.replay.batch_size, config.replay.capacity_steps = 32, 1001
-  config.replay.min_steps, config.replay.priority_exponent = 101, 0.4
+  config, found = default_fields('rainbow', 'Anakin'), {}
+  config['replay.batch_size'], config['replay.capacity_steps'] = 32, 1001
+  config['replay.min_steps'], config['replay.priority_exponent'] = 101, 0.4
   monkeypatch.setattr(
     build.memory, 'make_ring', lambda obs, **options: found.update(options)
   )
   obs = jax.ShapeDtypeStruct((4, 84, 84), jnp.uint8)
   spec = EnvSpec(obs, True, Discrete(3), 4, 0, frame_stack=4)
-  config.agent.n_steps = 5
+  config['agent.n_steps'] = 5
   build.make_learner(config, build.make_agent(config, spec), spec, 2, 1)
   # Each of the two devices has a half of the steps, rounded up.
   assert found == {
@@ -370,7 +378,7 @@ def test_a_memory_has_the_settings_of_the_run(monkeypatch):
 def test_a_return_to_stop_at_is_a_number_and_is_measured(
   least, period, message
 ):
-  config = base_config('ppo')
-  config.stop.eval_return, config.eval.every_env_steps = least, period
+  config = default_fields('ppo', 'Anakin')
+  config['stop.eval_return'], config['eval.every_env_steps'] = least, period
   with pytest.raises(ValueError, match=message):
     configs.check(config)

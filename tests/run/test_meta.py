@@ -3,23 +3,23 @@
 import helpers
 import pytest
 
-from podrl.run.config import base_config, check
+from podrl.run.config import check, default_fields
 
 _META = '--config.meta.learning_rate=0.1'
 
 
 def test_wrong_names_are_refused():
-  config = base_config('ppo')
-  config.meta.params = 'gamma,lambda'
+  config = default_fields('ppo', 'Anakin')
+  config['meta.params'] = 'gamma,lambda'
   with pytest.raises(ValueError, match='config.meta.params=lambda .*lambda_'):
     check(config)
   with pytest.raises(ValueError, match='config.meta.decay=1.5'):
-    config.meta.params, config.meta.decay = 'gamma', 1.5
+    config['meta.params'], config['meta.decay'] = 'gamma', 1.5
     check(config)
-  config.meta.params, config.meta.decay = 'gamma, lambda_', 0.5
+  config['meta.params'], config['meta.decay'] = 'gamma, lambda_', 0.5
   check(config)
   with pytest.raises(ValueError, match='gamma, gamma has a name twice'):
-    config.meta.params = 'gamma, gamma'
+    config['meta.params'] = 'gamma, gamma'
     check(config)
 
 

@@ -102,7 +102,7 @@ def test_the_command_leaves_the_files_of_an_experiment(
   ]
   assert files[0] == files[1] and len(files[0]) >= 3
   a, b = (workdir.read_config(path) for path in 'ab')
-  assert a == b and a.seed == 3 and a.total_env_steps == 320
+  assert a == b and (a['seed'], a['total_env_steps']) == (3, 320)
 
 
 def test_a_run_that_is_resumed_knows_its_environment(
@@ -122,7 +122,7 @@ def test_a_run_that_is_resumed_knows_its_environment(
   # Without --resume, the name CartPole-v1 means gymnax.
   assert _run(monkeypatch, 'CartPole-v1', path, '--resume', *_FLAGS) == 0
   config = workdir.read_config(str(tmp_path / 'run'))
-  assert config.env.suite == 'envpool' and config.agent.gamma == 0.5
+  assert config['env.suite'] == 'envpool' and config['agent.gamma'] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_python_trains_in_any_thread_and_keeps_the_session(tmp_path):
   assert jax.devices() == devices
   assert jax.config.jax_compilation_cache_dir == cache
   assert logging.get_verbosity() == logging.INFO
-  assert [x.policy.config.env.name for x in outcomes] == [
+  assert [x.policy.config['env.name'] for x in outcomes] == [
     'Catch-bsuite',
     'CartPole-v1',
   ]
@@ -354,7 +354,7 @@ def test_a_function_gets_each_record(tmp_path):
   seen, returns = [], []
 
   def watch(record, run):
-    assert run.workdir == str(path) and run.config.env.name == 'Catch-bsuite'
+    assert run.workdir == str(path) and run.config['env.name'] == 'Catch-bsuite'
     seen.append(record)
     if len(seen) == 1:
       returns.append(run.evaluate())
@@ -502,7 +502,7 @@ def test_a_module_of_the_current_directory_is_found_later(
   config = _TINY | _DEVICES | more
   podrl.train('my_envs:Walk-v0', workdir='run', config=config)
   assert sys.path[-1] == str(home)
-  assert workdir.read_config('run').env.path == str(home)
+  assert workdir.read_config('run')['env.path'] == str(home)
   # A process in another directory finds the module by the path in the run.
   sys.path.remove(str(home))
   del sys.modules['my_envs']
@@ -569,4 +569,4 @@ def test_a_run_that_may_not_learn_says_so(
 def test_each_agent_has_its_own_budget(name, agent, expected, monkeypatch):
   monkeypatch.setattr(build, 'set_up_jax', lambda *_: None)
   get_config, _ = defaults.parse([name])
-  assert get_config(agent, '').total_env_steps == expected
+  assert get_config(agent, '')['total_env_steps'] == expected

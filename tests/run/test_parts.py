@@ -14,17 +14,17 @@ import podrl
 from podrl.agents import AGENTS
 from podrl.core.optimizers import make_optimizer
 from podrl.envs import Task
-from podrl.fields import Field, Range
+from podrl.fields import Field, Range, nest, section
 from podrl.networks import actor_critic, torsos
 from podrl.records import workdir
 from podrl.run import defaults, train
 from podrl.run.command_line import apply_overrides
 from podrl.run.config import (
-  base_config,
   change,
   changeable,
   check,
   complete,
+  default_fields,
   member_fields,
 )
 from podrl.tools import evaluate, sweep
@@ -182,9 +182,9 @@ def test_a_run_with_own_parts_can_do_what_every_run_can(
   records = workdir.read_records('run')
   assert records[-1]['bonus'] == 0.125
   config = workdir.read_config('run')
-  assert config.env.path == str(parts)
-  assert (config.network.width, config.optimizer.warmup) == (6, 4)
-  assert 'activation' not in config.network and 'b1' not in config.optimizer
+  assert config['env.path'] == str(parts)
+  assert (config['network.width'], config['optimizer.warmup']) == (6, 4)
+  assert 'network.activation' not in config and 'optimizer.b1' not in config
   policy = podrl.load('run')
   kernels = jax.tree.leaves(policy.variables.params)
   assert any(x.shape[-1] == 6 for x in kernels)
@@ -214,9 +214,9 @@ def test_nobody_elses_parts_are_imported(parts, monkeypatch):
       'optimizer.name': 'adam',
     }
     others.pop(field)
-    config.update_from_flattened_dict(others)
+    config |= others
     os.makedirs(field, exist_ok=True)
-    workdir.write_json(f'{field}/config.json', config.to_dict())
+    workdir.write_json(f'{field}/config.json', nest(config))
     os.symlink(parts / 'run/checkpoints', f'{field}/checkpoints')
     message = f'{field} would import .* of the module my_parts .*add --trust'
     with pytest.raises(ValueError, match=message):
@@ -287,9 +287,11 @@ def test_a_mistake_in_a_part_is_one_line(parts, argument, message, capsys):
 
 
 def test_the_values_of_own_fields_are_checked(parts):
-  config = change(base_config('ppo'), {'optimizer.name': 'my_parts:decayed'})
+  config = change(
+    default_fields('ppo', 'Anakin'), {'optimizer.name': 'my_parts:decayed'}
+  )
   check(config)
-  config.optimizer.part = 1.5
+  config['optimizer.part'] = 1.5
   with pytest.raises(ValueError, match='config.optimizer.part=1.5 must be at'):
     check(config)
 
@@ -318,20 +320,20 @@ def test_an_own_optimizer_is_the_optax_one(parts):
 
 
 def test_another_part_brings_its_fields_and_keeps_chosen_values():
-  config = base_config('ppo')
-  config.optimizer.eps = 0.5  # Chosen, so it stays.
-  change(config, {'optimizer.name': 'rmsprop'})
-  assert config.optimizer.decay == 0.99 and 'b1' not in config.optimizer
-  assert config.optimizer.eps == 0.5
-  other = change(base_config('ppo'), {'optimizer.name': 'rmsprop'})
-  assert other.optimizer.eps == 0.02 / 640  # Not Adam's.
+  config = default_fields('ppo', 'Anakin')
+  config['optimizer.eps'] = 0.5  # Chosen, so it stays.
+  config = change(config, {'optimizer.name': 'rmsprop'})
+  assert config['optimizer.decay'] == 0.99 and 'optimizer.b1' not in config
+  assert config['optimizer.eps'] == 0.5
+  other = change(default_fields('ppo', 'Anakin'), {'optimizer.name': 'rmsprop'})
+  assert other['optimizer.eps'] == 0.02 / 640  # Not Adam's.
   # An experiment may set the name itself.
-  config = base_config('ppo')
-  config.optimizer.name = 'sgd'
-  config.optimizer.learning_rate = 0.25
-  complete(config)
-  assert config.optimizer.momentum == 0.0 and 'b1' not in config.optimizer
-  assert config.optimizer.learning_rate == 0.25
+  config = default_fields('ppo', 'Anakin')
+  config['optimizer.name'] = 'sgd'
+  config['optimizer.learning_rate'] = 0.25
+  config = complete(config)
+  assert config['optimizer.momentum'] == 0.0 and 'optimizer.b1' not in config
+  assert config['optimizer.learning_rate'] == 0.25
 
 
 @pytest.mark.parametrize('name', AGENTS)
@@ -339,11 +341,11 @@ def test_a_field_of_all_torsos_is_declared_once(name, monkeypatch):
   """A new field needs no other place: every agent accepts and stores it."""
   new = {'network.gain': Field(2.0, 'A factor.', Range(1))}
   monkeypatch.setattr(torsos, 'OWN_FIELDS', torsos.OWN_FIELDS | new)
-  config = base_config(name)
-  apply_overrides(config, ['--config.network.gain=3'])
-  assert config.network.gain == 3.0
+  config = default_fields(name, 'Anakin')
+  config, _ = apply_overrides(config, ['--config.network.gain=3'])
+  assert config['network.gain'] == 3.0
   check(config)
-  config.network.gain = 0.5
+  config['network.gain'] = 0.5
   with pytest.raises(ValueError, match='config.network.gain=0.5 must be at'):
     check(config)
 
@@ -362,27 +364,32 @@ def test_an_unsigned_run_names_no_part_of_a_script(parts, monkeypatch):
 
 
 def test_members_share_an_own_optimizer(parts):
-  config = change(base_config('ppo'), {'optimizer.name': 'my_parts:changing'})
+  config = change(
+    default_fields('ppo', 'Anakin'), {'optimizer.name': 'my_parts:changing'}
+  )
   assert 'optimizer.part' in changeable(config)
   assert not any(x.startswith('optimizer.') for x in member_fields(config))
-  assert 'optimizer.learning_rate' in member_fields(base_config('ppo'))
+  assert 'optimizer.learning_rate' in member_fields(
+    default_fields('ppo', 'Anakin')
+  )
 
 
 def test_a_kind_does_not_set_fields_of_a_part_that_the_user_replaces(parts):
   obs = jax.ShapeDtypeStruct((84, 84, 3), np.uint8)
   spec = EnvSpec(obs, False, Discrete(3), 1, 100)
   config = defaults.base(Task('envpool', 'Pong-v5'), 'impala')
-  change(config, {'optimizer.name': 'my_parts:muon'})
-  defaults.specialise(config, spec, {'optimizer.name'})
-  assert config.optimizer.name == 'my_parts:muon'
-  assert {*config.optimizer} == {'name', 'learning_rate', 'warmup'}
+  config = change(config, {'optimizer.name': 'my_parts:muon'})
+  config, _ = defaults.specialise(config, spec, {'optimizer.name'})
+  assert config['optimizer.name'] == 'my_parts:muon'
+  own = section(config, 'optimizer')
+  assert own.keys() == {'name', 'learning_rate', 'warmup'}
 
 
 @pytest.mark.parametrize('name', ['Clash', 'Named', 'grouped'])
 def test_a_part_cannot_have_a_field_of_podrl(parts, name):
   field = 'optimizer.name' if name == 'grouped' else 'network.name'
   with pytest.raises(ValueError, match='give the parameter another name'):
-    change(base_config('ppo'), {field: f'my_parts:{name}'})
+    change(default_fields('ppo', 'Anakin'), {field: f'my_parts:{name}'})
 
 
 def test_a_row_of_podrl_may_be_used_again(parts):
@@ -396,34 +403,35 @@ def test_a_row_of_podrl_may_be_used_again(parts):
 
 @pytest.mark.parametrize('field', ['search.kind', 'network.recurrent'])
 def test_only_parts_may_be_modules(field):
-  config = base_config('muzero' if field == 'search.kind' else 'ppo')
-  config.update_from_flattened_dict({field: 'x:y'})
+  config = default_fields(
+    'muzero' if field == 'search.kind' else 'ppo', 'Anakin'
+  )
+  config |= {field: 'x:y'}
   with pytest.raises(ValueError, match=f'config.{field}=x:y is unknown'):
     check(config)
 
 
 def test_another_optimizer_of_an_experiment_has_its_own_numbers():
-  config = base_config('ppo')
-  config.optimizer.name = 'radam'  # It has the same fields as Adam.
-  assert complete(config).optimizer.eps == 1e-8
-  assert complete(config).optimizer.eps == 1e-8
-  config.optimizer.eps = 0.25
-  assert complete(config).optimizer.eps == 0.25
+  config = default_fields('ppo', 'Anakin')
+  config['optimizer.name'] = 'radam'  # It has the same fields as Adam.
+  assert complete(config)['optimizer.eps'] == 1e-8
+  assert complete(config)['optimizer.eps'] == 1e-8
+  config['optimizer.eps'] = 0.25
+  assert complete(config)['optimizer.eps'] == 0.25
 
 
 def test_a_run_with_a_field_that_its_part_has_lost_is_refused(parts):
   assert _train('Catch-bsuite', *_PARTS, '--workdir=run') == 0
   config = workdir.read_config('run')
-  with config.unlocked():
-    config.network.gain = 2.0
-  workdir.write_json('run/config.json', config.to_dict())
+  config['network.gain'] = 2.0
+  workdir.write_json('run/config.json', nest(config))
   with pytest.raises(ValueError, match='network.gain is not a field of my_p'):
     podrl.load('run', trust=True)
 
 
 def test_a_schedule_needs_annealing():
-  config = base_config('sac')
-  config.optimizer.schedule = 'cosine'
+  config = default_fields('sac', 'Anakin')
+  config['optimizer.schedule'] = 'cosine'
   with pytest.raises(ValueError, match='cosine needs config.optimizer.anneal'):
     check(config)
 

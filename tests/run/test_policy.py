@@ -109,7 +109,7 @@ def test_categories_are_observed_as_the_library_gives_them(runs):
 def _untrained(name):
   """Returns a policy with new parameters for a gymnasium environment."""
   config = defaults.base(find_task(f'gymnasium:{name}'), 'ppo')
-  config.network.name, config.network.hidden_sizes = 'mlp', (8,)
+  config['network.name'], config['network.hidden_sizes'] = 'mlp', (8,)
   spec = build.make_spec(config)
   agent = build.make_agent(config, spec)
   return policy.Policy(config, spec, agent, agent.init(jax.random.key(0)), 1200)
@@ -236,8 +236,8 @@ def test_a_nan_names_its_seed(tmp_path, capsys, monkeypatch):
   marked = [jnp.inf]
   monkeypatch.setattr(build, 'make_agent', make_agent)
   # A first run gives the initial parameters of seed 1.
-  fields = helpers.get_config('anakin_catch')('impala')
-  apply_overrides(fields, [*helpers.TINY, config[0]])
+  fields = helpers.fields_of('anakin_catch', 'impala')
+  fields, _ = apply_overrides(fields, [*helpers.TINY, config[0]])
   run = build.make_run(fields)
   run.driver.start()
   params = spmd.copy_to_first_device(run.driver.learner.variables.params)

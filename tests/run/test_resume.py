@@ -708,7 +708,7 @@ def test_two_processes_do_not_write_one_run(
   assert message in said and said.count('\n') == 1
   if not is_new:
     assert _files(path) == before
-  assert records_workdir.read_config(str(path)).seed == 0
+  assert records_workdir.read_config(str(path))['seed'] == 0
 
 
 def test_a_run_without_its_config_is_not_begun_again(workdir, capsys):

@@ -9,7 +9,6 @@ import time
 
 import helpers
 import jax
-from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
@@ -80,7 +79,7 @@ def test_every_host_experiment_runs_tiny(name, agent, tmp_path):
   ids=lambda p: p.stem,
 )
 def test_every_experiment_is_built(path, agent):
-  config = helpers.get_config(path.stem)(agent)
+  config = helpers.fields_of(path.stem, agent)
   run = build.make_run(config)
   assert run.num_updates > 0
 
@@ -94,7 +93,7 @@ def test_a_run_makes_its_environment_once(monkeypatch):
 
   counted = suite._replace(make=make, make_spec=lambda *_, **__: 1 / 0)
   monkeypatch.setitem(build.SUITES, 'gymnax', counted)
-  build.make_run(helpers.get_config('anakin_catch')())
+  build.make_run(helpers.fields_of('anakin_catch'))
   assert names == ['Catch-bsuite']
 
 
@@ -200,8 +199,8 @@ def test_other_hyperparameters_compile_nothing(name, arguments, tmp_path):
 @pytest.mark.slow  # Tests of resumed runs compare parameters bit by bit too.
 def test_parameters_are_bitwise_reproducible():
   def params(num_calls):
-    config = helpers.get_config('anakin_catch')()
-    command_line.apply_overrides(config, helpers.TINY)
+    config = helpers.fields_of('anakin_catch')
+    config, _ = command_line.apply_overrides(config, helpers.TINY)
     run = build.make_run(config)
     run.driver.start()
     left = 4
@@ -492,58 +491,35 @@ def test_atari_has_settings_for_each_machine(agent, monkeypatch):
     assert recurrent == expected
 
 
-class _RecordingDict(dict):
-  """Remembers each key that is read with `d[key]`."""
+class _Reads(dict):
+  """Remembers each key that is read alone."""
 
-  def __init__(self, values, reads):
+  def __init__(self, values):
     super().__init__(values)
-    self.reads = reads
+    self.keys_read = set()
 
   def __getitem__(self, key):
-    self.reads.add(key)
+    self.keys_read.add(key)
     return super().__getitem__(key)
+
+  def get(self, key, default=None):
+    self.keys_read.add(key)
+    return super().get(key, default)
 
 
 @pytest.mark.parametrize('name', ['anakin_catch', 'sebulba_cartpole'])
 def test_every_field_is_read(name, tmp_path, monkeypatch):
-  config = helpers.get_config(name)('ppo')
-  config.meta.learning_rate = 0.01
-  is_anakin = name.startswith('anakin')
-  tiny = helpers.TINY if is_anakin else _TINY_HOST
-  command_line.apply_overrides(config, tiny)
-  reads = {}
-  original = ConfigDict.__getitem__
-
-  def get(self, key):
-    reads.setdefault(id(self), set()).add(key)
-    return original(self, key)
-
-  def to_dict(self):  # Reading a whole section does not count.
-    fields = object.__getattribute__(self, '_fields')
-    values = {
-      k: to_dict(v) if isinstance(v, ConfigDict) else v
-      for k, v in fields.items()
-    }
-    return _RecordingDict(values, reads.setdefault(id(self), set()))
-
-  with monkeypatch.context() as patch:
-    patch.setattr(ConfigDict, '__getitem__', get)
-    patch.setattr(ConfigDict, 'to_dict', to_dict)
-    patch.setattr(
-      train,
-      'resolve_config',
-      lambda *_: (config, start.Files(str(tmp_path / 'run'))),
-    )
-    assert train.run(None, ['x.py']) == 0
-  unread = set()
-  for section, node in [('', config), *config.items()]:
-    if isinstance(node, ConfigDict):
-      unread |= {f'{section}.{k}' for k in {*node} - reads[id(node)]}
-  # Agents, networks and optimisers read their fields from a flat mapping, and
-  # `env.path` is read before the run starts.
-  sections = 'agent.', 'network.', 'optimizer.'
-  unread -= {'.network', '.optimizer', 'env.path'}
-  assert {x for x in unread if not x.startswith(sections)} == set()
+  own = helpers.fields_of(name) | {'meta.learning_rate': 0.01}
+  tiny = helpers.TINY if name.startswith('anakin') else _TINY_HOST
+  own, _ = command_line.apply_overrides(own, tiny)
+  config = _Reads(own)
+  files = start.Files(str(tmp_path / 'run'))
+  monkeypatch.setattr(train, 'resolve_config', lambda *_: (config, files))
+  assert train.run(None, ['x.py']) == 0
+  # An optimiser gets its fields as arguments, and the first stage of a run
+  # reads `env.path`.
+  unread = {x for x in own.keys() - config.keys_read if 'optimizer' not in x}
+  assert unread == {'env.path'}
 
 
 def test_a_run_that_is_too_short_to_learn_warns(tmp_path, capfd):

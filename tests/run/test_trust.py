@@ -15,12 +15,16 @@ import pytest
 
 import podrl
 from podrl import modules
+from podrl.fields import nest
 from podrl.messages import printable
 from podrl.records import workdir
 from podrl.records.recorder import JsonLines
 from podrl.run import build, defaults, start, train
 from podrl.run import config as configs
-from podrl.run.config import base_config, check_trust, sebulba_config
+from podrl.run.config import (
+  check_trust,
+  default_fields,
+)
 from podrl.tools import balance, evaluate, plot, watch
 
 _CORRIDOR = """
@@ -64,13 +68,13 @@ def home(tmp_path, monkeypatch):
 
 def _download(run, suite, name, path='', **options):
   """Writes a run as somebody else could, with an empty checkpoint."""
-  make = base_config if suite in ('jax', 'pgx', 'gymnax') else sebulba_config
-  config = make('ppo')
-  config.env.suite, config.env.name = suite, name
-  config.env.path = path
-  config.env.options.update(options)
+  is_anakin = suite in ('jax', 'pgx', 'gymnax')
+  config = default_fields('ppo', 'Anakin' if is_anakin else 'Sebulba')
+  config['env.suite'], config['env.name'] = suite, name
+  config['env.path'] = path
+  config['env.options'].update(options)
   (run / 'checkpoints/8').mkdir(parents=True)
-  workdir.write_json(str(run / 'config.json'), config.to_dict())
+  workdir.write_json(str(run / 'config.json'), nest(config))
   (run / 'metrics.jsonl').write_text(
     '{"num_updates": 8, "env_steps": 9, "episode_return": 1.0, '
     '"wall_seconds": 1.0}\n'
@@ -210,14 +214,14 @@ def test_an_own_run_needs_no_flag_wherever_it_is(run, monkeypatch, capsys):
   assert evaluate.run(['evaluate', 'moved', '--episodes=2']) == 0
   # A resumed run signs what it changes.
   podrl.train('', workdir='moved', resume=True, steps=128)
-  assert workdir.read_config('moved').total_env_steps == 128
+  assert workdir.read_config('moved')['total_env_steps'] == 128
   assert podrl.load('moved').num_updates == 2
   # After a change by hand, or with another key, the run is a stranger's.
   text = pathlib.Path('moved/config.json').read_text()
   for changed in (
     text.replace('"total_env_steps": 128', '"total_env_steps": 129'),
     text.replace('"signature": "', '"signature": "é'),
-    json.dumps(workdir.read_config('moved').to_dict()),
+    json.dumps(nest(workdir.read_config('moved'))),
   ):
     assert changed != text
     pathlib.Path('moved/config.json').write_text(changed)
@@ -247,8 +251,8 @@ def test_a_key_that_others_can_read_signs_nothing(run):
 
 def test_without_a_home_a_run_is_not_signed(home):
   (home / 'state').write_text('')  # It cannot be a directory.
-  config = base_config('ppo')
-  config.env.name = 'mine:walk'
+  config = default_fields('ppo', 'Anakin')
+  config['env.name'] = 'mine:walk'
   workdir.make('run', config)
   assert '"signature"' not in (home / 'run/config.json').read_text()
   assert not workdir.is_own('run', config)
@@ -263,8 +267,8 @@ def test_the_first_of_several_processes_makes_the_key(home, monkeypatch):
     link(source, target)
 
   monkeypatch.setattr(os, 'link', be_second)
-  config = base_config('ppo')
-  config.env.name = 'mine:walk'
+  config = default_fields('ppo', 'Anakin')
+  config['env.name'] = 'mine:walk'
   workdir.make('run', config)
   assert workdir.is_own('run', config)
   assert os.listdir(home / 'state/podrl') == ['key']
@@ -278,19 +282,19 @@ def test_a_name_on_the_command_line_is_trusted_but_not_the_saved_path(
   code = 'raise RuntimeError("a module from elsewhere")'
   (run.parent / 'away/mine.py').write_text(code)
   config = workdir.read_config('run')
-  config.env.path = str(run.parent / 'away')
-  workdir.write_json('run/config.json', config.to_dict())
+  config['env.path'] = str(run.parent / 'away')
+  workdir.write_json('run/config.json', nest(config))
   with pytest.raises(ValueError, match='mine .*/away/mine.py.*add --trust'):
     podrl.train('', workdir='run', resume=True)
   monkeypatch.syspath_prepend(trained / 'code')
   with pytest.raises(ValueError, match='stopped'):
     podrl.train('jax:mine:walk', workdir='run', resume=True, steps=128)
-  assert stopped[0].env.path == str(trained / 'code')
+  assert stopped[0]['env.path'] == str(trained / 'code')
   workdir.update_config(
     'run', stopped[0], configs.changeable(stopped[0])
   )  # A run does this when it starts.
   saved = workdir.read_config('run')
-  assert saved.env.path == str(trained / 'code')
+  assert saved['env.path'] == str(trained / 'code')
   assert workdir.is_own('run', saved)
 
 
@@ -313,9 +317,9 @@ def test_a_run_from_elsewhere_must_not_link_to_other_directories(
 def test_an_opponent_imports_nothing(name, home):
   suite = 'pgx' if name == 'go_9x9' else 'jax'
   path = _download(home / 'opponent', suite, name, path=_evil(home))
-  config = base_config('ppo')
-  config.env.suite, config.env.name = 'pgx', 'tic_tac_toe'
-  config.env.options.opponent = path
+  config = default_fields('ppo', 'Anakin')
+  config['env.suite'], config['env.name'] = 'pgx', 'tic_tac_toe'
+  config['env.options']['opponent'] = path
   with pytest.raises(ValueError, match=f'has learned {suite}:{name}, not pgx'):
     build.make_env(config)
   assert not (home / 'away/ran').exists()
@@ -338,14 +342,14 @@ def test_process_0_decides_for_all(run, monkeypatch):
 def test_a_compilation_cache_from_elsewhere_is_not_read(run, stopped):
   """Compiled programs are code, and a run could name its own directory."""
   config = workdir.read_config('run')
-  config.compilation_cache = str(run.parent / 'away')
-  workdir.write_json('run/config.json', config.to_dict())
+  config['compilation_cache'] = str(run.parent / 'away')
+  workdir.write_json('run/config.json', nest(config))
   before = jax.config.jax_compilation_cache_dir
   podrl.load('run', trust=True)
   assert jax.config.jax_compilation_cache_dir == before
   with pytest.raises(ValueError, match='stopped'):
     podrl.train('', workdir='run', resume=True, steps=128)
-  assert stopped[0].compilation_cache == 'auto'
+  assert stopped[0]['compilation_cache'] == 'auto'
 
 
 def test_no_file_is_written_through_a_link(home):

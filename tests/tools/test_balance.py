@@ -7,15 +7,16 @@ import os
 import sys
 
 import gymnasium
+import helpers
 import numpy as np
 import pytest
 from rich.console import Console
-import sebulba_cartpole
 
+from podrl.fields import section
 from podrl.records import workdir
 from podrl.run import build
 from podrl.run.command_line import apply_overrides
-from podrl.run.config import sebulba_config
+from podrl.run.config import default_fields
 from podrl.tools import balance, experiments
 from podrl.tools.balance import Plan
 
@@ -131,9 +132,9 @@ def test_devices_are_split():
 
 
 def _config(**fields):
-  config = sebulba_config('ppo')
-  config.env.name = 'CartPole-v1'
-  return balance.with_fields(config, fields)
+  config = default_fields('ppo', 'Sebulba')
+  config['env.name'] = 'CartPole-v1'
+  return config | fields
 
 
 def test_candidates_run_stay_near_and_are_what_their_overrides_say():
@@ -153,7 +154,9 @@ def test_candidates_run_stay_near_and_are_what_their_overrides_say():
   assert base in plans and len(plans) > 5
   for plan in plans:
     again = _config(**fields)
-    apply_overrides(again, experiments.to_flags(plan.overrides(base)).split())
+    again, _ = apply_overrides(
+      again, experiments.to_flags(plan.overrides(base)).split()
+    )
     assert balance.from_config(again) == plan
     assert 0.5 <= plan.batch / base.batch <= 2
   for change in (
@@ -268,11 +271,11 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys, brief):
   # The pasted line has the settings of plan 1, and the experiment accepts it.
   line = (directory / 'balance.txt').read_text()
   assert line.split() == started[0][8:] and f'1  {line}' in printed
-  config = sebulba_cartpole.get_config()
-  apply_overrides(config, started[0][2:])
+  config = helpers.fields_of('sebulba_cartpole')
+  config, _ = apply_overrides(config, started[0][2:])
   build.make_run(config)
-  assert config.sebulba.max_lag == 2
-  assert not config.sebulba.autotune  # A plan has a fixed number of actors.
+  assert config['sebulba.max_lag'] == 2
+  assert not config['sebulba.autotune']  # A plan has a fixed number of actors.
   assert printed.count('running ') == 2 + 2 + 2
   for text in (
     ' times as fast as configured\n',
@@ -285,15 +288,18 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys, brief):
 
 
 def test_anakin_has_all_settings_that_are_not_sebulbas():
-  config = sebulba_config('sac')
-  config.env.name, config.num_seeds = 'Pendulum-v1', 3
-  config.replay.batch_size, config.replay.sgd_steps_per_update = 7, 5
+  config = default_fields('sac', 'Sebulba')
+  config['env.name'], config['num_seeds'] = 'Pendulum-v1', 3
+  config['replay.batch_size'], config['replay.sgd_steps_per_update'] = 7, 5
   found = balance._anakin_config(config, _PLAN)
-  assert found.replay == config.replay and found.agent == config.agent
-  assert found.network == config.network and found.env.name == 'Pendulum-v1'
-  sizes = found.env.num_envs, found.unroll_length, found.num_seeds
+  for name in 'replay', 'agent', 'network':
+    own = section(config, name)
+    assert own and section(found, name) == own
+  assert found['env.name'] == 'Pendulum-v1'
+  names = 'env.num_envs', 'unroll_length', 'num_seeds'
+  sizes = tuple(found[x] for x in names)
   assert sizes == (_PLAN.num_envs, _PLAN.unroll_length, 1)
-  assert found.env.suite == 'gymnax' and 'sebulba' not in found
+  assert found['env.suite'] == 'gymnax' and not section(found, 'sebulba')
 
 
 @pytest.mark.slow

@@ -8,11 +8,10 @@ import sys
 import textwrap
 import types
 
-import anakin_catch
+import helpers
 import jax
 import jax.numpy as jnp
 import pytest
-import sebulba_cartpole
 
 from podrl.core import memory
 from podrl.drivers import spmd
@@ -198,8 +197,8 @@ def _compile(config, name):
 
 @_needs_libtpu
 def test_anakin_compiles_for_a_tpu_slice():
-  config = anakin_catch.get_config()
-  config.env.num_envs, config.unroll_length = 64, 4
+  config = helpers.fields_of('anakin_catch')
+  config['env.num_envs'], config['unroll_length'] = 64, 4
   report, texts = _compile(config, 'v5e-16')
   (train,) = report.programs.values()
   assert texts.keys() == {'train'}
@@ -209,7 +208,7 @@ def test_anakin_compiles_for_a_tpu_slice():
   small, large = sorted(train.collectives, key=lambda x: x.num_bytes)
   assert (small.kind, small.times) == ('all-reduce', 1)
   assert small.num_bytes <= 1024
-  num_steps = config.num_epochs * config.num_minibatches
+  num_steps = config['num_epochs'] * config['num_minibatches']
   assert (large.kind, large.times) == ('all-reduce', num_steps)
   extra = large.num_bytes - 4 * report.num_params
   assert report.num_params > 10_000 and 0 < extra <= 1024
@@ -236,10 +235,10 @@ def test_the_members_of_a_sweep_compile_for_a_tpu_slice():
 
 @_needs_libtpu
 def test_sebulba_compiles_for_a_tpu_slice():
-  config = sebulba_cartpole.get_config()
-  config.unroll_length, config.env.num_envs = 4, 64
-  config.sebulba.learner_devices = (1, 2)
-  config.sebulba.threads_per_actor_device = 2
+  config = helpers.fields_of('sebulba_cartpole')
+  config['unroll_length'], config['env.num_envs'] = 4, 64
+  config['sebulba.learner_devices'] = (1, 2)
+  config['sebulba.threads_per_actor_device'] = 2
   report, texts = _compile(config, 'v5e-16')
   update, act = report.programs.values()
   # Each of four hosts has one actor device and two learner devices.
@@ -247,7 +246,7 @@ def test_sebulba_compiles_for_a_tpu_slice():
   large = max(update.collectives, key=lambda x: x.num_bytes)
   extra = large.num_bytes - 4 * report.num_params
   assert 0 < extra <= 1024
-  num_steps = config.num_epochs * config.num_minibatches
+  num_steps = config['num_epochs'] * config['num_minibatches']
   assert sum(x.times for x in update.collectives) == num_steps + 1
   assert act.collectives == [] and update.memory['total'] < 8 * 2**20
   assert {k for k, x in act.seconds.items() if x} == {'acting'}
@@ -259,12 +258,15 @@ def test_sebulba_compiles_for_a_tpu_slice():
 
 @_needs_libtpu
 def test_the_compiler_says_how_much_memory_is_missing():
-  config, target = anakin_catch.get_config('impala'), lowering.parse('v5e-1')
-  config.env.num_envs = 2**23
+  config = helpers.fields_of('anakin_catch', 'impala')
+  target = lowering.parse('v5e-1')
+  config['env.num_envs'] = 2**23
   with spmd.compiling_for('tpu'):
     lowered = lowering.lower(config, lowering.make_machine(target))
     # One call makes all updates until the next record.
-    assert lowered.programs['train'].num_updates == config.log.every_updates > 1
+    assert (
+      lowered.programs['train'].num_updates == config['log.every_updates'] > 1
+    )
     with pytest.raises(compile.TooLarge) as caught:
       compile.compile_program(lowered.programs['train'], target.chip)
   needed, limit = caught.value.args
@@ -305,7 +307,7 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
   tried = []
 
   def compile_once(config, target, machine):
-    num_envs = config.env.num_envs
+    num_envs = config['env.num_envs']
     tried.append(num_envs)
     assert num_envs % 16 == 0  # There are 4 devices and 4 minibatches.
     needed = 2**30 + 2**20 * num_envs
@@ -315,8 +317,8 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
     return types.SimpleNamespace(programs={'train': program}), {}
 
   monkeypatch.setattr(compile, 'compile_once', compile_once)
-  config = anakin_catch.get_config()
-  config.unroll_length, config.num_devices, config.env.num_envs = 1, 4, 2**18
+  config = helpers.fields_of('anakin_catch')
+  config |= {'unroll_length': 1, 'num_devices': 4, 'env.num_envs': 2**18}
   machine = devices.Machine(jax.devices(), 0, 1)
   with spmd.compiling_for('tpu'), pytest.raises(ValueError) as caught:
     compile.compile_for(config, lowering.parse('v5e-4'), machine, factor=4)
@@ -355,8 +357,8 @@ def test_an_experiment_may_contain_its_environment(tmp_path, monkeypatch):
   path.write_text(text.replace('anakin_meta:', 'own_corridor:'))
   argv = ['podrl compile', str(path), '--variant=corridor']
   config = experiments.read_config(parse_command_line(argv, has_task=True))
-  assert config.env.name == 'own_corridor:corridor'
-  assert config.env.path == str(tmp_path)  # For other processes.
+  assert config['env.name'] == 'own_corridor:corridor'
+  assert config['env.path'] == str(tmp_path)  # For other processes.
   assert build.make_env(config).spec.action == Discrete(2)
   monkeypatch.delitem(sys.modules, 'own_corridor')
 

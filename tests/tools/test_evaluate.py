@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from podrl.run import build, policy
-from podrl.run.config import sebulba_config
+from podrl.run.config import default_fields
 from podrl.tools import evaluate
 
 
 def _untrained(path, which, trust):
   """Returns what `policy.load` would for a Sebulba run, with new parameters."""
-  config = sebulba_config('ppo')
-  config.env.suite, config.env.name = 'envpool', 'FrozenLake-v1'
-  config.network.name, config.network.hidden_sizes = 'mlp', (8,)
+  config = default_fields('ppo', 'Sebulba')
+  config['env.suite'], config['env.name'] = 'envpool', 'FrozenLake-v1'
+  config['network.name'], config['network.hidden_sizes'] = 'mlp', (8,)
   spec = build.make_spec(config)
   agent = build.make_agent(config, spec)
   return policy.Policy(config, spec, agent, agent.init(jax.random.key(0)), 8)

@@ -15,7 +15,7 @@ import podrl
 from podrl import signals
 from podrl.drivers.anakin import Anakin
 from podrl.run.command_line import apply_overrides
-from podrl.run.config import base_config, sebulba_config
+from podrl.run.config import default_fields
 from podrl.tools import experiments, sweep
 
 _SMALL = [
@@ -127,8 +127,8 @@ def test_a_sweep_resumes_bit_for_bit(tmp_path, monkeypatch, capfd):
 
 
 def test_programs_share_what_they_can():
-  config = base_config('ppo')
-  config.seed, config.num_seeds = 3, 2
+  config = default_fields('ppo', 'Anakin')
+  config['seed'], config['num_seeds'] = 3, 2
   settings = [
     {'agent.gamma': gamma, 'unroll_length': length}
     for gamma in (0.9, 0.99)
@@ -149,8 +149,8 @@ def test_programs_share_what_they_can():
   assert last.members == () and last.fields['seed'] == 4
   assert last.fields['agent.gamma'] == 0.99
   # With Sebulba, each member has a program of its own.
-  config = sebulba_config('ppo')
-  config.num_seeds = 2
+  config = default_fields('ppo', 'Sebulba')
+  config['num_seeds'] = 2
   programs = sweep.make_programs(settings, config, 0)
   found = [{**x.fields} for x in programs]
   assert not any(x.members for x in programs) and len(found) == 8
@@ -160,15 +160,17 @@ def test_programs_share_what_they_can():
 
 
 def test_the_flags_of_a_setting_give_the_setting():
-  config = base_config('ppo')
+  config = default_fields('ppo', 'Anakin')
   setting = {'network.hidden_sizes': (64, 32), 'agent.gamma': 0.123456789}
-  apply_overrides(config, shlex.split(experiments.to_flags(setting)))
-  assert config.network.hidden_sizes == (64, 32)
-  assert config.agent.gamma == 0.123456789
+  config, _ = apply_overrides(
+    config, shlex.split(experiments.to_flags(setting))
+  )
+  assert config['network.hidden_sizes'] == (64, 32)
+  assert config['agent.gamma'] == 0.123456789
 
 
 def test_random_settings_are_in_their_range_and_depend_on_the_seed():
-  config = base_config('ppo')
+  config = default_fields('ppo', 'Anakin')
   axes = [
     sweep.parse_axis(x, config, True)
     for x in (
@@ -194,7 +196,8 @@ def test_random_settings_are_in_their_range_and_depend_on_the_seed():
 def test_a_list_of_numbers_is_spaced_evenly():
   axis = 'optimizer.learning_rate=log:1e-4:1e-1:4', 'unroll_length=linear:2:8:4'
   logarithmic, linear = (
-    sweep.parse_axis(x, base_config('ppo'), False).values for x in axis
+    sweep.parse_axis(x, default_fields('ppo', 'Anakin'), False).values
+    for x in axis
   )
   assert logarithmic == (1e-4, 1e-3, 1e-2, 1e-1)
   assert linear == (2, 4, 6, 8) and isinstance(linear[0], int)

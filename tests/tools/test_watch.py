@@ -16,7 +16,7 @@ import pytest
 
 from podrl.envs import SUITES
 from podrl.run import build, policy
-from podrl.run.config import base_config, sebulba_config
+from podrl.run.config import default_fields
 from podrl.tools import watch
 from podrl.types import Agent, Box, Discrete, EnvSpec
 
@@ -24,11 +24,12 @@ _ROOT = pathlib.Path(__file__).parents[2]
 
 
 def _config(name, suite='gymnax', recurrent='none', **options):
-  config = base_config('ppo') if suite == 'gymnax' else sebulba_config('ppo')
-  config.env.suite, config.env.name = suite, name
-  config.env.options.update(options)
-  config.network.name, config.network.hidden_sizes = 'mlp', (8,)
-  config.network.recurrent = recurrent
+  architecture = 'Anakin' if suite == 'gymnax' else 'Sebulba'
+  config = default_fields('ppo', architecture)
+  config['env.suite'], config['env.name'] = suite, name
+  config['env.options'].update(options)
+  config['network.name'], config['network.hidden_sizes'] = 'mlp', (8,)
+  config['network.recurrent'] = recurrent
   return config
 
 
@@ -119,7 +120,7 @@ def test_an_episode_is_that_of_an_evaluation_of_one(
   name, suite, recurrent, greedy
 ):
   loaded = _untrained(_config(name, suite, recurrent))
-  loaded.config.eval.update(num_episodes=1, greedy=greedy)
+  loaded.config.update({'eval.num_episodes': 1, 'eval.greedy': greedy})
   evaluate = build.make_evaluate(loaded.config, loaded.spec, loaded.agent)
   key = jax.random.key(1)
   expected = evaluate(loaded.variables, key, lambda: False)
