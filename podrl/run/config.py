@@ -323,12 +323,15 @@ def apply_kinds(config: ConfigDict, *kinds: str) -> ConfigDict:
   """
   before = fields.flatten(config.to_dict())
   after = change(before, settings_of_kinds(before, kinds))
+  changed = {
+    k: x for k, x in after.items() if k not in before or x != before[k]
+  }
   kept = {k for k, x in after.items() if type(before.get(k)) is type(x)}
   with config.unlocked():
     for name in before.keys() - kept:
       section, _, last = name.rpartition('.')
       del (config[section] if section else config)[last]
-    config.update_from_flattened_dict(after)
+    config.update_from_flattened_dict(changed)
   config.env.options.unlock()
   return config
 
