@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 import mctx
 import numpy as np
 
-from podrl.agents import muzero
+from podrl.agents import muzero, muzero_search
 from podrl.fields import section
 from podrl.records.merging import bootstrap
 from podrl.run import build
@@ -53,7 +53,7 @@ def make_bare(
 ) -> Callable[[jax.Array, Tree], Any]:
   """Builds `(rng_key, obs[B, ...]) -> output` of mctx, for the whole batch."""
   size = policy.config['agent.support']
-  codec = muzero.Codec(jnp.arange(-size, size + 1.0))
+  codec = muzero_search.Codec(jnp.arange(-size, size + 1.0))
   fields = section(policy.config, 'network')
   network = muzero.build_network(policy.spec, fields, len(codec.support))
   params, gamma = policy.variables.params, policy.config['agent.gamma']
@@ -83,7 +83,7 @@ def make_bare(
       root,
       recurrent,
       num_simulations,
-      qtransform=muzero.gumbel_scores,
+      qtransform=muzero_search.gumbel_scores,
     )
 
   return jax.jit(search)

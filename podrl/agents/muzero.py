@@ -11,9 +11,10 @@ import numpy as np
 import optax
 
 from podrl.agents import acting, dqn, exploring, sac
+from podrl.agents.muzero_search import Codec, Extras, make_search
+from podrl.agents.muzero_targets import Targets, make_targets
 from podrl.core import memory, returns
-from podrl.core.distributions import Distribution
-from podrl.core.observations import hide_illegal, without_mask
+from podrl.core.observations import without_mask
 from podrl.fields import COUNT, FRACTION, Field, Fields, Range, with_defaults
 from podrl.networks import muzero
 from podrl.networks.muzero import MuZeroNetwork
@@ -23,7 +24,6 @@ from podrl.types import (
   Box,
   EnvSpec,
   LossOutput,
-  Masked,
   Sample,
   TimeStep,
   Tree,
@@ -158,32 +158,6 @@ def sequence_length(fields: Fields) -> int:
   return fields['agent.num_unroll_steps'] + fields['agent.n_steps']
 
 
-class Extras(NamedTuple):
-  """What the search found at each time step; leaves `[B, ...]`.
-
-  A search compares A actions: all, or samples of a continuous action.
-  """
-
-  policy: Array  # Float32 `[B, A]`, the improved policy.
-  samples: Tree = ()  # Float32 `[B, A, D]`, see `Distribution`; or `()`.
-
-
-class Targets(NamedTuple):
-  """What the model should predict at the steps 0 to K after a start.
-
-  Time is axis 0, and rows are axis 1; in a `Batch`, the axes are swapped. A
-  weight is 0 if the target does not exist. The steps after an episode's
-  termination have the reward 0, the value 0 and no policy.
-  """
-
-  reward: Array  # Float32 `[K, N]`, of the steps 1 to K.
-  value: Array  # Float32 `[K+1, N]`.
-  policy: Array  # Float32 `[K+1, N, A]`.
-  samples: Tree  # `[K+1, N, A, D]` or `()`; see `Extras`.
-  weight: Array  # Float32 `[K+1, N]`, of a step's reward and value.
-  policy_weight: Array  # Float32 `[K+1, N]`.
-
-
 class Batch(NamedTuple):
   """N sequences: where they start, the actions, and the targets."""
 
@@ -191,26 +165,6 @@ class Batch(NamedTuple):
   action: Array  # `[N, K]`, the actions after it.
   targets: Targets
   importance: Array  # Float32 `[N]`, 0 if the sequence is not valid.
-
-
-class Codec(NamedTuple):
-  """Converts numbers to probabilities of bins, and logits of bins to numbers.
-
-  Source: Schrittwieser et al. 2020, arXiv:1911.08265, appendix F.
-  """
-
-  support: Array  # `[M]`, the rescaled number of each bin.
-
-  def encode(self, x: Array) -> Array:
-    """Maps numbers `[...]` to probabilities `[..., M]`."""
-    atoms = returns.rescale(x)[..., None]
-    return returns.project(atoms, jnp.ones_like(atoms), self.support)
-
-  def decode(self, logits: Array) -> Array:
-    """Maps logits `[..., M]` to numbers `[...]`."""
-    support = jnp.expand_dims(self.support, range(logits.ndim - 1))
-    mean = jnp.sum(jax.nn.softmax(logits) * support, axis=-1)
-    return returns.inverse_rescale(mean)
 
 
 def build_network(
@@ -224,186 +178,6 @@ def build_network(
     num_policy_params=distribution.num_params,
     num_bins=num_bins,
   )
-
-
-def value_range(tree: Any) -> tuple[Array, Array]:
-  """Returns the smallest and the largest value in one tree of mctx.
-
-  A search compares the values of actions on this scale (Schrittwieser et al.
-  2020, appendix B). mctx would use the values of one state's actions. That is
-  worse as long as values are not exact: if two actions are almost equal, their
-  errors then decide.
-  """
-  is_used = tree.node_visits > 0
-  low = jnp.min(jnp.where(is_used, tree.node_values, jnp.inf))
-  high = jnp.max(jnp.where(is_used, tree.node_values, -jnp.inf))
-  return low, jnp.maximum(high, low + 1e-5)
-
-
-def gumbel_scores(tree: Any, node: Array) -> Array:
-  """Returns the scores `[A]` that a Gumbel search adds to a node's logits."""
-  import mctx
-
-  low, high = value_range(tree)
-  scores = mctx.qtransform_completed_by_mix_value(
-    tree, node, value_scale=0.1 / (high - low), rescale_values=False
-  )
-  # Only differences count. Beside large scores, logits would be rounded away.
-  return scores - jnp.max(scores)
-
-
-def muzero_scores(tree: Any, node: Array) -> Array:
-  """Returns the values `[A]` of a node's actions, from 0 to 1."""
-  import mctx
-
-  low, high = value_range(tree)
-  return mctx.qtransform_by_min_max(tree, node, min_value=low, max_value=high)
-
-
-def make_search(
-  network: MuZeroNetwork,
-  codec: Codec,
-  kind: str,
-  distribution: Distribution | None = None,
-  num_samples: int = 0,
-  uniform_fraction: float = 0.0,
-) -> Callable[..., tuple[Array, Extras]]:
-  """Builds the function that searches.
-
-  Args:
-    network: the model.
-    codec: converts the network's rewards and values.
-    kind: 'gumbel' (Danihelka et al. 2022) or 'muzero' (Schrittwieser et al.
-      2020), see mctx.
-    distribution: the policy over continuous actions; None for discrete ones.
-    num_samples: how many samples of a continuous action each state compares.
-      They have the same prior, because the policy itself proposed them (Hubert
-      et al. 2021, arXiv:2104.06303, section 4). If actions are greedy, the
-      first sample of the root is the mode.
-    uniform_fraction: the part of the root's prior over discrete actions that is
-      uniform, if actions are not greedy. Without it, the policy can become
-      certain too early: each search sharpens the policy that the next searches
-      start from.
-
-  Returns:
-    `(params, rng_key, obs, gamma, num_simulations, greedy) -> (action,
-    Extras)`, for `rng_key` `[B]` and `obs` `[B, ...]`. The random numbers of
-    a row depend on its key alone.
-  """
-  import mctx  # Imported on use: only this agent needs it.
-
-  def propose(rng_key, head):
-    """Returns logits of the actions to compare, `[1, A]`, and samples."""
-    if distribution is None:
-      return head, ()
-    keys = jax.random.split(rng_key, num_samples)
-    samples = jax.vmap(distribution.sample, (0, None))(keys, head[0])
-    return jnp.zeros((1, num_samples)), samples[None]
-
-  def choose(samples, index):
-    """Returns the environment's actions for indices `[1]`."""
-    if distribution is None:
-      return index
-    return distribution.to_action(samples[jnp.arange(1), index])
-
-  def search_one(params, rng_key, obs, gamma, num_simulations, greedy):
-    def recurrent(params, rng_key, index, state):
-      hidden, samples = state
-      hidden, reward = network.step(params, hidden, choose(samples, index))
-      head, value = network.predict(params, hidden)
-      logits, samples = propose(rng_key, head)
-      output = mctx.RecurrentFnOutput(
-        reward=codec.decode(reward),
-        discount=jnp.broadcast_to(gamma, reward.shape[:1]),
-        prior_logits=logits,
-        value=codec.decode(value),
-      )
-      return output, (hidden, samples)
-
-    obs = jax.tree.map(lambda x: x[None], obs)
-    hidden = network.represent(params, without_mask(obs))
-    head, value = network.predict(params, hidden)
-    sample_key = rng_key
-    if distribution is not None:
-      rng_key, sample_key = jax.random.split(rng_key)
-    logits, samples = propose(sample_key, head)
-    if distribution is not None and greedy:
-      samples = samples.at[:, 0].set(distribution.mode(head))
-    if distribution is None and not greedy and uniform_fraction:
-      prior = (1.0 - uniform_fraction) * jax.nn.softmax(logits)
-      logits = jnp.log(prior + uniform_fraction / logits.shape[-1])
-    is_illegal = None
-    if isinstance(obs, Masked):
-      is_illegal = hide_illegal(jnp.zeros_like(logits), obs) < 0.0
-    root = mctx.RootFnOutput(
-      prior_logits=logits,
-      value=codec.decode(value),
-      embedding=(hidden, samples),
-    )
-    arguments = params, rng_key, root, recurrent, num_simulations, is_illegal
-    if kind == 'gumbel':
-      output = mctx.gumbel_muzero_policy(
-        *arguments,
-        qtransform=gumbel_scores,
-        gumbel_scale=0.0 if greedy else 1.0,
-      )
-    else:
-      noise = {'dirichlet_fraction': 0.0, 'temperature': 0.0} if greedy else {}
-      output = mctx.muzero_policy(*arguments, qtransform=muzero_scores, **noise)
-    action = choose(samples, output.action)
-    found = Extras(output.action_weights, samples)
-    return action[0], jax.tree.map(lambda x: x[0], found)
-
-  def search(params, rng_key, obs, gamma, num_simulations, greedy):
-    return jax.vmap(
-      lambda rng_key, obs: search_one(
-        params, rng_key, obs, gamma, num_simulations, greedy
-      )
-    )(rng_key, obs)
-
-  return search
-
-
-def make_targets(
-  timestep: TimeStep,
-  extras: Extras,
-  bootstrap: Array,
-  gamma: Array,
-  *,
-  num_unroll_steps: int,
-) -> Targets:
-  """Computes the targets of the model's K steps.
-
-  Args:
-    timestep: leaves `[T+1, N, ...]`, T > K, rewards already clipped.
-    extras: what searches found, leaves `[T, N, ...]`.
-    bootstrap: float32 `[T+1, N]`, the values of each row's last time step: T,
-      or the end of the first episode; others are not read.
-    gamma: the discount per step.
-    num_unroll_steps: K.
-  """
-  num_steps = num_unroll_steps + 1
-  valid = returns.weights(timestep)  # `[T, N]`, 0 at a reset step.
-  discount = gamma * timestep.discount[1:]
-  targets = returns.q_lambda(
-    bootstrap, timestep.reward[1:], discount, valid, lambda_=1.0
-  )
-  # Whether step k is before or at the end of the first episode.
-  alive = jnp.concatenate(
-    [jnp.ones_like(valid[:1]), jnp.cumprod(valid[: num_steps - 1], axis=0)]
-  )
-  is_terminal = timestep.discount[:num_steps] == 0.0
-  ends = jnp.where(is_terminal, alive * (1.0 - valid[:num_steps]), 0.0)
-  # Whether the episode terminated before step k.
-  absorbed = jnp.cumsum(ends, axis=0) - ends
-  value = jnp.where(is_terminal, 0.0, targets[:num_steps] * alive)
-  reward = timestep.reward[1:num_steps] * alive[1:]
-  policy_weight = jnp.where(is_terminal, 0.0, alive)
-  policy, samples = jax.tree.map(
-    lambda x: x[:num_steps], (extras.policy, extras.samples)
-  )
-  weight = alive + absorbed
-  return Targets(reward, value, policy, samples, weight, policy_weight)
 
 
 def make_agent(spec: EnvSpec, fields: Fields) -> Agent:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from podrl.agents import AGENTS, acting, muzero
+from podrl.agents import AGENTS, acting, muzero, muzero_search
 from podrl.core import returns
 from podrl.fields import defaults
 from podrl.networks.muzero import MuZeroNetwork
@@ -75,7 +75,7 @@ def _sample():
   trajectory = Trajectory(
     TimeStep(obs, reward, discount, is_first),
     action,
-    muzero.Extras(policy),
+    muzero_search.Extras(policy),
     (),
     (),
     (),
@@ -98,7 +98,7 @@ def _expected_targets(sample, num_unroll_steps=_K, n_steps=_N_STEPS):
   """The targets, step by step, for one row after another."""
   timestep, _, extras, *_ = sample.trajectory
   network, params = _network(), _variables().params
-  codec = muzero.Codec(jnp.arange(-4.0, 5.0))
+  codec = muzero_search.Codec(jnp.arange(-4.0, 5.0))
   values = [
     codec.decode(network.predict(params, network.represent(params, obs))[1])
     for obs in timestep.obs
@@ -184,7 +184,7 @@ def test_the_loss_is_that_of_a_plain_loop():
   values = network.predict(
     variables.params, network.represent(variables.params, batch.obs)
   )[1]
-  codec = muzero.Codec(jnp.arange(-4.0, 5.0))
+  codec = muzero_search.Codec(jnp.arange(-4.0, 5.0))
   errors = abs(codec.decode(values) - targets.value[:, 0])
   # Row 1 begins where its episode ends, so it never gets another value.
   errors = np.where(np.arange(_B) == 1, 0.0, errors)
@@ -223,7 +223,7 @@ def test_half_of_the_gradient_passes_each_step_of_the_model(step):
 
 
 def test_numbers_survive_their_code():
-  codec = muzero.Codec(jnp.arange(-20.0, 21.0))
+  codec = muzero_search.Codec(jnp.arange(-20.0, 21.0))
   numbers = np.linspace(-300.0, 300.0, 101).astype(np.float32)
   probabilities = codec.encode(numbers)
   np.testing.assert_allclose(probabilities.sum(-1), 1.0, atol=1e-5)
@@ -234,7 +234,7 @@ def test_numbers_survive_their_code():
   assert returns.rescale(jnp.float32(3.0)) == pytest.approx(1.003)
 
 
-_CODEC = muzero.Codec(jnp.arange(-20.0, 21.0))
+_CODEC = muzero_search.Codec(jnp.arange(-20.0, 21.0))
 
 
 def _model(transitions, rewards, value, prior):
@@ -268,7 +268,7 @@ def _model(transitions, rewards, value, prior):
 
 def _search(model, states, gamma, num_simulations, *, kind='gumbel', greedy):
   """Searches from each of the states of a model."""
-  search = muzero.make_search(model, _CODEC, kind)
+  search = muzero_search.make_search(model, _CODEC, kind)
   search = jax.jit(search, static_argnums=(4, 5))
   obs = np.asarray(states, np.float32)[:, None]
   keys = jax.random.split(jax.random.key(0), len(obs))
@@ -328,7 +328,7 @@ def test_greedy_actions_have_their_own_number_of_simulations(monkeypatch):
 
     return counted
 
-  muzero_make_search = muzero.make_search
+  muzero_make_search = muzero_search.make_search
   monkeypatch.setattr(muzero, 'make_search', make_search)
   agent = _make(num_simulations=3, eval_num_simulations=5)
   steps = jax.tree.map(lambda x: x[0], _sample().trajectory.timestep)
@@ -401,7 +401,7 @@ def test_targets_of_new_searches_are_those_of_a_plain_loop(monkeypatch):
   """Every step whose policy is a target has been searched again."""
 
   def search(params, rng_key, obs, gamma, num_simulations, greedy):
-    return None, muzero.Extras(jax.nn.softmax(obs))
+    return None, muzero_search.Extras(jax.nn.softmax(obs))
 
   sample = _sample()
   timestep = sample.trajectory.timestep
@@ -457,7 +457,9 @@ def test_a_part_of_the_prior_is_uniform_unless_actions_are_greedy():
   """All values are equal, so the improved policy is the prior."""
   zeros, prior = np.zeros((1, 4), np.float32), np.float32([[30, 0, 0, 0]])
   model = _model(zeros.astype(int), zeros, zeros[:, 0], prior)
-  search = muzero.make_search(model, _CODEC, 'gumbel', uniform_fraction=0.4)
+  search = muzero_search.make_search(
+    model, _CODEC, 'gumbel', uniform_fraction=0.4
+  )
   search = jax.jit(search, static_argnums=(4, 5))
   keys, obs = jax.random.split(jax.random.key(0), 1), zeros[:, :1]
   _, extras = search((), keys, obs, 1.0, 100, True)
@@ -476,7 +478,7 @@ def test_a_part_of_the_actions_is_random_unless_they_are_greedy(monkeypatch):
   def search(params, rng_key, obs, gamma, num_simulations, greedy):
     """Chooses action 1."""
     action = jnp.ones(number, jnp.int32)
-    return action, muzero.Extras(jax.nn.one_hot(action, _A))
+    return action, muzero_search.Extras(jax.nn.one_hot(action, _A))
 
   monkeypatch.setattr(muzero, 'make_search', lambda *_: search)
   agent = _make(random_fraction=fraction)
@@ -522,7 +524,7 @@ def test_a_search_prefers_the_best_samples_of_a_continuous_action():
     lambda rng_key: (), lambda params, obs: obs, step, predict
   )
   for kind, num_simulations in (('gumbel', 60), ('muzero', 400)):
-    search = muzero.make_search(model, _CODEC, kind, distribution, 12)
+    search = muzero_search.make_search(model, _CODEC, kind, distribution, 12)
     search = jax.jit(search, static_argnums=(4, 5))
     keys = jax.random.split(jax.random.key(0), 40)
     obs = np.zeros((40, 1), np.float32)
@@ -551,7 +553,7 @@ def test_the_loss_of_samples_is_that_of_a_plain_loop():
   sample = _sample()
   samples = rng.normal(size=(_T, _B, 5, 2)).astype(np.float32)
   policy = rng.dirichlet(np.ones(5), size=(_T, _B)).astype(np.float32)
-  extras = muzero.Extras(policy, samples)
+  extras = muzero_search.Extras(policy, samples)
   action = rng.uniform([-1, 0], [1, 10], (_T, _B, 2)).astype(np.float32)
   trajectory = sample.trajectory._replace(action=action, extras=extras)
   sample = sample._replace(trajectory=trajectory)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from podrl.agents import a2c, acting, exploring, impala, muzero, ppo
+from podrl.agents import a2c, acting, exploring, impala, muzero_search, ppo
 from podrl.core import distributions, normalization, optimizers
 from podrl.core import learner as learner_lib
 from podrl.core.memory import make_ring
@@ -596,7 +596,7 @@ def test_devices_agree_on_a_fixed_sample(name):
     memory = _latest_unroll(5)
     rng = np.random.default_rng(0)
     policy = rng.dirichlet(np.ones(3), (_T, _B)).astype(np.float32)
-    trajectory = trajectory._replace(extras=muzero.Extras(policy))
+    trajectory = trajectory._replace(extras=muzero_search.Extras(policy))
   for num_devices in (1, 2, 4):
     state, update = _make_replay_update(
       agent, num_devices, memory, trajectory=trajectory

@@ -17,6 +17,7 @@ from podrl.drivers.anakin import Anakin
 from podrl.run.command_line import apply_overrides
 from podrl.run.config import default_fields
 from podrl.tools import experiments, sweep
+from podrl.tools import population as populations
 
 _SMALL = [
   *helpers.TINY[:-1],
@@ -377,10 +378,12 @@ def test_the_table_of_a_population_fits_into_80_columns():
     np.array([[0, 0]]),
     np.array([-1234.5]),
   )
-  population = sweep.Population([*values], steps, values, parents, returns)
+  population = populations.Population(
+    [*values], steps, values, parents, returns
+  )
   console = Console(width=80)
   with console.capture() as capture:
-    console.print(sweep.population_table(population))
+    console.print(populations.table(population))
   cells = '0 -1,234.50 0 0 0.957327 0.946125 0.000644704 0.000112094'
   assert capture.get().splitlines()[-1].split() == cells.split()
 
@@ -400,7 +403,7 @@ def test_a_population_waits_for_an_episode_of_each_member(tmp_path):
   *rest, last = map(json.loads, path.read_text().splitlines())
   last['eval_return'] = None
   path.write_text('\n'.join(map(json.dumps, [*rest, last])) + '\n')
-  assert sweep.read_population(str(program)).returns[2] == -np.inf
+  assert populations.read(str(program)).returns[2] == -np.inf
 
 
 def test_an_extended_population_goes_on_learning(tmp_path, capsys):
