@@ -30,12 +30,12 @@ from podrl.records.terminal import compact
 from podrl.run import lowering
 from podrl.run.lowering import CHIPS, Target, all_reduce_seconds
 from podrl.tools.compile import (
-  REDUCE,
   Report,
   compile_command,
   format_seconds,
   set_up_process,
 )
+from podrl.tools.hlo import REDUCE
 
 CORES = tuple(2**i for i in range(12))
 

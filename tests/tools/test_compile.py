@@ -17,7 +17,7 @@ from podrl.core import memory
 from podrl.drivers import spmd
 from podrl.run import build, devices, lowering
 from podrl.run.command_line import parse_command_line
-from podrl.tools import compile, experiments
+from podrl.tools import compile, experiments, hlo
 from podrl.tools.compile import Collective
 from podrl.types import Discrete, TimeStep, Trajectory
 
@@ -95,7 +95,7 @@ def _program(calls=1, num_devices=4, num_updates=1):
 
 def test_cycles_are_summed_by_part():
   target = lowering.parse('v5e-4')
-  found = compile.analyse(_TEXT, _program(), target)
+  found = hlo.analyse(_TEXT, _program(), target)
   collectives, cycles, seconds, slowest = found
   assert cycles == 1000 + 5 * (100 + 2) + 30 + 3
   in_cycles = {k: round(x * 1.5e9) for k, x in seconds.items()}
@@ -120,9 +120,7 @@ def test_cycles_are_summed_by_part():
 
 def test_a_program_of_a_step_counts_often():
   program = _program(calls=20)
-  collectives, cycles, *_ = compile.analyse(
-    _TEXT, program, lowering.parse('v5e-4')
-  )
+  collectives, cycles, *_ = hlo.analyse(_TEXT, program, lowering.parse('v5e-4'))
   assert cycles == 20 * 1543 and collectives[0].times == 20
 
 
@@ -130,7 +128,7 @@ def test_what_a_call_does_once_counts_little_in_one_of_its_updates():
   copy = '%c.2 = f32[8] copy(%p), backend_config={"estimated_cycles":"400"}'
   text = _TEXT.replace('  ROOT %outer', f'  {copy}\n  ROOT %outer')
   program = _program(num_updates=100)
-  found = compile.analyse(text, program, lowering.parse('v5e-4'))
+  found = hlo.analyse(text, program, lowering.parse('v5e-4'))
   collectives, cycles, seconds, _ = found
   assert cycles == 1543 + 400 // 100 and collectives[0].times == 1
   assert seconds['rest'] == pytest.approx(4 / 1.5e9)
@@ -146,7 +144,7 @@ def test_what_a_call_does_once_counts_little_in_one_of_its_updates():
   ],
 )
 def test_bytes(shape, expected):
-  assert compile.num_bytes(shape) == expected
+  assert hlo.num_bytes(shape) == expected
 
 
 def test_seconds_have_three_digits():
@@ -171,12 +169,12 @@ def test_a_gpu_has_a_roofline():
       }
       """)
   chip = lowering.CHIPS['h100']
-  module = compile.parse(text)
-  runs = list(compile.walk(module))
+  module = hlo.parse(text)
+  runs = list(hlo.walk(module))
   *_, product, copy = runs
 
   def seconds(chip):
-    return [compile.roofline_seconds(x, module, chip) for x in (product, copy)]
+    return [hlo.roofline_seconds(x, module, chip) for x in (product, copy)]
 
   # A kernel this small takes only the time of its start.
   assert seconds(chip) == pytest.approx([3e-6, 3e-6])
