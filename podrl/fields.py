@@ -162,15 +162,28 @@ def parse(name: str, text: str, default: Any) -> Any:
     return text
   if isinstance(default, str) and not isinstance(value, str):
     return text
-  return _convert(name, value, default, text)
+  return convert(name, value, default, text)
 
 
-def _convert(name: str, value: Any, default: Any, text: str) -> Any:
-  """Converts the value of a text to the type of the field's default."""
+def convert(name: str, value: Any, default: Any, text: str = '') -> Any:
+  """Converts a value to the type of the field's default; see `parse`.
+
+  `text` is how the user wrote the value.
+  """
+  text = text or str(value)
+  if isinstance(value, str) and not isinstance(default, str | None):
+    value = _evaluate(value)
+  if default is None:
+    try:
+      return as_tuples(json.loads(json.dumps(value)))
+    except TypeError as error:
+      raise ValueError(
+        f'config.{name}={text} cannot be written to config.json: {error}'
+      ) from error
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
   if isinstance(default, str):
-    if isinstance(value, str):
-      return value
+    if isinstance(value, str | int | float):
+      return str(value)
   elif isinstance(default, bool):
     if value in (0, 1):
       return bool(value)

@@ -4,12 +4,13 @@ from collections.abc import Callable, Collection, Sequence
 import itertools
 import math
 import shlex
+import types
 from typing import Any, NamedTuple
 
 from absl import flags
 
 from podrl.agents import AGENTS
-from podrl.fields import Fields, Range, parse, section
+from podrl.fields import Fields, Range, convert, parse, section
 from podrl.fields import short as short_name
 from podrl.messages import TRUST, similar, suggest
 from podrl.records import workdir
@@ -25,13 +26,16 @@ from podrl.run.config import (
 )
 
 
+def _absolute_cache(value: str) -> str:
+  """Makes the path in a value of `compilation_cache` absolute."""
+  return value if value in ('', 'auto', 'off') else workdir.absolute(value)
+
+
 def _with_absolute_path(override: str) -> str:
   """Makes the path in an override of `compilation_cache` absolute."""
   name, _, value = override.partition('=')
   is_path = name.endswith('config.compilation_cache')
-  if not is_path or value in ('', 'auto', 'off'):
-    return override
-  return f'{name}={workdir.absolute(value)}'
+  return f'{name}={_absolute_cache(value)}' if is_path else override
 
 
 def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -212,9 +216,13 @@ def explain_unknown(
 
 
 def apply_overrides(
-  config: Fields, arguments: Sequence[str], *, is_complete: bool = True
+  config: Fields,
+  arguments: Sequence[str],
+  values: Fields = types.MappingProxyType({}),
+  *,
+  is_complete: bool = True,
 ) -> tuple[dict[str, Any], set[str]]:
-  """Sets fields from `--config.FIELD=VALUE` arguments.
+  """Sets fields from `--config.FIELD=VALUE` arguments, and from `values`.
 
   An integer field also accepts `1e6`. Only `env.options` accepts new fields. If
   `is_complete` is false, unknown fields are left out, because another part may
@@ -232,28 +240,32 @@ def apply_overrides(
   overrides, others = _split_overrides(arguments)
   if others:
     raise ValueError(explain_unknown(others[0], config, [*_make_flags()]))
-  # Another part can bring the fields that the other arguments set.
-  changed = change(config, _parts_in(overrides))
-  options = changed['env.options'] = dict(config['env.options'])
+  settings: list[tuple[str, Any, Callable[..., Any]]] = []
   for argument in overrides:
     name, equals, text = _split_override(argument)
     if not equals:
       raise ValueError(f'{argument} has no value; write {argument}=VALUE')
+    settings.append((name, text, parse))
+  settings += [(name, value, convert) for name, value in values.items()]
+  # Another part can bring the fields that the other arguments set.
+  changed = change(config, {k: x for k, x, _ in settings if k in PARTS})
+  options = changed['env.options'] = dict(config['env.options'])
+  for name, value, read in settings:
     option = name.removeprefix('env.options.')
     if option != name:
-      options[option] = parse(name, text, options.get(option))
+      options[option] = read(name, value, options.get(option))
       names.add('env.options')
       continue
     if name == 'agent.name':
       raise ValueError(
-        f'config.agent.name={text} cannot be overridden, because the defaults '
-        f'of other fields depend on the agent; use --agent={text}'
+        f'config.agent.name={value} cannot be overridden, because the defaults '
+        f'of other fields depend on the agent; use --agent={value}'
       )
     if not (name in changed or is_complete):
       continue
     if name == 'env.options' or name not in changed:
       raise ValueError(_explain_field(name, changed))
-    changed[name] = parse(name, text, changed[name])
+    changed[name] = read(name, value, changed[name])
     names.add(name)
   return changed, names
 
@@ -261,12 +273,6 @@ def apply_overrides(
 def _split_override(argument: str) -> tuple[str, str, str]:
   """Returns the field, '=' (or '') and the value of an override."""
   return argument.partition('config.')[2].partition('=')
-
-
-def _parts_in(overrides: Sequence[str]) -> dict[str, str]:
-  """Returns the parts that overrides name, such as 'optimizer.name'."""
-  pairs = ((name, text) for name, _, text in map(_split_override, overrides))
-  return {name: text for name, text in pairs if name in PARTS}
 
 
 def _explain_field(name: str, config: Fields) -> str:
@@ -305,10 +311,20 @@ class CommandLine(NamedTuple):
   sweep: tuple[str, ...] = ()
   directory: str = ''  # The current directory at the start.
   names_task: bool = True  # Whether the user has named the environment.
+  # Fields that a Python program sets, see `podrl.train`.
+  values: Fields = types.MappingProxyType({})
 
   def fields(self) -> set[str]:
-    """Returns the names of the fields that the overrides set."""
-    return {_split_override(x)[0] for x in self.overrides}
+    """Returns the names of the fields that the user sets."""
+    return {_split_override(x)[0] for x in self.overrides} | self.values.keys()
+
+  def apply(
+    self, config: Fields, *, is_complete: bool = True
+  ) -> tuple[dict[str, Any], set[str]]:
+    """Sets the user's fields; see `apply_overrides`."""
+    return apply_overrides(
+      config, self.overrides, self.values, is_complete=is_complete
+    )
 
   def named(self) -> set[str]:
     """Returns the fields that the user has set; their modules are known.
@@ -325,7 +341,9 @@ class CommandLine(NamedTuple):
     The arguments `more` replace the overrides of the same fields.
     """
     fields = {x.partition('=')[0] for x in more}
-    kept = [x for x in self.overrides if x.partition('=')[0] not in fields]
+    texts = [f'--config.{k}={x}' for k, x in self.values.items()]
+    kept = [*self.overrides, *texts]
+    kept = [x for x in kept if x.partition('=')[0] not in fields]
     chosen = [x for x in ('agent', 'variant') if self.flags[x].present]
     chosen = [f'--{x}={self.flags[x].value}' for x in chosen]
     path, *own = self.sweep or (short(workdir),)
@@ -378,7 +396,11 @@ def _make_flags() -> flags.FlagValues:
 
 
 def parse_command_line(
-  argv: Sequence[str], *, has_task: bool = False, own: Collection[str] = ()
+  argv: Sequence[str],
+  *,
+  has_task: bool = False,
+  own: Collection[str] = (),
+  values: Fields = types.MappingProxyType({}),
 ) -> CommandLine:
   """Parses a command line; raises a ValueError for a wrong flag.
 
@@ -386,27 +408,32 @@ def parse_command_line(
     argv: the script's path or the command, then its arguments.
     has_task: whether one of the arguments is the name of an environment.
     own: further flags of the command, which hints may name.
+    values: fields that a Python program sets.
   """
-  values = _make_flags()
+  if cache := values.get('compilation_cache'):
+    values = {**values, 'compilation_cache': _absolute_cache(str(cache))}
+  options = _make_flags()
   try:
-    arguments = values(argv, known_only=True)[1:]
+    arguments = options(argv, known_only=True)[1:]
   except flags.Error as error:
     raise ValueError(str(error)) from error
   directory = workdir.note_start()
   for flag in ('workdir', 'init_from'):
-    values[flag].value = workdir.absolute(values[flag].value or '')
+    options[flag].value = workdir.absolute(options[flag].value or '')
   overrides, others = _split_overrides(arguments)
   if unknown := [x for x in others if x.startswith('-')]:
-    tables = [make_table(values.agent, x) for x in ('Anakin', 'Sebulba')]
+    tables = [make_table(options.agent, x) for x in ('Anakin', 'Sebulba')]
     known = dict.fromkeys(itertools.chain(*tables))
-    raise ValueError(explain_unknown(unknown[0], known, [*values, *own]))
+    raise ValueError(explain_unknown(unknown[0], known, [*options, *own]))
   overrides = list(map(_with_absolute_path, overrides))
   tasks = [x for x in others if has_task and not x.startswith('-')]
   if len(tasks) > 1:
     raise ValueError(f'expected one environment, got {" ".join(tasks)}')
   for flag, field in _SHORT.items():
-    if (value := values[flag].value) is not None:
-      if any(x.lstrip('-').startswith(f'config.{field}=') for x in overrides):
+    if (value := options[flag].value) is not None:
+      start = f'config.{field}='
+      is_set = any(x.lstrip('-').startswith(start) for x in overrides)
+      if is_set or field in values:
         raise ValueError(
           f'--{flag} and --config.{field} set the same field; use one of them'
         )
@@ -417,11 +444,12 @@ def parse_command_line(
   command = f'python {shlex.quote(argv[0])}'
   return CommandLine(
     command,
-    values,
+    options,
     arguments,
     task,
     directory=directory,
     names_task=bool(task) or not has_task,
+    values=values,
   )
 
 
@@ -432,7 +460,8 @@ def print_help(
   values = command_line.flags
   config = get_config(values.agent, values.variant)
   overrides, _ = _split_overrides(command_line.overrides)
-  config = change(config, _parts_in(overrides))
+  pairs = ((name, text) for name, _, text in map(_split_override, overrides))
+  config = change(config, {k: text for k, text in pairs if k in PARTS})
   table = table_of(config)
   name = ' [SUITE:]NAME' if command_line.task else ''
   lines = [f'usage: {command_line.command}{name} [flags]', values.get_help()]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import functools
 import math
 import sys
+import types
 from typing import Any
 
 import jax
@@ -22,11 +23,7 @@ from podrl.networks.torsos import image_sizes
 from podrl.records import workdir as files
 from podrl.records.terminal import podrl_command
 from podrl.run import build, cluster
-from podrl.run.command_line import (
-  CommandLine,
-  apply_overrides,
-  parse_command_line,
-)
+from podrl.run.command_line import CommandLine, parse_command_line
 from podrl.run.config import (
   FIELDS,
   change,
@@ -104,16 +101,18 @@ def make_config(task: Task, agent: str, spec: EnvSpec) -> dict[str, Any]:
 
 
 def parse(
-  arguments: Sequence[str],
+  arguments: Sequence[str], values: Fields = types.MappingProxyType({})
 ) -> tuple[Callable[..., dict[str, Any]], CommandLine]:
   """Parses the arguments of `podrl train`; raises a ValueError for a mistake.
+
+  `values` are further fields, which a Python program sets.
 
   Returns:
     The function `get_config` for the environment in the arguments, and the
     command line.
   """
   argv = ['podrl train', *arguments]
-  command_line = parse_command_line(argv, has_task=True)
+  command_line = parse_command_line(argv, has_task=True, values=values)
   command_line = command_line._replace(command=f'{podrl_command()} train')
   return functools.partial(_get_config, command_line), command_line
 
@@ -155,7 +154,7 @@ def _get_config(
   kept = 'env.options', 'env.path'
   config |= {k: saved[k] for k in kept if k in saved}
   # Another optimiser, which the kind of environment brings, may have a field.
-  config, _ = apply_overrides(config, command_line.overrides, is_complete=False)
+  config, _ = command_line.apply(config, is_complete=False)
   # `make_spec` uses devices, so JAX must be set up first.
   build.set_up_jax(config, cluster.num_processes())
   if task.note and jax.process_index() == 0:

@@ -17,7 +17,7 @@ from podrl.messages import printable
 from podrl.records import checkpoint, workdir
 from podrl.records.workdir import short
 from podrl.run.cluster import Cluster, version_of_code
-from podrl.run.command_line import CommandLine, apply_overrides
+from podrl.run.command_line import CommandLine
 from podrl.run.config import (
   PARTS,
   change,
@@ -157,9 +157,7 @@ def resolve_config(
       config = get_config(agent, values.variant)
     finally:
       values['trust'].value = given
-    config, requested = apply_overrides(
-      change(config, parts), command_line.overrides
-    )
+    config, requested = command_line.apply(change(config, parts))
     if values.variant:
       requested |= config.keys() - changeable(config)
     if values.init_from and workdir.is_series(config):

@@ -368,12 +368,10 @@ def train(
   arguments = [name, *(['--resume'] if resume else ())]
   arguments += ['--trust'] if trust else []
   arguments += [f'--{k}={x}' for k, x in options.items() if x is not None]
-  for field, value in config.items():
-    if isinstance(value, np.generic | np.ndarray):
-      value = value.tolist()
-    # The type of an option is unknown, so quotes must mark a string.
-    text = repr(value) if field.startswith('env.options.') else value
-    arguments.append(f'--config.{field}={text}')
+  values = {
+    k: x.tolist() if isinstance(x, np.generic | np.ndarray) else x
+    for k, x in config.items()
+  }
   if not _training.acquire(blocking=False):
     print(
       f'{name}: this run waits for the run of another thread', file=sys.stderr
@@ -381,14 +379,16 @@ def train(
     _training.acquire()
   try:
     with policy.in_32_bits():
-      return _train(arguments, on_record)
+      return _train(arguments, values, on_record)
   finally:
     _training.release()
 
 
-def _train(arguments: Sequence[str], on_record: OnRecord | None) -> Trained:
-  """Trains an agent with the arguments of `podrl train`."""
-  get_config, command_line = defaults.parse(arguments)
+def _train(
+  arguments: Sequence[str], values: Fields, on_record: OnRecord | None
+) -> Trained:
+  """Trains an agent with the arguments of `podrl train`, and other fields."""
+  get_config, command_line = defaults.parse(arguments, values)
   # Some settings are not attributes of `jax.config`.
   before = {x: jax.config.values[x] for x in _JAX_SETTINGS}
   verbosity = logging.get_verbosity()

@@ -44,7 +44,7 @@ from podrl.messages import check_choice, format_size, three_digits
 from podrl.records import workdir
 from podrl.records.terminal import compact
 from podrl.run import build, defaults, lowering
-from podrl.run.command_line import apply_overrides, parse_command_line
+from podrl.run.command_line import parse_command_line
 from podrl.run.config import check
 from podrl.run.devices import Machine
 from podrl.run.lowering import Chip, Program, Target
@@ -310,7 +310,7 @@ def compile_command(
   """
   argv = ['podrl compile', *arguments]
   command_line = parse_command_line(argv, has_task=True, own=own)
-  name, overrides = command_line.task, command_line.overrides
+  name = command_line.task
   # The configuration may depend on the platform.
   with spmd.compiling_for(target.platform):
     if name.endswith('.py') or not name:
@@ -319,11 +319,10 @@ def compile_command(
       check_choice('variant', command_line.flags.variant, ('',))
       task, agent = find_task(name), command_line.flags.agent
       config = defaults.base(task, agent)
-      config, _ = apply_overrides(config, overrides, is_complete=False)
+      config, _ = command_line.apply(config, is_complete=False)
       spec, chosen = build.make_spec(config), command_line.fields()
       config, _ = defaults.specialise(config, spec, chosen)
-      # Other parts may lack a field.
-      config, _ = apply_overrides(config, overrides)
+      config, _ = command_line.apply(config)  # Other parts may lack a field.
     factor = target.num_devices if scale else 1
     config['env.num_envs'] *= factor
     if num_members > 1:

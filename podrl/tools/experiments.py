@@ -11,7 +11,7 @@ import numpy as np
 
 from podrl.fields import Fields
 from podrl.modules import add_to_path
-from podrl.run.command_line import CommandLine, apply_overrides
+from podrl.run.command_line import CommandLine
 from podrl.run.config import check, completed, parts_directory
 
 
@@ -38,9 +38,7 @@ def read_config(command_line: CommandLine) -> dict[str, Any]:
   """Builds an experiment's configuration; raises a ValueError for a mistake."""
   values = command_line.flags
   get_config = load_experiment(command_line.task or 'no file')
-  config, _ = apply_overrides(
-    get_config(values.agent, values.variant), command_line.overrides
-  )
+  config, _ = command_line.apply(get_config(values.agent, values.variant))
   config['env.path'] = config['env.path'] or parts_directory(config)
   check(config)
   return config

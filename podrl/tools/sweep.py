@@ -48,7 +48,6 @@ from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
 from podrl.run.command_line import (
   CommandLine,
-  apply_overrides,
   parse_command_line,
 )
 from podrl.signals import DONE
@@ -374,9 +373,7 @@ def _make_plan(
     raise ValueError(
       '--resume continues the sweep in --workdir: give --workdir'
     )
-  config, _ = apply_overrides(
-    get_config(options.agent, options.variant), command_line.overrides
-  )
+  config, _ = command_line.apply(get_config(options.agent, options.variant))
   axes = [parse_axis(x, config, values.random > 0) for x in values.axis]
   fields = [axis.field for axis in axes]
   used = [x.lstrip('-').partition('=')[0] for x in command_line.overrides]

@@ -41,6 +41,46 @@ def test_overrides_take_the_type_of_their_default(argument, field, expected):
   assert value == expected and type(value) is type(expected)
 
 
+@pytest.mark.parametrize(
+  'field,value,expected',
+  [
+    ('seed', 1e3, 1000),
+    ('seed', '1e3', 1000),
+    ('optimizer.anneal', 0, False),
+    ('agent.gamma', 1, 1.0),
+    ('network.hidden_sizes', [8, 9], (8, 9)),
+    ('stop.eval_return', 475, '475'),
+    ('env.name', "'x'", "'x'"),  # It is no text that shows a string.
+    ('env.options.level', '3', '3'),
+    ('env.options.sizes', [1, [2]], (1, (2,))),
+  ],
+)
+def test_values_of_python_take_the_type_of_their_default(
+  field, value, expected
+):
+  config = default_fields('ppo', 'Anakin')
+  config, names = apply_overrides(config, [], {field: value})
+  option = field.removeprefix('env.options.')
+  found = config['env.options'][option] if option != field else config[field]
+  assert found == expected and type(found) is type(expected)
+  assert names == {'env.options' if option != field else field}
+
+
+@pytest.mark.parametrize(
+  'values,message',
+  [
+    ({'seed': 1.5}, 'config.seed=1.5 is not of type int'),
+    ({'agent.gama': 0.9}, 'did you mean config.agent.gamma'),
+    ({'env.options.x': {1, 2}}, r'x={1, 2} cannot be written to config.json'),
+    ({'agent.name': 'a2c'}, 'use --agent=a2c'),
+  ],
+)
+def test_wrong_values_of_python_are_one_line(values, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    apply_overrides(default_fields('ppo', 'Anakin'), [], values)
+  assert '\n' not in str(caught.value)
+
+
 def test_an_override_may_be_two_arguments():
   config = default_fields('ppo', 'Anakin')
   config, _ = apply_overrides(
@@ -58,6 +98,8 @@ def test_a_short_flag_and_its_field_exclude_each_other(flag, field):
     message = f'--{flag} and --config.{field} set the same field'
     with pytest.raises(ValueError, match=message):
       parse_command_line(['x.py', *override, f'--{flag}=2'])
+  with pytest.raises(ValueError, match=message):
+    parse_command_line(['x.py', f'--{flag}=2'], values={field: 2})
   # The name of another field may begin in the same way.
   argv = ['x.py', f'--config.{field}_x=2', f'--{flag}=3']
   overrides = parse_command_line(argv).overrides
