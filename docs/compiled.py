@@ -57,7 +57,7 @@ def _experiments() -> list[tuple[str, str]]:
 
 def _compile(name: str, agent: str, variant: str, target_name: str) -> Row:
   """Compiles one experiment for one target."""
-  target = lowering.parse(target_name)
+  target = lowering.parse_target(target_name)
   path = str(_DOCS.parent / 'experiments' / f'{name}.py')
   flags = [f'--agent={agent}', f'--variant={variant}']
   if num_envs := _NUM_ENVS.get((target_name, agent, variant)):

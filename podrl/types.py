@@ -490,7 +490,7 @@ class Driver(Protocol):
   Attributes:
     state: arrays of the whole run, which a checkpoint stores; None before
       `start`. The next `advance` may delete these arrays.
-    learner: the learner's part of `state`.
+    learner_state: the learner's part of `state`.
     error: the exception that ended one of the driver's threads, if any.
   """
 
@@ -500,7 +500,7 @@ class Driver(Protocol):
   def state(self) -> Tree: ...
 
   @property
-  def learner(self) -> LearnerState | None: ...
+  def learner_state(self) -> LearnerState | None: ...
 
   def start(self, restore: Restore) -> None:
     """Makes the initial state, calls `restore` with it, and compiles."""

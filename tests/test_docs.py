@@ -66,7 +66,7 @@ def test_the_tutorials_code_runs_and_learns(home):
   assert int(scope['state'].learner.num_updates) == 100
   assert 'bonus' in scope['records'].metrics
   assert scope['host_return'] > 0.95
-  assert scope['host_driver'].learner.num_updates == 100
+  assert scope['host_driver'].learner_state.num_updates == 100
   report = scope['reports'][-1]
   measured = {*report.metrics, *report.own, *report.stages} - {'bonus'}
   assert measured <= _metrics_page()

@@ -196,7 +196,7 @@ def _speed(task: str, num_envs: int) -> tuple[str, ...]:
   run = build.make_run(config)
   driver, steps = run.driver, run.steps_per_update
   driver.start()
-  leaves = jax.tree.leaves(driver.learner.variables.params)
+  leaves = jax.tree.leaves(driver.learner_state.variables.params)
   num_params = sum(x.size for x in leaves)
   rejax = Rejax(settings)
   if rejax.num_params != num_params:

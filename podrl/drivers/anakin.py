@@ -396,7 +396,7 @@ class Anakin:
   _culprits: dict[int, Culprit] = dataclasses.field(default_factory=dict)
 
   @property
-  def learner(self) -> LearnerState | None:
+  def learner_state(self) -> LearnerState | None:
     """The learner's part of the state."""
     return self.state and self.state.learner
 

@@ -157,7 +157,7 @@ class Sebulba:
     self._end_seconds = time.perf_counter()  # End of the last `advance`.
 
   @property
-  def learner(self) -> types.LearnerState | None:
+  def learner_state(self) -> types.LearnerState | None:
     """Returns `state`, which does not contain the environments."""
     return self.state
 

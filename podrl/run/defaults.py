@@ -100,7 +100,7 @@ def make_config(task: Task, agent: str, spec: EnvSpec) -> dict[str, Any]:
   return specialise(base(task, agent), spec)[0]
 
 
-def parse(
+def parse_arguments(
   arguments: Sequence[str], values: Fields = types.MappingProxyType({})
 ) -> tuple[Callable[..., dict[str, Any]], CommandLine]:
   """Parses the arguments of `podrl train`; raises a ValueError for a mistake.

@@ -78,8 +78,8 @@ class Running:
   def policy(self) -> policy.Policy:
     """Returns the current policy; of several agents, that of the first."""
     trainer, run = self._trainer, self._trainer.run
-    assert run.driver.learner is not None
-    variables = spmd.copy_to_first_device(run.driver.learner.variables)
+    assert run.driver.learner_state is not None
+    variables = spmd.copy_to_first_device(run.driver.learner_state.variables)
     if len(run.eval_keys) > 1:
       variables = jax.tree.map(lambda x: x[0], variables)
     agent = build.make_agent(trainer.config, run.spec)
@@ -363,8 +363,8 @@ class Trainer:
       ending['error'] = outcome.error
     if outcome.is_diverged:
       ending['diverged'] = True
-    if run.driver.learner is not None:
-      leaves = jax.tree.leaves(run.driver.learner.variables.params)
+    if run.driver.learner_state is not None:
+      leaves = jax.tree.leaves(run.driver.learner_state.variables.params)
       ending['num_params'] = sum(x.size for x in leaves) // len(run.eval_keys)
     return ending
 
@@ -378,8 +378,8 @@ class Trainer:
       capacity = config['replay.capacity_steps']
       message = f'config.replay.capacity_steps={capacity}: {error}'
       raise _Mistake(message) from error
-    assert driver.learner is not None
-    arrays = jax.tree.leaves(driver.learner.memory)
+    assert driver.learner_state is not None
+    arrays = jax.tree.leaves(driver.learner_state.memory)
     if arrays:
       size = sum(x.addressable_data(0).nbytes for x in arrays)
       text = f'the memory of {config["replay.capacity_steps"]:,} steps needs'
@@ -684,8 +684,8 @@ class Trainer:
     run, signals, cluster = self.run, self.signals, self.cluster
     say, num_chunks = self.recorder.terminal.say, 0
     say('evaluating' if self.has_evaluated else 'compiling the evaluation')
-    assert run.driver.learner is not None
-    variables = spmd.copy_to_first_device(run.driver.learner.variables)
+    assert run.driver.learner_state is not None
+    variables = spmd.copy_to_first_device(run.driver.learner_state.variables)
 
     def should_stop() -> bool:
       nonlocal num_chunks

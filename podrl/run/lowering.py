@@ -160,7 +160,7 @@ NAMES = [
 ]
 
 
-def parse(text: str) -> Target:
+def parse_target(text: str) -> Target:
   """Parses the name of a target, such as v4-8, 2xv5e-256 or h100:8.
 
   As in Google Cloud, the size counts cores for v2, v3, v4, v5p and tpu7x, and

@@ -388,7 +388,7 @@ def _train(
   arguments: Sequence[str], values: Fields, on_record: OnRecord | None
 ) -> Trained:
   """Trains an agent with the arguments of `podrl train`, and other fields."""
-  get_config, command_line = defaults.parse(arguments, values)
+  get_config, command_line = defaults.parse_arguments(arguments, values)
   # Some settings are not attributes of `jax.config`.
   before = {x: jax.config.values[x] for x in _JAX_SETTINGS}
   verbosity = logging.get_verbosity()

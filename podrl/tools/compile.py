@@ -68,7 +68,7 @@ class Analysis:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class CompiledRun:
   """A run that was compiled for a target."""
 
   target: str
@@ -137,7 +137,7 @@ def compile_for(
   target: Target,
   machine: Machine | None = None,
   factor: int = 1,
-) -> tuple[Report, dict[str, str]]:
+) -> tuple[CompiledRun, dict[str, str]]:
   """Compiles a run for a target; call this inside `spmd.compiling_for`.
 
   `config.env.num_envs` is `factor` times the number that the user gave.
@@ -164,7 +164,7 @@ def compile_for(
 
 def compile_once(
   config: Fields, target: Target, machine: Machine
-) -> tuple[Report, dict[str, str]]:
+) -> tuple[CompiledRun, dict[str, str]]:
   """Compiles like `compile_for`; raises `TooLarge` if the run does not fit."""
   lowered = lowering.lower(config, machine)
   analyses, texts = {}, {}
@@ -176,7 +176,7 @@ def compile_once(
     found = analyse(texts[name], program, target, default)
     analyses[name] = Analysis(program.num_devices, seconds, memory, *found)
   num_devices, num_envs = len(machine.devices), config['env.num_envs']
-  return Report(
+  return CompiledRun(
     target.name, num_devices, num_envs, analyses, *lowered[1:]
   ), texts
 
@@ -229,7 +229,7 @@ def format_seconds(value: float) -> str:
   return f'{value * 1e6:.3g} us'
 
 
-def lines(report: Report, target: Target) -> Iterator[str]:
+def lines(report: CompiledRun, target: Target) -> Iterator[str]:
   """Describes a report in lines of at most 80 characters."""
   device = 'core' if target.chip.clock else 'GPU'
   for name, x in report.programs.items():
@@ -255,7 +255,7 @@ def lines(report: Report, target: Target) -> Iterator[str]:
   )
 
 
-def slowest_table(report: Report) -> Table:
+def slowest_table(report: CompiledRun) -> Table:
   """Makes a table of the ten instructions that take the most time."""
   columns = ('part', 'instruction', 'line')
   table = tools.make_table('share', *columns, left=columns)
@@ -269,7 +269,7 @@ def slowest_table(report: Report) -> Table:
   return table
 
 
-def draw(reports: Sequence[Report], title: str, path: str) -> None:
+def draw(reports: Sequence[CompiledRun], title: str, path: str) -> None:
   """Draws the time of an update by part, a bar for each program and target."""
   from matplotlib.ticker import EngFormatter
 
@@ -300,7 +300,7 @@ def compile_command(
   scale: bool = True,
   num_members: int = 0,
   own: Collection[str] = (),
-) -> tuple[Fields, Report, dict[str, str]]:
+) -> tuple[Fields, CompiledRun, dict[str, str]]:
   """Compiles a run for a target; `arguments` are those of a training command.
 
   If `scale` is true, each device has config.env.num_envs environments. If
@@ -345,7 +345,7 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   """Compiles for each target; prints, writes and draws the reports."""
   if not values.target:
     raise ValueError('--target is empty; try --target=v5e-16')
-  all_targets = [lowering.parse(x) for x in values.target]
+  all_targets = [lowering.parse_target(x) for x in values.target]
   set_up_process(all_targets)
   console = Console(highlight=False, markup=False)
   if values.out:

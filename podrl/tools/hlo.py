@@ -49,7 +49,7 @@ Module = dict[str, list[Instruction]]
 _ENTRY = 'ENTRY'
 
 
-def parse(text: str) -> Module:
+def read_module(text: str) -> Module:
   """Parses the text of a compiled program."""
   module: Module = {}
   body: list[Instruction] = []
@@ -125,7 +125,7 @@ def sources(text: str) -> dict[str, str]:
   return found
 
 
-class Run(NamedTuple):
+class Execution(NamedTuple):
   """An instruction, how often one call of the program runs it, and its part."""
 
   instruction: Instruction
@@ -146,7 +146,7 @@ def walk(
   computation: str = _ENTRY,
   times: int = 1,
   part: str = REST,
-) -> Iterator[Run]:
+) -> Iterator[Execution]:
   """Yields the instructions that run.
 
   Only the longest branch of a conditional counts, or the shortest one if the
@@ -156,7 +156,7 @@ def walk(
   """
   for instruction in module[computation]:
     own = part_of(instruction) or part
-    yield Run(instruction, computation, times, own)
+    yield Execution(instruction, computation, times, own)
     if instruction.kind == 'while':
       trips = times * num_trips(instruction, module, num_updates)
       for name in instruction.called('condition', 'body'):
@@ -187,7 +187,7 @@ _FREE = (
 _START_SECONDS = 3e-6  # A GPU needs about this time to start a kernel.
 
 
-def roofline_seconds(run: Run, module: Module, chip: Chip) -> float:
+def roofline_seconds(run: Execution, module: Module, chip: Chip) -> float:
   """Estimates an instruction's time on a GPU, from its bytes and its FLOPs.
 
   A product of matrices `[M, K]` and `[K, N]` has 2 M K N FLOPs. This is twice
@@ -246,7 +246,7 @@ def analyse(
 
   `default` is the part of instructions without a scope.
   """
-  module, chip = parse(text), target.chip
+  module, chip = read_module(text), target.chip
   lines_of = sources(text)
   collectives, rows, cycles = [], [], 0
   seconds = dict.fromkeys(ROWS, 0.0)

@@ -38,7 +38,7 @@ _NUM_POINTS = 200  # Points of one curve.
 _COLORS = ('#1f5fa8', '#c44e00', '#2f8f4e', '#8a4fbf', '#b8860b', '#5a5a5a')
 
 
-class Run(NamedTuple):
+class PlottedRun(NamedTuple):
   """The configuration and the records of a run."""
 
   config: dict[str, Any]  # Values by dotted name: `env.num_envs`.
@@ -56,7 +56,7 @@ class Group(NamedTuple):
 
   task: str
   label: str  # The agent, and the fields that differ from other groups.
-  runs: list[Run]
+  runs: list[PlottedRun]
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -97,7 +97,7 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
   return found, problems
 
 
-def read_run(path: str) -> Run:
+def read_run(path: str) -> PlottedRun:
   """Reads a run, which may still be training.
 
   Raises a ValueError if the path is not a run, or one of its files is damaged.
@@ -113,12 +113,12 @@ def read_run(path: str) -> Run:
     values += [record[y] for y in numbers if record.get(y) is not None]
     if not all(isinstance(x, int | float) for x in values):
       raise ValueError(f'{path}/metrics.jsonl is damaged in line {number}')
-  return Run(config, records)
+  return PlottedRun(config, records)
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
+def group_runs(runs: Sequence[PlottedRun]) -> list[Group]:
   """Groups runs that `workdir.compared` finds alike; keeps their order."""
-  members: dict[str, list[Run]] = {}
+  members: dict[str, list[PlottedRun]] = {}
   for run in runs:
     members.setdefault(workdir.compared(run.config), []).append(run)
   configs = [runs[0].config for runs in members.values()]
@@ -149,7 +149,7 @@ def _task(config: dict[str, Any]) -> tuple[str, str]:
 
 
 def training_curve(
-  runs: Sequence[Run], x: str, y: str = _RETURNS[0]
+  runs: Sequence[PlottedRun], x: str, y: str = _RETURNS[0]
 ) -> tuple[np.ndarray, np.ndarray]:
   """Interpolates a metric of a group's runs at common points.
 

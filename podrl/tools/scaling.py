@@ -30,7 +30,7 @@ from podrl.records.terminal import compact
 from podrl.run import lowering
 from podrl.run.lowering import CHIPS, Target, all_reduce_seconds
 from podrl.tools.compile import (
-  Report,
+  CompiledRun,
   compile_command,
   format_seconds,
   set_up_process,
@@ -68,11 +68,11 @@ def find_target(kind: str, num_cores: int) -> Target | None:
   if size // slices not in sizes:
     return None
   name = f'{kind}{"-" if chip.clock else ":"}{size // slices}'
-  return lowering.parse(name if slices == 1 else f'{slices}x{name}')
+  return lowering.parse_target(name if slices == 1 else f'{slices}x{name}')
 
 
 def predict(
-  reports: dict[int, Report], all_targets: dict[int, Target]
+  reports: dict[int, CompiledRun], all_targets: dict[int, Target]
 ) -> list[Row]:
   """Makes a row for each target, from the reports of some of them."""
   sizes = sorted(reports)

@@ -148,7 +148,7 @@ def make_settings(
   return list({repr(x): x for x in found}.values())
 
 
-class Program(NamedTuple):
+class MemberGroup(NamedTuple):
   """The members of a sweep that one run trains."""
 
   fields: Setting  # The same for all members.
@@ -157,7 +157,7 @@ class Program(NamedTuple):
 
 def make_programs(
   settings: Sequence[Setting], config: Fields, per_program: int
-) -> list[Program]:
+) -> list[MemberGroup]:
   """Divides the settings, each with all seeds, into as few runs as possible.
 
   `per_program` is the largest number of members of a run; 0 means no limit.
@@ -180,7 +180,7 @@ def make_programs(
       fields = dict(shared) | {'num_seeds': 1}
       if len(part) == 1:
         fields, part = fields | part[0], ()
-      programs.append(Program(fields, part))
+      programs.append(MemberGroup(fields, part))
   return programs
 
 
@@ -294,7 +294,7 @@ def draw(results: Sequence[Result], title: str, path: str) -> None:
 def _experiment(
   argv: Sequence[str], own: Collection[str] = ()
 ) -> tuple[Callable[..., Fields], CommandLine]:
-  """Parses the arguments of a training command; see `defaults.parse`.
+  """Parses the arguments of a training command; see `defaults.parse_arguments`.
 
   Hints may name the flags `own`.
   """
@@ -302,7 +302,7 @@ def _experiment(
   if command_line.task.endswith('.py'):
     get_config = experiments.load_experiment(command_line.task)
   else:
-    get_config, command_line = defaults.parse(argv[1:])
+    get_config, command_line = defaults.parse_arguments(argv[1:])
   command = f'{podrl_command()} sweep {shlex.quote(command_line.task)}'
   return get_config, command_line._replace(command=command)
 
@@ -321,7 +321,7 @@ def _population(axes: Sequence[Axis], values: flags.FlagValues) -> Setting:
 
 
 def _check_population(
-  programs: Sequence[Program], population: Setting, config: Fields
+  programs: Sequence[MemberGroup], population: Setting, config: Fields
 ) -> None:
   """Raises a ValueError if the members cannot evolve together."""
   if not population['population.ranges']:
@@ -344,7 +344,7 @@ class _Plan(NamedTuple):
   command_line: CommandLine
   config: Fields  # Without the axes.
   settings: list[Setting]
-  programs: list[Program]
+  programs: list[MemberGroup]
   population: Setting
   path: str  # Directory of the sweep.
   arguments: list[str]  # Those that only `podrl sweep` has.
@@ -533,7 +533,7 @@ def _is_finished(directory: str, total_env_steps: int) -> bool:
   return is_finished or workdir.read_summary(directory).get('diverged', False)
 
 
-def _with_members(plan: _Plan, program: Program) -> Callable[..., Fields]:
+def _with_members(plan: _Plan, program: MemberGroup) -> Callable[..., Fields]:
   """Returns a `get_config` for one program of a sweep."""
   # An axis may be a field of a part that the command line names.
   parts = {name: plan.config[name] for name in configs.PARTS}
@@ -546,7 +546,7 @@ def _with_members(plan: _Plan, program: Program) -> Callable[..., Fields]:
 
 
 def _add_members(
-  config: Fields, program: Program, population: Setting
+  config: Fields, program: MemberGroup, population: Setting
 ) -> Fields:
   """Returns a configuration with what one program of a sweep trains."""
   config = configs.change(config, program.fields)

@@ -23,7 +23,7 @@ from podrl.signals import DONE, MISTAKE
 def run(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit code; see `train.run`."""
   try:
-    get_config, command_line = defaults.parse(argv[1:])
+    get_config, command_line = defaults.parse_arguments(argv[1:])
     if not command_line.flags.help:
       return train.run_to_exit(get_config, command_line)
     print_text(__doc__)

@@ -154,7 +154,7 @@ def test_deterministic_runs_are_bitwise_equal(max_lag, has_memory):
     )
     driver.start()
     reports = _advance(driver, 20)
-    outcome = jax.device_get(driver.learner.variables.params)
+    outcome = jax.device_get(driver.learner_state.variables.params)
     assert driver.close() == [] and not _podrl_threads()
     lags = np.concatenate([r.own['policy_lag'] for r in reports])
     np.testing.assert_array_equal(lags, np.minimum(np.arange(20), max_lag))
@@ -226,7 +226,7 @@ def test_actors_on_two_devices_learn_as_on_one():
     driver = _driver(num_actor_devices=num_actor_devices)
     driver.start()
     _advance(driver, 5)
-    outcome = jax.device_get(driver.learner.variables.params)
+    outcome = jax.device_get(driver.learner_state.variables.params)
     assert driver.close() == []
     return outcome
 
@@ -404,7 +404,7 @@ def test_programs_of_two_actors_learn_what_loops_learn():
     driver = _driver(make_env)
     driver.start()
     report = _advance(driver, 5)[-1]
-    outcome = jax.device_get(driver.learner.variables.params)
+    outcome = jax.device_get(driver.learner_state.variables.params)
     assert driver.close() == []
     stages = [report.stages[f'time_{x}'] for x in ('environment', 'inference')]
     assert min(stages) > 0
@@ -719,7 +719,7 @@ def test_sequences_go_on_over_the_unrolls_of_unequal_actors():
   driver.make_env = lambda i: _make_env(i, lambda i: 0.006 if i else 0.001)
   driver.start()
   reports = _advance(driver, 80)
-  storage, priorities = jax.device_get(driver.learner.memory)
+  storage, priorities = jax.device_get(driver.learner_state.memory)
   assert driver.close() == []
   # No unroll is missing, so a column of N steps has N - 5 sequences of 6 steps.
   num_steps = storage.num_rows[0]

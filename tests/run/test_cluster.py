@@ -265,7 +265,7 @@ def test_a_process_that_compiles_does_not_hang(part):
   trainer.cluster = Cluster(0, 2, object(), dog)
   trainer._compiling = functools.partial(loop.Trainer._compiling, trainer)
   trainer.signals.leaving = lambda leave: contextlib.nullcontext()
-  trainer.run.driver.learner.memory = ()
+  trainer.run.driver.learner_state.memory = ()
   for function in (
     trainer.run.driver.start,
     trainer._evaluate,

@@ -34,7 +34,7 @@ _CHIP = lowering.CHIPS['v5e']._replace(
   ],
 )
 def test_names(name, num_devices, pod_size, shape):
-  target = lowering.parse(name)
+  target = lowering.parse_target(name)
   assert target.num_devices == num_devices
   assert target.chip.pod_size == pod_size
   if shape:

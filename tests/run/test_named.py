@@ -197,7 +197,9 @@ def test_help_lists_the_fields_of_the_kind(monkeypatch, capsys):
 
 def test_a_resume_command_repeats_the_agent_and_the_fields():
   arguments = ['Catch-bsuite', '--agent=impala', '--seed=3', '--workdir=a']
-  _, command_line = defaults.parse([*arguments, '--config.unroll_length', '8'])
+  _, command_line = defaults.parse_arguments(
+    [*arguments, '--config.unroll_length', '8']
+  )
   command = f"{podrl_command()} train '--workdir=my run' --resume"
   assert command_line.resume('my run') == (
     f'{command} --agent=impala --config.unroll_length=8 --config.seed=3'
@@ -548,7 +550,7 @@ def test_a_run_that_may_not_learn_says_so(
   arguments, expected, monkeypatch, capsys
 ):
   monkeypatch.setattr(build, 'set_up_jax', lambda *_: None)
-  get_config, command_line = defaults.parse(arguments)
+  get_config, command_line = defaults.parse_arguments(arguments)
   get_config(command_line.flags.agent, '')
   said = capsys.readouterr().err
   assert (expected in said) if expected else said == ''
@@ -568,5 +570,5 @@ def test_a_run_that_may_not_learn_says_so(
 )
 def test_each_agent_has_its_own_budget(name, agent, expected, monkeypatch):
   monkeypatch.setattr(build, 'set_up_jax', lambda *_: None)
-  get_config, _ = defaults.parse([name])
+  get_config, _ = defaults.parse_arguments([name])
   assert get_config(agent, '')['total_env_steps'] == expected

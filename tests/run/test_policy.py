@@ -158,7 +158,10 @@ def test_its_parameters_are_the_runs(runs, tmp_path, monkeypatch):
   for x, y in zip(
     *map(
       jax.tree.leaves,
-      (drivers[0].learner.variables, podrl.load(tmp_path / 'run').variables),
+      (
+        drivers[0].learner_state.variables,
+        podrl.load(tmp_path / 'run').variables,
+      ),
     )
   ):
     np.testing.assert_array_equal(x, y)
@@ -240,7 +243,7 @@ def test_a_nan_names_its_seed(tmp_path, capsys, monkeypatch):
   fields, _ = apply_overrides(fields, [*helpers.TINY, config[0]])
   run = build.make_run(fields)
   run.driver.start()
-  params = spmd.copy_to_first_device(run.driver.learner.variables.params)
+  params = spmd.copy_to_first_device(run.driver.learner_state.variables.params)
   marked[0] = float(jax.tree.leaves(params)[1][1].ravel()[0])
   assert helpers.run(tmp_path / 'run', *config) == 1
   assert 'of seed 1 is NaN or infinite at update 1' in capsys.readouterr().err

@@ -206,7 +206,7 @@ def test_parameters_are_bitwise_reproducible():
     left = 4
     while left:
       left -= run.driver.advance(min(left, 4 // num_calls))[0].num_updates
-    return jax.device_get(run.driver.learner.variables.params)
+    return jax.device_get(run.driver.learner_state.variables.params)
 
   for x, y in zip(*map(jax.tree.leaves, (params(2), params(1)))):
     np.testing.assert_array_equal(x, y)

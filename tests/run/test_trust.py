@@ -326,7 +326,9 @@ def test_an_opponent_imports_nothing(name, home):
 
 
 def test_process_0_decides_for_all(run, monkeypatch):
-  get_config, command_line = defaults.parse([f'--workdir={run}', '--resume'])
+  get_config, command_line = defaults.parse_arguments(
+    [f'--workdir={run}', '--resume']
+  )
   # Another process may have another key.
   monkeypatch.setenv('XDG_STATE_HOME', str(run.parent / 'other'))
   with pytest.raises(ValueError, match='add --trust'):

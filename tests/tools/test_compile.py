@@ -94,7 +94,7 @@ def _program(calls=1, num_devices=4, num_updates=1):
 
 
 def test_cycles_are_summed_by_part():
-  target = lowering.parse('v5e-4')
+  target = lowering.parse_target('v5e-4')
   found = hlo.analyse(_TEXT, _program(), target)
   collectives, cycles, seconds, slowest = found
   assert cycles == 1000 + 5 * (100 + 2) + 30 + 3
@@ -120,7 +120,9 @@ def test_cycles_are_summed_by_part():
 
 def test_a_program_of_a_step_counts_often():
   program = _program(calls=20)
-  collectives, cycles, *_ = hlo.analyse(_TEXT, program, lowering.parse('v5e-4'))
+  collectives, cycles, *_ = hlo.analyse(
+    _TEXT, program, lowering.parse_target('v5e-4')
+  )
   assert cycles == 20 * 1543 and collectives[0].times == 20
 
 
@@ -128,7 +130,7 @@ def test_what_a_call_does_once_counts_little_in_one_of_its_updates():
   copy = '%c.2 = f32[8] copy(%p), backend_config={"estimated_cycles":"400"}'
   text = _TEXT.replace('  ROOT %outer', f'  {copy}\n  ROOT %outer')
   program = _program(num_updates=100)
-  found = hlo.analyse(text, program, lowering.parse('v5e-4'))
+  found = hlo.analyse(text, program, lowering.parse_target('v5e-4'))
   collectives, cycles, seconds, _ = found
   assert cycles == 1543 + 400 // 100 and collectives[0].times == 1
   assert seconds['rest'] == pytest.approx(4 / 1.5e9)
@@ -169,7 +171,7 @@ def test_a_gpu_has_a_roofline():
       }
       """)
   chip = lowering.CHIPS['h100']
-  module = hlo.parse(text)
+  module = hlo.read_module(text)
   runs = list(hlo.walk(module))
   *_, product, copy = runs
 
@@ -188,7 +190,7 @@ def test_a_gpu_has_a_roofline():
 
 
 def _compile(config, name):
-  target = lowering.parse(name)
+  target = lowering.parse_target(name)
   with spmd.compiling_for(target.platform):
     return compile.compile_for(config, target)
 
@@ -221,7 +223,7 @@ def test_anakin_compiles_for_a_tpu_slice():
 @_needs_libtpu
 def test_the_members_of_a_sweep_compile_for_a_tpu_slice():
   arguments = ['Catch-bsuite', '--config.env.num_envs=16', '--agent=impala']
-  target = lowering.parse('v3-16')
+  target = lowering.parse_target('v3-16')
   compile.set_up_process([target])
   _, report, _ = compile.compile_command(arguments, target, False, 32)
   _, one, _ = compile.compile_command(arguments, target, False, 0)
@@ -257,7 +259,7 @@ def test_sebulba_compiles_for_a_tpu_slice():
 @_needs_libtpu
 def test_the_compiler_says_how_much_memory_is_missing():
   config = helpers.fields_of('anakin_catch', 'impala')
-  target = lowering.parse('v5e-1')
+  target = lowering.parse_target('v5e-1')
   config['env.num_envs'] = 2**23
   with spmd.compiling_for('tpu'):
     lowered = lowering.lower(config, lowering.make_machine(target))
@@ -293,7 +295,7 @@ def test_a_tpu_does_not_convert_the_whole_memory():
     return jax.lax.scan(add_product, jnp.zeros((3, 3)), keys)[0]
 
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
-  device, *_ = lowering.make_machine(lowering.parse('v5e-1')).devices
+  device, *_ = lowering.make_machine(lowering.parse_target('v5e-1')).devices
   sharding = jax.sharding.SingleDeviceSharding(device)
   with spmd.compiling_for('tpu'):
     program = jax.jit(products, in_shardings=sharding).lower(state, keys)
@@ -319,7 +321,9 @@ def test_what_does_not_fit_is_refused_with_what_fits(monkeypatch):
   config |= {'unroll_length': 1, 'num_devices': 4, 'env.num_envs': 2**18}
   machine = devices.Machine(jax.devices(), 0, 1)
   with spmd.compiling_for('tpu'), pytest.raises(ValueError) as caught:
-    compile.compile_for(config, lowering.parse('v5e-4'), machine, factor=4)
+    compile.compile_for(
+      config, lowering.parse_target('v5e-4'), machine, factor=4
+    )
   message, _, fits = str(caught.value).rpartition('; ')
   assert message == (
     'config.env.num_envs=65536 does not fit on v5e-4: a core has 16 GiB but '

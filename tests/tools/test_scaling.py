@@ -6,7 +6,7 @@ import pytest
 
 from podrl.run import lowering
 from podrl.tools import scaling
-from podrl.tools.compile import PARTS, REDUCE, Analysis, Collective, Report
+from podrl.tools.compile import PARTS, REDUCE, Analysis, Collective, CompiledRun
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -38,13 +38,13 @@ def _report(num_devices, seconds):
   parts |= {'acting': seconds, REDUCE: 9.0}  # The result must not use the 9.0.
   collectives = [Collective('all-reduce', 4_000_000, 10)]
   program = Analysis(num_devices, 1.0, {}, collectives, 1, parts, [])
-  return Report(
+  return CompiledRun(
     '', num_devices, 8, {'train': program}, 100 * num_devices, 1, False, []
   )
 
 
 def test_times_between_compiled_numbers_are_interpolated():
-  all_targets = {n: lowering.parse(f'v5e-{n}') for n in (1, 4, 16)}
+  all_targets = {n: lowering.parse_target(f'v5e-{n}') for n in (1, 4, 16)}
   reports = {1: _report(1, 0.2), 16: _report(16, 0.4)}
   one, four, sixteen = scaling.predict(reports, all_targets)
   assert (one.num_cores, one.all_reduce) == (1, 0)
@@ -72,9 +72,9 @@ def test_several_cores_act_and_learn_at_the_same_time():
       collectives = collectives if name == 'learn' else []
       programs[name] = Analysis(number, 1.0, {}, collectives, 1, parts, [])
     overlaps, steps = num_devices > 1, 100 * num_devices
-    return Report('', num_devices, 8, programs, steps, 1, overlaps, [])
+    return CompiledRun('', num_devices, 8, programs, steps, 1, overlaps, [])
 
-  all_targets = {n: lowering.parse(f'v5e-{n}') for n in (1, 4, 16)}
+  all_targets = {n: lowering.parse_target(f'v5e-{n}') for n in (1, 4, 16)}
   reports = {1: report(1, 1, 1), 16: report(16, 4, 12)}
   one, four, _ = scaling.predict(reports, all_targets)
   assert one.seconds == pytest.approx(0.2 + 0.3)
