@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from podrl.core.optimizers import make_optimizer, scale_by_rms
-from podrl.run.config import apply_kinds, default_fields
+from podrl.run.config import apply_kinds, sebulba_config
 
 
 def _steps(optimizer, **kwargs):
@@ -59,9 +59,8 @@ def test_without_a_value_the_rate_is_the_argument():
 def test_rmsprop_of_a_mean_loss_steps_about_as_far_as_cleanba_with_a_sum():
   # Cleanba sums the loss over 20 x 32 slots, clips the gradient's norm to 40,
   # and divides by sqrt(nu) + 0.01, for nu = 0.99 nu + 0.01 g^2.
-  fields = default_fields('impala', 'Sebulba')
-  apply_kinds(fields, 'large image')
-  settings = fields.optimizer.to_dict() | {'anneal': False}
+  config = apply_kinds(sebulba_config('impala'), 'large image')
+  settings = config.optimizer.to_dict() | {'anneal': False}
   optimizer = make_optimizer(**settings)
   rng, nu, size = np.random.default_rng(0), np.zeros(1000), 640
   params = {'a': np.zeros(1000, np.float32)}
