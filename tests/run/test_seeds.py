@@ -88,10 +88,10 @@ def test_each_seed_is_drawn_and_loaded(finished):
   found, _ = plot.find_runs([str(finished)])
   assert found == [str(finished / name) for name in _NAMES[:2]]
   first, second = podrl.load(finished, seed=0), podrl.load(finished / 'seed_1')
-  assert first.num_updates == 10 and second.config.seed == 1
+  assert first.num_updates == 10 and second.config['seed'] == 1
   for seed, policy in ((0, first), (1, second)):
     again = podrl.load(finished, seed=seed)
-    assert again.config.seed == seed
+    assert again.config['seed'] == seed
     jax.tree.map(
       np.testing.assert_array_equal,
       again.variables.params,
