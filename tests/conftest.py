@@ -5,6 +5,7 @@ runs, and so do the processes that they start.
 """
 
 import atexit
+import gc
 import os
 import pathlib
 import shutil
@@ -26,6 +27,13 @@ def pytest_configure(config):
   # A process that only hands tests to workers does not need JAX.
   if _IS_WORKER or not config.getoption('numprocesses', None):
     _set_up_jax()
+
+
+def pytest_runtest_teardown(item, nextitem):
+  """Frees the programs of a file, or a process would need gigabytes."""
+  if 'jax' in sys.modules and (nextitem is None or nextitem.path != item.path):
+    sys.modules['jax'].clear_caches()
+    gc.collect()
 
 
 def _set_up_jax() -> None:
