@@ -283,7 +283,7 @@ gymnasium.register('Tempting-v0', Tempting)
 @pytest.mark.parametrize(
   'name',
   [
-    pytest.param(x, marks=[] if x in ('ppo', 'rainbow', 'muzero') else _SLOW)
+    pytest.param(x, marks=[] if x in ('ppo', 'rainbow') else _SLOW)
     for x in AGENTS
   ],
 )

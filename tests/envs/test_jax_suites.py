@@ -30,6 +30,8 @@ _ONE = {
   'playground': 'CartpoleBalance',
 }
 _PACKAGES = {**dict(zip(_ONE, _ONE)), 'playground': 'mujoco_playground'}
+# XLA needs a minute and more for a program of these.
+_LARGE = 'craftax', 'playground'
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +137,9 @@ def test_a_wrong_option_is_said(suite, options, message):
     _make(suite, **options)
 
 
-@pytest.mark.parametrize('suite', _PACKAGES)
+@pytest.mark.parametrize(
+  'suite', [helpers.slow(x) if x in _LARGE else x for x in _PACKAGES]
+)
 def test_one_environment_of_each_suite_trains(suite, tmp_path):
   pytest.importorskip(_PACKAGES[suite])
   argv = [
@@ -250,6 +254,7 @@ def test_the_metrics_of_a_suite_are_its_info(suite, name):
     assert x.shape == (3,) and x.dtype == np.float32
 
 
+@pytest.mark.slow
 def test_a_fall_in_brax_terminates():
   steps = _unroll(_make('brax'), jnp.ones((40, 1)))
   ends = np.flatnonzero(steps.discount[:, 0] == 0)
@@ -411,7 +416,9 @@ assert len({x.tobytes() for x in pictures}) > 1
 """
 
 
-@pytest.mark.parametrize('suite', _PACKAGES)
+@pytest.mark.parametrize(
+  'suite', [helpers.slow(x) if x in _LARGE else x for x in _PACKAGES]
+)
 def test_a_suite_draws_its_environments(suite):
   pytest.importorskip(_PACKAGES[suite])
   if suite in ('brax', 'playground') and not ctypes.util.find_library('EGL'):

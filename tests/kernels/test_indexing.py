@@ -61,6 +61,7 @@ def test_a_large_array_is_not_compared(size, is_compared):
   assert ('dynamic_slice' not in str(jaxpr)) == is_compared
 
 
+@pytest.mark.slow
 @jax.numpy_rank_promotion('allow')  # Swimmer-misc needs it.
 def test_every_environment_can_be_traced():
   for name in SUITES['gymnax'].names():

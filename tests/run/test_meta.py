@@ -46,7 +46,7 @@ def test_a_resumed_run_is_the_same(tmp_path, decay):
 
 @pytest.mark.parametrize(
   'variant,agent,worst',
-  [('corridor', 'impala', 0.2), ('catch', 'ppo', -0.3)],
+  [('corridor', 'impala', 0.2), helpers.slow('catch', 'ppo', -0.3)],
 )
 def test_hyperparameters_that_begin_wrong_learn(
   tmp_path, variant, agent, worst

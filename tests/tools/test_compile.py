@@ -220,6 +220,7 @@ def test_anakin_compiles_for_a_tpu_slice():
   assert sum('.py:' in x.source for x in train.slowest) >= 5
 
 
+@pytest.mark.slow
 @_needs_libtpu
 def test_the_members_of_a_sweep_compile_for_a_tpu_slice():
   arguments = ['Catch-bsuite', '--config.env.num_envs=16', '--agent=impala']
