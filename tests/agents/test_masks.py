@@ -112,7 +112,9 @@ def test_actions_are_legal(name, network, fields):
     assert len(set(chosen.tolist())) == _A
 
 
-@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize(
+  'name', [helpers.slow(x) if x == 'muzero' else x for x in AGENTS]
+)
 def test_networks_and_normalisation_never_see_a_mask(name):
   fields = {'normalize_observation': True}
   agent, variables = _make(name, **fields)

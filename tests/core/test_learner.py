@@ -586,7 +586,7 @@ def _latest_unroll(length=1):
   )
 
 
-@pytest.mark.parametrize('name', ['dqn', 'muzero'])
+@pytest.mark.parametrize('name', ['dqn', helpers.slow('muzero')])
 def test_devices_agree_on_a_fixed_sample(name):
   agent, memory, outcomes = _replay_agent(), _latest_unroll(), []
   trajectory = _replay_unroll()

@@ -635,7 +635,9 @@ _SWEEP = [
   'arguments',
   [
     # The first program diverges, and the second one begins.
-    ['--per_program=1', '--axis=optimizer.learning_rate=1e30,0.05'],
+    helpers.slow(
+      ['--per_program=1', '--axis=optimizer.learning_rate=1e30,0.05']
+    ),
     helpers.slow(
       [
         '--random=4',

@@ -23,7 +23,7 @@ def test_wrong_names_are_refused():
     check(config)
 
 
-@pytest.mark.parametrize('decay', [0.0, 0.5])
+@pytest.mark.parametrize('decay', [helpers.slow(0.0), 0.5])
 def test_a_resumed_run_is_the_same(tmp_path, decay):
   arguments = [_META, f'--config.meta.decay={decay}', '--agent=impala']
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'

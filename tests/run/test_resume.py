@@ -100,7 +100,7 @@ _STOPS = (
 @pytest.mark.parametrize(
   'arguments,num_devices,stops',
   [
-    (helpers.MEMORY, 2, _STOPS[1:3]),
+    helpers.slow(helpers.MEMORY, 2, _STOPS[1:3]),
     (['--agent=rainbow', *_REPLAY], 4, _STOPS[1:4]),
     helpers.slow(['--agent=rainbow', *_REPLAY], 1, _STOPS),
     helpers.slow(['--agent=r2d2', *_REPLAY], 4, _STOPS),
@@ -145,6 +145,7 @@ def test_anakin_resumes_bitwise(
   _assert_close(_state(parts), _state(whole), 0)
 
 
+@pytest.mark.slow
 def test_a_memory_that_is_left_out_is_filled_again(
   tmp_path, monkeypatch, capfd
 ):

@@ -81,6 +81,7 @@ def test_a_member_is_the_single_run(agent, num_devices, tmp_path):
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(last))
 
 
+@pytest.mark.slow
 def test_the_first_gradients_of_a_member_with_adam_are_those_of_the_run(
   tmp_path,
 ):
@@ -406,6 +407,7 @@ def test_a_population_waits_for_an_episode_of_each_member(tmp_path):
   assert populations.read(str(program)).returns[2] == -np.inf
 
 
+@pytest.mark.slow
 def test_an_extended_population_goes_on_learning(tmp_path, capsys):
   arguments = [*_EVOLVING, '--agent=impala']
   arguments[2] = '--axis=optimizer.learning_rate=log:1e-3:1e-2'
@@ -427,6 +429,7 @@ def test_an_extended_population_goes_on_learning(tmp_path, capsys):
   assert 'value_cost is 0.5 in the run, but 0.25' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_members_on_several_devices_evolve_in_the_same_way(tmp_path):
   arguments = [*_EVOLVING, '--config.optimizer.name=sgd', '--agent=impala']
   arguments[2] = '--axis=optimizer.learning_rate=log:1e-4:1e-2'
