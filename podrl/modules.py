@@ -101,9 +101,11 @@ def find(what: str, name: str, known: Collection[str]) -> Any:
   module = import_module(what, name, module_name)
   if not hasattr(module, attribute):
     public = [x for x in vars(module) if not x.startswith('_')]
+    advice = suggest(attribute, public)
+    if module_name == '__main__':
+      advice = 'only the program that names it so has it; move it to a module'
     raise ValueError(
-      f'{what}={name}: the module {module_name} has no {attribute}; '
-      f'{suggest(attribute, public)}'
+      f'{what}={name}: the module {module_name} has no {attribute}; {advice}'
     )
   return getattr(module, attribute)
 

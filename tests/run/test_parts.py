@@ -257,6 +257,7 @@ def test_a_sweep_over_an_own_field(parts):
   [
     ('--config.network.name=my_parts:Torse', 'did you mean Torso'),
     ('--config.network.name=my_part:Torso', 'my_part cannot be imported'),
+    ('--config.network.name=__main__:Torso', 'move it to a module'),
     ('--config.network.name=my_parts:', 'must be MODULE:NAME'),
     ('--config.network.name=my_parts:number', 'must be a flax module, or'),
     ('--config.network.name=my_parts:Flat', 'must map 1 observations to feat'),
