@@ -37,6 +37,7 @@ _ONLY = {
   'lax.pmean|lax.pmax|lax.pmin': ('core/learner',),
   'all_gather|all_to_all|psum|ppermute': (),
   'ConfigDict': ('run/config', 'run/train', '__init__'),
+  'platform_dependent': ('kernels/__init__',),
 }
 
 

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from podrl import kernels
 from podrl.core.observations import (
   hide_illegal,
   merge_time,
@@ -205,8 +206,8 @@ def make_network(
   ) -> tuple[Array, Array, Tree]:
     # `module` joins time and batch. For that, a TPU would copy the observations
     # to another layout, so a TPU computes each step separately.
-    head, value = jax.lax.platform_dependent(
-      params, obs, is_first, tpu=unroll_steps, default=unroll_joined
+    head, value = kernels.choose(
+      unroll_joined, params, obs, is_first, tpu=unroll_steps
     )
     return head, value, carry
 
