@@ -172,20 +172,23 @@ def test_a_deleted_current_directory_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_numbers_of_numpy_are_numbers(monkeypatch):
-  texts = []
+  found = {}
 
-  def parse(arguments):
-    texts.extend(arguments)
+  def parse(arguments, values):
+    found.update(values)
     raise ValueError('parsed')
 
-  monkeypatch.setattr(defaults, 'parse', parse)
+  monkeypatch.setattr(defaults, 'parse_arguments', parse)
   config = {'env.options.g': np.float64(0.5), 'agent.gamma': np.float32(0.5)}
+  config['network.hidden_sizes'] = np.array([8, 16])
   with pytest.raises(ValueError, match='parsed'):
     podrl.train('Pendulum-v1', config=config)
-  assert texts[-2:] == [
-    '--config.env.options.g=0.5',
-    '--config.agent.gamma=0.5',
-  ]
+  assert found == {
+    'env.options.g': 0.5,
+    'agent.gamma': 0.5,
+    'network.hidden_sizes': [8, 16],
+  }
+  assert [type(x) for x in found.values()] == [float, float, list]
 
 
 def test_help_lists_the_fields_of_the_kind(monkeypatch, capsys):
@@ -433,7 +436,9 @@ def test_python_says_which_objects_it_accepts(home, monkeypatch):
   with pytest.raises(TypeError, match='not int'):
     podrl.train('Catch-bsuite', workdir=5)
   seen = []
-  monkeypatch.setattr(defaults, 'parse', lambda x: seen.append(x) or 1 / 0)
+  monkeypatch.setattr(
+    defaults, 'parse_arguments', lambda x, _: seen.append(x) or 1 / 0
+  )
   with pytest.raises(ZeroDivisionError):
     podrl.train(brax.make)
   assert seen[0][0] == 'jax:podrl.envs.brax:make'
