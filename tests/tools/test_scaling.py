@@ -6,7 +6,8 @@ import pytest
 
 from podrl.run import lowering
 from podrl.tools import scaling
-from podrl.tools.compile import PARTS, REDUCE, Analysis, Collective, CompiledRun
+from podrl.tools.compile import Analysis, CompiledRun
+from podrl.tools.hlo import PARTS, REDUCE, Collective
 
 pytestmark = pytest.mark.timeout(300)
 
