@@ -18,7 +18,7 @@ from podrl.drivers import spmd
 from podrl.run import build, devices, lowering
 from podrl.run.command_line import parse_command_line
 from podrl.tools import compile, experiments, hlo
-from podrl.tools.compile import Collective
+from podrl.tools.hlo import Collective
 from podrl.types import Discrete, TimeStep, Trajectory
 
 pytestmark = pytest.mark.timeout(300)
