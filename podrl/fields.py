@@ -108,9 +108,7 @@ def check(table: Table, fields: Fields, modules: Collection[str] = ()) -> None:
       if not allowed.allows(value):
         each = ': each element' if isinstance(value, tuple) else ''
         raise ValueError(f'config.{name}={value}{each} must be {allowed}')
-    elif allowed is None or value in allowed:
-      continue
-    elif not (name in modules and ':' in value):
+    elif allowed is not None and not (name in modules and ':' in value):
       check_choice(f'config.{name}', value, allowed)
 
 

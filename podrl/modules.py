@@ -103,7 +103,9 @@ def find(what: str, name: str, known: Collection[str]) -> Any:
     public = [x for x in vars(module) if not x.startswith('_')]
     advice = suggest(attribute, public)
     if module_name == '__main__':
-      advice = 'only the program that names it so has it; move it to a module'
+      advice = (
+        'only the program that defines it can use it; move it to a module'
+      )
     raise ValueError(
       f'{what}={name}: the module {module_name} has no {attribute}; {advice}'
     )

@@ -93,10 +93,9 @@ def get_sebulba_config(name: str, num_envs: int) -> dict[str, Any]:
     config['unroll_length'] = 128 if agent == 'ppo' else 20
     if agent == 'ppo':
       config['num_epochs'], config['num_minibatches'] = 4, 4
-    config['network.shared_torso'] = (
-      name == 'Pong-v5'
-    )  # It uses the Nature CNN.
-    config['network.hidden_sizes'] = (512,) if name == 'Pong-v5' else (64, 64)
+    is_pong = name == 'Pong-v5'  # It uses the Nature CNN.
+    config['network.shared_torso'] = is_pong
+    config['network.hidden_sizes'] = (512,) if is_pong else (64, 64)
   else:
     config = defaults.make_config(task, agent, build.make_spec(config))
     if 'replay.min_steps' in config:

@@ -559,6 +559,8 @@ def restore_config(
     messages.append(
       f'the resumed run keeps its saved value: config.{name}={value}'
     )
+    if isinstance(ours[name], float) and type(value) is int:
+      value = float(value)
     if type(value) is not type(ours[name]):
       raise ValueError(
         f'{path}/config.json has {name}={value!r}, which is not of type '

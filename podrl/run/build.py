@@ -72,8 +72,7 @@ def architecture(config: Fields) -> str:
       f'but this experiment uses {expected}; set the suite to '
       f'{" or ".join(names)}'
     )
-  if suite not in names:
-    check_choice('config.env.suite', suite, names)
+  check_choice('config.env.suite', suite, names)
   return expected
 
 

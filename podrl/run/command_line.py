@@ -341,7 +341,11 @@ class CommandLine(NamedTuple):
     The arguments `more` replace the overrides of the same fields.
     """
     fields = {x.partition('=')[0] for x in more}
-    texts = [f'--config.{k}={x}' for k, x in self.values.items()]
+    # The type of an option is unknown, so quotes must mark a string.
+    texts = [
+      f'--config.{k}={repr(x) if k.startswith("env.options.") else x}'
+      for k, x in self.values.items()
+    ]
     kept = [*self.overrides, *texts]
     kept = [x for x in kept if x.partition('=')[0] not in fields]
     chosen = [x for x in ('agent', 'variant') if self.flags[x].present]

@@ -43,7 +43,7 @@ from podrl.records.terminal import compact
 from podrl.records.workdir import Record
 from podrl.run import build
 from podrl.run.command_line import parse_command_line
-from podrl.run.config import default_fields
+from podrl.run.config import check, default_fields
 from podrl.run.devices import make_layout
 from podrl.tools import experiments
 
@@ -143,7 +143,9 @@ def is_candidate(
   ):
     return False
   try:
-    build.make_run({**config, **plan.overrides(base)})
+    own = {**config, **plan.overrides(base)}
+    check(own)
+    build.make_run(own)
   except ValueError:
     return False
   return True
@@ -320,6 +322,7 @@ def _anakin_config(config: Fields, plan: Plan) -> Fields:
 def answer() -> None:
   """Reads a configuration from standard input, and prints its steps/s."""
   config, size_range = as_tuples(json.load(sys.stdin))
+  check(config)
   build.set_up_jax(config)
   if build.architecture(config) == 'sebulba':
     record, *_ = find(config, size_range).values()
@@ -512,6 +515,7 @@ def _act(arguments: list[str], values: flags.FlagValues) -> None:
   if config['sebulba.autotune']:  # A plan has a fixed number of actors.
     fixed['sebulba.autotune'] = False
   config = {**config, **fixed}
+  check(config)
   directory = values.out or '.'
   tools.make_directory(directory)
   build.set_up_jax(config)

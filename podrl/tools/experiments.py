@@ -12,7 +12,7 @@ import numpy as np
 from podrl.fields import Fields
 from podrl.modules import add_to_path
 from podrl.run.command_line import CommandLine
-from podrl.run.config import check, completed, parts_directory
+from podrl.run.config import completed, parts_directory
 
 
 def load_experiment(path: str) -> Callable[..., Fields]:
@@ -35,12 +35,14 @@ def load_experiment(path: str) -> Callable[..., Fields]:
 
 
 def read_config(command_line: CommandLine) -> dict[str, Any]:
-  """Builds an experiment's configuration; raises a ValueError for a mistake."""
+  """Builds an experiment's configuration, which is not checked yet.
+
+  It raises a ValueError if there is no such experiment or field.
+  """
   values = command_line.flags
   get_config = load_experiment(command_line.task or 'no file')
   config, _ = command_line.apply(get_config(values.agent, values.variant))
   config['env.path'] = config['env.path'] or parts_directory(config)
-  check(config)
   return config
 
 

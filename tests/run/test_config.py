@@ -1,9 +1,11 @@
 """Tests the table of fields, and overrides."""
 
 import contextlib
+import functools
 import json
 import os
 import re
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 
 from podrl.agents import AGENTS
 from podrl.fields import Range, as_tuples, flatten, hyperparams, nest
+from podrl.records import workdir
 from podrl.run import build, command_line, devices, start
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster
@@ -64,6 +67,33 @@ def test_values_of_python_take_the_type_of_their_default(
   found = config['env.options'][option] if option != field else config[field]
   assert found == expected and type(found) is type(expected)
   assert names == {'env.options' if option != field else field}
+
+
+@pytest.mark.parametrize('value', [1, '1', None])
+def test_a_saved_integer_is_a_float_and_other_types_are_an_error(
+  value, tmp_path
+):
+  config = default_fields('ppo', 'Anakin') | {'env.name': 'Catch-bsuite'}
+  workdir.make(str(tmp_path), config)
+  saved = nest(config | {'agent.gamma': value})
+  workdir.write_json(str(tmp_path / 'config.json'), saved)
+  restore = functools.partial(
+    workdir.restore_config, config, str(tmp_path), set(), set()
+  )
+  if value == 1:
+    assert type(restore()[0]['agent.gamma']) is float
+    return
+  with pytest.raises(ValueError, match='agent.gamma=.* is not of type float'):
+    restore()
+
+
+def test_a_resume_command_gives_the_values_of_python_again():
+  values = {'env.options.level': '3', 'network.hidden_sizes': (8, 9)}
+  parsed = parse_command_line(['x.py', 'Catch-bsuite'], has_task=True)
+  arguments = shlex.split(parsed._replace(values=values).resume('run'))[4:]
+  again, _ = apply_overrides(default_fields('ppo', 'Anakin'), arguments)
+  assert again['env.options'] == {'level': '3'}
+  assert again['network.hidden_sizes'] == (8, 9)
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,13 @@ def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
   assert capsys.readouterr().err == 'interrupted\n'
 
 
+def test_a_flag_cannot_set_a_value_that_the_field_does_not_allow(capsys):
+  path = helpers.ROOT / 'experiments' / 'sebulba_cartpole.py'
+  assert balance.run(['balance', str(path), '--max_lag=2000']) == 2
+  said = capsys.readouterr().err
+  assert 'config.sebulba.max_lag=2000 must be at least 0 and at most' in said
+
+
 def test_a_run_is_described(tmp_path, capsys):
   path = tmp_path / 'run'
   workdir.make(str(path), _config())
