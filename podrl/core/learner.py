@@ -266,6 +266,8 @@ def make_learner(
     is_ready = waiting_share == 0.0
     state = state._replace(memory=priorities)
 
+    # Inlined, so that tracing it for the shapes and for `cond` is one trace.
+    @functools.partial(jax.jit, inline=True)
     def take_steps(state):
       return learn(state, unpack, storage, rng_key)
 

@@ -54,11 +54,6 @@ FIELDS = {
 _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM, _ACT_STREAM = range(4)
 
 
-def _strongly_typed(tree: Tree) -> Tree:
-  """Removes weak types, which would make JAX compile the program again."""
-  return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
-
-
 class Actors(NamedTuple):
   """The environments and carries; leaves `[B, ...]`, split over devices."""
 
@@ -144,8 +139,7 @@ def make_unroll(
         variables, rng_key, as_given(before), actors.carry
       )
       with jax.named_scope('environment'):
-        new = env.step(actors.env_state, action)
-        env_state, timestep = _strongly_typed(new)
+        env_state, timestep = env.step(actors.env_state, action)
       info, timestep = timestep.info, timestep._replace(info=())
       timestep = as_vectors(timestep)
       is_first, length = timestep.is_first, actors.episode_length
@@ -232,8 +226,7 @@ def make_programs(
   def reset(rng_key: chex.PRNGKey, index: Array) -> Actors:
     """Starts the environments whose global indices are `index` `[B]`."""
     keys = row_keys(rng_key, index)
-    first = env.reset(fold_into_rows(keys, _RESET_STREAM))
-    env_state, timestep = _strongly_typed(first)
+    env_state, timestep = env.reset(fold_into_rows(keys, _RESET_STREAM))
     info = info_lib.begin(timestep.info, index.size)
     timestep = timestep._replace(info=())
     act_keys = fold_into_rows(keys, _ACT_STREAM)
@@ -276,7 +269,8 @@ def make_programs(
   def over_agents(function: Callable, in_axes: Any = 0) -> Callable:
     return jax.vmap(function, in_axes) if has_members else function
 
-  update_agents = over_agents(update)
+  # Inlined, so that tracing it for the shapes and for the loop is one trace.
+  update_agents = jax.jit(over_agents(update), inline=True)
 
   def train(state, num_updates):
     _, *shapes = jax.eval_shape(update_agents, state)

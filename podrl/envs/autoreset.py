@@ -84,12 +84,11 @@ def make_device_env(
   def reset_one(rng_key: chex.PRNGKey) -> tuple[AutoresetState, TimeStep]:
     reset_key, step_key = jax.random.split(rng_key)
     obs, env_state = first(reset_key)
-    # Some leaves of the state are Python numbers.
-    env_state = jax.tree.map(jnp.asarray, env_state)
     state = AutoresetState(env_state, step_key, jnp.int32(0), jnp.bool(False))
     obs = observe(obs)
     reward, discount, is_first = jnp.zeros(()), jnp.ones(()), jnp.bool(True)
-    return state, TimeStep(obs, reward, discount, is_first, report(env_state))
+    timestep = TimeStep(obs, reward, discount, is_first, report(env_state))
+    return _strongly_typed((state, timestep))
 
   def report(env_state: Tree) -> Tree:
     found = info(_with_empty(env_state, shapes()[1]))
@@ -141,7 +140,7 @@ def make_device_env(
     )
     num_steps = state.num_steps + 1
     state = AutoresetState(env_state, state.rng_key, num_steps, is_last)
-    return state, timestep
+    return _strongly_typed((state, timestep))
 
   def step_one(
     state: AutoresetState, action: Array
@@ -208,6 +207,17 @@ def _check_dtypes(new: Tree, old: Tree) -> None:
       )
 
   jax.tree_util.tree_map_with_path(check, new, old)
+
+
+def _strongly_typed(tree: Tree) -> Tree:
+  """Removes weak types, which would make JAX compile a program again.
+
+  Some leaves of a library's state are Python numbers, which become arrays.
+  """
+  arrays = jax.tree.map(jnp.asarray, tree)
+  return jax.tree.map(
+    lambda x: jax.lax.convert_element_type(x, x.dtype), arrays
+  )
 
 
 def _without_empty(tree: Tree) -> Tree:

@@ -24,6 +24,9 @@ def choose(
 ) -> Any:
   """Calls the form for the platform that a program is compiled for.
 
+  The devices of a program's mesh say which platform this is. Without a mesh,
+  JAX traces all forms, and chooses when it compiles.
+
   Args:
     plain: the form for all other platforms.
     *arguments: trees of arrays.
@@ -32,4 +35,7 @@ def choose(
   """
   if is_plain():
     return plain(*arguments)
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  if device is not None and device.platform in ('cpu', 'tpu'):
+    return forms.get(device.platform, plain)(*arguments)
   return jax.lax.platform_dependent(*arguments, default=plain, **forms)

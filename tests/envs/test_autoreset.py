@@ -178,6 +178,15 @@ def test_arrays_without_elements_are_not_in_the_state():
     np.testing.assert_array_equal(env.render(state), [[[2, 2, 2]]])
 
 
+def test_a_state_of_python_numbers_compiles_only_once():
+  env = _counter(True, False)
+  state, _ = env.reset(jax.random.split(jax.random.key(0), 2))
+  step = jax.jit(env.step)
+  for _ in range(2):
+    state, _ = step(state, jnp.zeros(2, jnp.int32))
+  assert step._cache_size() == 1
+
+
 @pytest.mark.parametrize('chunk', [0, 2])
 def test_a_state_that_becomes_fractional_is_said(chunk):
   def reset(rng_key):
