@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
 
+  from podrl.run.export import ExportedPolicy
   from podrl.run.loop import OnRecord
   from podrl.run.policy import Policy
   from podrl.run.train import Trained
@@ -20,11 +21,12 @@ def load(
   which: str | int = 'last',
   seed: int | None = None,
   trust: bool = False,
-) -> 'Policy':
-  """Loads the policy of a run.
+) -> 'Policy | ExportedPolicy':
+  """Loads the policy of a run, or a policy that `podrl export` wrote.
 
   Args:
-    path: the directory of the run, or of one of its agents (`RUN/seed_2`).
+    path: the directory of the run, of one of its agents (`RUN/seed_2`), or of
+      an exported policy.
     which: 'last', 'best' (the highest evaluated return, as a mean over all
       agents), or the number of updates of a checkpoint.
     seed: index of the agent, from 0, if the run has several agents.
@@ -35,6 +37,11 @@ def load(
     ValueError: if the run, the checkpoint or the agent does not exist, cannot
       be read, or needs `trust`.
   """
+  path = os.path.expanduser(os.fspath(path))
+  if os.path.isfile(os.path.join(path, 'policy.json')):
+    from podrl.run import export
+
+    return export.load(path, which, seed)
   from podrl.run import policy
 
   return policy.load(path, which, seed, trust)

@@ -14,6 +14,7 @@ COMMANDS = {
   'plot': 'draw the learning curves of runs',
   'watch': "record an episode of a run's policy as a GIF or an MP4",
   'evaluate': "evaluate a run's policy",
+  'export': "write a run's policy to files that do not need podrl",
   'balance': 'find the fastest settings of a Sebulba experiment',
   'compile': 'compile a run for TPUs or GPUs that this machine does not have',
   'scaling': 'estimate the speed of a run on 1 to 2,048 cores',

@@ -5,6 +5,7 @@ import pathlib
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import types
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from podrl.core import meta
 from podrl.records import workdir
 from podrl.run import train
 from podrl.run.config import all_fields
+from podrl.tools import export
 from podrl.tools import train as train_tool
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -168,6 +170,11 @@ def test_a_trained_policy_is_used(home, monkeypatch):
   assert scope['policy_return'] > 150  # A random policy gets 22.
   assert scope['gymnasium_return'] > 150
   monkeypatch.chdir(home)
+  assert export.run(['export', 'runs/mine', '--out=exported']) == 0
+  code = "import sys; sys.modules['podrl'] = None; DIR = 'exported'\n"
+  code += _code(_DOCS / 'how-to/export.md') + "\nprint('action', action)"
+  found = subprocess.check_output([sys.executable, '-c', code], text=True)
+  assert re.fullmatch(r'action \[[01] [01]\]\n', found)
   scope = {'obs': np.zeros((3, 4)), 'next_obs': np.ones((3, 4))}
   exec(compile(_code(_ROOT / 'README.md'), 'README.md', 'exec'), scope)
   assert scope['action'].shape == (3,)
@@ -249,7 +256,7 @@ def test_the_adapters_of_other_suites_tell_a_time_limit_apart(monkeypatch):
 def test_every_example_is_tested():
   tested = {'README.md', 'first-run.md', 'environment.md', 'agent.md'}
   tested |= {'policy.md', 'getting-started.md', 'q-learning.md'}
-  tested |= {'environments.md', 'parts.md'}
+  tested |= {'environments.md', 'parts.md', 'export.md'}
   assert {page.name for page in _PAGES if _code(page)} == tested
 
 

@@ -320,10 +320,21 @@ def _read(path: str, step: int, item: str, like: Tree) -> Tree:
   Fields that are newer than the checkpoint keep their value in `like`.
   """
   directory = _directory(path, step, item)
-  with ocp.StandardCheckpointer() as reader:
+  with _quiet(), ocp.StandardCheckpointer() as reader:
     saved = reader.metadata(directory).item_metadata.tree
     read = reader.restore(directory, _without_new_fields(like, saved))
   return _with_new_fields(like, read)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """Orbax would warn that a file is missing that podrl does not write."""
+  verbosity = logging.get_verbosity()
+  logging.set_verbosity(logging.FATAL)
+  try:
+    yield
+  finally:
+    logging.set_verbosity(verbosity)
 
 
 def _without_new_fields(like: Tree, saved: Tree) -> Tree:

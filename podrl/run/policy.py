@@ -127,7 +127,7 @@ class Policy:
     with contextlib.nullcontext() if is_traced else in_32_bits():
       if carry is None:
         carry = self.initial_carry(batch_size)
-      action, carry = self._act(
+      action, carry = self._compiled(
         self.variables, obs, carry, jnp.asarray(is_first), rng_key
       )
     if isinstance(action, jax.core.Tracer):
@@ -135,18 +135,32 @@ class Policy:
     # gymnasium refuses JAX's arrays. Copied, so that they can be changed.
     return np.array(action), carry
 
+  def act(
+    self,
+    variables: Variables,
+    obs: Tree,
+    carry: Tree,
+    is_first: Array,
+    rng_key: chex.PRNGKey,
+    greedy: bool,
+  ) -> tuple[Array, Tree]:
+    """Acts in a program, with a key for each environment."""
+    shape = is_first.shape
+    obs = observe(self.spec, obs)
+    timestep = TimeStep(obs, jnp.zeros(shape), jnp.ones(shape), is_first)
+    action, _, carry = self.agent.act(
+      variables, rng_key, timestep, carry, greedy=greedy
+    )
+    return self.spec.to_library(action), carry
+
   @functools.cached_property
-  def _act(self):
+  def _compiled(self):
     @jax.jit
     def act(variables, obs, carry, is_first, rng_key):
-      greedy, shape = rng_key is None, is_first.shape
-      keys = jax.random.split(jax.random.key(0) if greedy else rng_key, shape)
-      obs = observe(self.spec, obs)
-      timestep = TimeStep(obs, jnp.zeros(shape), jnp.ones(shape), is_first)
-      action, _, carry = self.agent.act(
-        variables, keys, timestep, carry, greedy=greedy
-      )
-      return self.spec.to_library(action), carry
+      greedy = rng_key is None
+      key = jax.random.key(0) if greedy else rng_key
+      keys = jax.random.split(key, is_first.shape)
+      return self.act(variables, obs, carry, is_first, keys, greedy)
 
     return act
 

@@ -119,14 +119,19 @@ def policy_flags(default: int, most: int) -> flags.FlagValues:
   values = flags.FlagValues()
   text = 'The number of episodes.'
   define_integer('episodes', default, text, 1, most, values)
-  text = 'The checkpoint: last, best, or its number of updates.'
-  flags.DEFINE_string('checkpoint', 'last', text, values)
   text = "Take the most probable action; the default is the run's eval.greedy."
   flags.DEFINE_bool('greedy', None, text, values)
   text = 'The seed of the environments and the actions.'
   define_integer('seed', 0, text, 0, 2**31 - 1, values)
-  flags.DEFINE_bool('trust', False, TRUST, values)
+  define_checkpoint(values)
   return values
+
+
+def define_checkpoint(values: flags.FlagValues) -> None:
+  """Defines the flags with which `podrl.load` finds a policy."""
+  text = 'The checkpoint: last, best, or its number of updates.'
+  flags.DEFINE_string('checkpoint', 'last', text, values)
+  flags.DEFINE_bool('trust', False, TRUST, values)
 
 
 def single_path(paths: Sequence[str], what: str, example: str) -> str:
