@@ -44,8 +44,10 @@ def _set_up_jax() -> None:
   from podrl.drivers import spmd
   from podrl.envs.gymnax import import_gymnax
 
-  # The tests compile much and compute little, so skip LLVM's optimisations.
+  # The tests compile much and compute little, so skip LLVM's optimisations, and
+  # do not divide a program between threads, which share the cores of the tests.
   flags = [os.environ.get('XLA_FLAGS'), '--xla_backend_optimization_level=0']
+  flags.append('--xla_cpu_parallel_codegen_split_count=1')
   if jax.__version_info__ < (0, 11):  # Later versions need fusion emitters.
     flags.append('--xla_cpu_use_fusion_emitters=false')  # It doubles the speed.
   os.environ['XLA_FLAGS'] = ' '.join(filter(None, flags))
@@ -57,4 +59,5 @@ def _set_up_jax() -> None:
   jax.config.update('jax_compilation_cache_dir', cache)  # A run has one too.
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+  gc.set_threshold(100_000, 20, 20)  # A trace makes many objects that stay.
   import_gymnax()  # The tests that import it themselves would wait for seconds.

@@ -284,10 +284,7 @@ gymnasium.register('Tempting-v0', Tempting)
 
 @pytest.mark.parametrize(
   'name',
-  [
-    pytest.param(x, marks=[] if x in ('ppo', 'rainbow') else _SLOW)
-    for x in AGENTS
-  ],
+  [pytest.param(x, marks=[] if x == 'ppo' else _SLOW) for x in AGENTS],
 )
 def test_runs_never_take_an_illegal_action(name, tmp_path):
   argv = ['train', 'gymnasium:Tempting-v0', f'--agent={name}']

@@ -191,7 +191,7 @@ def test_the_loss_is_that_of_a_plain_loop():
   np.testing.assert_allclose(output.priority, errors, atol=1e-5)
 
 
-@pytest.mark.parametrize('step', [0, 1, 2])
+@pytest.mark.parametrize('step', [0, helpers.slow(1), helpers.slow(2)])
 def test_half_of_the_gradient_passes_each_step_of_the_model(step):
   agent, variables, network = _make(), _variables(), _network()
   batch = _prepare(agent, _sample())
@@ -506,6 +506,7 @@ def test_only_reanalyse_needs_target_parameters():
 _BOX = Box((2,), np.float32([-1, 0]), np.float32([1, 10]))
 
 
+@pytest.mark.slow
 def test_a_search_prefers_the_best_samples_of_a_continuous_action():
   """One step of reward -|a - (0.5, 8)|, on the scale of the box."""
   distribution = acting.bounded_distribution(_BOX)

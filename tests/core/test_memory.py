@@ -225,12 +225,12 @@ def test_stacks_are_those_of_a_plain_list_and_each_frame_is_stored_once():
     model.add(unroll)
     state = add(state, unroll)
     found = sample(state, jax.random.key(update), {})
-    timestep = found.trajectory.timestep
-    first = np.asarray(timestep.reward[0]).astype(int)
+    timestep = jax.tree.map(np.asarray, found.trajectory.timestep)
+    first = timestep.reward[0].astype(int)
     for n in range(len(first)):
       env, step = divmod(first[n], 100)
       expected = [_frame_stack(env, step + t, size) for t in range(length + 1)]
-      np.testing.assert_array_equal(timestep.obs[:, n, :, 0], expected)
+      assert np.array_equal(timestep.obs[:, n, :, 0], expected)
 
     # Only sequences whose first stack is not complete are missing.
     seen = {divmod(x, 100) for x in first}

@@ -1,6 +1,7 @@
 """Tests meta-gradients against finite differences, and the meta-learner."""
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,7 +167,7 @@ def test_the_gradient_is_that_of_finite_differences(name, decay, kwargs):
 @pytest.mark.parametrize(
   'name,kwargs',
   # Minibatches would depend on the number of devices.
-  [('ppo', {'num_epochs': 2}), ('impala', {})],
+  [('ppo', {'num_epochs': 2}), helpers.slow('impala', {})],
 )
 def test_one_two_and_four_devices_agree(name, kwargs):
   outcomes = []

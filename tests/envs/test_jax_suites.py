@@ -31,7 +31,7 @@ _ONE = {
 }
 _PACKAGES = {**dict(zip(_ONE, _ONE)), 'playground': 'mujoco_playground'}
 # XLA needs a minute and more for a program of these.
-_LARGE = 'craftax', 'playground'
+_LARGE = 'brax', 'craftax', 'playground'
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +169,10 @@ _LIMITS = [
 ]
 
 
-@pytest.mark.parametrize('suite,options,action', _LIMITS)
+@pytest.mark.parametrize(
+  'suite,options,action',
+  [helpers.slow(*x) if x[0] in _LARGE else x for x in _LIMITS],
+)
 def test_a_time_limit_truncates(suite, options, action):
   env = _make(suite, **options)
   assert env.spec.max_episode_steps == 4
@@ -371,6 +374,7 @@ def test_an_opponent_plays_from_its_own_side():
   assert np.all(theirs[~begins] == np.eye(9)[7] + np.eye(9)[8])
 
 
+@pytest.mark.slow
 def test_a_saved_run_is_an_opponent(tmp_path, monkeypatch, capsys):
   pytest.importorskip('pgx')
   argv = [

@@ -674,6 +674,7 @@ def test_a_sweep_of_processes_is_that_of_as_many_devices(arguments, tmp_path):
   assert output[0].count(' is finished') == len([*alone.glob('program_*')])
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_in_one_process_ends_the_sweep(tmp_path):
   (tmp_path / 'program_0' / 'summary.json').mkdir(parents=True)
   axis = '--axis=network.activation=relu,tanh'

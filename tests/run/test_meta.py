@@ -44,9 +44,10 @@ def test_a_resumed_run_is_the_same(tmp_path, decay):
     assert last[0][name] == last[1][name], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'variant,agent,worst',
-  [('corridor', 'impala', 0.2), helpers.slow('catch', 'ppo', -0.3)],
+  [('corridor', 'impala', 0.2), ('catch', 'ppo', -0.3)],
 )
 def test_hyperparameters_that_begin_wrong_learn(
   tmp_path, variant, agent, worst

@@ -237,6 +237,7 @@ def test_help_has_the_fields_of_parts(parts, capsys):
   assert 'network.activation' not in text and 'optimizer.b1' not in text
 
 
+@pytest.mark.slow
 def test_a_sweep_over_an_own_field(parts):
   tiny = [x for x in helpers.TINY if 'hidden_sizes' not in x]
   arguments = ['podrl sweep', 'Catch-bsuite', *_PARTS, '--workdir=sweep']
@@ -437,6 +438,7 @@ def test_a_schedule_needs_annealing():
     check(config)
 
 
+@pytest.mark.slow
 def test_a_factor_of_0_keeps_the_critic(parts):
   flags = ['--config.optimizer.critic_factor=0', '--steps=512']
   for number in 1, 2:  # Two runs of one seed begin with the same parameters.

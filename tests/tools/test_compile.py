@@ -258,6 +258,7 @@ def test_sebulba_compiles_for_a_tpu_slice():
 
 
 @_needs_libtpu
+@pytest.mark.slow
 def test_the_compiler_says_how_much_memory_is_missing():
   config = helpers.fields_of('anakin_catch', 'impala')
   target = lowering.parse_target('v5e-1')
