@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import pathlib
 import re
 import shlex
 
@@ -308,6 +309,23 @@ def test_a_flag_of_another_trainer_gets_the_right_hint(argument):
   assert advice.endswith(_HINTS[argument]) or (
     advice.startswith(_HINTS[argument]) and '=' not in _HINTS[argument]
   )
+
+
+def test_the_page_for_users_of_others_has_the_names_of_the_hints():
+  docs = pathlib.Path(__file__).parents[2] / 'docs'
+  page = docs / 'how-to' / 'coming-from.md'
+  rows = re.findall(r'^\| (`.*`) \|.*\| `([\w.-]+)`', page.read_text(), re.M)
+  assert len(rows) > 20
+
+  def advice(agent, word):
+    with pytest.raises(ValueError, match=word) as error:
+      parse_command_line(['podrl train', f'--agent={agent}', f'--{word}=1'])
+    return str(error.value)
+
+  for theirs, ours in rows:
+    for word in re.findall(r'`(\w+)`', theirs):
+      found = [advice(agent, word) for agent in ('ppo', 'dqn', 'sac')]
+      assert any(ours in x for x in found), (word, ours, found)
 
 
 def test_a_hint_names_a_field_that_the_agent_has():
