@@ -1,0 +1,58 @@
+"""Tests the wheel that users install."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+  """Builds the wheel from a copy, and unpacks it where nothing else is."""
+  copy = tmp_path_factory.mktemp('copy')
+  for name in ('setup.cfg', 'pyproject.toml', 'README.md', 'LICENSE'):
+    shutil.copy(_ROOT / name, copy)
+  ignored = shutil.ignore_patterns('__pycache__')
+  shutil.copytree(_ROOT / 'podrl', copy / 'podrl', ignore=ignored)
+  command = [sys.executable, '-m', 'pip', 'wheel', '--no-deps', '--no-index']
+  command += ['--no-build-isolation', '--quiet', '--wheel-dir=wheels', '.']
+  subprocess.run(command, check=True, cwd=copy)
+  (wheel,) = (copy / 'wheels').iterdir()
+  site = tmp_path_factory.mktemp('site')
+  zipfile.ZipFile(wheel).extractall(site)
+  return site
+
+
+def test_the_wheel_has_every_file_and_nothing_else(site):
+  files = {str(x.relative_to(_ROOT)) for x in (_ROOT / 'podrl').rglob('*.py')}
+  found = [x.relative_to(site) for x in site.rglob('*') if x.is_file()]
+  assert {str(x) for x in found if 'dist-info' not in x.parts[0]} == files
+  (metadata,) = site.glob('podrl-*.dist-info')
+  assert (metadata / 'entry_points.txt').read_text().split() == [
+    '[console_scripts]',
+    *'podrl = podrl.__main__:main'.split(),
+  ]
+  assert list(metadata.rglob('LICENSE'))
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_in_an_empty_folder(site, tmp_path):
+  environment = {**os.environ, 'PYTHONPATH': str(site)}
+
+  def run(*arguments):
+    command = [sys.executable, *arguments]
+    return subprocess.check_output(
+      command, cwd=tmp_path, env=environment, text=True
+    )
+
+  assert run('-m', 'podrl', '--version') == 'podrl 0.1.0\n'
+  run('-m', 'podrl', 'train', 'CartPole-v1', '--steps=2048', '--workdir=run')
+  assert 'written: ' in run('-m', 'podrl', 'export', 'run')
+  path = run('-c', 'import podrl; print(podrl.__file__)')
+  assert path.startswith(str(site))
