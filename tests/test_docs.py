@@ -175,9 +175,12 @@ def test_a_trained_policy_is_used(home, monkeypatch):
   code += _code(_DOCS / 'how-to/export.md') + "\nprint('action', action)"
   found = subprocess.check_output([sys.executable, '-c', code], text=True)
   assert re.fullmatch(r'action \[[01] [01]\]\n', found)
-  scope = {'obs': np.zeros((3, 4)), 'next_obs': np.ones((3, 4))}
-  exec(compile(_code(_ROOT / 'README.md'), 'README.md', 'exec'), scope)
-  assert scope['action'].shape == (3,)
+  trained = podrl.load('runs/mine'), [], 'runs/mine'
+  monkeypatch.setattr(podrl, 'train', lambda name, agent: trained)
+  for page in (_ROOT / 'README.md', _DOCS / 'index.md'):
+    scope = {'obs': np.zeros((3, 4))}
+    exec(compile(_code(page), page.name, 'exec'), scope)
+    assert scope['action'].shape == (3,)
 
 
 def test_podrl_train_in_a_program_learns(tmp_path, monkeypatch):
@@ -256,7 +259,7 @@ def test_the_adapters_of_other_suites_tell_a_time_limit_apart(monkeypatch):
 def test_every_example_is_tested():
   tested = {'README.md', 'first-run.md', 'environment.md', 'agent.md'}
   tested |= {'policy.md', 'getting-started.md', 'q-learning.md'}
-  tested |= {'environments.md', 'parts.md', 'export.md'}
+  tested |= {'environments.md', 'parts.md', 'export.md', 'index.md'}
   assert {page.name for page in _PAGES if _code(page)} == tested
 
 
@@ -269,7 +272,19 @@ def test_ci_calls_the_readmes_test_command():
 
 def test_the_readme_is_short():
   readme = _TEXT[_ROOT / 'README.md']
-  assert len(readme.splitlines()) <= 200 and len(readme.split()) <= 1500
+  assert len(readme.splitlines()) <= 180 and len(readme.split()) <= 1500
+
+
+def test_the_readmes_speeds_are_those_of_the_benchmarks():
+  figures = runpy.run_path(str(_DOCS / 'figures.py'))
+  found = figures['ratios'](_TEXT[_DOCS / 'benchmarks.md'])
+  assert found['Pong-misc'] == {'rejax': 6.59, 'PureJaxRL': 6.59}
+  assert found['Pong-v5, envpool'] == {'Cleanba': 2.76, 'InstaDeep': 3.01}
+  for peer in ('PureJaxRL', 'rejax', 'Cleanba'):
+    ratios = [x[peer] for x in found.values() if peer in x]
+    text = f'{min(ratios):.1f} to {max(ratios):.1f} times |'
+    (row,) = re.findall(rf'^\| \[{peer}\].*', _TEXT[_ROOT / 'README.md'], re.M)
+    assert len(ratios) > 1 and row.endswith(f'| {text}'), row
 
 
 def test_pictures_and_files_that_pages_name_exist():

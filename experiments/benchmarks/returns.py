@@ -269,7 +269,7 @@ def _key(row: Row) -> tuple[str, ...]:
   return row['task'], row['agent'], row['num_devices'], row['seed']
 
 
-def _read_rows() -> list[Row]:
+def read_rows() -> list[Row]:
   with _CSV.open(newline='') as file:
     return list(csv.DictReader(file))
 
@@ -429,7 +429,7 @@ def main(argv: Sequence[str]) -> None:
   chosen = _chosen()
   try:
     for task, agent in chosen:
-      known = set(map(_key, _read_rows()))
+      known = set(map(_key, read_rows()))
       num_seeds = _NUM_SEEDS.value or task.num_seeds
       missing = [
         seed
@@ -443,7 +443,7 @@ def main(argv: Sequence[str]) -> None:
       for seeds in seed_ranges(missing, 1 if is_separate else num_seeds):
         _add_rows(_train(task, agent, seeds))
   finally:
-    rows = _read_rows()
+    rows = read_rows()
     before, _, rest = _PAGE.read_text().partition(_BEGIN)
     _, _, after = rest.partition(_END)
     _PAGE.write_text(f'{before}{_BEGIN}{table(rows)}{_END}{after}')

@@ -59,7 +59,7 @@ def _row(seed, eval_return='1'):
 def _run(returns, *argv):
   flags.FLAGS(['returns', *argv])
   returns.main(['returns'])
-  return [int(row['seed']) for row in returns._read_rows()]
+  return [int(row['seed']) for row in returns.read_rows()]
 
 
 def test_the_table_has_the_statistics_of_its_seeds(returns):
