@@ -88,7 +88,7 @@ def make_device_env(
     obs = observe(obs)
     reward, discount, is_first = jnp.zeros(()), jnp.ones(()), jnp.bool(True)
     timestep = TimeStep(obs, reward, discount, is_first, report(env_state))
-    return _strongly_typed((state, timestep))
+    return strongly_typed((state, timestep))
 
   def report(env_state: Tree) -> Tree:
     found = info(_with_empty(env_state, shapes()[1]))
@@ -140,7 +140,7 @@ def make_device_env(
     )
     num_steps = state.num_steps + 1
     state = AutoresetState(env_state, state.rng_key, num_steps, is_last)
-    return _strongly_typed((state, timestep))
+    return strongly_typed((state, timestep))
 
   def step_one(
     state: AutoresetState, action: Array
@@ -209,7 +209,7 @@ def _check_dtypes(new: Tree, old: Tree) -> None:
   jax.tree_util.tree_map_with_path(check, new, old)
 
 
-def _strongly_typed(tree: Tree) -> Tree:
+def strongly_typed(tree: Tree) -> Tree:
   """Removes weak types, which would make JAX compile a program again.
 
   Some leaves of a library's state are Python numbers, which become arrays.

@@ -1,9 +1,11 @@
 """The user's own functions that make a `DeviceEnv`."""
 
+from collections.abc import Callable
 import inspect
 from typing import Any
 
 from podrl import modules
+from podrl.envs.autoreset import strongly_typed
 from podrl.messages import one_line, suggest
 from podrl.types import DeviceEnv
 
@@ -66,4 +68,9 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
       f'env.name={name}: {function} must return a DeviceEnv, not a '
       f'{type(env).__name__}'
     )
-  return env
+
+  def typed(function: Callable) -> Callable:
+    return lambda *arguments: strongly_typed(function(*arguments))
+
+  # It may implement `DeviceEnv` itself.
+  return env._replace(reset=typed(env.reset), step=typed(env.step))

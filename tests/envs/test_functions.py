@@ -41,6 +41,17 @@ def other() -> int:
 def later(length=4) -> 'types.DeviceEnv':
   return count(length)
 
+def whole() -> DeviceEnv:
+  env = count()
+
+  def reset(rng_key):
+    return jnp.full(3, 0), env.reset(rng_key)[1]
+
+  def step(state, action):
+    return jnp.full(3, 0), env.reset(jax.random.split(jax.random.key(0), 3))[1]
+
+  return DeviceEnv(env.spec, reset, step)
+
 class Kind:
   pass
 """
@@ -61,6 +72,16 @@ def test_an_option_is_an_argument_of_the_function(module):
   np.testing.assert_array_equal([x.reward[0] for x in steps], [1.5, 1.5, 0.0])
   np.testing.assert_array_equal([x.discount[0] for x in steps], [1, 0, 1])
   np.testing.assert_array_equal([x.is_first[0] for x in steps], [0, 0, 1])
+
+
+def test_a_batch_of_weakly_typed_numbers_compiles_only_once(module):
+  import jax
+
+  env = functions.make('counting_envs:whole')
+  state, _ = env.reset(jax.random.split(jax.random.key(0), 3))
+  assert not state.weak_type
+  state, _ = env.step(state, np.ones(3, np.int32))
+  assert not state.weak_type
 
 
 @pytest.mark.parametrize(
