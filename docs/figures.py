@@ -12,10 +12,6 @@ import sys
 from matplotlib.figure import Figure
 
 _DOCS = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(_DOCS.parent / 'experiments' / 'benchmarks'))
-
-import returns  # noqa: E402
-
 # Tasks of the picture of curves, and the titles of the panels.
 _TASKS = {
   'anakin_cartpole CartPole-v1': 'CartPole-v1',
@@ -97,7 +93,10 @@ def draw_speed(page: str) -> Figure:
 
 
 def draw_learning() -> Figure:
-  """Draws the curves of a few tasks."""
+  """Draws the curves of a few tasks, as `returns.py` draws all of them."""
+  sys.path.insert(0, str(_DOCS.parent / 'experiments' / 'benchmarks'))
+  import returns
+
   rows = [row for row in returns.read_rows() if row['task'] in _TASKS]
   figure = returns.draw(rows)
   for axes in figure.axes:
