@@ -54,9 +54,8 @@ def ratios(page: str) -> dict[str, dict[str, float]]:
       for agent, trainer, _, ratio, *_ in rows:
         if agent == 'PPO' and trainer in _COLORS:
           found.setdefault(task, {})[trainer] = float(ratio.split()[0])
-    cells = dict(zip(header, range(len(header))))
     for peer in _COLORS:
-      if header[0] == 'environment' and f'{peer}, steps/s' in cells:
+      if header[0] == 'environment' and f'{peer}, steps/s' in header:
         for row in rows:
           task, _, number = row[0].partition(' x ')
           if number == '1,024':  # The first table has one device.

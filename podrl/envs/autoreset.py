@@ -214,9 +214,8 @@ def strongly_typed(tree: Tree) -> Tree:
 
   Some leaves of a library's state are Python numbers, which become arrays.
   """
-  arrays = jax.tree.map(jnp.asarray, tree)
   return jax.tree.map(
-    lambda x: jax.lax.convert_element_type(x, x.dtype), arrays
+    lambda x: jax.lax.convert_element_type(x, jnp.asarray(x).dtype), tree
   )
 
 

@@ -144,7 +144,17 @@ class Policy:
     rng_key: chex.PRNGKey,
     greedy: bool,
   ) -> tuple[Array, Tree]:
-    """Acts in a program, with a key for each environment."""
+    """Does what a call does, as a part of a program.
+
+    Args:
+      variables: those of the policy. As an input of the program, they are not
+        constants of it.
+      obs: leaves `[B, *obs_shape]`, after `spec.cut`.
+      carry: leaves `[B, ...]`.
+      is_first: bool `[B]`.
+      rng_key: a key for each environment, `[B]`.
+      greedy: whether to take the agent's greedy actions.
+    """
     shape = is_first.shape
     obs = observe(self.spec, obs)
     timestep = TimeStep(obs, jnp.zeros(shape), jnp.ones(shape), is_first)
