@@ -459,6 +459,8 @@ class Report(NamedTuple):
     culprit: the number in this process that may have made `is_finite` false;
       None if podrl found no such number.
     info: leaves `[N, ...]`, the sums for each name of `TimeStep.info`.
+    finished: `(update, return, length)` of each episode in `episodes`, where
+      `update` is its row. Empty unless the driver was told to keep them.
   """
 
   metrics: dict[str, np.ndarray]
@@ -471,6 +473,7 @@ class Report(NamedTuple):
   decisions: Sequence[dict[str, Any]] = ()
   culprit: Culprit | None = None
   info: Mapping[str, InfoSums] = {}
+  finished: Sequence[tuple[int, float, int]] = ()
 
   @property
   def num_updates(self) -> int:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import anakin_cartpole
 import jax
 import jax.numpy as jnp
+import nbclient
+import nbformat
 import numpy as np
 import pytest
 
@@ -313,10 +315,32 @@ def test_the_site_calls_no_other_host():
   # The theme would ask GitHub about the repository, and Google for its fonts.
   assert 'repo_url' not in text and '://' not in text
   assert re.search('^  font: false', text, re.M)
-  names = 'analytics extra_javascript extra_css social privacy mermaid'.split()
+  names = 'analytics extra_javascript social privacy mermaid'.split()
   assert not [x for x in names if x in text]
+  assert not re.search('url|@import', (_DOCS / 'style.css').read_text())
   for page, text in _TEXT.items():
     assert not re.search(r'!\[[^]]*\]\(http|<(img|script|iframe)', text), page
+
+
+def test_the_notebook_runs(tmp_path):
+  notebook = nbformat.read(_DOCS / 'notebooks' / 'first_run.ipynb', 4)
+  cells = [x for x in notebook.cells if x.cell_type == 'code']
+  assert sum('steps=3e5' in x.source for x in cells) == 1
+  for cell in cells:
+    cell.source = cell.source.replace('steps=3e5', 'steps=2048')
+  resources = {'metadata': {'path': str(tmp_path)}}
+  client = nbclient.NotebookClient(notebook, timeout=500, resources=resources)
+  client.execute()
+  pictures = [
+    kind
+    for cell in cells
+    for output in cell.outputs
+    for kind in output.get('data', {})
+    if kind.startswith('image/')
+  ]
+  assert pictures == ['image/png', 'image/gif']
+  (action,) = cells[-1].outputs
+  assert re.fullmatch(r'array\(\[[01], [01]\].*', action.data['text/plain'])
 
 
 def test_pages_promise_only_what_was_tried():

@@ -48,7 +48,7 @@ class Unroll(NamedTuple):
 
   shards: list[types.Trajectory]
   version: int  # Version of the parameters that chose the actions.
-  episodes: types.Episodes  # Episodes that ended in the unroll.
+  finished: list[np.ndarray]  # Returns and lengths of the ended episodes.
   actor: int  # Index of the actor.
   largest: dict[str, Largest]  # Result of `find_largest`, on the actor device.
   first_env: int  # Global index of the actor's first environment.
@@ -180,24 +180,27 @@ def _as_int32(number: np.ndarray | int) -> np.ndarray:
 
 
 class _Episodes:
-  """Counts the episodes of one actor's environments over its unrolls."""
+  """Finds the episodes of one actor's environments over its unrolls."""
 
   def __init__(self, num_envs: int):
     self._returns = np.zeros(num_envs)
     self._lengths = np.zeros(num_envs, np.int64)
 
-  def add(self, reward: np.ndarray, is_first: np.ndarray) -> types.Episodes:
-    """Counts the episodes that ended in one unroll; arguments are `[T, B]`."""
-    # Steps after an environment's last reset step belong to an open episode.
-    is_open = ~np.logical_or.accumulate(is_first[::-1])[::-1]
-    ends = is_first.any(0)
-    sums: list[Any] = [int(is_first.sum())]
+  def add(self, reward: np.ndarray, is_first: np.ndarray) -> list[np.ndarray]:
+    """Returns the returns and the lengths of the episodes that ended.
+
+    The arguments are those of one unroll, `[T, B]`.
+    """
+    env, t = np.nonzero(is_first.T)  # One environment after the other.
+    is_next = np.diff(env, prepend=-1) == 0
+    ended = []
     for carry, x in (self._returns, reward), (self._lengths, ~is_first):
-      whole = x.sum(0, dtype=carry.dtype)
-      rest = (x * is_open).sum(0, dtype=carry.dtype)
-      sums.append((carry + whole - rest)[ends].sum().item())
-      carry[:] = np.where(ends, rest, carry + whole)
-    return types.Episodes(*sums)
+      sums = carry + x.cumsum(0, carry.dtype)
+      ends = sums[t, env]
+      ended.append(ends - np.where(is_next, np.roll(ends, 1), 0))
+      carry[:] = sums[-1]
+      carry[env] -= ends  # The last of an environment's ends counts.
+    return ended
 
 
 @dataclasses.dataclass
@@ -313,11 +316,10 @@ class Actor:
     shards, largest, reward, is_first, infos = act(variables)
     for x in largest.values():  # The learner reads the values.
       x.value.copy_to_host_async()
-    episodes = self._episodes.add(reward, is_first)
     return Unroll(
       shards,
       version,
-      episodes,
+      self._episodes.add(reward, is_first),
       self.index,
       largest,
       self.first_env,

@@ -81,14 +81,17 @@ class AnakinState(NamedTuple):
 class Records(NamedTuple):
   """What a call of `Programs.train` reports, with one row per update.
 
-  Rows after the last update are zero. For S agents, all arrays have a last axis
-  S.
+  Rows after the last update are zero. For S agents, the arrays have a further
+  axis S, after the axes that are described here.
   """
 
   metrics: Metrics  # Float32 `[max_updates]` each, the learner's metrics.
   episodes: Episodes  # `[max_updates, num_devices]` each.
   largest: dict[str, Largest]  # `[max_updates, num_devices]` each.
   info: dict[str, InfoSums]  # `[max_updates, num_devices]` each.
+  # Returns and lengths of the episodes that ended at each step, or else 0:
+  # `[max_updates, num_devices, (S,) T, B]` each. Empty unless they are kept.
+  finished: Tree
   # Bool `[]`, false if the loss of the last update was NaN or infinite. Unless
   # agents freeze, the call ends after such an update.
   is_finite: Array
@@ -114,8 +117,9 @@ def make_unroll(
   """Makes the function that acts for T steps.
 
   The function is `(variables, actors, num_updates) -> (actors, trajectory,
-  episodes, info)`, where `info` has the `InfoSums` of each name. Each turn of
-  its loop has `steps_per_turn` steps.
+  episodes, info, finished)`, where `info` has the `InfoSums` of each name, and
+  `finished` is as in `Records`, `[T, B]` each. Each turn of its loop has
+  `steps_per_turn` steps.
   """
 
   def unroll(variables, actors, num_updates):
@@ -186,7 +190,8 @@ def make_unroll(
     trajectory = Trajectory(
       timesteps, actions, extras, carry, env_index, num_steps
     )
-    return actors, trajectory, episodes, info_lib.by_name(ended_info)
+    info = info_lib.by_name(ended_info)
+    return actors, trajectory, episodes, info, (returns, lengths)
 
   return unroll
 
@@ -202,6 +207,7 @@ def make_programs(
   max_updates: int,
   num_agents: int | None = None,
   freezes: bool = False,
+  keeps_episodes: bool = False,
   exploit: Callable[..., tuple[LearnerState, Array]] | None = None,
 ) -> Programs:
   """Makes Anakin's programs.
@@ -220,6 +226,7 @@ def make_programs(
     freezes: whether an agent whose loss is NaN or infinite stops learning,
       while the others go on. It keeps the parameters that it had before, and
       the metric `is_frozen` is 1 from this update on. Needs several agents.
+    keeps_episodes: whether the records have the episodes one by one.
     exploit: how a population evolves, see `core.population`; needs `freezes`.
   """
 
@@ -247,7 +254,7 @@ def make_programs(
     before, actors, rng_key, is_frozen = state
     number = before.num_updates
     with jax.named_scope('acting'):
-      actors, trajectory, episodes, info = unroll(
+      actors, trajectory, episodes, info, finished = unroll(
         before.variables, actors, number
       )
     update_key = jax.random.fold_in(rng_key, number)
@@ -262,7 +269,8 @@ def make_programs(
       after = kept._replace(memory=after.memory, num_updates=number)
       metrics = metrics | {'is_frozen': is_frozen.astype(jnp.float32)}
     state = AnakinState(after, actors, rng_key, is_frozen)
-    return state, metrics, (episodes, largest, info)
+    finished = finished if keeps_episodes else ()
+    return state, metrics, (episodes, largest, info, finished)
 
   has_members = num_agents is not None
 
@@ -305,7 +313,7 @@ def make_programs(
   learner_specs = spmd.specs(learner.split_axes, has_members)
   sharding = AnakinState(learner_specs, batch, same, same)
   rows, own = spmd.record_specs(has_members)
-  records = Records(rows, own, own, own, same)
+  records = Records(rows, own, own, own, own, same)
   reset_agents = spmd.device_map(
     over_agents(reset, (0, None)), mesh, (same, spmd.BATCH), batch
   )
@@ -364,6 +372,16 @@ def make_programs(
     exploit
     and spmd.global_map(evolve, mesh, (sharding, spmd.REPLICATED), donate=(0,)),
   )
+
+
+def _list_finished(arrays: Tree) -> list[tuple[int, float, int]]:
+  """Returns `Report.finished` of an agent's part of `Records.finished`."""
+  if not arrays:
+    return []
+  returns, lengths = arrays
+  place = np.nonzero(lengths)
+  columns = place[0], returns[place], lengths[place]
+  return list(zip(*(x.tolist() for x in columns)))
 
 
 @dataclasses.dataclass
@@ -426,6 +444,10 @@ class Anakin:
         lambda x: x[:num_updates][index],
         (records.metrics, records.episodes, records.info),
       )
+      own_axes = (slice(None), agent) if self.rng_key.ndim else ()
+      finished = jax.tree.map(
+        lambda x: x[:num_updates][:, *own_axes], records.finished
+      )
       predictions = num_updates * self.predictions_per_update
       is_sound = bool(is_sound_call or is_finite[num_updates, agent])
       largest = jax.tree.map(lambda x: x[index], records.largest)
@@ -437,7 +459,8 @@ class Anakin:
       report = Report(
         metrics, episodes, predictions, seconds, is_sound, {}, own
       )
-      reports.append(report._replace(culprit=culprit, info=info))
+      report = report._replace(culprit=culprit, info=info)
+      reports.append(report._replace(finished=_list_finished(finished)))
     return reports
 
   def exploit(

@@ -83,6 +83,7 @@ class Settings:
   # to find what limits the run.
   env_threads: int = 1
   autotune: bool = False  # See `Tuner`; this needs the asynchronous mode.
+  keeps_episodes: bool = False  # Whether reports have `finished`.
 
 
 def _call(thread: ThreadPoolExecutor, function: Callable, *args: Any) -> Any:
@@ -340,11 +341,11 @@ class Sebulba:
         taken.append(unroll)
     return taken, dropped
 
-  def _learn(self) -> tuple[dict, dict, types.Episodes, dict] | None:
-    """Runs one update; returns four fields of a `Report`.
+  def _learn(self) -> tuple[dict, dict, types.Episodes, dict, Any] | None:
+    """Runs one update; returns fields of a `Report`.
 
-    They are `metrics`, `own`, `episodes` and `info`. The result is None if the
-    loss is not finite.
+    They are `metrics`, `own`, `episodes`, `info` and, as arrays, the returns
+    and lengths of `finished`. The result is None if the loss is not finite.
     """
     spend = self._stages.spend
     self._check_hangs()
@@ -385,8 +386,11 @@ class Sebulba:
     }
     sizes = [culprits.largest_observation(x.largest) for x in taken]
     own |= {k: max(x[k] for x in sizes) for k in sizes[0]}
-    episodes = jax.tree.map(lambda *x: sum(x), *(u.episodes for u in unrolls))
-    return metrics, own, episodes, info.add_up(u.info for u in unrolls)
+    returns, lengths = map(np.concatenate, zip(*(u.finished for u in unrolls)))
+    number = np.asarray(len(returns))
+    episodes = types.Episodes(number, returns.sum(), lengths.sum())
+    infos = info.add_up(u.info for u in unrolls)
+    return metrics, own, episodes, infos, (returns, lengths)
 
   def advance(
     self, num_updates: int, plan: Mapping[str, Any] | None = None
@@ -405,6 +409,7 @@ class Sebulba:
     num_unrolls = sum(self._num_unrolls)
     rows: list[tuple[dict, dict, types.Episodes]] = []
     infos: list[dict] = []
+    finished: list[tuple[int, float, int]] = []
     is_finite = True
     try:
       if plan:
@@ -417,6 +422,9 @@ class Sebulba:
           break
         rows.append(row[:3])
         infos.append(row[3])
+        if settings.keeps_episodes:
+          columns = (x.tolist() for x in row[4])
+          finished += [(len(infos) - 1, *x) for x in zip(*columns)]
         self._publish()
         self._exchange.release(settings.unrolls_per_update)
         self._stages.spend('hand_off')
@@ -438,15 +446,15 @@ class Sebulba:
       self._tuner.observe(end - start, len(rows), depth, pause)
       decisions = [x._asdict() for x in self._tuner.take_decisions()]
     self._end_seconds = end
-    columns: Any = ({}, {}, types.Episodes(*np.zeros((3, 0))))
+    stacked: Any = ({}, {}, types.Episodes(*np.zeros((3, 0))))
     if rows:
-      columns = jax.tree.map(lambda *x: np.asarray(x), *rows)
-    metrics, own, episodes = columns
+      stacked = jax.tree.map(lambda *x: np.asarray(x), *rows)
+    metrics, own, episodes = stacked
     seconds, spent = end - start, leave_out_parked(spent)
     report = types.Report(
       metrics, episodes, num_steps, seconds, is_finite, spent, own, decisions
     )
-    report = report._replace(info=info.to_columns(infos))
+    report = report._replace(info=info.to_columns(infos), finished=finished)
     return [report if is_finite else report._replace(culprit=self._culprit)]
 
   def _measure_stages(self) -> dict[str, float]:

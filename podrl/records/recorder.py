@@ -1,33 +1,41 @@
 """Records a run: makes a record of each window of updates, and writes it."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 import copy
 import dataclasses
 import functools
-import itertools
 import math
+import operator
 import os
-import shutil
-import sys
-import threading
 import time
 from typing import Any
-import uuid
 
 import jax
 import numpy as np
 
-from podrl.fields import Field, Fields, Range, nest
+from podrl.fields import Field, Fields, Range
 from podrl.records import merging, workdir
+from podrl.records.sinks import (
+  EpisodeLines,
+  JsonLines,
+  Sink,
+  TensorBoard,
+  Wandb,
+  Writer,
+  open_lines,
+)
 from podrl.records.terminal import Terminal
-from podrl.records.workdir import Record, WriteError
+from podrl.records.workdir import Record
 from podrl.types import Episodes, InfoSums, Report
 
 FIELDS = {
   'log.every_updates': Field(10, 'Updates per record.', Range(1, 2**31 - 1)),
   'log.tensorboard': Field(True, 'Writes TensorBoard events.'),
   'log.wandb': Field(False, 'Sends records to Weights & Biases.'),
+  'log.episodes': Field(False, 'Writes each finished episode to episodes.csv.'),
+  'log.videos': Field(
+    False, 'Writes a video of an episode after each evaluation.'
+  ),
   'log.profile': Field(
     0, "Number of updates that JAX's profiler traces.", Range(0, 10**6)
   ),
@@ -73,6 +81,7 @@ def local_part(report: Report) -> Record:
     'stages': {**report.stages},
     'own': {k: x.tolist() for k, x in report.own.items()},
     'info': {name: _total(sums) for name, sums in report.info.items()},
+    'finished': [*report.finished],
   }
 
 
@@ -103,6 +112,8 @@ def merge_processes(report: Report, others: Sequence[Record]) -> Report:
         values = [x[field][name] for x in parts]
         metrics[name] = merging.REDUCTIONS[name].processes(values, axis=0)
   merged['num_predictions'] = sum(x['num_predictions'] for x in parts)
+  finished = [tuple(row) for x in parts for row in x['finished']]
+  merged['finished'] = sorted(finished, key=operator.itemgetter(0))
   return report._replace(episodes=Episodes(*episodes), info=info, **merged)
 
 
@@ -149,6 +160,19 @@ class Window:
   num_predictions: int = 0
   num_updates_since_record: int = 0
   seconds: float = 0.0
+
+  def episodes_of(self, report: Report) -> list[tuple[int, float, int]]:
+    """Returns `(env_steps, return, length)` of the finished episodes.
+
+    Call it before `add`. `env_steps` is the number of steps of the run at the
+    end of the update in which the episode ended.
+    """
+    counts = np.asarray(report.episodes.num_episodes)
+    num_resets = np.cumsum(counts.reshape(len(counts), -1).sum(1))
+    num_done = np.arange(1, len(counts) + 1)
+    steps = num_done * report.num_predictions // max(len(counts), 1)
+    env_steps = (self.env_steps + steps - num_resets).astype(int).tolist()
+    return [(env_steps[i], *row) for i, *row in report.finished]
 
   def add(self, report: Report) -> None:
     """Adds the updates of a driver's report."""
@@ -227,176 +251,6 @@ class Window:
     return record
 
 
-class JsonLines:
-  """A file with one JSON object per line, flushed after each line.
-
-  An existing file keeps its first `num_lines` lines; a resumed run writes the
-  later lines again. If one of the kept lines is damaged, a copy of the file is
-  made, and the file itself keeps only the lines before the damaged one.
-
-  Its attribute `num_lines` is the number of lines in the file.
-  """
-
-  def __init__(self, file: str, num_lines: int = 0):
-    self._file = open(
-      file,
-      'a+',
-      encoding='utf-8',
-      errors='replace',
-      opener=workdir.open_no_link,
-    )
-    self._file.seek(0)
-    self.num_lines, end = 0, 0
-    for line in itertools.islice(iter(self._file.readline, ''), num_lines):
-      try:
-        workdir.parse_record(line if line.endswith('\n') else '')
-      except ValueError:
-        shutil.copyfile(file, workdir.free_name(file))
-        break
-      self.num_lines, end = self.num_lines + 1, self._file.tell()
-    self._file.truncate(end)
-
-  def write(self, record: Record) -> None:
-    self._file.write(workdir.to_json(record) + '\n')
-    self._file.flush()
-    self.num_lines += 1
-
-  def close(self) -> None:
-    self._file.close()
-
-
-def _open_lines(file: str, number: int, kind: str) -> JsonLines:
-  """Opens a file that had `number` lines, and reports those that are lost."""
-  lines = JsonLines(file, number)
-  if lost := number - lines.num_lines:
-    print(
-      f'warning: {file}: {lost} of the {number} {kind} before the checkpoint '
-      'are lost; the run continues from the checkpoint, which is intact',
-      file=sys.stderr,
-    )
-  return lines
-
-
-class TensorBoard:
-  """A file of TensorBoard events, whose step is `env_steps`.
-
-  TensorBoard ignores older events whose step is `purge_step` or later.
-  """
-
-  def __init__(self, path: str, purge_step: int = 0):
-    # Do not use SummaryWriter: its thread hangs when the disk is full.
-    from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto import event_pb2, summary_pb2
-
-    self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-    self._writer = EventsWriter(os.path.join(path, 'events'))
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    self._write(purge_step, session_log=start)
-
-  def _write(self, step: int, **contents: Any) -> None:
-    event = self._event(step=step, wall_time=time.time(), **contents)
-    self._writer.write_event(event)
-    self._writer.flush()
-
-  def write(self, record: Record) -> None:
-    summary = self._summary()  # One summary per metric would be much slower.
-    for name, value in record.items():
-      if not isinstance(value, str):
-        summary.value.add(tag=name, simple_value=value)
-    self._write(record['env_steps'], summary=summary)
-
-  def close(self) -> None:
-    self._writer.close()
-
-
-class Wandb:
-  """A run at Weights & Biases, whose step is `env_steps`.
-
-  Each run and each seed has an id there, which the directory keeps. So a
-  resumed run continues, and another run in the same path gets another id.
-  """
-
-  def __init__(self, path: str, project: str, config: dict[str, Any]):
-    import wandb  # The extra `wandb` installs it.
-
-    name = os.path.abspath(path).strip(os.sep).replace(os.sep, '-')[-120:]
-    file = os.path.join(path, 'wandb_id')
-    if not os.path.exists(file):
-      with open(file, 'w') as f:
-        f.write(uuid.uuid4().hex)
-    with open(file) as f:
-      run_id = f.read()
-    self._run = wandb.init(
-      project=project,
-      name=name,
-      id=run_id,
-      dir=path,
-      config=config,
-      resume='allow',
-      reinit='create_new',
-    )
-
-  def write(self, record: Record) -> None:
-    self._run.log(record, step=record['env_steps'])
-
-  def close(self) -> None:
-    self._run.finish()
-
-
-Sink = JsonLines | TensorBoard | Wandb | Terminal
-_MAX_QUEUED = 1024  # Records that wait to be written.
-
-
-class Writer:
-  """Writes records in a separate thread, so that no sink delays training.
-
-  After a sink fails, the next call of any method raises a `WriteError`.
-  """
-
-  def __init__(self):
-    self._executor = ThreadPoolExecutor(1, 'podrl-writer')
-    # A sink that hangs must not fill the memory with queued records.
-    self._free = threading.BoundedSemaphore(_MAX_QUEUED)
-    self._error: WriteError | None = None
-
-  def _write(self, sink: Sink, record: Record | None) -> None:
-    """Writes a record unless a sink has failed; None closes the sink."""
-    try:
-      if record is None:
-        sink.close()
-      elif self._error is None:
-        sink.write(record)
-    except Exception as error:  # `_check` raises it in the main thread.
-      message = f'{type(sink).__name__} could not write: {error}'
-      self._error = self._error or WriteError(message)
-      self._error.__cause__ = error
-    finally:
-      if record is not None:
-        self._free.release()
-
-  def _check(self) -> None:
-    if self._error:
-      raise self._error
-
-  def write(self, sinks: Sequence[Sink], record: Record) -> None:
-    """Queues a record for each sink."""
-    self._check()
-    for sink in sinks:
-      self._free.acquire()
-      self._executor.submit(self._write, sink, record)
-
-  def flush(self) -> None:
-    """Waits until all records are written."""
-    self._executor.submit(self._check).result()
-
-  def close(self, sinks: Sequence[Sink]) -> None:
-    """Writes the queued records, closes the sinks and ends the thread."""
-    for sink in sinks:
-      self._executor.submit(self._write, sink, None)
-    self._executor.shutdown()
-    self._check()
-
-
 @dataclasses.dataclass
 class Recorder:
   """Records a run of one or several agents, each with its own seed.
@@ -422,7 +276,7 @@ class Recorder:
 
   def __post_init__(self):
     config, path = self.config, self.path
-    directories = [*workdir.agents(path, config)]
+    self._agents = directories = [*workdir.agents(path, config)]
     self._merge = functools.partial(
       merging.merge_seeds,
       names=[os.path.basename(x) for x in directories],
@@ -442,6 +296,7 @@ class Recorder:
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     self._files: list[JsonLines] = []  # `metrics.jsonl` of each directory.
     self._decisions: list[JsonLines] = []  # `decisions.jsonl`, if it is used.
+    self._episodes: list[EpisodeLines] = []  # `episodes.csv` of each agent.
     self.terminal = Terminal(
       config, self.total_updates, self.steps_per_update, not self.is_writer
     )
@@ -478,29 +333,42 @@ class Recorder:
         file = os.path.join(path, 'metrics.jsonl')
         if not progress and os.path.exists(file) and os.path.getsize(file):
           workdir.set_aside(file)  # An earlier start saved no checkpoint.
-        self._files.append(_open_lines(file, number, 'records'))
-        sinks: list[Sink] = [self._files[-1]]
-        self.sinks.append(sinks)  # From now on, `close` closes them.
-        if self.config['log.tensorboard']:
-          sinks.append(TensorBoard(path, last.get('env_steps', -1) + 1))
-        if self.config['log.wandb']:
+        self._files.append(open_lines(JsonLines, file, number, 'records'))
+        own: list[Sink] = [self._files[-1]]
+        self.sinks.append(own)  # From now on, `close` closes them.
+        if self.config['log.tensorboard'] or self.config['log.wandb']:
           config = workdir.read_config(path)
-          name, fields = workdir.task_name(config), nest(config)
+        if self.config['log.tensorboard']:
+          purge_step = last.get('env_steps', -1) + 1
+          own.append(TensorBoard(path, config, purge_step))
+        if self.config['log.wandb']:
           with workdir.write_errors('the run at Weights & Biases'):
-            sinks.append(Wandb(path, name, fields))
+            own.append(Wandb(path, config))
       file = os.path.join(self.path, 'decisions.jsonl')
       decides = self.config.get('sebulba.autotune', False)
       decides |= 'population.every_env_steps' in self.config
       if self._paths and (decides or os.path.exists(file)):
         # This deletes the lines that the run will repeat.
         number = progress.get('num_decisions', 0)
-        self._decisions.append(_open_lines(file, number, 'decisions'))
+        lines = open_lines(JsonLines, file, number, 'decisions')
+        self._decisions.append(lines)
+      agents = self._agents if self._paths else ()
+      files = [os.path.join(path, 'episodes.csv') for path in agents]
+      numbers = progress.get('num_episodes') or [0] * len(files)
+      if self.config['log.episodes'] or any(map(os.path.exists, files)):
+        for file, number in zip(files, numbers):
+          lines = open_lines(EpisodeLines, file, number, 'lines')
+          self._episodes.append(lines)
     if self._paths:
       self.sinks[0].append(self.terminal)
 
   def add(self, reports: Sequence[Report]) -> None:
     """Adds a driver's reports, one per agent; writes the decisions in them."""
-    for window, report, score in zip(self._windows, reports, self._scores):
+    agents = zip(self._windows, reports, self._scores)
+    for i, (window, report, score) in enumerate(agents):
+      if report.finished and self._episodes:
+        rows = window.episodes_of(report)
+        self._writer.write([self._episodes[i]], rows)
       window.add(report)
       score[0] += np.sum(report.episodes.num_episodes).item()
       score[1] += np.sum(report.episodes.return_sum, dtype=np.float64).item()
@@ -570,6 +438,11 @@ class Recorder:
     if is_score and (self.best is None or score > self.best[0]):
       self.best = score, self.num_updates
 
+  def show(self, path: str) -> None:
+    """Shows a GIF in TensorBoard and at Weights & Biases."""
+    sinks = [x for x in self.sinks[0] if isinstance(x, TensorBoard | Wandb)]
+    self._writer.show(sinks, path, self.last[0]['env_steps'])
+
   def progress(self) -> Record:
     """Writes all records; returns what `open` needs to resume, as JSON."""
     self._writer.flush()
@@ -578,6 +451,7 @@ class Recorder:
       'last': self.last,
       'best': self.best,
       'scores': self._scores,
+      'num_episodes': [file.num_lines for file in self._episodes],
       'num_decisions': sum(sink.num_lines for sink in self._decisions),
       'windows': [window.progress() for window in self._windows],
     }
@@ -587,7 +461,7 @@ class Recorder:
     jax.monitoring.unregister_event_duration_listener(self._on_duration)
     sinks = [sink for sinks in self.sinks for sink in sinks]
     try:
-      self._writer.close(sinks + self._decisions)
+      self._writer.close(sinks + self._decisions + self._episodes)
     finally:
       self.terminal.close()  # `sinks` contains it only after `open`.
 

@@ -2,6 +2,8 @@
 
 config.json      the configuration that the run uses, with a signature
 metrics.jsonl    one record per line
+episodes.csv     one finished episode per line, with log.episodes
+videos/          one GIF per evaluation, with log.videos
 decisions.jsonl  one decision of sebulba.autotune, or of a population, per line
 checkpoints/     one directory per checkpoint, named by its number of updates
 .lock            an empty file; the process that writes the run locks it

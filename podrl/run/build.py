@@ -36,6 +36,7 @@ from podrl.run.evaluation import Evaluation
 _UNLIMITED_STEPS = 10_000
 
 _MAX_UPDATES = 1024  # One call of Anakin's program runs at most this many.
+_EPISODES_BYTES = 2**26  # It keeps about as many bytes of `log.episodes`.
 
 
 class Run(NamedTuple):
@@ -464,6 +465,10 @@ def _make_anakin(
   # A call ends at or before the next record. Its report has a row per update,
   # so the number of updates is limited too.
   max_updates = min(config['log.every_updates'], _MAX_UPDATES)
+  keeps_episodes = config['log.episodes']
+  if keeps_episodes:  # The report then has eight bytes per step.
+    most = _EPISODES_BYTES // (8 * steps_per_update * num_agents(config))
+    max_updates = max(1, min(max_updates, most))
   groups = devices.member_groups(config, len(run_devices) // len(machine.hosts))
   programs = anakin.make_programs(
     env,
@@ -477,6 +482,7 @@ def _make_anakin(
     max_updates=max_updates,
     num_agents=num_agents(config) if has_axis(config) else None,
     freezes='members' in config,
+    keeps_episodes=keeps_episodes,
     exploit=_make_exploit(config),
   )
   steps_per_host = steps_per_update // len(machine.hosts)
@@ -528,6 +534,7 @@ def _make_sebulba(
     first_env=machine.process * envs_per_host,
     env_threads=layout.env_threads,
     autotune=config['sebulba.autotune'],
+    keeps_episodes=config['log.episodes'],
   )
 
   def make_pool(actor: int) -> types.HostEnv:

@@ -110,6 +110,8 @@ _WORDS = {
   'eval.greedy': 'deterministic deterministic_eval',
   'log.every_updates': 'log_interval log_freq log_every',
   'log.tensorboard': 'use_tensorboard',
+  'log.videos': 'capture_video record_video video',
+  'log.episodes': 'monitor monitor_dir',
   'log.wandb': 'track use_wandb wandb_project wandb_project_name wandb_entity',
   'checkpoint.every_env_steps': 'save_freq save_interval save_every '
   'checkpoint_freq checkpoint_frequency',
@@ -127,8 +129,7 @@ _WORDS = {
   'write --config.env.options.NAME=VALUE for each': 'env_kwargs env_params',
   'set the environment variable JAX_PLATFORMS, for example to cpu': 'device '
   'cuda no_cuda gpu platform accelerator',
-  'later, podrl watch RUN records an episode': 'capture_video render '
-  'record_video video no_render',
+  'later, podrl watch RUN records an episode': 'render no_render',
   'TensorBoard events are in the directory of the run; see --workdir': ''
   'tensorboard_log tb_log tensorboard_dir',
   'podrl --version prints the version': 'version',

@@ -35,7 +35,7 @@ from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
-from podrl.run import build, policy
+from podrl.run import build, policy, video
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster
 from podrl.run.devices import describe_machine
@@ -100,6 +100,27 @@ class Running:
   def save(self) -> None:
     """Writes a checkpoint; the last `checkpoint.keep` of them are kept."""
     self._trainer.save_and_wait()
+
+  def draw(self, path: str = '') -> str:
+    """Writes a video of an episode to a .gif or .mp4 file.
+
+    Args:
+      path: the file; by default `videos/UPDATES.gif` in the run's directory.
+
+    Returns:
+      The path of the file.
+    """
+    loaded = self.policy()
+    out = path or os.path.join(
+      self.workdir, 'videos', f'{loaded.num_updates}.gif'
+    )
+    os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+    rng_key = self._trainer.run.eval_keys[0]
+    greedy = self.config['eval.greedy']
+    _, frames, seconds = video.make(loaded, rng_key, greedy=greedy)
+    with workdir.replacing(out) as temporary:
+      video.write(temporary, frames, seconds)
+    return out
 
   def add(self, **scalars: float) -> None:
     """Adds numbers to the record, and so to TensorBoard and to W&B."""
@@ -649,6 +670,9 @@ class Trainer:
       signals.note(self.cluster.decide(lambda: signals.exit_code))
       return False
     recorder.write(outcomes, scalars)
+    if outcomes and self.config['log.videos']:
+      with self.cluster.busy():
+        self.cluster.attempt(self._draw)
     if self.cluster.process == 0 and not self.has_warned:
       config, record = self.config, recorder.last[0]
       warning = agents.find(config['agent.name']).warn(record)
@@ -659,6 +683,13 @@ class Trainer:
       if warning:
         print(f'warning: {warning}', file=sys.stderr)
     return True
+
+  def _draw(self) -> None:
+    """Draws an episode of the policy that was evaluated, in process 0."""
+    if self.recorder.sinks:
+      self.recorder.terminal.say('drawing an episode')
+      with workdir.write_errors('the video', OSError):
+        self.recorder.show(Running(self, []).draw())
 
   def _stop_if(self, is_reached: bool, reason: str) -> None:
     """Ends the run after the record that is being made."""

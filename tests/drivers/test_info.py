@@ -340,7 +340,7 @@ def test_an_actor_averages_the_info_of_its_environments():
   assert all(x.timestep.info == () for x in trajectories)
   actions = np.concatenate([x.action for x in trajectories])
   expected = _join(_expected(_walk(i, actions[:, i])) for i in range(2))
-  assert expected['v'][1] == sum(x.episodes.num_episodes for x in unrolls) > 10
+  assert expected['v'][1] == sum(len(x.finished[0]) for x in unrolls) > 10
   _assert_sums(info.add_up(x.info for x in unrolls), expected)
 
 

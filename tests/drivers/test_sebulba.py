@@ -370,8 +370,8 @@ def test_a_program_makes_the_unrolls_of_the_loop(
   for x, y in zip(unrolls, others):
     jax.tree.map(
       np.testing.assert_array_equal,
-      (x.shards, x.largest, x.episodes),
-      (y.shards, y.largest, y.episodes),
+      (x.shards, x.largest, x.finished),
+      (y.shards, y.largest, y.finished),
     )
   is_first = [shard.timestep.is_first for u in unrolls for shard in u.shards]
   assert np.any(is_first) and not np.all(is_first)
@@ -498,13 +498,14 @@ def test_unrolls_follow_one_another_over_their_reset_steps():
         timestep,
       )
       timestep = pool.step(trajectory.action[t])
-      ended += list(length[timestep.is_first])
+      ended += zip(*np.nonzero(timestep.is_first), length[timestep.is_first])
       length = np.where(timestep.is_first, 0, length + 1)
     # CartPole's reward is 1 per step, so an episode's return is its length.
-    assert unroll.episodes.num_episodes == len(ended) > 0
-    assert (
-      unroll.episodes.return_sum == unroll.episodes.length_sum == sum(ended)
-    )
+    expected = [n for _, n in sorted(ended, key=lambda x: x[0])]
+    returns, lengths = unroll.finished
+    assert len(expected) > 0
+    np.testing.assert_array_equal(returns, expected)
+    np.testing.assert_array_equal(lengths, expected)
   pool.close()
 
 

@@ -1,11 +1,13 @@
 """Tests windows, reductions, sinks and the terminal."""
 
+import csv
 import functools
 import io
 import itertools
 import json
 import math
 import os
+import pathlib
 import re
 import shutil
 import sys
@@ -15,19 +17,23 @@ import time
 import gymnasium
 import helpers
 import numpy as np
+from PIL import Image
 import pytest
 import rich.console
 from tensorboard.backend.event_processing import event_accumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from podrl import signals
 from podrl.agents import AGENTS
 from podrl.envs import SUITES
 from podrl.messages import format_size
-from podrl.records import merging, recorder, terminal, workdir
+from podrl.records import merging, recorder, sinks, terminal, workdir
 from podrl.records.workdir import WriteError
 from podrl.run import train
 from podrl.run.config import default_fields
 from podrl.types import Episodes, InfoSums, Report
+
+_METRICS = helpers.ROOT / 'docs' / 'reference' / 'metrics.md'
 
 
 def test_numbers_change_the_unit_when_they_are_rounded():
@@ -187,7 +193,7 @@ class _Sink:
 
 
 def test_a_writer_delays_nobody_and_loses_nothing():
-  writer, sink = recorder.Writer(), _Sink()
+  writer, sink = sinks.Writer(), _Sink()
   for i in range(50):
     writer.write([sink], i)  # This does not wait for the sink.
   assert sink.records == []
@@ -202,8 +208,8 @@ def test_a_writer_delays_nobody_and_loses_nothing():
 
 
 def test_a_hanging_sink_delays_the_run_when_the_queue_is_full(monkeypatch):
-  monkeypatch.setattr(recorder, '_MAX_QUEUED', 3)
-  writer, sink = recorder.Writer(), _Sink()
+  monkeypatch.setattr(sinks, '_MAX_QUEUED', 3)
+  writer, sink = sinks.Writer(), _Sink()
   thread = threading.Thread(
     target=lambda: [writer.write([sink], i) for i in range(4)], daemon=True
   )
@@ -217,7 +223,7 @@ def test_a_hanging_sink_delays_the_run_when_the_queue_is_full(monkeypatch):
 
 
 def test_what_a_sink_raises_is_raised():
-  writer, sink, other = recorder.Writer(), _Sink(fail_at=1), _Sink()
+  writer, sink, other = sinks.Writer(), _Sink(fail_at=1), _Sink()
   sink.gate.set()
   other.gate.set()
   for i in range(2):
@@ -243,7 +249,7 @@ def test_tensorboard_reads_the_events(tmp_path):
   records, _ = helpers.read(tmp_path / 'run')
   for name in ('loss', 'episode_return', 'eval_return', 'steps_per_second'):
     expected = [(r['env_steps'], r[name]) for r in records if name in r]
-    found = _scalars(tmp_path / 'run', name)
+    found = _scalars(tmp_path / 'run', sinks.tag(name))
     assert len(expected) > 0 and [x for x, _ in found] == [
       x for x, _ in expected
     ]
@@ -252,21 +258,143 @@ def test_tensorboard_reads_the_events(tmp_path):
     )
 
 
+def test_tensorboard_shows_the_configuration(tmp_path):
+  config = {'env.name': 'Catch', 'seed': 3, 'network.hidden_sizes': (8, 8)}
+  sinks.TensorBoard(str(tmp_path), config).close()
+  found = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+  (text,) = found.Tensors('config/text_summary')
+  (table,) = text.tensor_proto.string_val
+  assert b'\n| network.hidden_sizes | (8, 8) |' in table
+  plugin = found.SummaryMetadata('_hparams_/session_start_info').plugin_data
+  hparams = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
+  values = hparams.session_start_info.hparams
+  assert values['seed'].number_value == 3
+  assert values['env.name'].string_value == 'Catch'
+
+
+def test_tensorboard_shows_a_video_of_each_evaluation(tmp_path, monkeypatch):
+  logged = []
+
+  class Fake:
+    __spec__ = object()
+    Video = staticmethod(lambda path: pathlib.Path(path).read_bytes())
+
+    @classmethod
+    def init(cls, **_):
+      return cls()
+
+    def log(self, values, step):
+      logged.extend(
+        (step, x) for k, x in values.items() if k == 'Return/episode'
+      )
+
+    def finish(self):
+      pass
+
+  monkeypatch.setitem(sys.modules, 'wandb', Fake)
+  arguments = (
+    '--config.log.videos=True --config.log.wandb=True '
+    '--config.eval.every_env_steps=256'
+  )
+  assert helpers.run(tmp_path, *arguments.split()) == 0
+  records = helpers.read_records(tmp_path)
+  evaluated = [x for x in records if 'eval_return' in x]
+  paths = [tmp_path / f'videos/{x["num_updates"]}.gif' for x in evaluated]
+  assert sorted(tmp_path.glob('videos/*')) == sorted(paths) and len(paths) == 2
+  contents = [x.read_bytes() for x in paths]
+  steps = [x['env_steps'] for x in evaluated]
+  assert logged == [*zip(steps, contents)]
+  found = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+  images = found.Images('Return/episode')
+  assert [(x.step, x.encoded_image_string) for x in images] == logged
+  with Image.open(paths[0]) as image:
+    assert image.n_frames == 10  # An episode of Catch has nine steps.
+    assert image.size == (images[0].width, images[0].height)
+
+
+def test_metrics_have_groups_of_which_the_first_are_returns():
+  tags = {
+    name: sinks.tag(name)
+    for name in re.findall(
+      r'`([a-z_]+)`',
+      ''.join(
+        line.split('|')[1]
+        for line in _METRICS.read_text().splitlines()
+        if line.startswith('|')
+      ),
+    )
+  }
+  groups = {x.partition('/')[0] for x in tags.values()}
+  # TensorBoard sorts by the codes of the characters.
+  assert min(groups) == 'Return'
+  assert {k for k, x in tags.items() if x.startswith('other/')} == {
+    *('gamma', 'lambda_', 'entropy_cost', 'value_cost', 'is_frozen'),
+    *('limit', 'limit_sentence'),
+  }
+  assert {tags[x] for x in ('episode_return', 'eval_return', 'policy_lag')} == {
+    *('Return/episode_return', 'Return/eval_return', 'lag/policy_lag'),
+  }
+  assert sinks.tag('env/is_success') == 'env/is_success'
+  assert sinks.tag('checked') == 'other/checked'
+
+
+@pytest.mark.parametrize(
+  'name,arguments',
+  [
+    ('anakin_catch', ['--config.num_seeds=2', *helpers.TINY]),
+    (
+      'sebulba_cartpole',
+      [
+        *('--config.total_env_steps=2e3', '--config.env.num_envs=8'),
+        *('--config.unroll_length=16', '--config.log.every_updates=3'),
+        '--config.eval.num_episodes=1',
+      ],
+    ),
+  ],
+)
+def test_each_finished_episode_can_have_a_line(name, arguments, tmp_path):
+  arguments = [*arguments, '--config.log.episodes=True']
+  assert helpers.run(tmp_path, *arguments, name=name, tiny=False) == 0
+  paths = sorted(x.parent for x in tmp_path.rglob('episodes.csv'))
+  assert [x.name for x in paths] == (
+    ['seed_0', 'seed_1'] if name == 'anakin_catch' else [tmp_path.name]
+  )
+  for path in paths:
+    with open(path / 'episodes.csv', newline='') as file:
+      rows = [
+        {k: float(x) for k, x in row.items()} for row in csv.DictReader(file)
+      ]
+    steps, num_done = 0, 0
+    for record in helpers.read_records(path):
+      window = [
+        x for x in rows if steps < x['env_steps'] <= record['env_steps']
+      ]
+      steps, num_done = record['env_steps'], num_done + len(window)
+      assert num_done == record['num_reset_steps']
+      for metric in 'episode_return', 'episode_length':
+        if window:
+          mean = np.mean([x[metric] for x in window])
+          assert record[metric] == pytest.approx(mean, rel=1e-6)
+        else:
+          assert metric not in record
+    assert num_done == len(rows) > 10
+
+
 def test_tensorboard_forgets_what_is_written_again(tmp_path):
-  first = recorder.TensorBoard(str(tmp_path))
+  first = sinks.TensorBoard(str(tmp_path), {})
   for step in (10, 20, 30):
     first.write({'env_steps': step, 'loss': 1.0})
   first.close()
   time.sleep(1.1)  # File names are ordered by seconds.
-  second = recorder.TensorBoard(str(tmp_path), 11)
+  second = sinks.TensorBoard(str(tmp_path), {}, 11)
   for step in (15, 40):
     second.write({'env_steps': step, 'loss': 2.0})
   second.close()
-  assert _scalars(tmp_path, 'loss') == [(10, 1.0), (15, 2.0), (40, 2.0)]
+  assert _scalars(tmp_path, 'loss/loss') == [(10, 1.0), (15, 2.0), (40, 2.0)]
 
 
 def test_not_a_number_is_null_in_json(tmp_path):
-  sink = recorder.JsonLines(str(tmp_path / 'metrics.jsonl'))
+  sink = sinks.JsonLines(str(tmp_path / 'metrics.jsonl'))
   sink.write(
     {'loss': math.nan, 'x': np.float32(2), 'y': -math.inf, 'n': np.int64(3)}
   )
@@ -284,7 +412,7 @@ def test_lines_before_a_damaged_one_are_kept(tmp_path):
   lines = [f'{{"num_updates": {i}, "env_steps": {i}}}\n' for i in range(5)]
   whole = ''.join(lines[:2]) + '{"num_upd\0\0\n' + ''.join(lines[3:])
   file.write_text(whole)
-  sink = recorder.JsonLines(str(file), 4)
+  sink = sinks.JsonLines(str(file), 4)
   assert sink.num_lines == 2
   sink.write({'num_updates': 9, 'env_steps': 9})
   assert sink.num_lines == 3
@@ -297,9 +425,9 @@ def test_lines_before_a_damaged_one_are_kept(tmp_path):
 def test_lost_decisions_are_reported(tmp_path, capsys):
   file = tmp_path / 'decisions.jsonl'
   file.write_text('{"num_updates": 1, "env_steps": 1}\n')
-  recorder._open_lines(str(file), 1, 'decisions').close()
+  sinks.open_lines(sinks.JsonLines, str(file), 1, 'decisions').close()
   assert capsys.readouterr().err == ''
-  recorder._open_lines(str(file), 3, 'decisions').close()
+  sinks.open_lines(sinks.JsonLines, str(file), 3, 'decisions').close()
   assert capsys.readouterr().err.startswith(
     f'warning: {file}: 2 of the 3 decisions before the checkpoint are lost; '
   )
@@ -341,7 +469,7 @@ def test_wandb_gets_every_record(tmp_path, monkeypatch):
     records = helpers.read_records(tmp_path / 'run' / path)
     assert run.is_finished and run.project == 'Catch-bsuite'
     assert [s for s, _ in run.rows] == [r['env_steps'] for r in records]
-    assert run.rows[-1][1]['loss'] == pytest.approx(records[-1]['loss'])
+    assert run.rows[-1][1]['loss/loss'] == pytest.approx(records[-1]['loss'])
 
 
 def test_each_new_run_has_an_id_of_its_own(tmp_path, monkeypatch):
@@ -357,7 +485,7 @@ def test_each_new_run_has_an_id_of_its_own(tmp_path, monkeypatch):
     if len(ids) == 3:  # The run is deleted, and another one has its path.
       shutil.rmtree(tmp_path / 'first')
     (tmp_path / path).mkdir(exist_ok=True)
-    recorder.Wandb(str(tmp_path / path), 'a project', {})
+    sinks.Wandb(str(tmp_path / path), {'env.name': 'Catch'})
   first, resumed, second, other = ids
   assert first == resumed and len({first, second, other}) == 3
 

@@ -363,6 +363,7 @@ def _report(own):
       'policy_lag_max': np.asarray([own, 2.0]),
       'num_unrolls_dropped': np.asarray([own, own]),
     },
+    finished=[(0, 0.5, own), (1, 1.5, own)],
   )
 
 
@@ -372,6 +373,8 @@ def test_reports_of_processes_are_one():
   )
   # In each of three processes, the i-th field has the total 2 i + 1.
   assert [float(np.sum(x)) for x in merged.episodes] == [3.0, 9.0, 15.0]
+  rows = [(i, i + 0.5, own) for i in range(2) for own in (0, 3, 6)]
+  assert merged.finished == rows
   assert merged.num_updates == 2 and merged.num_predictions == 3 * 64
   assert merged.stages == {'time_update': 4.0} and merged.seconds == 1.5
   np.testing.assert_array_equal(merged.own['policy_lag'], [3.0, 1.0])

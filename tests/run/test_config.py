@@ -261,7 +261,7 @@ _HINTS = {
   '--net_arch=64': 'write --config.network.hidden_sizes=VALUE',
   '--wandb': 'write --config.log.wandb=True',
   '--track': 'write --config.log.wandb=True',
-  '--capture-video': 'podrl watch RUN records an episode',
+  '--capture-video': 'write --config.log.videos=True',
   '--algo=dqn': 'write --agent=VALUE',
   '--num-seeds=3': 'write --seeds=3',
   '--logdir=x': 'write --workdir=VALUE',

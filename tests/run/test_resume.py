@@ -28,7 +28,7 @@ from podrl import signals
 from podrl.agents import exploring
 from podrl.drivers import sebulba, spmd
 from podrl.drivers.anakin import Anakin
-from podrl.records import checkpoint, recorder
+from podrl.records import checkpoint, recorder, sinks
 from podrl.records import workdir as records_workdir
 from podrl.run import build, train
 from podrl.types import LearnerState, Variables
@@ -130,6 +130,7 @@ def test_anakin_resumes_bitwise(
   arguments, num_devices, stops, tmp_path, monkeypatch
 ):
   arguments = [*arguments, *_TWENTY, f'--config.num_devices={num_devices}']
+  arguments.append('--config.log.episodes=True')
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   assert helpers.run(whole, *arguments) == 0
   for stop in stops:
@@ -142,6 +143,9 @@ def test_anakin_resumes_bitwise(
   assert numbers == [3, 6, 7, 9, 12, 14, 15, 18, 20]
   assert _plain(records) == _plain(expected)
   assert summary['exit'] == 'done'
+  episodes = (whole / 'episodes.csv').read_text()
+  assert (parts / 'episodes.csv').read_text() == episodes
+  assert len(episodes.splitlines()) == 1 + records[-1]['num_reset_steps']
   _assert_close(_state(parts), _state(whole), 0)
 
 
@@ -917,7 +921,7 @@ def test_a_directory_that_vanishes_does_not_hide_the_failure(
 def test_a_file_that_cannot_be_written_ends_a_run_in_one_line(
   tmp_path, monkeypatch, capsys
 ):
-  class Full(recorder.JsonLines):
+  class Full(sinks.JsonLines):
     def __init__(self, file, num_lines=0):
       super().__init__(file, num_lines)
       self._file.close()

@@ -15,7 +15,7 @@ from PIL import Image
 import pytest
 
 from podrl.envs import SUITES
-from podrl.run import build, policy
+from podrl.run import build, policy, video
 from podrl.run.config import default_fields
 from podrl.tools import watch
 from podrl.types import Agent, Box, Discrete, EnvSpec
@@ -59,7 +59,7 @@ def _random(config):
 def _record(config, *, max_steps, seed=0, **kwargs):
   key = jax.random.key(seed)
   kwargs |= {'greedy': False, 'max_steps': max_steps}
-  return watch.record(_random(config), key, **kwargs)
+  return video.record(_random(config), key, **kwargs)
 
 
 @pytest.fixture(scope='module')
@@ -124,7 +124,7 @@ def test_an_episode_is_that_of_an_evaluation_of_one(
   evaluate = build.make_evaluate(loaded.config, loaded.spec, loaded.agent)
   key = jax.random.key(1)
   expected = evaluate(loaded.variables, key, lambda: False)
-  episode = watch.record(loaded, key, greedy=greedy, max_steps=500)
+  episode = video.record(loaded, key, greedy=greedy, max_steps=500)
   num_steps = expected.lengths[0]
   assert len(episode.returns) == num_steps + 1 > 2 and episode.is_over
   assert episode.returns[-1] == expected.returns[0]
@@ -190,10 +190,10 @@ def test_every_gymnax_environment_is_drawn(name):
   assert len(_GYMNAX) >= 25  # gymnax 1.0.1 has these.
   # Draw only the first state, because a step compiles ten times longer.
   spec = SUITES['gymnax'].make_spec(name)
-  env = watch._on_host(_config(name), jax.random.split(jax.random.key(0), 1))
+  env = video._on_host(_config(name), jax.random.split(jax.random.key(0), 1))
   obs = jax.tree.map(lambda x: x[0], env.reset().obs)
   shape = () if isinstance(spec.action, Discrete) else spec.action.shape
-  pictures = watch.paint(name, spec, [obs] * 2, [np.ones(shape), None])
+  pictures = video.paint(name, spec, [obs] * 2, [np.ones(shape), None])
   for picture in pictures:
     assert picture.dtype == np.uint8 and picture.shape == pictures[0].shape
     assert len(np.unique(picture.reshape(-1, 3), axis=0)) >= 2
@@ -258,7 +258,7 @@ def test_channels_are_colours():
   obs = np.zeros((10, 10, 5), bool)
   obs[np.arange(5), 2, np.arange(5)] = True
   obs[0, 5, [1, 4]] = True  # Channel 4 hides channel 1.
-  (picture,) = watch.paint('x', _spec(), [obs], [0])
+  (picture,) = video.paint('x', _spec(), [obs], [0])
   cells = picture[::24, ::24]
   assert len(np.unique(cells[:5, 2], axis=0)) == 5
   np.testing.assert_array_equal(cells[0, 5], cells[4, 2])
@@ -269,14 +269,14 @@ def test_channels_are_colours():
 def test_screens_are_shown_as_they_are():
   rng = np.random.default_rng(0)
   stack = rng.integers(256, size=(4, 84, 84), dtype=np.uint8)
-  (picture,) = watch.paint('x', _spec(channels_first=True), [stack], [0])
+  (picture,) = video.paint('x', _spec(channels_first=True), [stack], [0])
   newest = stack[3][..., None].repeat(3, -1)
   np.testing.assert_array_equal(picture[::3, ::3], newest)
   screen = rng.integers(256, size=(96, 96, 3), dtype=np.uint8)
-  (picture,) = watch.paint('x', _spec(), [screen], [0])
+  (picture,) = video.paint('x', _spec(), [screen], [0])
   np.testing.assert_array_equal(picture[::2, ::2], screen)
   images = [np.full((6, 6), -2.0), np.full((6, 6), 3.0)]
-  dark, light = watch.paint('x', _spec(), images, [0, 0])
+  dark, light = video.paint('x', _spec(), images, [0, 0])
   assert dark.max() == 0 and light.min() == 255  # The episode sets the range.
 
 
@@ -288,7 +288,7 @@ def _place(picture, color):
 
 def _paint(name, *numbers):
   obs = np.asarray(numbers, np.float32)
-  return watch.paint(name, _spec(obs.shape), [obs], [0])[0]
+  return video.paint(name, _spec(obs.shape), [obs], [0])[0]
 
 
 def test_mechanisms_are_drawn_where_they_are():
@@ -319,7 +319,7 @@ def test_bars_grow_with_the_numbers():
     return int((picture == (31, 95, 168)).all(-1).sum())
 
   obs = [np.asarray(x, np.float32) for x in ([1, -4], [2, -4], [4, -4])]
-  drawn = watch.paint('x', _spec((2,)), obs, [np.int32(0), np.int32(1), None])
+  drawn = video.paint('x', _spec((2,)), obs, [np.int32(0), np.int32(1), None])
   halves = [np.split(x, 2, 1) for x in drawn]
   first, second, third = (area(x) for x, _ in halves)
   # A bar of n rows and 100 columns has n + 1 rows of pixels.
@@ -330,7 +330,7 @@ def test_bars_grow_with_the_numbers():
   assert shown == [True, True, False]
   box = Box((3,), -np.ones(3, np.float32), np.ones(3, np.float32))
   spec = _spec((999,))._replace(action=box)
-  (picture,) = watch.paint('x', spec, [np.ones(999)], [np.ones(3)])
+  (picture,) = video.paint('x', spec, [np.ones(999)], [np.ones(3)])
   assert area(picture) > 1000
 
 
@@ -385,16 +385,16 @@ def test_episodes_seeds_and_samples(run, capsys):
 
 def test_files_play_at_real_speed(tmp_path):
   config = _config('CartPole-v1')
-  assert watch.real_speed(config, _random(config).spec) == 50
+  assert video.real_speed(config, _random(config).spec) == 50
   pong = _config('Pong-v5', 'envpool')
-  assert watch.real_speed(pong, _random(pong).spec) == 15  # 60 / 4.
+  assert video.real_speed(pong, _random(pong).spec) == 15  # 60 / 4.
   # Every other step is shown for 40 ms, and the last for a second.
   steps = list(range(0, 101, 2))
   pictures = [np.full((51, 200, 3), t, np.uint8) for t in steps]
-  episode = watch.Episode(pictures, steps, np.arange(101.0), True, '')
-  frames, seconds = watch.to_frames([episode], 50.0, 0.0)
+  episode = video.Episode(pictures, steps, np.arange(101.0), True, '')
+  frames, seconds = video.to_frames([episode], 50.0, 0.0)
   for name in ('x.gif', 'x.mp4'):
-    watch.write(str(tmp_path / name), frames, seconds)
+    video.write(str(tmp_path / name), frames, seconds)
   with Image.open(tmp_path / 'x.gif') as image:
     durations = [
       image.seek(i) or image.info['duration'] for i in range(image.n_frames)
@@ -445,7 +445,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message, capsys):
   ],
 )
 def test_pictures_of_any_dtype_become_rgb(picture, expected):
-  found = watch.to_rgb(picture)
+  found = video.to_rgb(picture)
   assert found.dtype == np.uint8
   np.testing.assert_array_equal(found, np.full((9, 8, 3), expected))
 
@@ -453,15 +453,15 @@ def test_pictures_of_any_dtype_become_rgb(picture, expected):
 @pytest.mark.parametrize('picture', [None, 'text', np.zeros((9, 8, 2)), []])
 def test_what_is_no_picture(picture):
   with pytest.raises(NotImplementedError):
-    watch.to_rgb(picture)
+    video.to_rgb(picture)
 
 
 def test_pictures_of_several_sizes_have_frames_of_one_size():
   pictures = [
     np.full((200 + 10 * t, 180 - t, 3), 9, np.uint8) for t in range(3)
   ]
-  episode = watch.Episode(pictures, [0, 1, 2], np.zeros(4), True, '')
-  frames, _ = watch.to_frames([episode], 10.0, 0.0)
+  episode = video.Episode(pictures, [0, 1, 2], np.zeros(4), True, '')
+  frames, _ = video.to_frames([episode], 10.0, 0.0)
   # The caption has 18 rows.
   assert [x.shape for x in frames] == [(18 + 220, 180, 3)] * 3
   # The first picture has 10 black rows above it and below it.
