@@ -13,6 +13,7 @@ COMMANDS = {
   'envs': 'list the environments that can be trained',
   'plot': 'draw the learning curves of runs',
   'watch': "record an episode of a run's policy as a GIF or an MP4",
+  'play': "show a run's policy in the terminal, or play a game against it",
   'evaluate': "evaluate a run's policy",
   'export': "write a run's policy to files that do not need podrl",
   'balance': 'find the fastest settings of a Sebulba experiment',

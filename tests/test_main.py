@@ -66,7 +66,7 @@ def test_an_unknown_command_gets_near_names(monkeypatch, capsys):
   stderr = capsys.readouterr().err
   assert stderr == 'error: podrl has no command wacth; did you mean watch\n'
   assert _podrl(monkeypatch, 'xyz') == 2
-  assert 'plot, watch, evaluate' in capsys.readouterr().err
+  assert 'plot, watch, play' in capsys.readouterr().err
 
 
 # Runs a script, and sends Ctrl-C to itself when a given module is imported.

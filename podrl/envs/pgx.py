@@ -32,6 +32,27 @@ def has_large_rewards(name: str) -> bool:
   return name == '2048'
 
 
+def observe(game: Any, state: Any, player: Array) -> Masked:
+  """Returns what a player observes, and the legal actions of who moves."""
+  obs = state.observation  # That of the player whose turn it is.
+  if game.num_players > 1:
+    obs = game._observe(state, player)  # `observe` would warn.
+  return Masked(obs, state.legal_action_mask)
+
+
+def render(state: Any) -> np.ndarray:
+  """Returns a picture of a state, uint8 `[H, W, 3]`."""
+  import matplotlib
+  from PIL import Image
+  import resvg_py
+
+  # The machine may lack the fonts that pgx names; matplotlib brings one.
+  svg = re.sub('font-family="[^"]*"', f'font-family="{_FONT}"', state.to_svg())
+  fonts = os.path.join(matplotlib.get_data_path(), 'fonts', 'ttf')
+  png = resvg_py.svg_to_bytes(svg_string=svg, dpi=96, font_dirs=[fonts])
+  return np.asarray(Image.open(io.BytesIO(bytes(png))).convert('RGB'))
+
+
 def make(
   name: str, /, *, opponent: Opponent | None = None, **options: Any
 ) -> DeviceEnv:
@@ -64,7 +85,8 @@ def make(
     def act(carry: Tree) -> Tree:
       rng_key, state, reward = carry
       rng_key, action_key, step_key = jax.random.split(rng_key, 3)
-      action = choose(action_key, observe(state, state.current_player))
+      obs = observe(env, state, state.current_player)
+      action = choose(action_key, obs)
       state = env.step(state, action, step_key)
       return rng_key, state, reward + state.rewards[0]
 
@@ -73,12 +95,6 @@ def make(
       act,
       (rng_key, state, reward),
     )[1:]
-
-  def observe(state: Any, player: Array) -> Masked:
-    obs = state.observation  # That of the player whose turn it is.
-    if env.num_players > 1:
-      obs = env._observe(state, player)  # `observe` would warn.
-    return Masked(obs, state.legal_action_mask)
 
   def begin(carry: Tree) -> Tree:
     rng_key, reset_key, others_key = jax.random.split(carry[0], 3)
@@ -93,7 +109,7 @@ def make(
       _, state = jax.lax.while_loop(
         lambda carry: carry[1].terminated, begin, begin((rng_key, None))
       )
-    return observe(state, jnp.int32(0)), state
+    return observe(env, state, jnp.int32(0)), state
 
   def step(
     rng_key: chex.PRNGKey, state: Any, action: Array
@@ -106,20 +122,7 @@ def make(
       state = env.step(state, action, own_key)
       state, reward = let_others_act(others_key, state, state.rewards[0])
     ends = state.terminated, state.truncated
-    return observe(state, jnp.int32(0)), state, reward, *ends
-
-  def render(state: Any) -> np.ndarray:
-    import matplotlib
-    from PIL import Image
-    import resvg_py
-
-    # The machine may lack the fonts that pgx names; matplotlib brings one.
-    svg = re.sub(
-      'font-family="[^"]*"', f'font-family="{_FONT}"', state.to_svg()
-    )
-    fonts = os.path.join(matplotlib.get_data_path(), 'fonts', 'ttf')
-    png = resvg_py.svg_to_bytes(svg_string=svg, dpi=96, font_dirs=[fonts])
-    return np.asarray(Image.open(io.BytesIO(bytes(png))).convert('RGB'))
+    return observe(env, state, jnp.int32(0)), state, reward, *ends
 
   spec = spaces.device_spec(reset, Discrete(env.num_actions), 0)
   return autoreset.make_device_env(

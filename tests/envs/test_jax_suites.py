@@ -6,6 +6,7 @@ all.
 
 import ctypes.util
 import importlib
+import io
 import subprocess
 import sys
 
@@ -18,6 +19,7 @@ import pytest
 from podrl.envs import SUITES, xminigrid
 from podrl.records import workdir
 from podrl.run import policy
+from podrl.tools import play
 from podrl.types import Box, Discrete, Masked, MultiDiscrete
 
 _ONE = {
@@ -372,6 +374,43 @@ def test_an_opponent_plays_from_its_own_side():
   assert np.all(theirs[begins] == np.eye(9)[0])
   # Where the other begins, it takes the last two squares.
   assert np.all(theirs[~begins] == np.eye(9)[7] + np.eye(9)[8])
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_a_person_plays_against_a_policy(seed, monkeypatch, capsys):
+  pytest.importorskip('pgx')
+
+  class LowestSquare:
+    config = {
+      'env.suite': 'pgx',
+      'env.name': 'tic_tac_toe',
+      'eval.greedy': True,
+    }
+
+    def __call__(self, obs, carry, *, rng_key):
+      assert obs.obs.shape == (1, 3, 3, 2) and rng_key is None
+      # It sees its own stones in the first plane.
+      mine, theirs = np.asarray(obs.obs).sum((0, 1, 2))
+      assert mine == len(seen) and theirs - mine in (0, 1)
+      seen.append(0)
+      return np.argmax(obs.action_mask, 1), carry
+
+  def play_with(*answers):
+    seen.clear()
+    monkeypatch.setattr('sys.stdin', io.StringIO('\n'.join([*answers, ''])))
+    assert play.run(['play', 'run', f'--seed={seed}']) == 0
+    return capsys.readouterr().out
+
+  seen = []
+  monkeypatch.setattr(policy, 'load', lambda *_, trust: LowestSquare())
+  # The policy takes 0, 1 and 3, and the person a diagonal: 4, 2 and 6.
+  text = play_with('x', '4', '4', '9', '2', '6')
+  assert text.count('is not legal') == 3
+  begins = text.startswith('the policy plays 0')
+  assert f'you win after {5 + begins} moves' in text
+  text = play_with('8', '7', '4')  # The policy takes the first row.
+  assert f'the policy wins after {6 - begins} moves' in text
+  assert 'win' not in play_with('8', 'q') and 'win' not in play_with('8')
 
 
 @pytest.mark.slow
