@@ -7,16 +7,33 @@ new programs contain the plain forms. So if a result looks wrong, this variable
 says whether a fast form is the reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
+import contextvars
 import os
 from typing import Any
 
 import jax
 
+_only_plain = contextvars.ContextVar('only_plain', default=False)
+
 
 def is_plain() -> bool:
   """Returns whether programs shall contain plain forms only."""
-  return os.environ.get('PODRL_PLAIN_KERNELS', '') not in ('', '0')
+  variable = os.environ.get('PODRL_PLAIN_KERNELS', '')
+  return _only_plain.get() or variable not in ('', '0')
+
+
+@contextlib.contextmanager
+def only_plain() -> Iterator[None]:
+  """A block in which functions are traced anew, with plain forms only."""
+  jax.clear_caches()
+  token = _only_plain.set(True)
+  try:
+    yield
+  finally:
+    _only_plain.reset(token)
+    jax.clear_caches()
 
 
 def choose(

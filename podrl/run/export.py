@@ -7,6 +7,8 @@ The folder of an exported policy contains three files:
   returns actions that the library accepts, for any number of environments.
 - `policy.json`: describes the inputs and outputs of the program.
 - `parameters.safetensors`: the network's parameters by name.
+
+If asked for, `policy.onnx` is the same program for runtimes of ONNX.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import logging
 import os
 import re
 from typing import Any
@@ -22,12 +25,14 @@ from typing import Any
 import chex
 import jax
 from jax import export as jax_export
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 import jax.numpy as jnp
 from jax.random import wrap_key_data
 import numpy as np
 import safetensors.flax as safetensors
 
+from podrl import kernels
 from podrl.messages import one_line
 from podrl.records import workdir
 from podrl.run import build
@@ -35,8 +40,9 @@ from podrl.run.policy import Policy
 from podrl.types import Array, Masked, Tree
 
 PROGRAM, DESCRIPTION = 'policy.stablehlo', 'policy.json'
-PARAMETERS = 'parameters.safetensors'
+PARAMETERS, MODEL = 'parameters.safetensors', 'policy.onnx'
 _PLATFORMS = 'cpu', 'cuda', 'tpu'
+_ONNX_TOLERANCE = 1e-5
 # What a program may call beside the operations of StableHLO. Any other name in
 # a file of somebody else could be a way to run code on this machine.
 _CALLS = frozenset({'shape_assertion'})
@@ -198,15 +204,19 @@ def _used_carry(act: Callable, obs: Tree, carry: list[Any]) -> list[bool]:
     used = found
 
 
-def export(policy: Policy, directory: str, samples: bool = False) -> None:
+def export(
+  policy: Policy, directory: str, samples: bool = False, onnx: bool = False
+) -> None:
   """Writes the files of a policy into an existing directory.
 
   Args:
     samples: whether the program has a key as an additional input, and draws
       actions from the policy. Otherwise, it takes the greedy ones.
+    onnx: whether to write `policy.onnx`, too.
 
   Raises:
-    ValueError: if the observations or the program cannot be exported.
+    ValueError: if the observations or the program cannot be exported, or if
+      ONNX is asked for and its package is missing.
     OSError: if a file cannot be written.
   """
   obs = jax.tree.map(lambda x: x[0], example(policy))
@@ -241,8 +251,9 @@ def export(policy: Policy, directory: str, samples: bool = False) -> None:
     inputs['rng_key'] = jax.ShapeDtypeStruct((2,), jnp.uint32)
   exporter = jax_export.export(jax.jit(program), platforms=_PLATFORMS)
   order = 'obs', 'carry', 'is_first', 'rng_key'
+  arguments = [inputs[name] for name in order if name in inputs]
   try:
-    exported = exporter(*(inputs[name] for name in order if name in inputs))
+    exported = exporter(*arguments)
     content = exported.serialize()
   except (TypeError, ValueError, NotImplementedError) as error:
     raise ValueError(
@@ -268,10 +279,91 @@ def export(policy: Policy, directory: str, samples: bool = False) -> None:
     jax.tree_util.keystr(path, simple=True, separator='/'): jnp.asarray(x)
     for path, x in paths
   }
-  for name, data in (PARAMETERS, safetensors.save(names)), (PROGRAM, content):
+  files: dict[str, Any] = {
+    PARAMETERS: safetensors.save(names),
+    PROGRAM: content,
+  }
+  if onnx:
+    model, description['onnx'] = _to_onnx(program, arguments)
+    files[MODEL] = model
+  for name, data in files.items():
     with open(os.path.join(directory, name), 'wb') as file:
       file.write(data)
   workdir.write_json(os.path.join(directory, DESCRIPTION), description)
+
+
+def _to_onnx(
+  program: Callable, arguments: Sequence[Tree]
+) -> tuple[bytes, dict[str, list[str]]]:
+  """Converts a program to ONNX; returns it, and the names of its arrays.
+
+  `arguments` are the observations, the carry and `is_first`, as shapes and
+  dtypes.
+  """
+  try:
+    import jax2onnx
+    import onnxruntime
+  except ModuleNotFoundError as error:
+    raise ValueError(
+      f'ONNX needs the package {error.name}; install it with pip install '
+      "'podrl[onnx]'"
+    ) from error
+  if len(arguments) > 3:
+    raise ValueError('--onnx and --sample exclude each other')
+  specs, structure = jax.tree.flatten(tuple(arguments))
+  inputs = [
+    '_'.join([name, *(jax.tree_util.keystr((x,), simple=True) for x in path)])
+    for name, tree in zip(('obs', 'carry', 'is_first'), arguments)
+    for path, _ in jax.tree.flatten_with_path(tree)[0]
+  ]
+
+  def call(*leaves: Array) -> list[Array]:
+    return jax.tree.leaves(program(*jax.tree.unflatten(structure, leaves)))
+
+  # The converter replaces layers of flax, and its layers cannot be mapped. So
+  # it gets a program that is traced already, without its unused operations.
+  with kernels.only_plain():
+    closed = jax.make_jaxpr(call)(*specs)
+  jaxpr, _ = dce_jaxpr(
+    closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
+  )
+  function = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+  num_carries = len(jaxpr.outvars) - 1
+  outputs = ['action', *(f'new_carry_{i}' for i in range(num_carries))]
+  for name in 'jax2onnx', 'onnx_ir':  # They warn of what this does not use.
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  try:
+    model = jax2onnx.to_onnx(
+      lambda *leaves: tuple(function(*leaves)),
+      specs,
+      model_name='policy',
+      input_names=inputs,
+      output_names=outputs,
+    ).SerializeToString()
+  except Exception as error:  # The converter raises many kinds.
+    raise ValueError(
+      f'this policy cannot be converted to ONNX: {one_line(error)}'
+    ) from error
+  options = onnxruntime.SessionOptions()
+  options.log_severity_level = 3  # Errors only.
+  session = onnxruntime.InferenceSession(model, options)
+  rng = np.random.default_rng(0)
+  shapes = [(2, *x.shape[1:]) for x in specs]
+  drawn = [
+    rng.integers(0, 2, shape).astype(x.dtype)
+    if x.dtype == bool
+    else rng.uniform(0, 1, shape).astype(x.dtype)
+    for x, shape in zip(specs, shapes)
+  ]
+  found = session.run(outputs, dict(zip(inputs, drawn)))
+  for name, x, y in zip(outputs, found, jax.jit(call)(*drawn)):
+    difference = np.max(np.abs(np.asarray(x, float) - np.asarray(y, float)))
+    if not difference < _ONNX_TOLERANCE:
+      raise ValueError(
+        f'this policy cannot be converted to ONNX: {name} differs by '
+        f'{difference:.2g}'
+      )
+  return model, {'inputs': inputs, 'outputs': outputs}
 
 
 def _describe(x: Any) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Writes a run's policy to files that need neither podrl nor its network.
 
   podrl export RUN [--out=DIR] [--checkpoint=last|best|UPDATES] [--[no]sample]
-      [--trust]
+      [--onnx] [--trust]
 
 By default, DIR is the directory `exported` in the directory RUN. The program
 policy.stablehlo runs with JAX on a CPU, an NVIDIA GPU or a TPU, for any number
 of environments; policy.json describes its inputs and outputs. The file
-parameters.safetensors contains the network's parameters. docs/how-to/export.md
+parameters.safetensors contains the network's parameters. With --onnx,
+policy.onnx is the program for runtimes of ONNX. docs/how-to/export.md
 shows how to use these files. If RUN contains several agents, choose one of its
 directories, for example RUN/seed_0. A run that somebody else made may need
 --trust; see docs/how-to/policy.md.
@@ -31,7 +32,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   out = workdir.absolute(values.out or os.path.join(path, 'exported'))
   tools.make_directory(out)
   with tools.writing(out):
-    export.export(loaded, out, values.sample)
+    export.export(loaded, out, values.sample, values.onnx)
   print(printable(f'written: {out}'))
 
 
@@ -41,5 +42,7 @@ def run(argv: Sequence[str]) -> int:
   tools.define_checkpoint(values)
   text = 'Draw actions from the policy; by default, take the most probable one.'
   flags.DEFINE_bool('sample', False, text, values)
+  text = 'Write policy.onnx too; needs the extra onnx.'
+  flags.DEFINE_bool('onnx', False, text, values)
   flags.DEFINE_string('out', '', 'The directory to write.', values)
   return tools.run_command(argv, __doc__, values, _act)

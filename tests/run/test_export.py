@@ -126,6 +126,53 @@ def test_exported_policies_act_alike_without_podrl(tmp_path):
   subprocess.run(command, check=True, cwd=tmp_path)
 
 
+_CONVERTED = ['mlp', 'conv', 'gru', 'gaussian', 'squashed', 'masked', 'tree']
+
+
+@pytest.mark.parametrize('name', _CONVERTED)
+def test_onnx_acts_alike(name, tmp_path):
+  pytest.importorskip('jax2onnx')  # The extra `onnx` brings it.
+  import onnxruntime
+
+  made = _POLICIES[name]()
+  export.export(made, str(tmp_path), onnx=True)
+  names = json.loads((tmp_path / 'policy.json').read_text())['onnx']
+  session = onnxruntime.InferenceSession(tmp_path / 'policy.onnx')
+  assert [x.name for x in session.get_inputs()] == names['inputs']
+  assert {x.shape[0] for x in session.get_inputs()} == {'batch'}
+  carry, new, actions = None, [], []
+  for t in range(3):
+    obs = _observations(export.example(made), t)
+    if not t:
+      new = [
+        np.zeros((_SIZE, *x.shape[1:]), np.float32)
+        for x in session.get_inputs()
+        if x.name.startswith('carry_')
+      ]
+    leaves = *jax.tree.leaves((obs, new)), np.full(_SIZE, t == 0)
+    action, *new = session.run(
+      names['outputs'], dict(zip(names['inputs'], leaves, strict=True))
+    )
+    expected, carry = made(_given(obs), carry)
+    np.testing.assert_allclose(action, expected, atol=1e-5)
+    actions.append(action)
+  assert len(np.unique(actions)) > 1
+  assert len(new) == (name == 'gru')
+
+
+def test_what_onnx_cannot_do_is_said(tmp_path, monkeypatch):
+  with monkeypatch.context() as patch:
+    patch.setitem(sys.modules, 'jax2onnx', None)
+    with pytest.raises(ValueError, match=r"install 'podrl\[onnx\]'"):
+      export.export(_POLICIES['mlp'](), str(tmp_path), onnx=True)
+  pytest.importorskip('jax2onnx')
+  with pytest.raises(ValueError, match='--onnx and --sample exclude'):
+    export.export(_POLICIES['mlp'](), str(tmp_path), samples=True, onnx=True)
+  with pytest.raises(ValueError, match='cannot be converted to ONNX: .*random'):
+    export.export(_POLICIES['search'](), str(tmp_path), onnx=True)
+  assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize('name', ['mlp', 'gru', 'masked'])
 def test_a_loaded_export_is_called_like_a_policy(name, tmp_path):
   made = _POLICIES[name]()
