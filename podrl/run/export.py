@@ -25,8 +25,7 @@ from typing import Any
 import chex
 import jax
 from jax import export as jax_export
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
+from jax.extend.core import Literal
 import jax.numpy as jnp
 from jax.random import wrap_key_data
 import numpy as np
@@ -300,6 +299,9 @@ def _to_onnx(
   `arguments` are the observations, the carry and `is_first`, as shapes and
   dtypes.
   """
+  from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+  from jax.interpreters.partial_eval import dce_jaxpr
+
   try:
     import jax2onnx
     import onnxruntime
