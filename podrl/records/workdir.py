@@ -371,6 +371,8 @@ def read_config(path: str, required: Set[str] = _REQUIRED) -> dict[str, Any]:
   """
   if not is_run(path):
     message = f'{path} is not a run: it has no config.json'
+    if os.path.exists(os.path.join(path, 'policy.json')):
+      message = f'{path} is an exported policy, not a run; use podrl.load'
     inside = glob.glob(os.path.join(glob.escape(path), '*', 'config.json'))
     if inside:
       newest = max(inside, key=os.path.getmtime)

@@ -204,19 +204,18 @@ def _used_carry(act: Callable, obs: Tree, carry: list[Any]) -> list[bool]:
 
 
 def export(
-  policy: Policy, directory: str, samples: bool = False, onnx: bool = False
-) -> None:
-  """Writes the files of a policy into an existing directory.
+  policy: Policy, samples: bool = False, onnx: bool = False
+) -> dict[str, bytes]:
+  """Exports a policy; returns the content of each file by its name.
 
   Args:
     samples: whether the program has a key as an additional input, and draws
       actions from the policy. Otherwise, it takes the greedy ones.
-    onnx: whether to write `policy.onnx`, too.
+    onnx: whether there is a `policy.onnx`, too.
 
   Raises:
     ValueError: if the observations or the program cannot be exported, or if
       ONNX is asked for and its package is missing.
-    OSError: if a file cannot be written.
   """
   obs = jax.tree.map(lambda x: x[0], example(policy))
   carry = jax.eval_shape(lambda: policy.initial_carry(1))
@@ -278,17 +277,11 @@ def export(
     jax.tree_util.keystr(path, simple=True, separator='/'): jnp.asarray(x)
     for path, x in paths
   }
-  files: dict[str, Any] = {
-    PARAMETERS: safetensors.save(names),
-    PROGRAM: content,
-  }
+  files = {PARAMETERS: safetensors.save(names), PROGRAM: bytes(content)}
   if onnx:
-    model, description['onnx'] = _to_onnx(program, arguments)
-    files[MODEL] = model
-  for name, data in files.items():
-    with open(os.path.join(directory, name), 'wb') as file:
-      file.write(data)
-  workdir.write_json(os.path.join(directory, DESCRIPTION), description)
+    files[MODEL], description['onnx'] = _to_onnx(program, arguments)
+  files[DESCRIPTION] = (workdir.to_json(description, 2) + '\n').encode()
+  return files
 
 
 def _to_onnx(

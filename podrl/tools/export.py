@@ -31,8 +31,11 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   # An environment may change the current directory.
   out = workdir.absolute(values.out or os.path.join(path, 'exported'))
   tools.make_directory(out)
+  files = export.export(loaded, values.sample, values.onnx)
   with tools.writing(out):
-    export.export(loaded, out, values.sample, values.onnx)
+    for name, content in files.items():
+      with open(os.path.join(out, name), 'wb') as file:
+        file.write(content)
   print(printable(f'written: {out}'))
 
 

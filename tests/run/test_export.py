@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import podrl
+from podrl.records import workdir
 from podrl.run import build, export, policy
 from podrl.tools import export as command
 from podrl.types import Box, Discrete, EnvSpec, Masked
@@ -109,11 +110,16 @@ def _given(obs):
   return Masked(**obs) if is_masked else obs
 
 
+def _write(directory, made, **options):
+  for name, content in export.export(made, **options).items():
+    (directory / name).write_bytes(content)
+
+
 def test_exported_policies_act_alike_without_podrl(tmp_path):
   for name, make in _POLICIES.items():
     made = make()
     (tmp_path / name).mkdir()
-    export.export(made, str(tmp_path / name))
+    _write(tmp_path / name, made)
     data, carry, actions = {'size': _SIZE}, None, []
     for t in range(3):
       obs = _observations(export.example(made), t)
@@ -135,7 +141,7 @@ def test_onnx_acts_alike(name, tmp_path):
   import onnxruntime
 
   made = _POLICIES[name]()
-  export.export(made, str(tmp_path), onnx=True)
+  _write(tmp_path, made, onnx=True)
   names = json.loads((tmp_path / 'policy.json').read_text())['onnx']
   session = onnxruntime.InferenceSession(tmp_path / 'policy.onnx')
   assert [x.name for x in session.get_inputs()] == names['inputs']
@@ -160,25 +166,26 @@ def test_onnx_acts_alike(name, tmp_path):
   assert len(new) == (name == 'gru')
 
 
-def test_what_onnx_cannot_do_is_said(tmp_path, monkeypatch):
+def test_what_onnx_cannot_do_is_said(monkeypatch):
   with monkeypatch.context() as patch:
     patch.setitem(sys.modules, 'jax2onnx', None)
     with pytest.raises(ValueError, match=r"install 'podrl\[onnx\]'"):
-      export.export(_POLICIES['mlp'](), str(tmp_path), onnx=True)
+      export.export(_POLICIES['mlp'](), onnx=True)
   pytest.importorskip('jax2onnx')
   with pytest.raises(ValueError, match='--onnx and --sample exclude'):
-    export.export(_POLICIES['mlp'](), str(tmp_path), samples=True, onnx=True)
+    export.export(_POLICIES['mlp'](), samples=True, onnx=True)
   with pytest.raises(ValueError, match='cannot be converted to ONNX: .*random'):
-    export.export(_POLICIES['search'](), str(tmp_path), onnx=True)
-  assert not list(tmp_path.iterdir())
+    export.export(_POLICIES['search'](), onnx=True)
 
 
 @pytest.mark.parametrize('name', ['mlp', 'gru', 'masked'])
 def test_a_loaded_export_is_called_like_a_policy(name, tmp_path):
   made = _POLICIES[name]()
-  export.export(made, str(tmp_path), samples=True)
+  _write(tmp_path, made, samples=True)
   loaded = podrl.load(tmp_path)
   assert repr(loaded).startswith('ExportedPolicy(x, ')
+  with pytest.raises(ValueError, match='is an exported policy, not a run'):
+    workdir.read_config(str(tmp_path))
   carry = loaded_carry = None
   actions = set()
   for t in range(4):
@@ -199,7 +206,7 @@ def test_only_what_actions_need_is_carried(tmp_path):
   made = _POLICIES['mlp']()
   # The agent carries the return of each environment, to scale rewards.
   assert jax.tree.leaves(made.initial_carry(1))
-  export.export(made, str(tmp_path))
+  _write(tmp_path, made)
   loaded = podrl.load(tmp_path)
   assert loaded.description['inputs']['carry'] == []
   assert loaded.description['inputs']['obs'] == {
@@ -228,7 +235,7 @@ def test_categories_go_in_and_out_as_the_library_has_them(tmp_path):
   agent = build.make_agent(config, spec)
   variables = agent.init(jax.random.key(0))
   made = policy.Policy(config, spec, agent, variables, 1)
-  export.export(made, str(tmp_path))
+  _write(tmp_path, made)
   loaded = podrl.load(tmp_path)
   obs = np.arange(16)
   np.testing.assert_array_equal(loaded(obs)[0], made(obs)[0])
@@ -246,7 +253,7 @@ def test_categories_go_in_and_out_as_the_library_has_them(tmp_path):
 def test_a_folder_that_podrl_did_not_write_is_refused(
   damage, message, tmp_path
 ):
-  export.export(_POLICIES['mlp'](), str(tmp_path))
+  _write(tmp_path, _POLICIES['mlp']())
   program = tmp_path / 'policy.stablehlo'
   if damage == 'call':
     other = jax.export.export(jax.jit(jnp.linalg.cholesky))(jnp.eye(3))
