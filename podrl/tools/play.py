@@ -11,6 +11,7 @@ made may need --trust; see docs/how-to/policy.md.
 
 from collections.abc import Sequence
 import functools
+import itertools
 import time
 from typing import Any
 
@@ -47,10 +48,9 @@ def to_segments(picture: np.ndarray, columns: int, rows: int) -> Segments:
   pixels = np.asarray(Image.fromarray(picture).resize(size)).tolist()
   segments = []
   for upper, lower in zip(pixels[::2], pixels[1::2]):
-    segments += [
-      Segment('\u2580', _style(tuple(x), tuple(y)))
-      for x, y in zip(upper, lower)
-    ]
+    for (x, y), cells in itertools.groupby(zip(upper, lower)):
+      text = '\u2580' * len(list(cells))
+      segments.append(Segment(text, _style(tuple(x), tuple(y))))
     segments.append(Segment.line())
   return Segments(segments)
 
