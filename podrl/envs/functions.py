@@ -4,6 +4,8 @@ from collections.abc import Callable
 import inspect
 from typing import Any
 
+import jax
+
 from podrl import modules
 from podrl.envs.autoreset import strongly_typed
 from podrl.messages import one_line, suggest
@@ -69,8 +71,31 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
       f'{type(env).__name__}'
     )
 
-  def typed(function: Callable) -> Callable:
-    return lambda *arguments: strongly_typed(function(*arguments))
+  def checked(function: Callable, method: str) -> Callable:
+    def call(*arguments):
+      state, timestep = strongly_typed(function(*arguments))
+      batch = timestep.is_first.shape
+      found = jax.tree.map(lambda x: x.shape, timestep.obs)
+      wanted = jax.tree.map(lambda x: (*batch, *x.shape), env.spec.obs)
+      if found != wanted:
+        raise ValueError(
+          f'env.name={name}: {method} returns observations of shape {found} '
+          f'for a batch of {batch[0]}; the spec says {wanted}'
+        )
+      return state, timestep
+
+    return call
 
   # It may implement `DeviceEnv` itself.
-  return env._replace(reset=typed(env.reset), step=typed(env.step))
+  env = env._replace(
+    reset=checked(env.reset, 'reset'), step=checked(env.step, 'step')
+  )
+  try:  # Before anything compiles.
+    jax.eval_shape(lambda: env.reset(jax.random.split(jax.random.key(0), 1)))
+  except Exception as error:  # The user's code can raise anything.
+    text = str(error)
+    if not text.startswith(f'env.name={name}: '):
+      text = f'env.name={name}: reset failed: '
+      text += one_line(error, with_kind=True)
+    raise ValueError(text) from error
+  return env

@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 import os
+import sys
 import time
 from typing import Any
 
@@ -359,6 +360,12 @@ class Recorder:
         for file, number in zip(files, numbers):
           lines = open_lines(EpisodeLines, file, number, 'lines')
           self._episodes.append(lines)
+        if not self.config['log.episodes']:
+          print(
+            f'warning: {files[0]} gets no further episodes, because '
+            '--config.log.episodes=True is not set now',
+            file=sys.stderr,
+          )
     if self._paths:
       self.sinks[0].append(self.terminal)
 

@@ -30,7 +30,7 @@ _GROUPS = {
 }
 
 
-_VIDEO = 'Return/episode'  # The group of the videos, and their name.
+_VIDEO = 'Return/video'  # The group of the videos, and their name.
 
 
 def tag(name: str) -> str:
@@ -117,7 +117,7 @@ Lines = TypeVar('Lines', bound=JsonLines)
 def open_lines(cls: type[Lines], file: str, number: int, kind: str) -> Lines:
   """Opens a file that had `number` lines, and reports those that are lost."""
   lines = cls(file, number)
-  if lost := number - lines.num_lines:
+  if (lost := number - lines.num_lines) > 0:
     print(
       f'warning: {file}: {lost} of the {number} {kind} before the checkpoint '
       'are lost; the run continues from the checkpoint, which is intact',
@@ -149,9 +149,10 @@ class TensorBoard:
       k: x if isinstance(x, bool | int | float) else str(x)
       for k, x in config.items()
     }
-    metrics = dict.fromkeys(map(tag, ('eval_return', 'episode_return')))
-    texts = summary.text('config', text), *summary.hparams(values, metrics)
-    for contents in texts:
+    # Without `_hparams_/experiment`, TensorBoard compares the fields of all
+    # runs, and all their metrics.
+    _, *session = summary.hparams(values, {})
+    for contents in summary.text('config', text), *session:
       self._write(purge_step, summary=contents)
 
   def _write(self, step: int, **contents: Any) -> None:

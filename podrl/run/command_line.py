@@ -71,7 +71,9 @@ _WORDS = {
   'unroll_length': 'num_steps n_steps rollout_length rollout_steps horizon',
   'num_epochs': 'update_epochs n_epochs ppo_epochs num_update_epochs '
   'num_updates_per_batch',
-  'num_minibatches': 'batch_size minibatch_size mini_batch_size num_mini_batch',
+  'num_minibatches': 'num_mini_batch',
+  'write --config.num_minibatches=N, the number of parts, not their size': ''
+  'batch_size minibatch_size mini_batch_size',
   'num_devices': 'n_devices devices num_gpus gpus',
   'agent.gamma': 'discount discounting discount_factor',
   'agent.lambda_': 'gae_lambda lambda lam td_lambda',
@@ -122,8 +124,10 @@ _WORDS = {
   'max_replay_size',
   'replay.min_steps': 'learning_starts min_replay_size fill_buffer '
   'start_steps warmup_steps',
-  'replay.sgd_steps_per_update': 'gradient_steps grad_updates_per_step '
-  'train_freq train_frequency',
+  'replay.sgd_steps_per_update': 'gradient_steps grad_updates_per_step',
+  'write --config.replay.sgd_steps_per_update=N: with unrolls of '
+  '--config.unroll_length steps, N optimiser steps for each': 'train_freq '
+  'train_frequency',
   'write the name without a flag, as in podrl train CartPole-v1': 'env env_id '
   'env_name environment task gym_id game',
   'write --config.env.options.NAME=VALUE for each': 'env_kwargs env_params',
@@ -293,6 +297,8 @@ def _explain_field(name: str, config: Fields) -> str:
   if owner := owners(name):
     return f'config.{name} is a field of {owner}, which this run does not use'
   known = sorted(config.keys() - {'env.options'})
+  if any(name in x.split() for x in _WORDS.values()):
+    return explain_unknown(name, known, [])
   near = _fields_named(short_name(name), known)
   near = near or _similar_fields(short_name(name), known)
   advice = suggest(name, known)

@@ -92,12 +92,13 @@ def _ask(console: Console, legal: Sequence[int]) -> int | None:
     try:
       text = console.input('your action: ').strip()
     except EOFError:
+      console.print()
       return None
     if text in ('q', 'quit', 'exit'):
       return None
     if text.isdecimal() and int(text) in legal:
       return int(text)
-    console.print('this action is not legal; type one of the numbers, or q')
+    console.print('this is no legal action; type one of the numbers, or q')
 
 
 def _play(
@@ -110,6 +111,8 @@ def _play(
   """Plays one game; the policy is player 0. It returns false after q."""
   state = jax.jit(game.init)(rng_key)
   step, carry, num_moves = jax.jit(game.step), None, 0
+  begins = 'the policy begins' if state.current_player == 0 else 'you begin'
+  console.print(begins)
   while not state.terminated:
     rng_key, act_key, step_key = jax.random.split(rng_key, 3)
     if int(state.current_player) == 0:
@@ -125,6 +128,7 @@ def _play(
       legal = np.flatnonzero(state.legal_action_mask).tolist()
       answer = _ask(console, legal)
       if answer is None:
+        console.print('the game is not finished')
         return False
       action = answer
     state = step(state, action, step_key)

@@ -52,6 +52,21 @@ def whole() -> DeviceEnv:
 
   return DeviceEnv(env.spec, reset, step)
 
+def narrow(method='reset') -> DeviceEnv:
+  env = count()
+
+  def cut(step):
+    return step[0], step[1]._replace(obs=step[1].obs[:, :0])
+
+  changed = lambda *arguments: cut(getattr(env, method)(*arguments))
+  return env._replace(**{method: changed})
+
+def failing() -> DeviceEnv:
+  def reset(rng_key):
+    raise KeyError('the left leg')
+
+  return count()._replace(reset=reset)
+
 class Kind:
   pass
 """
@@ -98,6 +113,12 @@ def test_a_batch_of_weakly_typed_numbers_compiles_only_once(module):
     ('os:getcwd', {}, 'calls getcwd only if it is a Python function'),
     ('counting_envs:wrong', {}, 'must return a DeviceEnv, not a int'),
     ('counting_envs:count', {'size': 1}, 'count failed: TypeError'),
+    (
+      'counting_envs:narrow',
+      {},
+      r'reset returns observations of shape \(1, 0\) .* says \(1, 1\)$',
+    ),
+    ('counting_envs:failing', {}, "reset failed: KeyError: 'the left leg'"),
   ],
 )
 def test_a_mistake_is_explained(module, name, options, message):
@@ -105,6 +126,15 @@ def test_a_mistake_is_explained(module, name, options, message):
     functions.make(name, **options)
   called = getattr(sys.modules.get('counting_envs'), 'walks', [])
   assert called == []
+
+
+def test_the_shape_of_a_steps_observation_is_checked(module):
+  import jax
+
+  env = functions.make('counting_envs:narrow', method='step')
+  state, _ = env.reset(jax.random.split(jax.random.key(0), 2))
+  with pytest.raises(ValueError, match=r'step returns .* shape \(2, 0\)'):
+    env.step(state, np.ones(2, np.int32))
 
 
 def test_an_annotation_may_be_a_text(module):

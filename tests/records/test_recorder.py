@@ -284,9 +284,7 @@ def test_tensorboard_shows_a_video_of_each_evaluation(tmp_path, monkeypatch):
       return cls()
 
     def log(self, values, step):
-      logged.extend(
-        (step, x) for k, x in values.items() if k == 'Return/episode'
-      )
+      logged.extend((step, x) for k, x in values.items() if k == 'Return/video')
 
     def finish(self):
       pass
@@ -305,7 +303,7 @@ def test_tensorboard_shows_a_video_of_each_evaluation(tmp_path, monkeypatch):
   steps = [x['env_steps'] for x in evaluated]
   assert logged == [*zip(steps, contents)]
   found = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
-  images = found.Images('Return/episode')
+  images = found.Images('Return/video')
   assert [(x.step, x.encoded_image_string) for x in images] == logged
   with Image.open(paths[0]) as image:
     assert image.n_frames == 10  # An episode of Catch has nine steps.
@@ -352,9 +350,12 @@ def test_metrics_have_groups_of_which_the_first_are_returns():
     ),
   ],
 )
-def test_each_finished_episode_can_have_a_line(name, arguments, tmp_path):
-  arguments = [*arguments, '--config.log.episodes=True']
-  assert helpers.run(tmp_path, *arguments, name=name, tiny=False) == 0
+def test_each_finished_episode_can_have_a_line(
+  name, arguments, tmp_path, capsys
+):
+  given = [*arguments, '--config.log.episodes=True']
+  assert helpers.run(tmp_path, *given, name=name, tiny=False) == 0
+  assert 'episodes.csv' not in capsys.readouterr().err
   paths = sorted(x.parent for x in tmp_path.rglob('episodes.csv'))
   assert [x.name for x in paths] == (
     ['seed_0', 'seed_1'] if name == 'anakin_catch' else [tmp_path.name]
@@ -378,6 +379,12 @@ def test_each_finished_episode_can_have_a_line(name, arguments, tmp_path):
         else:
           assert metric not in record
     assert num_done == len(rows) > 10
+  longer = [*arguments, '--config.total_env_steps=3e3', '--resume']
+  before = (paths[0] / 'episodes.csv').read_text()
+  assert helpers.run(tmp_path, *longer, name=name, tiny=False) == 0
+  assert (paths[0] / 'episodes.csv').read_text() == before
+  said = capsys.readouterr().err
+  assert f'{paths[0]}/episodes.csv gets no further episodes' in said
 
 
 def test_tensorboard_forgets_what_is_written_again(tmp_path):

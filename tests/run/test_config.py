@@ -252,7 +252,7 @@ _HINTS = {
   '--discounting=0.9': 'write --config.agent.gamma=VALUE',
   '--gae-lambda=0.9': 'write --config.agent.lambda_=VALUE',
   '--n_steps=128': 'write --config.unroll_length=VALUE',
-  '--batch_size=64': 'write --config.num_minibatches=VALUE',
+  '--batch_size=64': '=N, the number of parts, not their size',
   '--update-epochs=4': 'write --config.num_epochs=VALUE',
   '--clip-coef=0.2': 'write --config.agent.clip=VALUE',
   '--ent_coef=0.01': 'write --config.agent.entropy_cost=VALUE',
@@ -309,6 +309,13 @@ def test_a_flag_of_another_trainer_gets_the_right_hint(argument):
   assert advice.endswith(_HINTS[argument]) or (
     advice.startswith(_HINTS[argument]) and '=' not in _HINTS[argument]
   )
+
+
+def test_a_field_of_another_trainer_gets_the_right_hint():
+  config = default_fields('ppo', 'Anakin')
+  message = 'n_steps is not understood; write --config.unroll_length=VALUE'
+  with pytest.raises(ValueError, match=message):
+    apply_overrides(config, ['--config.n_steps=64'])
 
 
 def test_the_page_for_users_of_others_has_the_names_of_the_hints():
