@@ -174,8 +174,8 @@ def _make_act(config: Fields, driver: Driver) -> Callable[[int], None]:
     return jax.lax.fori_loop(
       1,
       num_unrolls,
-      lambda i, last: unroll(variables, last[0], i),
-      unroll(variables, actors, 0),
+      lambda i, last: unroll(variables, last[0], i)[:2],
+      unroll(variables, actors, 0)[:2],
     )
 
   def act(num_unrolls: int) -> None:

@@ -191,16 +191,14 @@ class _Episodes:
 
     The arguments are those of one unroll, `[T, B]`.
     """
-    env, t = np.nonzero(is_first.T)  # One environment after the other.
-    is_next = np.diff(env, prepend=-1) == 0
-    ended = []
-    for carry, x in (self._returns, reward), (self._lengths, ~is_first):
-      sums = carry + x.cumsum(0, carry.dtype)
-      ends = sums[t, env]
-      ended.append(ends - np.where(is_next, np.roll(ends, 1), 0))
-      carry[:] = sums[-1]
-      carry[env] -= ends  # The last of an environment's ends counts.
-    return ended
+    returns, lengths = [], []
+    for step_reward, is_reset in zip(reward, is_first):
+      self._returns += step_reward
+      self._lengths += ~is_reset
+      returns.append(self._returns[is_reset])
+      lengths.append(self._lengths[is_reset])
+      self._returns[is_reset], self._lengths[is_reset] = 0.0, 0
+    return [np.concatenate(returns), np.concatenate(lengths)]
 
 
 @dataclasses.dataclass

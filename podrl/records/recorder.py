@@ -168,11 +168,11 @@ class Window:
     Call it before `add`. `env_steps` is the number of steps of the run at the
     end of the update in which the episode ended.
     """
-    counts = np.asarray(report.episodes.num_episodes)
-    num_resets = np.cumsum(counts.reshape(len(counts), -1).sum(1))
-    num_done = np.arange(1, len(counts) + 1)
-    steps = num_done * report.num_predictions // max(len(counts), 1)
-    env_steps = (self.env_steps + steps - num_resets).astype(int).tolist()
+    # The rows of `report.episodes` may be those of several processes.
+    number, updates = report.num_updates, [x for x, *_ in report.finished]
+    num_resets = np.cumsum(np.bincount(updates, minlength=number))
+    steps = np.arange(1, number + 1) * report.num_predictions // max(number, 1)
+    env_steps = (self.env_steps + steps - num_resets).tolist()
     return [(env_steps[i], *row) for i, *row in report.finished]
 
   def add(self, report: Report) -> None:
@@ -355,9 +355,12 @@ class Recorder:
         self._decisions.append(lines)
       agents = self._agents if self._paths else ()
       files = [os.path.join(path, 'episodes.csv') for path in agents]
-      numbers = progress.get('num_episodes') or [0] * len(files)
+      # It is absent or empty if the run kept no episodes before.
+      numbers = progress.get('num_episode_lines') or [0] * len(files)
       if self.config['log.episodes'] or any(map(os.path.exists, files)):
         for file, number in zip(files, numbers):
+          if not progress and os.path.exists(file):
+            workdir.set_aside(file)  # An earlier start saved no checkpoint.
           lines = open_lines(EpisodeLines, file, number, 'lines')
           self._episodes.append(lines)
         if not self.config['log.episodes']:
@@ -458,7 +461,7 @@ class Recorder:
       'last': self.last,
       'best': self.best,
       'scores': self._scores,
-      'num_episodes': [file.num_lines for file in self._episodes],
+      'num_episode_lines': [file.num_lines for file in self._episodes],
       'num_decisions': sum(sink.num_lines for sink in self._decisions),
       'windows': [window.progress() for window in self._windows],
     }

@@ -37,8 +37,8 @@ def tag(name: str) -> str:
   """Returns the name of a metric in TensorBoard and Weights & Biases.
 
   The name begins with its group, for example 'Return/episode_return'. A name
-  that contains a slash does not change, and a name of the user's own gets the
-  group 'other'.
+  that contains a slash does not change. Names that no group has, such as the
+  user's own, get the group 'other'.
   """
   if '/' in name:
     return name
@@ -92,18 +92,22 @@ class JsonLines:
     self._file.close()
 
 
+_EPISODES_HEADER = 'env_steps,episode_return,episode_length\n'
+
+
 class EpisodeLines(JsonLines):
   """A CSV file with a header, and then one line for each finished episode."""
 
   def __init__(self, file: str, num_lines: int = 0):
     super().__init__(file, num_lines)
     if not self.num_lines:
-      self._append('env_steps,episode_return,episode_length\n', 1)
+      self._append(_EPISODES_HEADER, 1)
 
   @staticmethod
   def check(line: str) -> None:
-    if line.count(',') != 2 or not line[:-1].isprintable():
-      raise ValueError
+    if line != _EPISODES_HEADER:
+      steps, value, length = line.split(',')
+      int(steps), float(value), int(length)
 
   def write(self, record: Any) -> None:
     """Writes the `(env_steps, return, length)` of several episodes."""

@@ -217,6 +217,10 @@ def export(
     ValueError: if the observations or the program cannot be exported, or if
       ONNX is asked for and its package is missing.
   """
+  if onnx and samples:
+    raise ValueError('--onnx and --sample exclude each other')
+  if onnx:
+    _import_onnx()
   obs = jax.tree.map(lambda x: x[0], example(policy))
   carry = jax.eval_shape(lambda: policy.initial_carry(1))
   structure = jax.tree.structure(carry)
@@ -284,6 +288,19 @@ def export(
   return files
 
 
+def _import_onnx() -> tuple[Any, Any]:
+  """Returns jax2onnx and onnxruntime."""
+  try:
+    import jax2onnx
+    import onnxruntime
+  except ModuleNotFoundError as error:
+    raise ValueError(
+      f'ONNX needs the package {error.name}; install it with pip install '
+      "'podrl[onnx]'"
+    ) from error
+  return jax2onnx, onnxruntime
+
+
 def _to_onnx(
   program: Callable, arguments: Sequence[Tree]
 ) -> tuple[bytes, dict[str, list[str]]]:
@@ -295,16 +312,7 @@ def _to_onnx(
   from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
   from jax.interpreters.partial_eval import dce_jaxpr
 
-  try:
-    import jax2onnx
-    import onnxruntime
-  except ModuleNotFoundError as error:
-    raise ValueError(
-      f'ONNX needs the package {error.name}; install it with pip install '
-      "'podrl[onnx]'"
-    ) from error
-  if len(arguments) > 3:
-    raise ValueError('--onnx and --sample exclude each other')
+  jax2onnx, onnxruntime = _import_onnx()
   specs, structure = jax.tree.flatten(tuple(arguments))
   inputs = [
     '_'.join([name, *(jax.tree_util.keystr((x,), simple=True) for x in path)])
@@ -327,6 +335,9 @@ def _to_onnx(
   outputs = ['action', *(f'new_carry_{i}' for i in range(num_carries))]
   for name in 'jax2onnx', 'onnx_ir':  # They warn of what this does not use.
     logging.getLogger(name).setLevel(logging.CRITICAL)
+  options = onnxruntime.SessionOptions()
+  options.log_severity_level = 3  # Errors only.
+  drawn = [_draw((2, *x.shape[1:]), x.dtype) for x in specs]
   try:
     model = jax2onnx.to_onnx(
       lambda *leaves: tuple(function(*leaves)),
@@ -335,22 +346,12 @@ def _to_onnx(
       input_names=inputs,
       output_names=outputs,
     ).SerializeToString()
+    session = onnxruntime.InferenceSession(model, options)
+    found = session.run(outputs, dict(zip(inputs, drawn)))
   except Exception as error:  # The converter raises many kinds.
     raise ValueError(
       f'this policy cannot be converted to ONNX: {one_line(error)}'
     ) from error
-  options = onnxruntime.SessionOptions()
-  options.log_severity_level = 3  # Errors only.
-  session = onnxruntime.InferenceSession(model, options)
-  rng = np.random.default_rng(0)
-  shapes = [(2, *x.shape[1:]) for x in specs]
-  drawn = [
-    rng.integers(0, 2, shape).astype(x.dtype)
-    if x.dtype == bool
-    else rng.uniform(0, 1, shape).astype(x.dtype)
-    for x, shape in zip(specs, shapes)
-  ]
-  found = session.run(outputs, dict(zip(inputs, drawn)))
   for name, x, y in zip(outputs, found, jax.jit(call)(*drawn)):
     difference = np.max(np.abs(np.asarray(x, float) - np.asarray(y, float)))
     if not difference < _ONNX_TOLERANCE:
@@ -359,6 +360,15 @@ def _to_onnx(
         f'{difference:.2g}'
       )
   return model, {'inputs': inputs, 'outputs': outputs}
+
+
+def _draw(shape: Sequence[int], dtype: Any) -> np.ndarray:
+  """Draws an input that tests a program."""
+  rng = np.random.default_rng(0)
+  if np.issubdtype(dtype, np.floating):
+    return rng.normal(size=shape).astype(dtype)
+  high = 256 if dtype == np.uint8 else 2
+  return rng.integers(0, high, shape).astype(dtype)
 
 
 def _describe(x: Any) -> dict[str, Any]:

@@ -104,12 +104,20 @@ class Running:
   def draw(self, path: str = '') -> str:
     """Writes a video of an episode to a .gif or .mp4 file.
 
+    The episode has at most 1,000 steps. With several agents, it is that of the
+    first; `eval.greedy` says whether its actions are greedy.
+
     Args:
       path: the file; by default `videos/UPDATES.gif` in the run's directory.
 
     Returns:
       The path of the file.
+
+    Raises:
+      ValueError: if the path has another ending.
     """
+    if path and not path.endswith(('.gif', '.mp4')):
+      raise ValueError(f'{path} must be a file that ends in .gif or .mp4')
     loaded = self.policy()
     out = path or os.path.join(
       self.workdir, 'videos', f'{loaded.num_updates}.gif'
@@ -117,8 +125,13 @@ class Running:
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
     rng_key = self._trainer.run.eval_keys[0]
     greedy = self.config['eval.greedy']
-    _, frames, seconds = video.make(loaded, rng_key, greedy=greedy)
-    with workdir.replacing(out) as temporary:
+    _, frames, seconds = video.make(
+      loaded, rng_key, greedy=greedy, should_stop=self._trainer.signals.is_set
+    )
+    with (
+      workdir.write_errors('the video', OSError),
+      workdir.replacing(out) as temporary,
+    ):
       video.write(temporary, frames, seconds)
     return out
 
@@ -201,6 +214,7 @@ class Trainer:
   has_warned: bool = False  # Whether the agent has warned of its records.
   profile_end: int = 0  # The number of updates at which profiling ends.
   has_evaluated: bool = False  # Whether the evaluation is compiled.
+  has_drawn: bool = False  # Whether an episode was drawn.
   has_evolved: bool = False  # Whether the program that evolves is compiled.
   is_stopped: bool = False  # Whether the run ends before its last update.
   # Those that a population's members may differ in, after it has evolved.
@@ -671,8 +685,7 @@ class Trainer:
       return False
     recorder.write(outcomes, scalars)
     if outcomes and self.config['log.videos']:
-      with self.cluster.busy():
-        self.cluster.attempt(self._draw)
+      self._draw_safely()
     if self.cluster.process == 0 and not self.has_warned:
       config, record = self.config, recorder.last[0]
       warning = agents.find(config['agent.name']).warn(record)
@@ -684,12 +697,29 @@ class Trainer:
         print(f'warning: {warning}', file=sys.stderr)
     return True
 
+  def _draw_safely(self) -> None:
+    """Draws an episode; nothing gets lost if this compiles for long."""
+    if self.has_drawn:
+      with self.cluster.busy():
+        self.cluster.attempt(self._draw)
+      return
+    self.save_and_wait()
+    with self._compiling():
+      self.cluster.attempt(self._draw)
+    self.has_drawn = True
+
   def _draw(self) -> None:
     """Draws an episode of the policy that was evaluated, in process 0."""
-    if self.recorder.sinks:
-      self.recorder.terminal.say('drawing an episode')
-      with workdir.write_errors('the video', OSError):
-        self.recorder.show(Running(self, []).draw())
+    if not self.recorder.sinks:
+      return
+    self.recorder.terminal.say('drawing an episode')
+    try:
+      self.recorder.show(Running(self, []).draw())
+    except WriteError:
+      raise
+    except Exception as error:  # A renderer can raise anything.
+      text = printable(one_line(error, with_kind=True))
+      print(f'warning: no video for log.videos: {text}', file=sys.stderr)
 
   def _stop_if(self, is_reached: bool, reason: str) -> None:
     """Ends the run after the record that is being made."""

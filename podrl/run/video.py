@@ -54,6 +54,7 @@ def record(
   max_steps: int,
   stride: int = 1,
   max_pictures: int = _MAX_PICTURES,
+  should_stop: Callable[[], bool] = lambda: False,
 ) -> Episode:
   """Records the episode that an evaluation of one episode would run.
 
@@ -96,7 +97,7 @@ def record(
         moments, stride = moments[::2], 2 * stride
       timestep = env.step(action)._replace(info=())
       is_over = bool(timestep.is_first[0])
-      if is_over or t == max_steps:
+      if is_over or t == max_steps or should_stop():
         break
       returns.append(returns[-1] + float(timestep.reward[0]))
   finally:
@@ -419,10 +420,12 @@ def make(
   num_episodes: int = 1,
   max_steps: int = 1000,
   fps: float = 0.0,
+  should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Episode], list[np.ndarray], list[float]]:
   """Records episodes; returns them, all frames, and the seconds of each frame.
 
-  `fps` is the number of frames per second; 0 means real speed.
+  `fps` is the number of frames per second; 0 means real speed. If `should_stop`
+  returns true after a step, the episode ends there.
   """
   speed = real_speed(loaded.config, loaded.spec)
   episodes = [
@@ -433,6 +436,7 @@ def make(
       max_steps=max_steps,
       stride=1 if fps else math.ceil(speed / _MAX_FPS),
       max_pictures=_MAX_PICTURES // num_episodes,
+      should_stop=should_stop,
     )
     for i in range(num_episodes)
   ]

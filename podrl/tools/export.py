@@ -14,6 +14,7 @@ directories, for example RUN/seed_0. A run that somebody else made may need
 """
 
 from collections.abc import Sequence
+import contextlib
 import os
 
 from absl import flags
@@ -36,6 +37,9 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     for name, content in files.items():
       with open(os.path.join(out, name), 'wb') as file:
         file.write(content)
+    if not values.onnx:  # It would be that of an earlier export.
+      with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(out, export.MODEL))
   print(printable(f'written: {out}'))
 
 

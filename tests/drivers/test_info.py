@@ -461,3 +461,14 @@ def test_an_anakin_run_resumes_the_averages_bitwise(tmp_path, monkeypatch):
     # The mean of 1 ... n is (n + 1) / 2.
     mean = (found['episode_length'] + 1) / 2
     assert found['env/t'] == pytest.approx(mean)
+
+
+def test_an_infinite_reward_stays_in_its_episode():
+  episodes = actor_lib._Episodes(2)
+  is_first = np.array([[0, 0], [1, 0], [0, 1], [1, 0]], bool)
+  reward = np.array([[np.inf, 1], [0, 2], [5, 0], [0, 3]], np.float32)
+  returns, lengths = episodes.add(reward, is_first)
+  np.testing.assert_array_equal(returns, [np.inf, 3, 5])
+  np.testing.assert_array_equal(lengths, [1, 2, 1])
+  returns, _ = episodes.add(np.zeros((1, 2)), np.array([[False, True]]))
+  np.testing.assert_array_equal(returns, [3])

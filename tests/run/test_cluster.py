@@ -20,7 +20,7 @@ from test_resume import _plain
 
 import podrl
 from podrl.records import checkpoint
-from podrl.records.recorder import local_part, merge_processes
+from podrl.records.recorder import Window, local_part, merge_processes
 from podrl.run import cluster, loop, train
 from podrl.run.cluster import Cluster
 from podrl.tools import sweep
@@ -375,6 +375,10 @@ def test_reports_of_processes_are_one():
   assert [float(np.sum(x)) for x in merged.episodes] == [3.0, 9.0, 15.0]
   rows = [(i, i + 0.5, own) for i in range(2) for own in (0, 3, 6)]
   assert merged.finished == rows
+  # Each of the two updates has 96 predictions, of which 3 are reset steps.
+  window = Window(1, 1)
+  steps = [x for x, *_ in window.episodes_of(merged)]
+  assert steps == [96 - 3] * 3 + [192 - 6] * 3
   assert merged.num_updates == 2 and merged.num_predictions == 3 * 64
   assert merged.stages == {'time_update': 4.0} and merged.seconds == 1.5
   np.testing.assert_array_equal(merged.own['policy_lag'], [3.0, 1.0])

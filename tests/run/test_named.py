@@ -368,6 +368,8 @@ def test_a_function_gets_each_record(tmp_path):
       obs = np.zeros((3, *run.policy().spec.obs.shape), np.float32)
       assert run.policy()(obs)[0].shape == (3,)
       assert run.policy().num_updates == 2
+      with pytest.raises(ValueError, match='ends in .gif or .mp4'):
+        run.draw('x.png')
       assert run.draw(str(path / 'drawn' / 'x.gif')).endswith('drawn/x.gif')
       assert (path / 'drawn' / 'x.gif').read_bytes().startswith(b'GIF89a')
       run.save()
