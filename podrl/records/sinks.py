@@ -147,7 +147,11 @@ class TensorBoard:
     self._writer = EventsWriter(os.path.join(path, 'events'))
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     self._write(purge_step, session_log=start)
-    rows = [f'| {k} | {x} |' for k, x in config.items()]
+    cells = {
+      k: str(x).replace('|', r'\|').replace('\n', ' ')
+      for k, x in config.items()
+    }
+    rows = [f'| {k} | {x} |' for k, x in cells.items()]
     text = '\n'.join(['| field | value |', '|---|---|', *rows])
     values = {
       k: x if isinstance(x, bool | int | float) else str(x)

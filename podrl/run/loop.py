@@ -69,8 +69,10 @@ class Running:
     config: its configuration, a read-only mapping from the names of fields.
   """
 
-  def __init__(self, trainer: 'Trainer', outcomes: list[Record]):
-    self._trainer, self._outcomes = trainer, outcomes
+  def __init__(
+    self, trainer: 'Trainer', outcomes: list[Record], record: Record = {}
+  ):
+    self._trainer, self._outcomes, self._record = trainer, outcomes, record
     self._scalars: Record = {}
     self.workdir = trainer.files.workdir
     self.config = trainer.config
@@ -119,7 +121,7 @@ class Running:
     if path and not path.endswith(('.gif', '.mp4')):
       raise ValueError(f'{path} must be a file that ends in .gif or .mp4')
     loaded = self.policy()
-    out = path or os.path.join(
+    out = os.path.expanduser(path) or os.path.join(
       self.workdir, 'videos', f'{loaded.num_updates}.gif'
     )
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
@@ -136,7 +138,14 @@ class Running:
     return out
 
   def add(self, **scalars: float) -> None:
-    """Adds numbers to the record, and so to TensorBoard and to W&B."""
+    """Adds numbers to the record, and so to TensorBoard and to W&B.
+
+    Raises:
+      ValueError: if a name is that of a metric of podrl.
+    """
+    for name in scalars:
+      if name in self._record or name.startswith('eval_'):
+        raise ValueError(f'{name} is a metric of podrl; choose another name')
     self._scalars |= {k: float(x) for k, x in scalars.items()}
 
 
@@ -664,11 +673,10 @@ class Trainer:
       outcomes = self.evaluate(is_end)
     scalars: Record = {}
     if outcomes is not None and self.on_record and recorder.sinks:
-      running = Running(self, outcomes)
-      self._stop_if(
-        bool(self.on_record(recorder.preview(outcomes), running)),
-        'on_record returned True',
-      )
+      record = recorder.preview(outcomes)
+      running = Running(self, outcomes, {**record})
+      is_end = bool(self.on_record(record, running))
+      self._stop_if(is_end, 'on_record returned True')
       outcomes, scalars = running._outcomes, running._scalars
     if outcomes and (least := self.config['stop.eval_return']):
       mean = np.mean([x['eval_return'] for x in outcomes])

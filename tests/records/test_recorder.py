@@ -260,11 +260,13 @@ def test_tensorboard_reads_the_events(tmp_path):
 
 def test_tensorboard_shows_the_configuration(tmp_path):
   config = {'env.name': 'Catch', 'seed': 3, 'network.hidden_sizes': (8, 8)}
+  config['compilation_cache'] = 'a|b'
   sinks.TensorBoard(str(tmp_path), config).close()
   found = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
   (text,) = found.Tensors('config/text_summary')
   (table,) = text.tensor_proto.string_val
   assert b'\n| network.hidden_sizes | (8, 8) |' in table
+  assert table.endswith(b'\n| compilation_cache | a\\|b |')
   plugin = found.SummaryMetadata('_hparams_/session_start_info').plugin_data
   hparams = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
   values = hparams.session_start_info.hparams

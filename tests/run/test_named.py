@@ -368,6 +368,9 @@ def test_a_function_gets_each_record(tmp_path):
       obs = np.zeros((3, *run.policy().spec.obs.shape), np.float32)
       assert run.policy()(obs)[0].shape == (3,)
       assert run.policy().num_updates == 2
+      for name in ('loss', 'eval_return'):
+        with pytest.raises(ValueError, match=f'{name} is a metric of podrl'):
+          run.add(**{name: 1.0})
       with pytest.raises(ValueError, match='ends in .gif or .mp4'):
         run.draw('x.png')
       assert run.draw(str(path / 'drawn' / 'x.gif')).endswith('drawn/x.gif')
