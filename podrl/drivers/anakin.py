@@ -81,8 +81,8 @@ class AnakinState(NamedTuple):
 class Records(NamedTuple):
   """What a call of `Programs.train` reports, with one row per update.
 
-  Rows after the last update are zero. For S agents, the arrays have a further
-  axis S, after the axes that are described here.
+  Rows after the last update are zero. For S agents, the arrays have a last axis
+  S, except those of `finished`.
   """
 
   metrics: Metrics  # Float32 `[max_updates]` each, the learner's metrics.

@@ -21,6 +21,7 @@ from podrl.envs import (
   spaces,
   xminigrid,
 )
+from podrl.envs.pgx import Game
 from podrl.messages import similar, suggest
 from podrl.types import DeviceEnv, EnvSpec
 
@@ -57,6 +58,8 @@ class Suite(NamedTuple):
       a function `(rng_key, obs) -> action` of one observation.
     small_options: `(name) -> options` that make large images small enough for
       a machine without an accelerator.
+    game_for_two: `(name) -> Game | None`, the game in which `podrl play` lets a
+      person play against a policy; None if it is no game for two.
     is_local: `(name) -> bool`, whether only the running program has the
       environment, so that no command of podrl can make it.
   """
@@ -74,6 +77,7 @@ class Suite(NamedTuple):
   has_large_rewards: Callable[[str], bool] = lambda name: False
   policy_options: tuple[str, ...] = ()
   small_options: Callable[[str], dict[str, Any]] = lambda name: {}
+  game_for_two: Callable[[str], Game | None] = lambda name: None
   is_local: Callable[[str], bool] = lambda name: False
 
 
@@ -154,7 +158,10 @@ SUITES = {
     gymnasium, training_options=_INCOMPARABLE, is_local=gymnasium.is_local
   ),
   'pgx': _device_suite(
-    pgx, has_large_rewards=pgx.has_large_rewards, policy_options=('opponent',)
+    pgx,
+    has_large_rewards=pgx.has_large_rewards,
+    policy_options=('opponent',),
+    game_for_two=pgx.game_for_two,
   ),
   'navix': _device_suite(navix),
   'xminigrid': _device_suite(xminigrid, needs_memory=xminigrid.needs_memory),

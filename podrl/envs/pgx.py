@@ -1,10 +1,11 @@
 """The games of pgx as a `DeviceEnv`."""
 
 from collections.abc import Callable
+import functools
 import io
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -32,15 +33,34 @@ def has_large_rewards(name: str) -> bool:
   return name == '2048'
 
 
-def observe(game: Any, state: Any, player: Array) -> Masked:
-  """Returns what a player observes, and the legal actions of who moves."""
+class Game(NamedTuple):
+  """A game for two players, whose states are those of pgx."""
+
+  init: Callable[[chex.PRNGKey], Any]  # `(rng_key) -> state`.
+  step: Callable[..., Any]  # `(state, action, rng_key) -> state`.
+  observe: Callable[[Any, Array], Masked]  # `(state, player) -> obs`.
+  render: Callable[[Any], np.ndarray]  # `(state) -> [H, W, 3]`, uint8.
+
+
+def game_for_two(name: str) -> Game | None:
+  """See `Suite.game_for_two`."""
+  import pgx
+
+  env = pgx.make(name)
+  if env.num_players != 2:
+    return None
+  return Game(env.init, env.step, functools.partial(_observe, env), _render)
+
+
+def _observe(env: Any, state: Any, player: Array) -> Masked:
+  """Returns a player's observation, with the legal actions of the next move."""
   obs = state.observation  # That of the player whose turn it is.
-  if game.num_players > 1:
-    obs = game._observe(state, player)  # `observe` would warn.
+  if env.num_players > 1:
+    obs = env._observe(state, player)  # `observe` would warn.
   return Masked(obs, state.legal_action_mask)
 
 
-def render(state: Any) -> np.ndarray:
+def _render(state: Any) -> np.ndarray:
   """Returns a picture of a state, uint8 `[H, W, 3]`."""
   import matplotlib
   from PIL import Image
@@ -85,7 +105,7 @@ def make(
     def act(carry: Tree) -> Tree:
       rng_key, state, reward = carry
       rng_key, action_key, step_key = jax.random.split(rng_key, 3)
-      obs = observe(env, state, state.current_player)
+      obs = _observe(env, state, state.current_player)
       action = choose(action_key, obs)
       state = env.step(state, action, step_key)
       return rng_key, state, reward + state.rewards[0]
@@ -109,7 +129,7 @@ def make(
       _, state = jax.lax.while_loop(
         lambda carry: carry[1].terminated, begin, begin((rng_key, None))
       )
-    return observe(env, state, jnp.int32(0)), state
+    return _observe(env, state, jnp.int32(0)), state
 
   def step(
     rng_key: chex.PRNGKey, state: Any, action: Array
@@ -122,9 +142,9 @@ def make(
       state = env.step(state, action, own_key)
       state, reward = let_others_act(others_key, state, state.rewards[0])
     ends = state.terminated, state.truncated
-    return observe(env, state, jnp.int32(0)), state, reward, *ends
+    return _observe(env, state, jnp.int32(0)), state, reward, *ends
 
   spec = spaces.device_spec(reset, Discrete(env.num_actions), 0)
   return autoreset.make_device_env(
-    spec, reset, step, reset_chunk=16, render=render
+    spec, reset, step, reset_chunk=16, render=_render
   )

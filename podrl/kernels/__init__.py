@@ -4,7 +4,7 @@ Each function has a plain form, a few lines of JAX that define its result, and
 forms that are faster on some platforms. `choose` is the only place where podrl
 chooses between them. With the environment variable PODRL_PLAIN_KERNELS=1, all
 new programs contain the plain forms. So if a result looks wrong, this variable
-says whether a fast form is the reason.
+says whether a fast form is the reason. `only_plain` does the same for a block.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def is_plain() -> bool:
 @contextlib.contextmanager
 def only_plain() -> Iterator[None]:
   """A block in which functions are traced anew, with plain forms only."""
-  jax.clear_caches()
+  jax.clear_caches()  # Functions that were traced before have other forms.
   token = _only_plain.set(True)
   try:
     yield

@@ -17,8 +17,8 @@ import numpy as np
 from podrl.fields import Field, Fields, Range
 from podrl.records import merging, workdir
 from podrl.records.sinks import (
-  EpisodeLines,
-  JsonLines,
+  EPISODES,
+  Lines,
   Sink,
   TensorBoard,
   Wandb,
@@ -295,9 +295,9 @@ class Recorder:
     self._scores = [[0.0, 0.0] for _ in directories]
     self._compile_seconds = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
-    self._files: list[JsonLines] = []  # `metrics.jsonl` of each directory.
-    self._decisions: list[JsonLines] = []  # `decisions.jsonl`, if it is used.
-    self._episodes: list[EpisodeLines] = []  # `episodes.csv` of each agent.
+    self._files: list[Lines] = []  # `metrics.jsonl` of each directory.
+    self._decisions: list[Lines] = []  # `decisions.jsonl`, if it is used.
+    self._episodes: list[Lines] = []  # `episodes.csv` of each agent.
     self.terminal = Terminal(
       config, self.total_updates, self.steps_per_update, not self.is_writer
     )
@@ -332,10 +332,9 @@ class Recorder:
     with workdir.write_errors('the records', OSError):
       for path, last, number in zip(self._paths, self.last, num_records):
         file = os.path.join(path, 'metrics.jsonl')
-        if not progress and os.path.exists(file) and os.path.getsize(file):
-          workdir.set_aside(file)  # An earlier start saved no checkpoint.
-        self._files.append(open_lines(JsonLines, file, number, 'records'))
-        own: list[Sink] = [self._files[-1]]
+        lines = open_lines(file, number, 'records', is_new=not progress)
+        self._files.append(lines)
+        own: list[Sink] = [lines]
         self.sinks.append(own)  # From now on, `close` closes them.
         if self.config['log.tensorboard'] or self.config['log.wandb']:
           config = workdir.read_config(path)
@@ -351,7 +350,7 @@ class Recorder:
       if self._paths and (decides or os.path.exists(file)):
         # This deletes the lines that the run will repeat.
         number = progress.get('num_decisions', 0)
-        lines = open_lines(JsonLines, file, number, 'decisions')
+        lines = open_lines(file, number, 'decisions')
         self._decisions.append(lines)
       agents = self._agents if self._paths else ()
       files = [os.path.join(path, 'episodes.csv') for path in agents]
@@ -359,9 +358,9 @@ class Recorder:
       numbers = progress.get('num_episode_lines') or [0] * len(files)
       if self.config['log.episodes'] or any(map(os.path.exists, files)):
         for file, number in zip(files, numbers):
-          if not progress and os.path.exists(file):
-            workdir.set_aside(file)  # An earlier start saved no checkpoint.
-          lines = open_lines(EpisodeLines, file, number, 'lines')
+          lines = open_lines(
+            file, number, 'lines', EPISODES, is_new=not progress
+          )
           self._episodes.append(lines)
         if not self.config['log.episodes']:
           print(

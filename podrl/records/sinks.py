@@ -10,7 +10,7 @@ import struct
 import sys
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 import uuid
 
 from podrl.fields import Fields, nest
@@ -28,9 +28,7 @@ _GROUPS = {
   'speed': r'.*_seconds?|frames_per_joule|(time|busy|idle)_.*',
   'steps': r'env_steps|frames|num_.*',
 }
-
-
-_VIDEO = 'Return/video'  # The group of the videos, and their name.
+_VIDEO = 'Return/video'  # The tag of the videos.
 
 
 def tag(name: str) -> str:
@@ -46,8 +44,31 @@ def tag(name: str) -> str:
   return f'{next(found, "other")}/{name}'
 
 
-class JsonLines:
-  """A file with one JSON object per line, flushed after each line.
+class Format(NamedTuple):
+  """How a file of lines contains what `Lines.write` gets."""
+
+  to_lines: Callable[[Any], list[str]]
+  check: Callable[[str], Any]  # Raises a ValueError for a damaged line.
+  header: str = ''  # The first line, or '' if there is none.
+
+
+def _check_episode(line: str) -> None:
+  steps, episode_return, length = line.split(',')
+  int(steps), float(episode_return), int(length)
+
+
+# `write` gets a record.
+JSON = Format(lambda record: [workdir.to_json(record)], workdir.parse_record)
+# `write` gets the `(env_steps, return, length)` of several episodes.
+EPISODES = Format(
+  lambda rows: [f'{steps},{x:.9g},{length}' for steps, x, length in rows],
+  _check_episode,
+  'env_steps,episode_return,episode_length',
+)
+
+
+class Lines:
+  """A text file of lines, flushed after each `write`.
 
   An existing file keeps its first `num_lines` lines; a resumed run writes the
   later lines again. If one of the kept lines is damaged, a copy of the file is
@@ -56,12 +77,8 @@ class JsonLines:
   Its attribute `num_lines` is the number of lines in the file.
   """
 
-  @staticmethod
-  def check(line: str) -> None:
-    """Raises a ValueError if a line is damaged."""
-    workdir.parse_record(line)
-
-  def __init__(self, file: str, num_lines: int = 0):
+  def __init__(self, file: str, num_lines: int = 0, form: Format = JSON):
+    self._form = form
     self._file = open(
       file,
       'a+',
@@ -73,54 +90,44 @@ class JsonLines:
     self.num_lines, end = 0, 0
     for line in itertools.islice(iter(self._file.readline, ''), num_lines):
       try:
-        self.check(line if line.endswith('\n') else '')
+        if not form.header or line != f'{form.header}\n':
+          form.check(line if line.endswith('\n') else '')
       except ValueError:
         shutil.copyfile(file, workdir.free_name(file))
         break
       self.num_lines, end = self.num_lines + 1, self._file.tell()
     self._file.truncate(end)
+    if form.header and not self.num_lines:
+      self._append([form.header])
 
   def write(self, record: Any) -> None:
-    self._append(workdir.to_json(record) + '\n', 1)
+    self._append(self._form.to_lines(record))
 
-  def _append(self, text: str, num_lines: int) -> None:
-    self._file.write(text)
+  def _append(self, lines: Sequence[str]) -> None:
+    self._file.writelines(f'{line}\n' for line in lines)
     self._file.flush()
-    self.num_lines += num_lines
+    self.num_lines += len(lines)
 
   def close(self) -> None:
     self._file.close()
 
 
-_EPISODES_HEADER = 'env_steps,episode_return,episode_length\n'
+def open_lines(
+  file: str,
+  number: int,
+  kind: str,
+  form: Format = JSON,
+  *,
+  is_new: bool = False,
+) -> Lines:
+  """Opens a file that had `number` lines, and reports those that are lost.
 
-
-class EpisodeLines(JsonLines):
-  """A CSV file with a header, and then one line for each finished episode."""
-
-  def __init__(self, file: str, num_lines: int = 0):
-    super().__init__(file, num_lines)
-    if not self.num_lines:
-      self._append(_EPISODES_HEADER, 1)
-
-  @staticmethod
-  def check(line: str) -> None:
-    if line != _EPISODES_HEADER:
-      steps, value, length = line.split(',')
-      int(steps), float(value), int(length)
-
-  def write(self, record: Any) -> None:
-    """Writes the `(env_steps, return, length)` of several episodes."""
-    lines = [f'{steps},{x:.9g},{length}\n' for steps, x, length in record]
-    self._append(''.join(lines), len(lines))
-
-
-Lines = TypeVar('Lines', bound=JsonLines)
-
-
-def open_lines(cls: type[Lines], file: str, number: int, kind: str) -> Lines:
-  """Opens a file that had `number` lines, and reports those that are lost."""
-  lines = cls(file, number)
+  If the run is new, an existing file is of an earlier start that saved no
+  checkpoint. It is set aside.
+  """
+  if is_new and os.path.exists(file) and os.path.getsize(file):
+    workdir.set_aside(file)
+  lines = Lines(file, number, form)
   if (lost := number - lines.num_lines) > 0:
     print(
       f'warning: {file}: {lost} of the {number} {kind} before the checkpoint '
@@ -231,7 +238,7 @@ class Wandb:
     self._run.finish()
 
 
-Sink = JsonLines | TensorBoard | Wandb | Terminal
+Sink = Lines | TensorBoard | Wandb | Terminal
 _MAX_QUEUED = 1024  # Records that wait to be written.
 
 

@@ -36,7 +36,7 @@ from podrl.run.evaluation import Evaluation
 _UNLIMITED_STEPS = 10_000
 
 _MAX_UPDATES = 1024  # One call of Anakin's program runs at most this many.
-_EPISODES_BYTES = 2**26  # It keeps about as many bytes of `log.episodes`.
+_EPISODES_BYTES = 2**26  # Of finished episodes, about, in one such call.
 
 
 class Run(NamedTuple):
@@ -467,8 +467,9 @@ def _make_anakin(
   max_updates = min(config['log.every_updates'], _MAX_UPDATES)
   keeps_episodes = config['log.episodes']
   if keeps_episodes:  # The report then has eight bytes per step.
-    most = _EPISODES_BYTES // (8 * steps_per_update * num_agents(config))
-    max_updates = max(1, min(max_updates, most))
+    bytes_per_update = 8 * steps_per_update * num_agents(config)
+    max_updates = min(max_updates, _EPISODES_BYTES // bytes_per_update)
+    max_updates = max(1, max_updates)
   groups = devices.member_groups(config, len(run_devices) // len(machine.hosts))
   programs = anakin.make_programs(
     env,

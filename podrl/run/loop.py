@@ -35,7 +35,7 @@ from podrl.records import checkpoint, workdir
 from podrl.records import recorder as records
 from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
-from podrl.run import build, policy, video
+from podrl.run import build, policy
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster
 from podrl.run.devices import describe_machine
@@ -118,7 +118,9 @@ class Running:
     Raises:
       ValueError: if the path has another ending.
     """
-    if path and not path.endswith(('.gif', '.mp4')):
+    from podrl.run import video  # Only drawing needs its libraries.
+
+    if path and not path.endswith(video.ENDINGS):
       raise ValueError(f'{path} must be a file that ends in .gif or .mp4')
     loaded = self.policy()
     out = os.path.expanduser(path) or os.path.join(
@@ -673,10 +675,11 @@ class Trainer:
       outcomes = self.evaluate(is_end)
     scalars: Record = {}
     if outcomes is not None and self.on_record and recorder.sinks:
-      record = recorder.preview(outcomes)
-      running = Running(self, outcomes, {**record})
-      is_end = bool(self.on_record(record, running))
-      self._stop_if(is_end, 'on_record returned True')
+      preview = recorder.preview(outcomes)
+      running = Running(self, outcomes, {**preview})
+      self._stop_if(
+        bool(self.on_record(preview, running)), 'on_record returned True'
+      )
       outcomes, scalars = running._outcomes, running._scalars
     if outcomes and (least := self.config['stop.eval_return']):
       mean = np.mean([x['eval_return'] for x in outcomes])

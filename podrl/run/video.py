@@ -18,6 +18,7 @@ from podrl.messages import one_line
 from podrl.run import build, policy
 from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree, Variables
 
+ENDINGS = '.gif', '.mp4'  # Those of a file that `write` can write.
 _MAX_PICTURES = 600  # A file has at most about this many pictures.
 _MAX_FPS = 25  # More frames per second make the file larger, not better.
 _MIN_SIDE, _MAX_SIDE = 240, 320  # Pictures are scaled to about this size.
@@ -108,6 +109,13 @@ def record(
       actions[-1] = None  # The episode had ended, so this action was not used.
     pictures = paint(config['env.name'], env.spec, observations, actions)
   return Episode(pictures, steps, np.asarray(returns), is_over, note)
+
+
+def describe(episode: Episode) -> str:
+  """Describes an episode in a line."""
+  end = '' if episode.is_over else ', stopped by --max_steps'
+  total, steps = episode.returns[-1], len(episode.returns) - 1
+  return f'return {total:.6g}, {steps} steps{end}'
 
 
 def _make_env(

@@ -12,6 +12,7 @@ from absl import flags
 from rich import box
 from rich.table import Table
 
+from podrl.fields import Fields
 from podrl.messages import (
   TRUST,
   EnvironmentFailed,
@@ -125,6 +126,11 @@ def policy_flags(default: int, most: int) -> flags.FlagValues:
   define_integer('seed', 0, text, 0, 2**31 - 1, values)
   define_checkpoint(values)
   return values
+
+
+def is_greedy(values: flags.FlagValues, config: Fields) -> bool:
+  """Returns whether a policy takes its greedy actions; see `policy_flags`."""
+  return config['eval.greedy'] if values.greedy is None else values.greedy
 
 
 def define_checkpoint(values: flags.FlagValues) -> None:

@@ -39,8 +39,7 @@ def _evaluate(
   """
   loaded = policy.load(path, values.checkpoint, trust=values.trust)
   config = {**loaded.config, 'eval.num_episodes': values.episodes}
-  if values.greedy is not None:
-    config['eval.greedy'] = values.greedy
+  config['eval.greedy'] = tools.is_greedy(values, config)
   evaluate = evaluate or build.make_evaluate(config, loaded.spec, loaded.agent)
   key = jax.random.key(values.seed)
   outcome = evaluate(loaded.variables, key, should_stop=lambda: False)

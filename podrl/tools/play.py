@@ -4,16 +4,16 @@
       [--seed=0] [--max_steps=1000] [--trust]
 
 The terminal shows episodes at about the speed of the real task; `podrl watch`
-writes them to a file. In a game of pgx for two, you play against the policy: at
-your turn, type the number of an action, or q to end. A run that somebody else
-made may need --trust; see docs/how-to/policy.md.
+writes the same episodes to a file. In a game of pgx for two, you play against
+the policy: at your turn, type the number of an action, or q to end. There,
+--max_steps does nothing. A run that somebody else made may need --trust; see
+docs/how-to/policy.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import functools
 import itertools
 import time
-from typing import Any
 
 from absl import flags
 import jax
@@ -26,7 +26,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from podrl import tools
-from podrl.envs import envpool, pgx
+from podrl.envs import SUITES, Game, envpool
 from podrl.run import policy, video
 
 _MAX_COLUMNS = 100  # A larger picture takes too long to print.
@@ -63,26 +63,21 @@ def _fit(console: Console, picture: np.ndarray) -> Segments:
 
 def _show(
   console: Console,
-  loaded: policy.Policy,
-  rng_key: jax.Array,
-  greedy: bool,
-  max_steps: int,
+  episode: video.Episode,
+  durations: Iterator[float],
 ) -> None:
-  """Shows an episode of a task for one player."""
-  console.print('recording an episode')
-  episodes, _, durations = video.make(
-    loaded, rng_key, greedy=greedy, max_steps=max_steps
-  )
-  (episode,) = episodes
-  returns, pictures = episode.returns, zip(episode.steps, episode.pictures)
+  """Shows an episode of a task for one player.
+
+  `durations` has the seconds of each picture, then those of later episodes.
+  """
+  pictures = zip(episode.steps, episode.pictures)
   with Live(console=console, screen=True, auto_refresh=False) as live:
-    for (step, picture), duration in zip(pictures, durations):
-      next_seconds = time.monotonic() + duration
-      caption = f'return {returns[step]:.6g}, step {step}'
+    for step, picture in pictures:
+      next_seconds = time.monotonic() + next(durations)
+      caption = f'return {episode.returns[step]:.6g}, step {step}'
       live.update(Group(caption, _fit(console, picture)), refresh=True)
       time.sleep(max(0.0, next_seconds - time.monotonic()))
-  end = '' if episode.is_over else ', stopped by --max_steps'
-  console.print(f'return {returns[-1]:.6g}, {len(returns) - 1} steps{end}')
+  console.print(video.describe(episode))
 
 
 def _ask(console: Console, legal: Sequence[int]) -> int | None:
@@ -104,11 +99,11 @@ def _ask(console: Console, legal: Sequence[int]) -> int | None:
 def _play(
   console: Console,
   loaded: policy.Policy,
-  game: Any,
+  game: Game,
   rng_key: jax.Array,
   greedy: bool,
 ) -> bool:
-  """Plays one game; the policy is player 0. It returns false after q."""
+  """Plays one game; the policy is player 0. Returns whether the game ended."""
   state = jax.jit(game.init)(rng_key)
   step, carry, num_moves = jax.jit(game.step), None, 0
   begins = 'the policy begins' if state.current_player == 0 else 'you begin'
@@ -116,15 +111,14 @@ def _play(
   while not state.terminated:
     rng_key, act_key, step_key = jax.random.split(rng_key, 3)
     if int(state.current_player) == 0:
-      obs = pgx.observe(game, state, np.asarray(0))
-      obs = jax.tree.map(lambda x: x[None], obs)
+      obs = jax.tree.map(lambda x: x[None], game.observe(state, np.asarray(0)))
       key = None if greedy else act_key
       actions, carry = loaded(obs, carry, rng_key=key)
       action = int(actions[0])
       console.print(f'the policy plays {action}')
     else:
       if console.is_terminal:
-        console.print(_fit(console, pgx.render(state)))
+        console.print(_fit(console, game.render(state)))
       legal = np.flatnonzero(state.legal_action_mask).tolist()
       answer = _ask(console, legal)
       if answer is None:
@@ -134,8 +128,8 @@ def _play(
     state = step(state, action, step_key)
     num_moves += 1
   if console.is_terminal:
-    console.print(_fit(console, pgx.render(state)))
-  results = 'a draw', 'you win', 'the policy wins'
+    console.print(_fit(console, game.render(state)))
+  results = {0: 'a draw', 1: 'you win', -1: 'the policy wins'}
   result = results[int(np.sign(state.rewards[1]))]
   console.print(f'{result} after {num_moves} moves')
   return True
@@ -147,17 +141,11 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   console = Console(highlight=False, soft_wrap=True)
   envpool.load_opengl()  # Call it before envpool is imported.
   loaded = policy.load(path, values.checkpoint, trust=values.trust)
-  greedy = values.greedy
-  if greedy is None:
-    greedy = loaded.config['eval.greedy']
-  keys = jax.random.split(jax.random.key(values.seed), values.episodes)
-  game = None
-  if loaded.config['env.suite'] == 'pgx':
-    import pgx as library
-
-    game = library.make(loaded.config['env.name'])
-  if game and game.num_players == 2:
-    for key in keys:
+  config, rng_key = loaded.config, jax.random.key(values.seed)
+  greedy = tools.is_greedy(values, config)
+  if game := SUITES[config['env.suite']].game_for_two(config['env.name']):
+    for i in range(values.episodes):
+      key = jax.random.fold_in(rng_key, i)
       if not _play(console, loaded, game, key, greedy):
         break
     return
@@ -165,8 +153,17 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     raise ValueError(
       f'the output is no terminal; podrl watch {path} writes a GIF'
     )
-  for key in keys:
-    _show(console, loaded, key, greedy, values.max_steps)
+  console.print('recording')
+  episodes, _, durations = video.make(
+    loaded,
+    rng_key,
+    greedy=greedy,
+    num_episodes=values.episodes,
+    max_steps=values.max_steps,
+  )
+  rest = iter(durations)
+  for episode in episodes:
+    _show(console, episode, rest)
 
 
 def run(argv: Sequence[str]) -> int:

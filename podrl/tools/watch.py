@@ -31,7 +31,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   path = tools.single_path(paths, 'run', 'watch RUN')
   # An environment may change the current directory.
   out = workdir.absolute(values.out or os.path.join(path, 'episode.gif'))
-  if not out.endswith(('.gif', '.mp4')):
+  if not out.endswith(video.ENDINGS):
     raise ValueError(f'--out={out} must be a file that ends in .gif or .mp4')
   if os.path.isdir(path):  # If it is not, `load` says so.
     tools.check_out(out)
@@ -40,17 +40,13 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   episodes, frames, seconds = video.make(
     loaded,
     jax.random.key(values.seed),
-    greedy=loaded.config['eval.greedy']
-    if values.greedy is None
-    else values.greedy,
+    greedy=tools.is_greedy(values, loaded.config),
     num_episodes=values.episodes,
     max_steps=values.max_steps,
     fps=values.fps,
   )
   for episode in episodes:
-    end = '' if episode.is_over else ', stopped by --max_steps'
-    total, steps = episode.returns[-1], len(episode.returns) - 1
-    print(f'return {total:.6g}, {steps} steps{end}')
+    print(video.describe(episode))
   with tools.writing(out), workdir.replacing(out) as temporary:
     video.write(temporary, frames, seconds)
   if episodes[0].note:

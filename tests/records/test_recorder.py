@@ -403,7 +403,7 @@ def test_tensorboard_forgets_what_is_written_again(tmp_path):
 
 
 def test_not_a_number_is_null_in_json(tmp_path):
-  sink = sinks.JsonLines(str(tmp_path / 'metrics.jsonl'))
+  sink = sinks.Lines(str(tmp_path / 'metrics.jsonl'))
   sink.write(
     {'loss': math.nan, 'x': np.float32(2), 'y': -math.inf, 'n': np.int64(3)}
   )
@@ -421,7 +421,7 @@ def test_lines_before_a_damaged_one_are_kept(tmp_path):
   lines = [f'{{"num_updates": {i}, "env_steps": {i}}}\n' for i in range(5)]
   whole = ''.join(lines[:2]) + '{"num_upd\0\0\n' + ''.join(lines[3:])
   file.write_text(whole)
-  sink = sinks.JsonLines(str(file), 4)
+  sink = sinks.Lines(str(file), 4)
   assert sink.num_lines == 2
   sink.write({'num_updates': 9, 'env_steps': 9})
   assert sink.num_lines == 3
@@ -434,9 +434,9 @@ def test_lines_before_a_damaged_one_are_kept(tmp_path):
 def test_lost_decisions_are_reported(tmp_path, capsys):
   file = tmp_path / 'decisions.jsonl'
   file.write_text('{"num_updates": 1, "env_steps": 1}\n')
-  sinks.open_lines(sinks.JsonLines, str(file), 1, 'decisions').close()
+  sinks.open_lines(str(file), 1, 'decisions').close()
   assert capsys.readouterr().err == ''
-  sinks.open_lines(sinks.JsonLines, str(file), 3, 'decisions').close()
+  sinks.open_lines(str(file), 3, 'decisions').close()
   assert capsys.readouterr().err.startswith(
     f'warning: {file}: 2 of the 3 decisions before the checkpoint are lost; '
   )

@@ -921,13 +921,13 @@ def test_a_directory_that_vanishes_does_not_hide_the_failure(
 def test_a_file_that_cannot_be_written_ends_a_run_in_one_line(
   tmp_path, monkeypatch, capsys
 ):
-  class Full(sinks.JsonLines):
-    def __init__(self, file, num_lines=0):
-      super().__init__(file, num_lines)
+  class Full(sinks.Lines):
+    def __init__(self, file, *arguments):
+      super().__init__(file, *arguments)
       self._file.close()
       self._file = open('/dev/full', 'a')
 
-  monkeypatch.setattr(recorder, 'JsonLines', Full)
+  monkeypatch.setattr(sinks, 'Lines', Full)
   assert helpers.run(tmp_path / 'run') == signals.FAILED
   said = capsys.readouterr().err
   assert said.count('\n') == 1 and 'Full could not write: [Errno 28]' in said

@@ -18,7 +18,7 @@ from podrl import modules
 from podrl.fields import nest
 from podrl.messages import printable
 from podrl.records import workdir
-from podrl.records.recorder import JsonLines
+from podrl.records.sinks import Lines
 from podrl.run import build, defaults, start, train
 from podrl.run import config as configs
 from podrl.run.config import (
@@ -372,7 +372,7 @@ def test_no_file_is_written_through_a_link(home):
       pass
   link('metrics.jsonl')
   with pytest.raises(OSError, match='Too many levels of symbolic links'):
-    JsonLines(f'{path}/metrics.jsonl')
+    Lines(f'{path}/metrics.jsonl')
   assert (home / 'precious').read_text() == 'precious'
   assert (home / 'run/curve.png').stat().st_size > 5000
   assert not (home / 'run/summary.json').is_symlink()
