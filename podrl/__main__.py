@@ -15,6 +15,7 @@ COMMANDS = {
   'watch': "record an episode of a run's policy as a GIF or an MP4",
   'play': "show a run's policy in the terminal, or play a game against it",
   'evaluate': "evaluate a run's policy",
+  'tournament': 'let policies play against each other, and rate them',
   'export': "write a run's policy to files that do not need podrl",
   'balance': 'find the fastest settings of a Sebulba experiment',
   'compile': 'compile a run for TPUs or GPUs that this machine does not have',
@@ -33,7 +34,7 @@ def main() -> None:
   if name in ('--help', '-h', 'help'):
     print('usage: podrl COMMAND [ARGUMENTS]\n')
     for command, text in COMMANDS.items():
-      print(f'  {command:10}{text}')
+      print(f'  {command:12}{text}')
     print('\npodrl COMMAND --help describes that command.')
     print('podrl --version prints the version.')
     sys.exit(0)

@@ -151,7 +151,8 @@ def parse(name: str, text: str, default: Any) -> Any:
   """Converts a text to the type of the field's default; or raises a ValueError.
 
   An integer field also accepts a float such as 1e6, and a tuple accepts one
-  element. Without a default, any value that config.json can contain is allowed.
+  element, or words with commas. Without a default, any value that config.json
+  can contain is allowed.
   """
   value = _evaluate(text)
   if default is None:
@@ -192,6 +193,8 @@ def convert(name: str, value: Any, default: Any, text: str = '') -> Any:
     if is_number and abs(value) < 1e300:  # Not infinite or NaN.
       return float(value)
   elif isinstance(default, tuple):
+    if isinstance(value, str):
+      value = tuple(value.split(','))
     value = value if isinstance(value, tuple | list) else (value,)
     # A field whose default is () contains indices.
     types = {type(x) for x in default} or {int}

@@ -46,7 +46,9 @@ class TimeStep(NamedTuple):
       `Masked`.
     reward: `[...]` float32, not scaled or clipped by podrl; 0 where `is_first`.
     discount: `[...]` float32, 0 if the episode terminated, else 1. It is also 1
-      if the episode was truncated. It does not include the agent's gamma.
+      if the episode was truncated. It does not include the agent's gamma. If
+      the agent plays both sides of a game (see `EnvSpec.has_turns`), it is -1
+      where the turn passes to the other player.
     is_first: `[...]` bool, whether the step is the first of an episode. The
       transition into a first step is the reset step between two episodes; the
       environment ignored the action of this transition.
@@ -179,6 +181,16 @@ class EnvSpec(NamedTuple):
       None means 255 for uint8, and 1 for other dtypes.
     cut: `(obs) -> obs`, runs on the host before `observe`. It converts the
       library's observations `[B, ...]` to 32 bits.
+    has_turns: whether the agent plays both sides of a zero-sum game for two.
+      Each observation and reward is that of the player who moves. What is good
+      for one player is as bad for the other, so the value after a step counts
+      with the factor -1 if the other player moves next.
+    simulate: `(rng_key, env_state, action) -> (env_state, TimeStep)`, a step of
+      one environment that an agent imagines. `env_state` is an element of the
+      state of a `DeviceEnv`. After the end of an episode, the discount is 0.
+      It is None if the environment cannot be simulated.
+    has_pool: whether earlier versions of the agent play a part of the games;
+      see `DeviceEnv.with_pool`.
   """
 
   obs: Tree
@@ -191,6 +203,9 @@ class EnvSpec(NamedTuple):
   to_library: Callable[[Array], Array] = lambda action: action
   obs_scale: Tree = None
   cut: Callable[[Tree], Tree] = lambda obs: obs
+  has_turns: bool = False
+  simulate: Callable[[Any, Tree, Array], tuple[Tree, TimeStep]] | None = None
+  has_pool: bool = False
 
 
 class DeviceEnv(NamedTuple):
@@ -206,12 +221,16 @@ class DeviceEnv(NamedTuple):
       random numbers.
     render: `(env_state[B]) -> uint8 [H, W, 3]`, draws the first environment, or
       raises the library's error. It is None if the environment cannot be drawn.
+    with_pool: `(choose) -> DeviceEnv`, the same environments, where `choose`,
+      like `Agent.play_earlier` without the variables, moves for the earlier
+      versions of the agent. None if there are none.
   """
 
   spec: EnvSpec
   reset: Callable[[chex.PRNGKey], tuple[Tree, TimeStep]]
   step: Callable[[Tree, Array], tuple[Tree, TimeStep]]
   render: Callable[[Tree], np.ndarray] | None = None
+  with_pool: Callable[[Callable[..., Array]], 'DeviceEnv'] | None = None
 
 
 class XlaEnv(NamedTuple):
@@ -344,6 +363,12 @@ class Agent(NamedTuple):
       them to `absorb`.
     absorb: `(variables, measured) -> variables`, updates the statistics. It is
       called once per update, after the optimiser's steps.
+    plans: whether `act` also takes the keyword `env_state`, the states of the
+      environments `[B]`, which it simulates; see `EnvSpec.simulate`. Without
+      it, `act` does not search.
+    play_earlier: `(variables, rng_key, obs, ticket) -> action`, what an earlier
+      version of the agent does at one observation; `ticket`, int32 `[]`, says
+      which version. None if there are no earlier versions.
     calibrate: `(variables, trajectory, mean) -> variables`, called at the start
       of each update. It sets statistics that have no value yet, from the first
       unroll. `mean` is as in `prepare`. None means that there are none.
@@ -367,6 +392,8 @@ class Agent(NamedTuple):
   calibrate: (
     Callable[[Variables, Trajectory, Callable[[Tree], Tree]], Variables] | None
   ) = None
+  plans: bool = False
+  play_earlier: Callable[..., Array] | None = None
 
 
 _SAME: Any = -1  # See `Learner.split_axes`.

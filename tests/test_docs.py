@@ -262,6 +262,7 @@ def test_every_example_is_tested():
   tested = {'README.md', 'first-run.md', 'environment.md', 'agent.md'}
   tested |= {'policy.md', 'getting-started.md', 'q-learning.md'}
   tested |= {'environments.md', 'parts.md', 'export.md', 'index.md'}
+  tested |= {'self-play.md'}
   assert {page.name for page in _PAGES if _code(page)} == tested
 
 

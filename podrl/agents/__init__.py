@@ -19,7 +19,7 @@ from podrl.agents import (
   r2d2,
   sac,
 )
-from podrl.core import normalization
+from podrl.core import normalization, pool
 from podrl.fields import Fields, Table, hyperparams
 from podrl.networks import actor_critic
 from podrl.types import Agent, Box, EnvSpec, Masked, Tree, Variables
@@ -72,6 +72,11 @@ class AgentEntry(NamedTuple):
       ValueError: if the agent or its network does not fit the environment.
     """
     _check_mask(spec)
+    if spec.has_turns and fields.get('network.recurrent', 'none') != 'none':
+      raise ValueError(
+        'an agent that plays against itself would mix the memories of the two '
+        'players; use --config.network.recurrent=none'
+      )
     observations = fields['agent.normalize_observation']
     seen = spec
     if observations:
@@ -89,12 +94,15 @@ class AgentEntry(NamedTuple):
       values = {k: jnp.float32(x) for k, x in declared.items()}
       return variables._replace(hyperparams=variables.hyperparams | values)
 
-    return normalization.normalize(
+    made = normalization.normalize(
       agent._replace(init=init),
       spec.obs,
       observations=observations,
       rewards=fields['agent.normalize_reward'],
     )
+    if spec.has_pool:
+      made = pool.keep_earlier(made, fields['agent.pool_size'])
+    return made
 
 
 def _check_mask(spec: EnvSpec) -> None:

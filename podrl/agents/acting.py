@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.core import distributions, meta, normalization, optimizers
+from podrl.core import distributions, meta, normalization, optimizers, pool
 from podrl.core.distributions import Distribution
 from podrl.fields import (
   COUNT,
@@ -60,6 +60,7 @@ FIELDS = {
     0.0, 'Clips rewards to this absolute value; 0 means off.', FROM_0
   ),
   **normalization.FIELDS,
+  **pool.FIELDS,
   **torsos.FIELDS,
   **torsos.OWN_FIELDS,
   **optimizers.FIELDS,
@@ -108,7 +109,9 @@ def with_network(
   own = [
     name
     for name in table
-    if name.startswith('agent.') and name not in normalization.FIELDS
+    if name.startswith('agent.')
+    and name not in normalization.FIELDS
+    and name not in pool.FIELDS
   ]
 
   def make(spec: EnvSpec, fields: Fields) -> Agent:

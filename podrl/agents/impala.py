@@ -45,6 +45,13 @@ KINDS: dict[str, Fields] = {
     'agent.entropy_cost': 0.05,
     'optimizer.learning_rate': 5e-3,
   },
+  # With an entropy cost of 0.05 and a learning rate of 5e-3, the second player
+  # of tic-tac-toe never learned to defend itself.
+  'self-play': {
+    'total_env_steps': 10_000_000,
+    'agent.entropy_cost': 0.2,
+    'optimizer.learning_rate': 1e-3,
+  },
   'large image': {
     'unroll_length': 20,
     'num_minibatches': 4,

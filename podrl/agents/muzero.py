@@ -14,7 +14,7 @@ from podrl.agents import acting, dqn, exploring, sac
 from podrl.agents.muzero_search import Codec, Extras, make_search
 from podrl.agents.muzero_targets import Targets, make_targets
 from podrl.core import memory, returns
-from podrl.core.observations import without_mask
+from podrl.core.observations import hide_illegal, without_mask
 from podrl.fields import COUNT, FRACTION, Field, Fields, Range, with_defaults
 from podrl.networks import muzero
 from podrl.networks.muzero import MuZeroNetwork
@@ -55,6 +55,11 @@ _OWN = {
     Range(0, 1, excludes_low=True),
   ),
   **sac.RANDOM_FRACTION,
+  'search.model': Field(
+    'learned',
+    'What the search steps: a learned model, or the environment (AlphaZero).',
+    ('learned', 'env'),
+  ),
   'search.kind': Field('gumbel', 'The kind of search.', ('gumbel', 'muzero')),
   'search.num_simulations': Field(
     16, 'Simulations of the search of each step.', COUNT
@@ -132,6 +137,14 @@ KINDS: dict[str, Fields] = {
     'replay.priority_exponent': 0.0,
     'replay.sgd_steps_per_update': 16,
   },
+  'self-play': {
+    'total_env_steps': 600_000,
+    'agent.n_steps': 10,
+    'agent.random_fraction': 0.2,
+    'network.hidden_sizes': (128,),
+    'replay.capacity_steps': 50_000,
+    'search.eval_num_simulations': 50,
+  },
   'large image': {
     **dqn.LARGE_IMAGE,
     'network.name': 'auto',
@@ -155,7 +168,13 @@ def target_update(fields: Fields) -> Callable[..., Any] | None:
 
 def sequence_length(fields: Fields) -> int:
   """Returns the transitions that the targets of one sequence need."""
-  return fields['agent.num_unroll_steps'] + fields['agent.n_steps']
+  return _num_unroll_steps(fields) + fields['agent.n_steps']
+
+
+def _num_unroll_steps(fields: Fields) -> int:
+  """Returns the steps of the learned model; the environment needs none."""
+  is_learned = fields['search.model'] == 'learned'
+  return fields['agent.num_unroll_steps'] if is_learned else 0
 
 
 class Batch(NamedTuple):
@@ -177,7 +196,40 @@ def build_network(
     fields,
     num_policy_params=distribution.num_params,
     num_bins=num_bins,
+    has_dynamics=fields['search.model'] == 'learned',
   )
+
+
+def _simulator(spec: EnvSpec, fields: Fields) -> Callable[..., Any] | None:
+  """Returns how the search steps the environment, or None.
+
+  Raises:
+    ValueError: if the search cannot see what the agent learns from.
+  """
+  if fields['search.model'] == 'learned':
+    return None
+  if spec.simulate is None:
+    raise ValueError(
+      'config.search.model=env needs an environment that is written in JAX'
+    )
+  for name in (
+    'agent.normalize_observation',
+    'agent.normalize_reward',
+    'search.reanalyse_fraction',  # A memory does not have the states.
+  ):
+    if fields[name]:
+      raise ValueError(
+        f'config.search.model=env does not work with config.{name}='
+        f'{fields[name]}'
+      )
+  simulate, clip = spec.simulate, fields['agent.reward_clip']
+
+  def step(*arguments: Tree) -> tuple[Tree, TimeStep]:
+    env_state, timestep = simulate(*arguments)
+    reward = acting.clip_reward(timestep.reward, clip)
+    return env_state, timestep._replace(reward=reward)
+
+  return step
 
 
 def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
@@ -205,8 +257,10 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     distribution,
     fields['search.num_samples'],
     fields['search.uniform_fraction'],
+    spec.has_turns,
+    simulate := _simulator(spec, fields),
   )
-  num_unroll_steps = fields['agent.num_unroll_steps']
+  num_unroll_steps = _num_unroll_steps(fields)
 
   def act(
     variables: Variables,
@@ -215,7 +269,10 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     carry: Tree,
     *,
     greedy: bool = False,
-  ) -> tuple[Array, Extras, Tree]:
+    env_state: Tree = None,
+  ) -> tuple[Array, Tree, Tree]:
+    if simulate and env_state is None:
+      return act_without_search(variables.params, timestep.obs), (), carry
     name = 'search.eval_num_simulations' if greedy else 'search.num_simulations'
     action, extras = search(
       variables.params,
@@ -224,12 +281,22 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       variables.hyperparams['gamma'],
       fields[name],
       greedy,
+      env_state if simulate else (),
     )
     if fraction and not greedy:
       keys = jax.vmap(jax.random.fold_in, (0, None))(rng_key, 1)
       choice = jax.nn.one_hot(action, extras.policy.shape[-1])
       action = exploring.explore(keys, choice, fraction, timestep.obs)
     return action, extras, carry
+
+  def act_without_search(params: Tree, obs: Tree) -> Array:
+    """Returns the most probable actions of the policy."""
+    head, _ = network.predict(
+      params, network.represent(params, without_mask(obs))
+    )
+    if distribution is not None:
+      return distribution.to_action(distribution.mode(head))
+    return jnp.argmax(hide_illegal(head, obs), axis=-1)
 
   def reanalyse(
     params: Tree,
@@ -301,6 +368,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       fresh_value(variables.params, timestep),
       gamma,
       num_unroll_steps=num_unroll_steps,
+      has_turns=spec.has_turns,
     )
     action = trajectory.action[:num_unroll_steps]
     action, targets = acting.swap_axes((action, targets))
@@ -328,13 +396,22 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     cross_entropy = optax.losses.softmax_cross_entropy
     hidden = network.represent(params, without_mask(batch.obs))
     policy_losses, value_losses, reward_losses, values = [], [], [], []
+    turn_losses: list[Array] = []
     for k in range(num_unroll_steps + 1):
       if k:
         # Half of the gradient flows into the earlier state.
         hidden = 0.5 * hidden + 0.5 * jax.lax.stop_gradient(hidden)
-        hidden, reward = network.step(params, hidden, batch.action[:, k - 1])
+        hidden, reward, turn = network.step(
+          params, hidden, batch.action[:, k - 1]
+        )
         each = cross_entropy(reward, codec.encode(targets.reward[:, k - 1]))
         reward_losses.append(targets.weight[:, k] * each)
+        if spec.has_turns:
+          each = optax.sigmoid_binary_cross_entropy(
+            turn, targets.turn[:, k - 1]
+          )
+          # At the end of a game, nobody moves.
+          turn_losses.append(targets.policy_weight[:, k] * each)
       policy, value = network.predict(params, hidden)
       values.append(codec.decode(value))
       each = policy_cross_entropy(policy, targets, k)
@@ -344,10 +421,10 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
 
     def total(losses: list[Array]) -> Array:
       """The first step counts as much as all others together."""
-      return losses[0] + sum(losses[1:]) / num_unroll_steps
+      return losses[0] + sum(losses[1:]) / max(1, num_unroll_steps)
 
     policy_loss, value_loss = total(policy_losses), total(value_losses)
-    reward_loss = sum(reward_losses) / num_unroll_steps
+    reward_loss = sum(reward_losses) / max(1, num_unroll_steps)
     value_cost = variables.hyperparams['value_cost']
     each = policy_loss + value_cost * value_loss + reward_loss
     metrics = {
@@ -357,6 +434,10 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       'value': values[0],
     }
     metrics = {k: jnp.mean(batch.importance * x) for k, x in metrics.items()}
+    if turn_losses:
+      turn_loss = sum(turn_losses) / num_unroll_steps
+      each += turn_loss
+      metrics['turn_loss'] = jnp.mean(batch.importance * turn_loss)
     is_at_end = jnp.abs(returns.rescale(targets.value[:, 0])) >= largest
     is_at_end &= (batch.importance > 0.0) & (targets.weight[:, 0] > 0.0)
     metrics['targets_at_ends'] = jnp.mean(is_at_end, dtype=jnp.float32)
@@ -372,4 +453,5 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     act=act,
     prepare=prepare,
     loss=loss,
+    plans=simulate is not None,
   )

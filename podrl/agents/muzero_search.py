@@ -1,6 +1,7 @@
-"""The tree search of MuZero, in a learned model of the environment."""
+"""The tree search of MuZero, in a model that is learned or the environment."""
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from podrl.core import returns
 from podrl.core.distributions import Distribution
 from podrl.core.observations import hide_illegal, without_mask
 from podrl.networks.muzero import MuZeroNetwork
-from podrl.types import Array, Masked, Tree
+from podrl.types import Array, Masked, TimeStep, Tree
 
 
 class Extras(NamedTuple):
@@ -21,6 +22,14 @@ class Extras(NamedTuple):
 
   policy: Array  # Float32 `[B, A]`, the improved policy.
   samples: Tree = ()  # Float32 `[B, A, D]`, see `Distribution`; or `()`.
+
+
+class _Estimate(NamedTuple):
+  """What a model says of a step; float32 `[N]` each."""
+
+  reward: Array
+  discount: Array  # Gamma included; negative if the turn passes.
+  value: Array  # Of the state after the step.
 
 
 class Codec(NamedTuple):
@@ -43,8 +52,11 @@ class Codec(NamedTuple):
     return returns.inverse_rescale(mean)
 
 
-def value_range(tree: Any) -> tuple[Array, Array]:
+def value_range(tree: Any, has_turns: bool = False) -> tuple[Array, Array]:
   """Returns the smallest and the largest value in one tree of mctx.
+
+  In a game with turns, each node has the value of the player who moves there,
+  so its negative counts too.
 
   A search compares the values of actions on this scale (Schrittwieser et al.
   2020, appendix B). mctx would use the values of one state's actions. That is
@@ -54,14 +66,17 @@ def value_range(tree: Any) -> tuple[Array, Array]:
   is_used = tree.node_visits > 0
   low = jnp.min(jnp.where(is_used, tree.node_values, jnp.inf))
   high = jnp.max(jnp.where(is_used, tree.node_values, -jnp.inf))
+  if has_turns:
+    high = jnp.maximum(high, -low)
+    low = -high
   return low, jnp.maximum(high, low + 1e-5)
 
 
-def gumbel_scores(tree: Any, node: Array) -> Array:
+def gumbel_scores(tree: Any, node: Array, *, has_turns: bool = False) -> Array:
   """Returns the scores `[A]` that a Gumbel search adds to a node's logits."""
   import mctx
 
-  low, high = value_range(tree)
+  low, high = value_range(tree, has_turns)
   scores = mctx.qtransform_completed_by_mix_value(
     tree, node, value_scale=0.1 / (high - low), rescale_values=False
   )
@@ -69,11 +84,11 @@ def gumbel_scores(tree: Any, node: Array) -> Array:
   return scores - jnp.max(scores)
 
 
-def muzero_scores(tree: Any, node: Array) -> Array:
+def muzero_scores(tree: Any, node: Array, *, has_turns: bool = False) -> Array:
   """Returns the values `[A]` of a node's actions, from 0 to 1."""
   import mctx
 
-  low, high = value_range(tree)
+  low, high = value_range(tree, has_turns)
   return mctx.qtransform_by_min_max(tree, node, min_value=low, max_value=high)
 
 
@@ -84,6 +99,8 @@ def make_search(
   distribution: Distribution | None = None,
   num_samples: int = 0,
   uniform_fraction: float = 0.0,
+  has_turns: bool = False,
+  simulate: Callable[..., tuple[Tree, TimeStep]] | None = None,
 ) -> Callable[..., tuple[Array, Extras]]:
   """Builds the function that searches.
 
@@ -101,11 +118,16 @@ def make_search(
       uniform, if actions are not greedy. Without it, the policy can become
       certain too early: each search sharpens the policy that the next searches
       start from.
+    has_turns: see `EnvSpec.has_turns`. The discount of a simulated step is then
+      gamma times the expected sign of the value that follows.
+    simulate: `EnvSpec.simulate`, to search in the environment itself, as
+      AlphaZero does (Silver et al. 2018); None: in the model.
 
   Returns:
-    `(params, rng_key, obs, gamma, num_simulations, greedy) -> (action,
-    Extras)`, for `rng_key` `[B]` and `obs` `[B, ...]`. The random numbers of
-    a row depend on its key alone.
+    `(params, rng_key, obs, gamma, num_simulations, greedy, env_state=()) ->
+    (action, Extras)`, for `rng_key` `[B]`, `obs` `[B, ...]` and `env_state`
+    `[B]`, which `simulate` needs. The random numbers of a row depend on its key
+    alone.
   """
   import mctx  # Imported on use: only this agent needs it.
 
@@ -123,19 +145,35 @@ def make_search(
       return index
     return distribution.to_action(samples[jnp.arange(1), index])
 
-  def search_one(params, rng_key, obs, gamma, num_simulations, greedy):
-    def recurrent(params, rng_key, index, state):
-      hidden, samples = state
-      hidden, reward = network.step(params, hidden, choose(samples, index))
-      head, value = network.predict(params, hidden)
+  def imagine(params, rng_key, action, state, gamma):
+    """Steps one state; returns the policy head, an `_Estimate` and the state.
+
+    All have a first axis of 1.
+    """
+    if simulate:
+      state, timestep = jax.vmap(simulate)(rng_key[None], state, action)
+      hidden = network.represent(params, without_mask(timestep.obs))
+      reward, sign = timestep.reward, timestep.discount
+    else:
+      state, reward, turn = network.step(params, state, action)
+      hidden, reward = state, codec.decode(reward)
+      sign = 2.0 * jax.nn.sigmoid(turn) - 1.0 if has_turns else 1.0
+    head, value = network.predict(params, hidden)
+    if simulate and distribution is None:
+      head = hide_illegal(head, timestep.obs)
+    discount = jnp.broadcast_to(gamma * sign, reward.shape)
+    return head, _Estimate(reward, discount, codec.decode(value)), state
+
+  def search_one(
+    params, rng_key, obs, gamma, num_simulations, greedy, env_state
+  ):
+    def recurrent(params, rng_key, index, embedding):
+      state, samples = embedding
+      action = choose(samples, index)
+      head, estimate, state = imagine(params, rng_key, action, state, gamma)
       logits, samples = propose(rng_key, head)
-      output = mctx.RecurrentFnOutput(
-        reward=codec.decode(reward),
-        discount=jnp.broadcast_to(gamma, reward.shape[:1]),
-        prior_logits=logits,
-        value=codec.decode(value),
-      )
-      return output, (hidden, samples)
+      output = mctx.RecurrentFnOutput(**estimate._asdict(), prior_logits=logits)
+      return output, (state, samples)
 
     obs = jax.tree.map(lambda x: x[None], obs)
     hidden = network.represent(params, without_mask(obs))
@@ -155,27 +193,36 @@ def make_search(
     root = mctx.RootFnOutput(
       prior_logits=logits,
       value=codec.decode(value),
-      embedding=(hidden, samples),
+      embedding=(env_state if simulate else hidden, samples),
     )
     arguments = params, rng_key, root, recurrent, num_simulations, is_illegal
     if kind == 'gumbel':
       output = mctx.gumbel_muzero_policy(
         *arguments,
-        qtransform=gumbel_scores,
+        qtransform=functools.partial(gumbel_scores, has_turns=has_turns),
         gumbel_scale=0.0 if greedy else 1.0,
       )
     else:
       noise = {'dirichlet_fraction': 0.0, 'temperature': 0.0} if greedy else {}
-      output = mctx.muzero_policy(*arguments, qtransform=muzero_scores, **noise)
+      scores = functools.partial(muzero_scores, has_turns=has_turns)
+      output = mctx.muzero_policy(*arguments, qtransform=scores, **noise)
     action = choose(samples, output.action)
     found = Extras(output.action_weights, samples)
     return action[0], jax.tree.map(lambda x: x[0], found)
 
-  def search(params, rng_key, obs, gamma, num_simulations, greedy):
+  def search(
+    params, rng_key, obs, gamma, num_simulations, greedy, env_state=()
+  ):
     return jax.vmap(
-      lambda rng_key, obs: search_one(
-        params, rng_key, obs, gamma, num_simulations, greedy
+      lambda rng_key, obs, env_state: search_one(
+        params,
+        rng_key,
+        obs,
+        gamma,
+        num_simulations,
+        greedy,
+        jax.tree.map(lambda x: x[None], env_state),
       )
-    )(rng_key, obs)
+    )(rng_key, obs, env_state)
 
   return search

@@ -24,6 +24,9 @@ class Targets(NamedTuple):
   samples: Tree  # `[K+1, N, A, D]` or `()`; see `Extras`.
   weight: Array  # Float32 `[K+1, N]`, of a step's reward and value.
   policy_weight: Array  # Float32 `[K+1, N]`.
+  # Float32 `[K, N]`, 1 if the player who moved moves again, 0 if the other one
+  # does, and where nobody does. It is `()` without turns.
+  turn: Tree = ()
 
 
 def make_targets(
@@ -33,6 +36,7 @@ def make_targets(
   gamma: Array,
   *,
   num_unroll_steps: int,
+  has_turns: bool = False,
 ) -> Targets:
   """Computes the targets of the model's K steps.
 
@@ -43,6 +47,7 @@ def make_targets(
       or the end of the first episode; others are not read.
     gamma: the discount per step.
     num_unroll_steps: K.
+    has_turns: see `EnvSpec.has_turns`.
   """
   num_steps = num_unroll_steps + 1
   valid = returns.weights(timestep)  # `[T, N]`, 0 at a reset step.
@@ -65,4 +70,7 @@ def make_targets(
     lambda x: x[:num_steps], (extras.policy, extras.samples)
   )
   weight = alive + absorbed
-  return Targets(reward, value, policy, samples, weight, policy_weight)
+  turn: Tree = ()
+  if has_turns:
+    turn = (timestep.discount[1:num_steps] > 0.0).astype(jnp.float32)
+  return Targets(reward, value, policy, samples, weight, policy_weight, turn)

@@ -9,6 +9,7 @@ Source: Hessel et al. 2021, arXiv:2104.06272, section 3.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import time
 from typing import Any, NamedTuple
 
@@ -54,6 +55,11 @@ FIELDS = {
 _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM, _ACT_STREAM = range(4)
 
 
+def learner_key(rng_key: chex.PRNGKey) -> chex.PRNGKey:
+  """Returns the key of `Learner.init`, for the key of a run."""
+  return jax.random.fold_in(rng_key, _LEARNER_STREAM)
+
+
 class Actors(NamedTuple):
   """The environments and carries; leaves `[B, ...]`, split over devices."""
 
@@ -63,9 +69,13 @@ class Actors(NamedTuple):
   carry: Tree
   # Fixed keys; each action folds in the numbers of its update and step.
   rng_key: chex.PRNGKey
-  episode_return: Array  # Float32, sum of rewards so far in this episode.
+  # Float32, sum of rewards so far in this episode; in a game with turns, the
+  # player's who began.
+  episode_return: Array
   episode_length: Array  # Int32, steps so far in this episode.
   episode_info: Tree = ()  # See `info.Running`.
+  # Float32, 1 if the player moves who began, else -1; `()` without turns.
+  sign: Tree = ()
 
 
 class AnakinState(NamedTuple):
@@ -123,6 +133,10 @@ def make_unroll(
   """
 
   def unroll(variables, actors, num_updates):
+    step_envs = env.step
+    if env.with_pool and agent.play_earlier:
+      choose = functools.partial(agent.play_earlier, variables)
+      step_envs = env.with_pool(choose).step
     update_keys = fold_into_rows(actors.rng_key, num_updates)
     # One call for T x B keys costs little more than a call for B keys.
     keys = jax.vmap(fold_into_rows, (None, 0))(
@@ -139,11 +153,12 @@ def make_unroll(
 
     def step(actors, rng_key):
       before = actors.timestep
+      seen = {'env_state': actors.env_state} if agent.plans else {}
       action, extras, carry = agent.act(
-        variables, rng_key, as_given(before), actors.carry
+        variables, rng_key, as_given(before), actors.carry, **seen
       )
       with jax.named_scope('environment'):
-        env_state, timestep = env.step(actors.env_state, action)
+        env_state, timestep = step_envs(actors.env_state, action)
       info, timestep = timestep.info, timestep._replace(info=())
       timestep = as_vectors(timestep)
       is_first, length = timestep.is_first, actors.episode_length
@@ -151,17 +166,22 @@ def make_unroll(
       episode_info, ended_info = info_lib.step(
         actors.episode_info, info, is_first
       )
-      ended = ended_return, jnp.where(is_first, length, 0), ended_info
+      reward, sign = timestep.reward, actors.sign
+      if env.spec.has_turns:
+        reward *= sign
+        sign = jnp.where(is_first, 1.0, sign * jnp.sign(timestep.discount))
       stepped = Actors(
         actors.env_index,
         env_state,
         timestep,
         carry,
         actors.rng_key,
-        jnp.where(is_first, 0.0, actors.episode_return + timestep.reward),
+        jnp.where(is_first, 0.0, actors.episode_return + reward),
         jnp.where(is_first, 0, length + 1),
         episode_info,
+        sign,
       )
+      ended = ended_return, jnp.where(is_first, length, 0), ended_info
       # The row has the observation before the step, but other fields after it.
       # A TPU copies an array that a turn of the loop both stores and passes on.
       row = timestep._replace(obs=before.obs)
@@ -239,8 +259,9 @@ def make_programs(
     act_keys = fold_into_rows(keys, _ACT_STREAM)
     carry = agent.initial_carry(index)
     returns, lengths = jnp.zeros(index.shape), jnp.zeros(index.shape, jnp.int32)
+    sign = jnp.ones(index.shape) if env.spec.has_turns else ()
     return Actors(
-      index, env_state, timestep, carry, act_keys, returns, lengths, info
+      index, env_state, timestep, carry, act_keys, returns, lengths, info, sign
     )
 
   # On a TPU, the steps of a turn share operations, and each operation has a
@@ -329,16 +350,17 @@ def make_programs(
     return state._replace(variables=variables)
 
   def stream_keys(rng_key: chex.PRNGKey) -> list[chex.PRNGKey]:
-    streams = _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM
-    return [jax.random.fold_in(rng_key, stream) for stream in streams]
+    streams = _UPDATE_STREAM, _RESET_STREAM
+    others = [jax.random.fold_in(rng_key, stream) for stream in streams]
+    return [learner_key(rng_key), *others]
 
   def init(rng_key: chex.PRNGKey, hyperparams: Hyperparams = {}) -> AnakinState:
-    learner_key, *keys = over_agents(stream_keys)(rng_key)
+    init_key, *keys = over_agents(stream_keys)(rng_key)
     learner_state = spmd.init_learner(
       over_agents(init_learner),
       learner,
       mesh,
-      learner_key,
+      init_key,
       hyperparams,
       has_members=has_members,
     )

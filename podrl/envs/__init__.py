@@ -21,7 +21,7 @@ from podrl.envs import (
   spaces,
   xminigrid,
 )
-from podrl.envs.pgx import Game
+from podrl.envs.games import Game
 from podrl.messages import similar, suggest
 from podrl.types import DeviceEnv, EnvSpec
 
@@ -54,8 +54,8 @@ class Suite(NamedTuple):
       solve the environment.
     has_large_rewards: `(name) -> bool`, whether rewards are far above 1, so
       that agents learn better from normalised ones.
-    policy_options: options that name a run. `make` gets its policy instead, as
-      a function `(rng_key, obs) -> action` of one observation.
+    policy_options: options that can name a run. `make` gets its policy instead,
+      as a function `(rng_key, obs) -> action` of one observation.
     small_options: `(name) -> options` that make large images small enough for
       a machine without an accelerator.
     game_for_two: `(name) -> Game | None`, the game in which `podrl play` lets a
@@ -177,6 +177,7 @@ SUITES = {
     _spec_of(functions.make),
     list,
     'jax',
+    policy_options=('opponent',),
     is_local=functions.is_local,
   ),
 }

@@ -44,6 +44,13 @@ class AutoresetState(NamedTuple):
   is_last: Array
 
 
+def make_state(env_state: Tree, rng_key: chex.PRNGKey) -> AutoresetState:
+  """Returns the state of one environment in the middle of an episode."""
+  return AutoresetState(
+    _without_empty(env_state), rng_key, jnp.int32(0), jnp.bool(False)
+  )
+
+
 def make_device_env(
   spec: EnvSpec,
   reset: Callable[[chex.PRNGKey], tuple[Tree, Tree]],
@@ -55,6 +62,7 @@ def make_device_env(
   reset_chunk: int = 0,
   render: Callable[[Tree], np.ndarray] | None = None,
   info: Callable[[Tree], dict[str, Array]] = lambda env_state: {},
+  player: Callable[[Tree], Array] | None = None,
 ) -> DeviceEnv:
   """Builds a batch of environments from the functions of one environment.
 
@@ -75,6 +83,9 @@ def make_device_env(
     render: `(env_state) -> uint8 [H, W, 3]`, draws an environment on the host.
     info: `(env_state) -> dict` of numbers by name, for `TimeStep.info`. The
       metric `env/NAME` is the mean over the steps of an episode.
+    player: `(env_state) -> player`, an integer: who moves next in a zero-sum
+      game for two. The agent then plays both, see `EnvSpec.has_turns`; the
+      reward of `step` is that of the player who moved.
   """
 
   @functools.cache
@@ -131,10 +142,16 @@ def make_device_env(
     )
     is_last = jnp.logical_or(terminated, truncated) & ~is_first
     goes_on = jnp.logical_or(is_first, jnp.logical_not(terminated))
+    discount = goes_on.astype(jnp.float32)
+    if player:
+      states = state.env_state, env_state
+      before, after = (player(_with_empty(x, shapes()[1])) for x in states)
+      passes = (before != after) & ~is_first
+      discount = jnp.where(passes, -discount, discount)
     timestep = TimeStep(
       obs=observe(obs),
       reward=jnp.where(is_first, 0.0, jnp.asarray(reward, jnp.float32)),
-      discount=goes_on.astype(jnp.float32),
+      discount=discount,
       is_first=is_first,
       info=report(env_state),
     )
@@ -161,13 +178,22 @@ def make_device_env(
     results = obs, env_state, *others
     return jax.vmap(arrive, (0, 0, None))(state, results, ())
 
+  def simulate(
+    rng_key: chex.PRNGKey, state: AutoresetState, action: Array
+  ) -> tuple[AutoresetState, TimeStep]:
+    # With the environment's own key, an agent would foresee random events.
+    state = state._replace(rng_key=rng_key)
+    after, timestep = arrive(state, advance(state, action), ())
+    discount = jnp.where(state.is_last, 0.0, timestep.discount)
+    return after, timestep._replace(discount=discount)
+
   def render_first(state: AutoresetState) -> np.ndarray:
     assert render
     env_state = jax.tree.map(lambda x: x[0], state.env_state)
     return render(_with_empty(env_state, shapes()[1]))
 
   return DeviceEnv(
-    spec,
+    spec._replace(has_turns=player is not None, simulate=simulate),
     jax.vmap(reset_one),
     step_batch if reset_chunk else jax.vmap(step_on_platform),
     render_first if render else None,

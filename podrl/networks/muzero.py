@@ -47,15 +47,17 @@ class MuZeroNetwork(NamedTuple):
     init: `(rng_key) -> params`.
     represent: `(params, obs) -> hidden`, from leaves `[N, ...]` to float32
       vectors `[N, H]` or images `[N, h, w, C]`, each state scaled to [0, 1].
-    step: `(params, hidden, action) -> (hidden, reward)`, for actions `[N, ...]`
-      of the environment; `reward` is float32 logits `[N, M]`.
+    step: `(params, hidden, action) -> (hidden, reward, turn)`, for actions
+      `[N, ...]` of the environment; `reward` is float32 logits `[N, M]`. In a
+      game with turns, `turn` is the float32 logit `[N]` that the same player
+      moves again; otherwise, it is `()`.
     predict: `(params, hidden) -> (policy, value)`, a policy head float32
       `[N, num_params]` and logits `[N, M]`.
   """
 
   init: Callable[[jax.Array], Tree]
   represent: Callable[[Tree, Tree], Array]
-  step: Callable[[Tree, Array, Array], tuple[Array, Array]]
+  step: Callable[[Tree, Array, Array], tuple[Array, Array, Tree]]
   predict: Callable[[Tree, Array], tuple[Array, Array]]
 
 
@@ -88,8 +90,12 @@ class _Model(nn.Module):
   hidden_size: int  # Width of hidden layers, and of a vector.
   num_policy_params: int  # Width of the policy head.
   num_bins: int
+  has_turns: bool
+  has_dynamics: bool  # Whether `step` is used.
 
   def setup(self) -> None:
+    if self.has_turns:
+      self.turn = _Head(self.hidden_size, 1)
     self.reward = _Head(self.hidden_size, self.num_bins)
     self.policy = _Head(self.hidden_size, self.num_policy_params)
     self.value = _Head(self.hidden_size, self.num_bins)
@@ -97,18 +103,22 @@ class _Model(nn.Module):
   def represent(self, obs: Tree) -> Array:
     return _scale(self.encode(obs))
 
-  def step(self, hidden: Array, action: Array) -> tuple[Array, Array]:
+  def step(self, hidden: Array, action: Array) -> tuple[Array, Array, Tree]:
     """Computes `MuZeroNetwork.step` for actions `[N, D]` from `_encode`."""
     hidden = _scale(hidden + self.change(hidden, action))
-    return hidden, self.reward(hidden)
+    turn = self.turn(hidden)[:, 0] if self.has_turns else ()
+    return hidden, self.reward(hidden), turn
 
   def predict(self, hidden: Array) -> tuple[Array, Array]:
     return self.policy(hidden), self.value(hidden)
 
   def __call__(self, obs: Tree, action: Array) -> Any:
     """Calls every part, so that `init` makes all parameters."""
-    hidden, reward = self.step(self.represent(obs), action)
-    return reward, self.predict(hidden)
+    hidden = self.represent(obs)
+    if not self.has_dynamics:
+      return self.predict(hidden)
+    hidden, *others = self.step(hidden, action)
+    return others, self.predict(hidden)
 
 
 class _VectorModel(_Model):
@@ -198,6 +208,7 @@ def make_network(
   *,
   num_policy_params: int,
   num_bins: int,
+  has_dynamics: bool = True,
 ) -> MuZeroNetwork:
   """Makes a network.
 
@@ -211,13 +222,20 @@ def make_network(
       vector and of each head's hidden layer.
     num_policy_params: width of the policy head.
     num_bins: M, the bins of rewards and values.
+    has_dynamics: whether the network has the parameters of `step`.
 
   Raises:
     ValueError: if `channels` does not fit the observations or the torso.
   """
   space: Any = spec.action
   channels = fields['network.channels']
-  sizes = fields['network.hidden_sizes'][-1], num_policy_params, num_bins
+  sizes = (
+    fields['network.hidden_sizes'][-1],
+    num_policy_params,
+    num_bins,
+    spec.has_turns,
+    has_dynamics,
+  )
   if channels:
     reasons = [
       f'with {k}={fields[k]}' for k, x in _FIXED.items() if fields.get(k) != x
@@ -246,10 +264,9 @@ def make_network(
     action = jnp.zeros((1, *getattr(space, 'shape', ())), jnp.int32)
     return model.init(rng_key, zeros(spec.obs, 1), _encode(space, action))
 
-  def step(params: Tree, hidden: Array, action: Array) -> tuple[Array, Array]:
+  def step(params: Tree, hidden: Array, action: Array) -> Any:
     encoded = _encode(space, action)
-    output: Any = model.apply(params, hidden, encoded, method=_Model.step)
-    return output
+    return model.apply(params, hidden, encoded, method=_Model.step)
 
   def bind(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *inputs: model.apply(params, *inputs, method=method)

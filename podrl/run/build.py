@@ -35,6 +35,8 @@ from podrl.run.evaluation import Evaluation
 # Evaluation cuts episodes at this length if the environment has no limit.
 _UNLIMITED_STEPS = 10_000
 
+_FIRST = 'first'  # The opponent that is the policy before its first update.
+
 _MAX_UPDATES = 1024  # One call of Anakin's program runs at most this many.
 _EPISODES_BYTES = 2**26  # Of finished episodes, about, in one such call.
 
@@ -46,6 +48,8 @@ class Run(NamedTuple):
   devices: Sequence[jax.Device]  # Those that the run uses, of all processes.
   driver: types.Driver
   evaluate: Callable[..., Evaluation | None]  # See `make_evaluate`.
+  # Further evaluations of an agent that plays against itself, by opponent.
+  others: Mapping[str, Callable[..., Evaluation | None]]
   eval_keys: Sequence[chex.PRNGKey]  # Each agent's key for evaluations.
   steps_per_update: int  # Environment steps, reset steps included.
   num_updates: int
@@ -115,24 +119,40 @@ def _suite(config: Fields) -> Suite:
 def make_spec(config: Fields) -> types.EnvSpec:
   """Makes the environment's spec; raises a ValueError for a user's mistake."""
   suite = _suite(config)
-  options = _without(config['env.options'], suite.policy_options)
-  return suite.make_spec(config['env.name'], **options)
+  options = config['env.options']
+  omitted = [x for x in suite.policy_options if _is_run(options.get(x))]
+  return suite.make_spec(config['env.name'], **_without(options, omitted))
 
 
-def make_env(config: Fields) -> types.DeviceEnv:
+def make_env(
+  config: Fields, opponent: str = '', agent: types.Agent | None = None
+) -> types.DeviceEnv:
   """Makes an Anakin run's environments.
+
+  Args:
+    opponent: if given, it replaces that of the configuration.
+    agent: the agent of the run, which the opponent 'first' needs.
 
   Raises:
     ValueError: for a user's mistake.
   """
   suite = _suite(config)
   options = dict(config['env.options'])
+  if opponent:
+    options['opponent'] = opponent
   for name in filter(options.get, suite.policy_options):
-    try:
-      options[name] = _load_player(options[name], config)
-    except ValueError as error:
-      raise ValueError(f'env.options.{name}: {error}') from error
+    if agent and options[name] == _FIRST:
+      options[name] = _first_player(config, agent)
+    elif _is_run(options[name]):
+      try:
+        options[name] = _load_player(options[name], config)
+      except ValueError as error:
+        raise ValueError(f'env.options.{name}: {error}') from error
   return suite.make(config['env.name'], **options)
+
+
+def _is_run(value: Any) -> bool:
+  return isinstance(value, str) and workdir.is_run(value)
 
 
 def _without(
@@ -141,20 +161,32 @@ def _without(
   return {k: x for k, x in options.items() if k not in omitted}
 
 
-def _load_player(
-  path: str, config: Fields
-) -> Callable[[chex.PRNGKey, types.Tree], types.Array]:
-  """Loads a policy that plays in an environment; see `Suite.policy_options`."""
+# `(rng_key, obs) -> action`, see `Suite.policy_options`.
+_Player = Callable[[chex.PRNGKey, types.Tree], types.Array]
+
+
+def _load_player(path: str, config: Fields) -> _Player:
+  """Loads a policy that plays in an environment."""
   # Compare first: nothing may be imported for another environment.
   both = config, workdir.find_agent(str(path))[1]
   names = [f'{x["env.suite"]}:{x["env.name"]}' for x in both]
   if names[0] != names[1]:
     raise ValueError(f'{path} has learned {names[1]}, not {names[0]}')
   own, _, agent, variables, _ = load_agent(str(path))
-  variables = jax.tree.map(np.asarray, variables)  # For any device.
-  carry = agent.initial_carry(np.zeros(1, np.int32))
   if own.get('network.recurrent', 'none') != 'none':
     raise ValueError(f'{path} has a recurrent network, which cannot play')
+  return _make_player(agent, variables)
+
+
+def _first_player(config: Fields, agent: types.Agent) -> _Player:
+  """Makes a player of the policy that a run began with."""
+  init_key, _ = jax.random.split(jax.random.key(config['seed']))
+  return _make_player(agent, agent.init(anakin.learner_key(init_key)))
+
+
+def _make_player(agent: types.Agent, variables: types.Variables) -> _Player:
+  variables = jax.tree.map(np.asarray, variables)  # For any device.
+  carry = agent.initial_carry(np.zeros(1, np.int32))
 
   def act(rng_key: chex.PRNGKey, obs: types.Tree) -> types.Array:
     batch = types.TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(False))
@@ -370,10 +402,13 @@ def make_evaluate(
   spec: types.EnvSpec,
   agent: types.Agent,
   env: types.DeviceEnv | None = None,
+  opponent: str = '',
 ) -> Callable[..., Evaluation | None]:
   """Builds the configured evaluation; see `evaluation.make_evaluate`.
 
-  `env` is for an Anakin run whose environments already exist.
+  `env` is for an Anakin run whose environments already exist. An agent that
+  plays against itself is evaluated against `opponent`; the default is the first
+  of `eval.opponents`.
   """
   settings = evaluation.Settings(
     config['eval.num_episodes'],
@@ -383,6 +418,8 @@ def make_evaluate(
     jax.process_count(),
   )
   if architecture(config) == 'anakin':
+    if names := opponents(config, spec):
+      env = make_env(config, opponent or names[0], agent)
     env = env or make_env(config)
     return evaluation.make_evaluate(env, agent, settings)
 
@@ -390,6 +427,12 @@ def make_evaluate(
     return make_host_env(config, num_envs, seed, num_cores(), evaluation=True)
 
   return evaluation.make_host_evaluate(make_pool, agent, settings)
+
+
+def opponents(config: Fields, spec: types.EnvSpec) -> Sequence[str]:
+  """Returns against whom a policy is evaluated; see `eval.opponents`."""
+  plays_itself = spec.has_turns and config['env.options'].get('opponent')
+  return config['eval.opponents'] if plays_itself else ()
 
 
 def make_run(
@@ -433,6 +476,10 @@ def make_run(
     run_devices,
     driver,
     make_evaluate(config, spec, agent, env),
+    {
+      os.path.basename(x): make_evaluate(config, spec, agent, opponent=x)
+      for x in opponents(config, spec)[1:]
+    },
     eval_keys,
     steps_per_update,
     num_updates,

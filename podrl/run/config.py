@@ -113,6 +113,13 @@ KINDS: Mapping[str, Fields] = {
     'unroll_length': 32,
   },
   'large rewards': {'agent.normalize_reward': True},  # Added to another kind.
+  # Added to another kind. A game is decided at its end.
+  'self-play': {
+    'agent.gamma': 1.0,
+    'agent.normalize_observation': False,
+    'agent.normalize_reward': False,
+    'network.hidden_sizes': (256,),
+  },
 }
 
 

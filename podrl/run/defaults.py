@@ -66,6 +66,8 @@ def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
     found.append('memory')
   if SUITES[task.suite].has_large_rewards(task.name):
     found.append('large rewards')
+  if spec.has_turns:
+    found.append('self-play')
   return found
 
 

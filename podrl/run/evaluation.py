@@ -22,6 +22,11 @@ FIELDS = {
     0, 'Steps between evaluations; 0 means only at the end.', FROM_0
   ),
   'eval.greedy': Field(True, 'Uses the best action, not a sample.'),
+  'eval.opponents': Field(
+    ('random',),
+    'Opponents of an agent that otherwise plays against itself: random, first '
+    '(the untrained policy) or directories of runs.',
+  ),
   'eval.max_episode_steps': Field(
     0,
     "Steps of the longest episode; 0 means the environment's limit, or 10,000 "
@@ -65,6 +70,7 @@ class _State(NamedTuple):
   is_over: jax.Array
   returns: jax.Array
   lengths: jax.Array
+  sign: Tree  # See `anakin.Actors`.
 
 
 def make_evaluate(
@@ -90,6 +96,7 @@ def make_evaluate(
       is_over=jnp.zeros(size, bool),
       returns=jnp.zeros(size),
       lengths=jnp.zeros(size, jnp.int32),
+      sign=jnp.ones(size) if env.spec.has_turns else (),
     )
     return state, act_keys
 
@@ -99,15 +106,25 @@ def make_evaluate(
       return (loop[0] < end) & ~jnp.all(loop[1].is_over)
 
     def step(loop: tuple[jax.Array, _State]) -> tuple[jax.Array, _State]:
-      t, (env_state, timestep, carry, is_over, returns, lengths) = loop
+      t, (env_state, timestep, carry, is_over, returns, lengths, sign) = loop
+      seen = {'env_state': env_state} if agent.plans else {}
       action, _, carry = act(
-        variables, fold_into_rows(keys, t), timestep._replace(info=()), carry
+        variables,
+        fold_into_rows(keys, t),
+        timestep._replace(info=()),
+        carry,
+        **seen,
       )
       env_state, timestep = env.step(env_state, action)
       is_over = jnp.logical_or(is_over, timestep.is_first)
-      returns += jnp.where(is_over, 0.0, timestep.reward)
+      reward = timestep.reward
+      if env.spec.has_turns:
+        reward, sign = sign * reward, sign * jnp.sign(timestep.discount)
+      returns += jnp.where(is_over, 0.0, reward)
       lengths += jnp.where(is_over, 0, 1)
-      state = _State(env_state, timestep, carry, is_over, returns, lengths)
+      state = _State(
+        env_state, timestep, carry, is_over, returns, lengths, sign
+      )
       return t + 1, state
 
     return jax.lax.while_loop(is_running, step, (t, state))[1]

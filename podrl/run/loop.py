@@ -773,20 +773,24 @@ class Trainer:
       if len(run.eval_keys) > 1:
         own = jax.tree.map(lambda x: x[i], variables)
       rng_key = jax.random.fold_in(rng_key, self.recorder.num_updates)
-      evaluation = run.evaluate(own, rng_key, should_stop)
-      returns.append(evaluation and evaluation.returns.tolist())
+      for evaluate in (run.evaluate, *run.others.values()):
+        evaluation = evaluate(own, rng_key, should_stop)
+        returns.append(evaluation and evaluation.returns.tolist())
     parts = self._gather(returns)
+    names = [f'eval_return_vs_{name}' for name in run.others]
 
     def merge() -> list[Record] | None:
       if any(x is None for part in parts for x in part):
         return None
+      found = map(np.concatenate, zip(*parts))
       return [
         {
           'eval_return': np.mean(returns).item(),
           'eval_return_std': np.std(returns).item(),
           'eval_episodes': len(returns),
+          **{name: np.mean(next(found)).item() for name in names},
         }
-        for returns in map(np.concatenate, zip(*parts))
+        for returns in found
       ]
 
     return cluster.decide(merge)

@@ -96,6 +96,7 @@ class Policy:
     *,
     is_first: Array | None = None,
     rng_key: chex.PRNGKey | None = None,
+    env_state: Tree = None,
   ) -> tuple[Array, Tree]:
     """Chooses actions.
 
@@ -106,6 +107,8 @@ class Policy:
         if `carry` is None.
       rng_key: key to sample actions; without it, actions are the agent's greedy
         ones, for example the policy's mode.
+      env_state: the states of the environments `[B]`, for an agent that
+        searches in them; see `Agent.plans`.
 
     Returns:
       Actions `[B, ...]` that the environment's library accepts, and the carry
@@ -128,7 +131,7 @@ class Policy:
       if carry is None:
         carry = self.initial_carry(batch_size)
       action, carry = self._compiled(
-        self.variables, obs, carry, jnp.asarray(is_first), rng_key
+        self.variables, obs, carry, jnp.asarray(is_first), rng_key, env_state
       )
     if isinstance(action, jax.core.Tracer):
       return action, carry
@@ -143,6 +146,7 @@ class Policy:
     is_first: Array,
     rng_key: chex.PRNGKey,
     greedy: bool,
+    env_state: Tree = None,
   ) -> tuple[Array, Tree]:
     """Does what a call does, as a part of a program.
 
@@ -154,23 +158,25 @@ class Policy:
       is_first: bool `[B]`.
       rng_key: a key for each environment, `[B]`.
       greedy: whether to take the agent's greedy actions.
+      env_state: leaves `[B, ...]`; see `Agent.plans`.
     """
     shape = is_first.shape
     obs = observe(self.spec, obs)
     timestep = TimeStep(obs, jnp.zeros(shape), jnp.ones(shape), is_first)
+    seen = {'env_state': env_state} if self.agent.plans else {}
     action, _, carry = self.agent.act(
-      variables, rng_key, timestep, carry, greedy=greedy
+      variables, rng_key, timestep, carry, greedy=greedy, **seen
     )
     return self.spec.to_library(action), carry
 
   @functools.cached_property
   def _compiled(self):
     @jax.jit
-    def act(variables, obs, carry, is_first, rng_key):
+    def act(variables, obs, carry, is_first, rng_key, env_state):
       greedy = rng_key is None
       key = jax.random.key(0) if greedy else rng_key
       keys = jax.random.split(key, is_first.shape)
-      return self.act(variables, obs, carry, is_first, keys, greedy)
+      return self.act(variables, obs, carry, is_first, keys, greedy, env_state)
 
     return act
 

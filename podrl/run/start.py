@@ -5,7 +5,7 @@ import contextlib
 import os
 import sys
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags
 import jax
@@ -112,6 +112,12 @@ def _resume_run(
   return config, Files(path, '', True, num_resumes)
 
 
+def _absolute(option: Any) -> Any:
+  """Returns the absolute path of a run; other values stay as they are."""
+  path = os.path.expanduser(str(option))
+  return os.path.abspath(path) if workdir.is_run(path) else option
+
+
 def resolve_config(
   command_line: CommandLine,
   get_config: Callable[..., Fields],
@@ -181,11 +187,10 @@ def resolve_config(
     modules.current_directory()  # It must exist.
     make_importable(config)
     options, suite = config['env.options'], SUITES.get(config['env.suite'])
-    paths = {
-      name: os.path.abspath(str(options[name]))
-      for name in filter(options.get, suite.policy_options if suite else ())
-    }
+    names = [x for x in (suite.policy_options if suite else ()) if x in options]
+    paths = {name: _absolute(options[name]) for name in names}
     own = {**config, 'env.options': options | paths}
+    own['eval.opponents'] = tuple(map(_absolute, config['eval.opponents']))
     if is_resumed:
       return _resume_run(values.workdir, own, requested, exit_stack, trust)
     return _new_run(values, own, command_line.directory)

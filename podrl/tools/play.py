@@ -26,7 +26,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from podrl import tools
-from podrl.envs import SUITES, Game, envpool
+from podrl.envs import SUITES, Game, envpool, games
 from podrl.run import policy, video
 
 _MAX_COLUMNS = 100  # A larger picture takes too long to print.
@@ -113,11 +113,14 @@ def _play(
     if int(state.current_player) == 0:
       obs = jax.tree.map(lambda x: x[None], game.observe(state, np.asarray(0)))
       key = None if greedy else act_key
-      actions, carry = loaded(obs, carry, rng_key=key)
+      env_state = jax.tree.map(
+        lambda x: x[None], games.to_env_state(state, step_key)
+      )
+      actions, carry = loaded(obs, carry, rng_key=key, env_state=env_state)
       action = int(actions[0])
       console.print(f'the policy plays {action}')
     else:
-      if console.is_terminal:
+      if console.is_terminal and game.render:
         console.print(_fit(console, game.render(state)))
       legal = np.flatnonzero(state.legal_action_mask).tolist()
       answer = _ask(console, legal)
@@ -127,7 +130,7 @@ def _play(
       action = answer
     state = step(state, action, step_key)
     num_moves += 1
-  if console.is_terminal:
+  if console.is_terminal and game.render:
     console.print(_fit(console, game.render(state)))
   results = {0: 'a draw', 1: 'you win', -1: 'the policy wins'}
   result = results[int(np.sign(state.rewards[1]))]

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+import test_games
 
 from podrl.agents import AGENTS, acting, muzero, muzero_search
 from podrl.core import returns
+from podrl.envs import games
 from podrl.fields import defaults
 from podrl.networks.muzero import MuZeroNetwork
 from podrl.types import (
@@ -170,7 +172,7 @@ def test_the_loss_is_that_of_a_plain_loop():
     for k in range(_K + 1):
       scale = batch.importance[b] / (_K if k else 1)
       if k:
-        hidden, reward = network.step(
+        hidden, reward, _ = network.step(
           variables.params, hidden, batch.action[b : b + 1, k - 1]
         )
         each = -code(targets.reward[b, k - 1]) @ log_softmax(reward[0])
@@ -209,7 +211,7 @@ def test_half_of_the_gradient_passes_each_step_of_the_model(step):
     """The same, with the whole gradient."""
     hidden = network.represent(params, batch.obs)
     for k in range(step):
-      hidden, _ = network.step(params, hidden, batch.action[:, k])
+      hidden, *_ = network.step(params, hidden, batch.action[:, k])
     policy = jax.nn.log_softmax(network.predict(params, hidden)[0])
     each = -jnp.sum(batch.targets.policy[:, step] * policy, axis=1)
     return jnp.mean(batch.importance * each) / (_K if step else 1)
@@ -237,11 +239,12 @@ def test_numbers_survive_their_code():
 _CODEC = muzero_search.Codec(jnp.arange(-20.0, 21.0))
 
 
-def _model(transitions, rewards, value, prior):
-  """A perfect model of a deterministic MDP.
+def _model(transitions, rewards, value, prior, signs=None):
+  """A perfect model of a deterministic MDP, or of a game for two.
 
   transitions, rewards: `[S, A]`; value: `[S]` and prior: `[S, A]`, logits, are
-  what the model predicts.
+  what the model predicts. In a game, signs `[S, A]` is -1 if the turn passes,
+  else 1.
   """
   transitions, rewards, value, prior = map(
     jnp.asarray, (transitions, rewards, value, prior)
@@ -254,7 +257,8 @@ def _model(transitions, rewards, value, prior):
     del params
     state = hidden[:, 0].astype(int)
     following = transitions[state, action].astype(jnp.float32)
-    return following[:, None], logits(rewards[state, action])
+    turn = () if signs is None else 20.0 * jnp.asarray(signs)[state, action]
+    return following[:, None], logits(rewards[state, action]), turn
 
   def predict(params, hidden):
     del params
@@ -266,34 +270,60 @@ def _model(transitions, rewards, value, prior):
   )
 
 
-def _search(model, states, gamma, num_simulations, *, kind='gumbel', greedy):
+def _search(
+  model,
+  states,
+  gamma,
+  num_simulations,
+  *,
+  kind='gumbel',
+  greedy,
+  has_turns=False,
+):
   """Searches from each of the states of a model."""
-  search = muzero_search.make_search(model, _CODEC, kind)
+  search = muzero_search.make_search(model, _CODEC, kind, has_turns=has_turns)
   search = jax.jit(search, static_argnums=(4, 5))
   obs = np.asarray(states, np.float32)[:, None]
   keys = jax.random.split(jax.random.key(0), len(obs))
   return search((), keys, obs, gamma, num_simulations, greedy)
 
 
+@pytest.mark.parametrize('has_turns', [False, True])
 @pytest.mark.parametrize('kind', ['gumbel', 'muzero'])
 def test_a_search_in_a_perfect_model_finds_what_dynamic_programming_finds(
-  kind,
+  kind, has_turns
 ):
   rng = np.random.default_rng(0)
   num_states = 6
   transitions = rng.integers(num_states, size=(num_states, 2))
   rewards = rng.normal(size=(num_states, 2)).astype(np.float32)
+  signs = np.ones((num_states, 2), np.float32)
+  if has_turns:
+    signs[rng.random(signs.shape) < 0.7] = -1.0
   values = np.zeros(num_states, np.float32)
   for _ in range(200):
-    values = np.max(rewards + 0.7 * values[transitions], axis=1)
-  q = (rewards + 0.7 * values[transitions]).astype(np.float32)
+    values = np.max(rewards + 0.7 * signs * values[transitions], axis=1)
+  q = (rewards + 0.7 * signs * values[transitions]).astype(np.float32)
   is_clear = abs(q[:, 0] - q[:, 1]) > 0.1
   assert is_clear.sum() >= 4
 
   def run(predicted_value, prior, num_simulations):
-    model = _model(transitions, rewards, predicted_value, prior)
-    states = np.arange(num_states)
-    return _search(model, states, 0.7, num_simulations, kind=kind, greedy=True)
+    model = _model(
+      transitions,
+      rewards,
+      predicted_value,
+      prior,
+      signs if has_turns else None,
+    )
+    return _search(
+      model,
+      np.arange(num_states),
+      0.7,
+      num_simulations,
+      kind=kind,
+      greedy=True,
+      has_turns=has_turns,
+    )
 
   # The model predicts nothing, so only the search can see rewards ahead.
   action, extras = run(0.0 * values, 0.0 * q, 400)
@@ -301,6 +331,90 @@ def test_a_search_in_a_perfect_model_finds_what_dynamic_programming_finds(
   np.testing.assert_array_equal(
     extras.policy.argmax(1)[is_clear], q.argmax(1)[is_clear]
   )
+
+
+def test_a_search_in_the_environment_finds_what_dynamic_programming_finds():
+  """The game of `test_games`, whose moves may keep the turn."""
+  # Value of n stones for the player who moves, and the best moves.
+  value, best = {0: 0.0}, {}
+  for n in range(1, 8):
+    q = []
+    for action in range(min(3, n)):
+      left = n - action - 1
+      sign = 1.0 if action == 1 else -1.0
+      q.append(1.0 if left == 0 else sign * value[left])
+    value[n] = max(q)
+    best[n] = {a for a, x in enumerate(q) if x == value[n]}
+  assert {len(x) for x in best.values()} > {1}
+  env = games.make_device_env(test_games.GAME, 'self')
+  agent = helpers.make_agent(
+    'muzero', env.spec, model='env', num_simulations=200, gamma=1.0
+  )
+  variables = agent.init(jax.random.key(0))
+  stones = np.arange(1, 8)
+  size = len(stones)
+  state, timestep = env.reset(jax.random.split(jax.random.key(1), size))
+  match = state.env_state
+  game = match.state._replace(stones=jnp.asarray(stones))
+  state = state._replace(env_state=match._replace(state=game))
+  obs = jax.vmap(test_games.GAME.observe)(game, game.current_player)
+  timestep = timestep._replace(obs=obs, info=())
+  keys = jax.random.split(jax.random.key(2), size)
+  act = jax.jit(functools.partial(agent.act, greedy=False))
+  _, extras, _ = act(variables, keys, timestep, (), env_state=state)
+  # The untrained network knows nothing: its values and logits are 0.
+  found = np.argmax(extras.policy, axis=1)
+  for n, action in zip(stones.tolist(), found.tolist()):
+    assert action in best[n], n
+  # Without the states, the agent cannot search.
+  action, extras, _ = act(variables, keys, timestep, ())
+  assert extras == () and np.all(obs.action_mask[np.arange(size), action])
+
+
+def test_the_model_learns_whose_turn_it_is():
+  """The loss of the turn, and no turn after the end of a game."""
+  spec = EnvSpec(_OBS, False, Discrete(_A), 1, 0, has_turns=True)
+  fields = {'num_unroll_steps': _K, 'n_steps': _N_STEPS, 'support': 4}
+  agent = helpers.make_agent('muzero', spec, _NETWORK, **fields)
+  variables = jax.jit(agent.init)(jax.random.key(0))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: rng.normal(size=x.shape, scale=0.5).astype(np.float32),
+    variables.params,
+  )
+  variables = variables._replace(params=params)
+  sample = _sample()
+  timestep = sample.trajectory.timestep
+  sign = np.where(rng.random(timestep.discount.shape) < 0.5, -1, 1)
+  sign = np.where(timestep.is_first, 1, sign).astype(np.float32)
+  timestep = timestep._replace(discount=timestep.discount * sign)
+  sample = sample._replace(
+    trajectory=sample.trajectory._replace(timestep=timestep)
+  )
+  keys = jax.random.split(jax.random.key(3), _B)
+  prepare = jax.jit(
+    lambda variables, sample: agent.prepare(
+      variables, (), sample, keys, lambda x: x
+    )
+  )
+  batch = prepare(variables, sample)
+  _, output = jax.jit(agent.loss)(variables, (), batch, None)
+  network = muzero.build_network(
+    spec, helpers.network_fields('muzero', **_NETWORK), num_bins=9
+  )
+  total = 0.0
+  for b in range(_B):
+    hidden = network.represent(params, batch.obs[b : b + 1])
+    for k in range(1, _K + 1):
+      action = batch.action[b : b + 1, k - 1]
+      hidden, _, turn = network.step(params, hidden, action)
+      firsts = timestep.is_first[1 : k + 1, b]
+      is_over = firsts.any() or timestep.discount[k, b] == 0
+      again = 1 / (1 + np.exp(-float(turn[0])))
+      likelihood = again if timestep.discount[k, b] > 0 else 1 - again
+      if not is_over:
+        total -= batch.importance[b] * np.log(likelihood) / _K
+  np.testing.assert_allclose(output.metrics['turn_loss'], total / _B, rtol=1e-4)
 
 
 def test_the_policy_of_a_gumbel_search_is_better_than_the_prior_on_bandits():
@@ -569,7 +683,7 @@ def test_the_loss_of_samples_is_that_of_a_plain_loop():
     hidden = network.represent(params, batch.obs[b : b + 1])
     for k in range(_K + 1):
       if k:
-        hidden, _ = network.step(params, hidden, action[k - 1, b][None])
+        hidden, *_ = network.step(params, hidden, action[k - 1, b][None])
       head = np.asarray(network.predict(params, hidden)[0][0], np.float64)
       # The scale is 1 where the head is 0; see `distributions.gaussian`.
       scale = np.log1p(np.exp(head[2:] + np.log(np.expm1(0.999)))) + 0.001

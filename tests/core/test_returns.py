@@ -249,6 +249,60 @@ def test_targets_at_a_termination_and_at_a_truncation():
     np.testing.assert_allclose(targets, expected, rtol=1e-6)
 
 
+def _two_player_unroll(seed, length=30):
+  """Draws games for two with repeated turns, ends and reset steps.
+
+  Returns the values and rewards of the player who moves, discounts in
+  {-0.97, 0, 0.97}, weights, and the player who moves at each time step.
+  """
+  rng = np.random.default_rng(seed)
+  mover = rng.integers(0, 2, length + 1)
+  weights, ends = np.ones(length), np.zeros(length, bool)
+  for t in rng.choice(np.arange(1, length, 2), 5, replace=False):
+    weights[t], ends[t - 1] = 0.0, True
+  passes = mover[1:] != mover[:-1]
+  discounts = 0.97 * np.where(ends, 0.0, np.where(passes, -1.0, 1.0))
+  values = rng.normal(size=length + 1)
+  rewards = rng.normal(size=length) * weights
+  return values, rewards, discounts, weights, mover
+
+
+@pytest.mark.parametrize('lambda_', [0.0, 0.8, 1.0])
+@pytest.mark.parametrize('seed', range(3))
+def test_turns_make_each_target_that_of_negamax(seed, lambda_):
+  """Compares with one player's view, in which no discount is negative.
+
+  Player 0 sees all rewards and values with its own sign. Its targets are then
+  those of an ordinary task, and the mover's target has the mover's sign.
+  """
+  values, rewards, discounts, weights, mover = _two_player_unroll(seed)
+  assert {-1.0, 0.0, 1.0} == {*np.sign(discounts)}
+  sign = np.where(mover == 0, 1.0, -1.0)
+  seen = sign * values, sign[:-1] * rewards, np.abs(discounts), weights
+  expected = sign[:-1] * _lambda_loop(*seen, lambda_)
+  inputs = [np.float32(x)[:, None] for x in (values, rewards, discounts)]
+  inputs.append(np.float32(weights)[:, None])
+  targets = returns.q_lambda(*inputs, lambda_=lambda_)[:, 0]
+  np.testing.assert_allclose(targets, expected, rtol=1e-5, atol=1e-6)
+  advantages = sign[:-1] * _gae_loop(*seen, lambda_)
+  errors = returns.vtrace(*inputs, lambda_=lambda_)[:, 0]
+  np.testing.assert_allclose(errors, advantages, rtol=1e-5, atol=1e-6)
+  for n in (1, 3, 40):
+    expected = sign[:-1] * _n_step_loop(*seen, n)
+    targets = returns.n_step(*inputs, n=n)[:, 0]
+    np.testing.assert_allclose(targets, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_worked_example_of_two_players():
+  """X moves, O moves, X wins."""
+  values = np.float32([0.1, -0.2, 0.6, 9.0])
+  rewards, discounts = np.float32([0, 0, 1]), np.float32([-1, -1, 0])
+  inputs = values, rewards, discounts, np.ones(3, np.float32)
+  for lambda_, expected in (1.0, [1, -1, 1]), (0.0, [0.2, -0.6, 1]):
+    targets = returns.q_lambda(*inputs, lambda_=lambda_)
+    np.testing.assert_allclose(targets, expected, atol=1e-6)
+
+
 def test_n_must_be_positive():
   with pytest.raises(AssertionError, match='positive'):
     returns.n_step(*_random_unroll(0), n=0)

@@ -387,7 +387,7 @@ def test_a_person_plays_against_a_policy(seed, monkeypatch, capsys):
       'eval.greedy': True,
     }
 
-    def __call__(self, obs, carry, *, rng_key):
+    def __call__(self, obs, carry, *, rng_key, env_state):
       assert obs.obs.shape == (1, 3, 3, 2) and rng_key is None
       # It sees its own stones in the first plane.
       mine, theirs = np.asarray(obs.obs).sum((0, 1, 2))

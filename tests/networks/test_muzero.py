@@ -44,7 +44,7 @@ def test_hidden_states_are_scaled_and_depend_on_the_action(
   obs = rng.uniform(0, 255, (_N, *obs.shape)).astype(obs.dtype)
   state = jax.jit(network.represent)(params, obs)
   action = np.arange(_N) % _A
-  following, reward = jax.jit(network.step)(params, state, action)
+  following, reward, _ = jax.jit(network.step)(params, state, action)
   policy, value = jax.jit(network.predict)(params, following)
   assert state.shape == following.shape == (_N, *hidden)
   assert reward.shape == value.shape == (_N, _M)
@@ -55,7 +55,7 @@ def test_hidden_states_are_scaled_and_depend_on_the_action(
     np.testing.assert_allclose(x.max(axes), 1, atol=1e-6)
   # Equal states and other actions lead to other states.
   same = jnp.broadcast_to(state[:1], state.shape)
-  following, _ = jax.jit(network.step)(params, same, action)
+  following, *_ = jax.jit(network.step)(params, same, action)
   first = following[0]
   np.testing.assert_allclose(following[3], first, atol=1e-5)
   assert abs(following[1] - first).max() > 0.01
@@ -92,7 +92,7 @@ def test_the_dynamics_add_to_the_hidden_image():
   params['params']['dynamics'] = jax.tree.map(jnp.zeros_like, dynamics)
   obs = np.random.default_rng(0).uniform(size=(_N, *obs.shape))
   state = network.represent(params, obs.astype(np.float32))
-  following, _ = network.step(params, state, np.zeros(_N, np.int32))
+  following, *_ = network.step(params, state, np.zeros(_N, np.int32))
   np.testing.assert_allclose(following, state, atol=1e-6)
 
 

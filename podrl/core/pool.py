@@ -1,0 +1,123 @@
+"""A pool of earlier versions of an agent, which play against it."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from podrl.fields import COUNT, Field
+from podrl.types import Agent, Array, TimeStep, Trajectory, Tree, Variables
+
+FIELDS = {
+  'agent.pool_size': Field(
+    16, 'Earlier versions that env.options.opponent=pool keeps.', COUNT
+  ),
+}
+
+# The games of an update are against this many versions, drawn anew each time.
+_NUM_OPPONENTS = 2
+
+
+class Statistics(NamedTuple):
+  """The statistics of an agent with a pool of P versions."""
+
+  agent: Tree  # The statistics of the wrapped agent.
+  # The parameters and the statistics of each version, leaves `[P, ...]`.
+  versions: tuple[Tree, Tree]
+  num_versions: Array  # Int32 `[]`, at least 1.
+  num_updates: Array  # Int32 `[]`.
+  rng_key: chex.PRNGKey  # Fixed; each update folds `num_updates` into it.
+
+
+def keep_earlier(agent: Agent, size: int) -> Agent:
+  """Wraps an agent so that it keeps `size` earlier versions of itself.
+
+  The first is the untrained agent. The others join at equal distances during
+  the run, whose number of updates is the hyperparameter 'num_updates'. So what
+  was learned early is not forgotten, and the pool approaches a mixture of all
+  policies of the run, as in fictitious play.
+
+  Source: Heinrich et al. 2015, Fictitious self-play in extensive-form games;
+  Vinyals et al. 2019, section "Multi-agent learning".
+  """
+
+  def inner(variables: Variables) -> Variables:
+    return variables._replace(statistics=variables.statistics.agent)
+
+  def init(rng_key: chex.PRNGKey) -> Variables:
+    variables = agent.init(rng_key)
+    versions = jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x))),
+      (variables.params, variables.statistics),
+    )
+    statistics = Statistics(
+      variables.statistics,
+      versions,
+      jnp.int32(1),
+      jnp.int32(0),
+      jax.random.fold_in(rng_key, size),
+    )
+    hyperparams = variables.hyperparams | {'num_updates': jnp.float32(size)}
+    return Variables(variables.params, statistics, hyperparams)
+
+  def absorb(variables: Variables, measured: Tree) -> Variables:
+    new = agent.absorb(inner(variables), measured)
+    _, versions, number, num_updates, rng_key = variables.statistics
+    num_updates += 1
+    # In floats, because the product may be too large for an int32.
+    due = num_updates / variables.hyperparams['num_updates'] * size
+    joins = (number < size) & (due >= number)
+    place = jnp.minimum(number, size - 1)
+    versions = jax.tree.map(
+      lambda x, y: x.at[place].set(jnp.where(joins, y, x[place])),
+      versions,
+      (new.params, new.statistics),
+    )
+    statistics = Statistics(
+      new.statistics, versions, number + joins, num_updates, rng_key
+    )
+    return new._replace(statistics=statistics)
+
+  def play_earlier(
+    variables: Variables, rng_key: chex.PRNGKey, obs: Tree, ticket: Array
+  ) -> Array:
+    _, versions, number, num_updates, pool_key = variables.statistics
+    drawn = jax.random.randint(
+      jax.random.fold_in(pool_key, num_updates), (_NUM_OPPONENTS,), 0, number
+    )
+    timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(False))
+    timestep = jax.tree.map(lambda x: x[None], timestep)
+    carry = agent.initial_carry(jnp.zeros(1, jnp.int32))
+
+    def act(place: Array) -> Array:
+      params, statistics = jax.tree.map(lambda x: x[place], versions)
+      own = Variables(params, statistics, variables.hyperparams)
+      return agent.act(own, rng_key[None], timestep, carry)[0][0]
+
+    # Each version sees all games: a game's own copy of parameters would be
+    # slower.
+    actions = jnp.stack([act(place) for place in drawn])
+    return actions[ticket % _NUM_OPPONENTS]
+
+  def measure(variables: Variables, trajectory: Trajectory) -> Tree:
+    return agent.measure(inner(variables), trajectory)
+
+  def calibrate(variables, trajectory, mean):
+    assert agent.calibrate
+    new = agent.calibrate(inner(variables), trajectory, mean)
+    statistics = variables.statistics._replace(agent=new.statistics)
+    return new._replace(statistics=statistics)
+
+  return agent._replace(
+    init=init,
+    act=lambda variables, *args, **known: agent.act(
+      inner(variables), *args, **known
+    ),
+    prepare=lambda variables, *args: agent.prepare(inner(variables), *args),
+    loss=lambda variables, *args: agent.loss(inner(variables), *args),
+    measure=measure,
+    absorb=absorb,
+    calibrate=calibrate if agent.calibrate else None,
+    play_earlier=play_earlier,
+  )

@@ -1,0 +1,330 @@
+"""Lets policies play a game for two against each other, and rates them.
+
+  podrl tournament PLAYER PLAYER ... [--games=N] [--[no]greedy] [--seed=S]
+      [--out=FILE] [--trust]
+
+A PLAYER is the directory of a run, RUN@UPDATES, RUN@best, or the word random,
+which stands for legal actions at random. The runs have the same game of pgx, or
+the same `jax:` environment, with any opponent. Each pair plays N games; each
+player begins half of them. By default, actions are samples of the policies:
+greedy players would repeat the same games.
+
+The ratings are Elo: a player with 400 points more wins ten times as often as it
+loses. They are the most probable ones under the model of Bradley and Terry, in
+which a draw is half a win. Their mean is 0. The interval is a bootstrap 95 %
+interval over the games. The command prints a table, writes all results to FILE,
+which ends in .json, and draws the ratings in a .png file beside it. By default,
+FILE is tournament.json in the directory that contains all runs.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+import itertools
+import os
+from typing import Any, NamedTuple
+
+from absl import flags
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from podrl import tools
+from podrl.core.learner import fold_into_rows
+from podrl.envs import games
+from podrl.fields import Fields
+from podrl.messages import printable
+from podrl.records import workdir
+from podrl.run import build, policy
+from podrl.types import Array, DeviceEnv, TimeStep, Tree
+
+_NUM_RESAMPLES = 1000  # Of the bootstrap.
+_CHUNK = 128  # Steps between two looks whether all games are over.
+
+
+class Player(NamedTuple):
+  """A player; `choose` compiles once for all its games."""
+
+  name: str
+  # `(rng_key[B], TimeStep[B], env_state[B]) -> action[B]`.
+  choose: Callable[..., Array]
+
+
+class Pair(NamedTuple):
+  """The results of two players, from the view of the first of them.
+
+  Each has the numbers of wins, draws and losses, int `[3]`.
+  """
+
+  begins: np.ndarray  # The games that the first of them began.
+  follows: np.ndarray  # The others.
+
+
+def _random(rng_key: chex.PRNGKey, timestep: TimeStep, env_state: Tree):
+  del env_state
+  return jax.vmap(games.choose_at_random)(rng_key, timestep.obs)
+
+
+def _of_policy(loaded: policy.Policy, greedy: bool) -> Callable[..., Array]:
+  agent = loaded.agent
+
+  @jax.jit
+  def choose(variables, rng_key, timestep, env_state):
+    seen = {'env_state': env_state} if agent.plans else {}
+    carry = agent.initial_carry(jnp.arange(rng_key.size))
+    return agent.act(
+      variables, rng_key, timestep, carry, greedy=greedy, **seen
+    )[0]
+
+  return functools.partial(choose, loaded.variables)
+
+
+def _split(text: str) -> tuple[str, str]:
+  """Returns the run and the checkpoint of a player."""
+  path, at, which = text.rpartition('@')
+  return (path, which) if at and not workdir.is_run(text) else (text, 'last')
+
+
+def play(
+  env: DeviceEnv, players: Sequence[Player], num_games: int, seed: int
+) -> dict[tuple[int, int], Pair]:
+  """Lets each pair of players play.
+
+  Args:
+    env: the game, played from both sides, see `EnvSpec.has_turns`.
+    players: the players.
+    num_games: games of each pair; the first player of a pair begins the first
+      half of them.
+    seed: all random numbers depend on it.
+
+  Returns:
+    The results of each pair of indices.
+  """
+  is_first = np.arange(num_games) < (num_games + 1) // 2
+  start = jax.jit(env.reset)
+
+  @jax.jit
+  def advance(carry, own, other):
+    state, _, sign, total, is_over = carry
+    is_own = is_first == (sign > 0)
+    state, timestep = env.step(state, jnp.where(is_own, own, other))
+    is_over |= timestep.is_first
+    total += jnp.where(is_over, 0.0, sign * timestep.reward)
+    sign = jnp.where(is_over, sign, sign * jnp.sign(timestep.discount))
+    # After the end, the sign is 0 until the reset step.
+    sign = jnp.where(sign == 0, 1.0, sign)
+    return state, timestep._replace(info=()), sign, total, is_over
+
+  results = {}
+  pairs = itertools.combinations(range(len(players)), 2)
+  for number, (i, j) in enumerate(pairs):
+    key = jax.random.fold_in(jax.random.key(seed), number)
+    reset_key, *act_keys = jax.random.split(key, 3)
+    state, timestep = start(jax.random.split(reset_key, num_games))
+    keys = [jax.random.split(k, num_games) for k in act_keys]
+    zeros = jnp.zeros(num_games)
+    carry = state, timestep._replace(info=()), zeros + 1.0, zeros, zeros > 0
+    for t in itertools.count():
+      if t % _CHUNK == 0 and np.all(carry[-1]):
+        break
+      chosen = [
+        players[k].choose(fold_into_rows(own, t), carry[1], carry[0])
+        for k, own in zip((i, j), keys)
+      ]
+      carry = advance(carry, *chosen)
+    total = np.asarray(carry[3]) * np.where(is_first, 1, -1)
+    each = np.stack([total > 0, total == 0, total < 0], axis=1)
+    results[i, j] = Pair(each[is_first].sum(0), each[~is_first].sum(0))
+  return results
+
+
+def rate(scores: np.ndarray) -> np.ndarray:
+  """Fits the Elo ratings `[..., K]` of K players; their mean is 0.
+
+  Args:
+    scores: `[..., K, K]`, the points of each player against each other one,
+      where a draw is half a point. Each pair gets one draw more, so that a
+      player who never loses has a finite rating.
+
+  Source: Hunter 2004, MM algorithms for generalized Bradley-Terry models, eq.
+  30.
+  """
+  played = scores + np.swapaxes(scores, -1, -2) > 0
+  scores = scores + 0.5 * played
+  number = scores + np.swapaxes(scores, -1, -2)
+  points = scores.sum(-1)
+  skill = np.ones(points.shape)
+  for _ in range(100_000):
+    sums = skill[..., :, None] + skill[..., None, :]
+    new = points / (number / sums).sum(-1)
+    new /= np.exp(np.log(new).mean(-1, keepdims=True))
+    change = np.abs(np.log(new / skill)).max()
+    skill = new
+    if change < 1e-8:
+      break
+  return 400.0 * np.log10(skill)
+
+
+def _scores(counts: np.ndarray, pairs: Sequence[tuple[int, int]], size: int):
+  """Returns `rate`'s scores from counts `[..., pairs, 3]`."""
+  scores = np.zeros((*counts.shape[:-2], size, size))
+  for k, (i, j) in enumerate(pairs):
+    scores[..., i, j] = counts[..., k, 0] + 0.5 * counts[..., k, 1]
+    scores[..., j, i] = counts[..., k, 2] + 0.5 * counts[..., k, 1]
+  return scores
+
+
+def summarise(
+  names: Sequence[str], results: dict[tuple[int, int], Pair], seed: int
+) -> dict[str, Any]:
+  """Returns what the command writes to its file."""
+  pairs, size = [*results], len(names)
+  counts = np.stack([x.begins + x.follows for x in results.values()])
+  rng = np.random.default_rng(seed)
+  resampled = np.stack(
+    [rng.multinomial(x.sum(), x / x.sum(), _NUM_RESAMPLES) for x in counts],
+    axis=1,
+  )
+  elo = rate(_scores(counts, pairs, size))
+  low, high = np.percentile(
+    rate(_scores(resampled, pairs, size)), [2.5, 97.5], axis=0
+  )
+  kinds = 'wins', 'draws', 'losses'
+
+  def total(player: int) -> dict[str, int]:
+    own = [
+      c if i == player else c[::-1]
+      for (i, j), c in zip(pairs, counts)
+      if player in (i, j)
+    ]
+    return dict(zip(kinds, np.sum(own, axis=0).tolist()))
+
+  return {
+    'players': [
+      {
+        'name': name,
+        'elo': float(elo[k]),
+        'elo_low': float(low[k]),
+        'elo_high': float(high[k]),
+        **total(k),
+      }
+      for k, name in enumerate(names)
+    ],
+    'pairs': [
+      {
+        'players': [names[i], names[j]],
+        'first_begins': dict(zip(kinds, pair.begins.tolist())),
+        'second_begins': dict(zip(kinds, pair.follows.tolist())),
+      }
+      for (i, j), pair in results.items()
+    ],
+  }
+
+
+def _draw(path: str, players: Sequence[dict[str, Any]]) -> None:
+  """Draws the ratings, the best player at the top."""
+  ordered = sorted(players, key=lambda x: x['elo'])
+  with tools.figure(path, 7, 1.2 + 0.35 * len(players)) as figure:
+    axes = figure.add_subplot()
+    elo = np.array([x['elo'] for x in ordered])
+    low, high = (
+      np.array([x[f'elo_{end}'] for x in ordered]) for end in ('low', 'high')
+    )
+    ends = np.maximum(0.0, [elo - low, high - elo])
+    axes.errorbar(elo, range(len(elo)), xerr=ends, fmt='o', color='#1f5fa8')
+    axes.set_yticks(range(len(elo)), [printable(x['name']) for x in ordered])
+    axes.set_ylim(-0.6, len(elo) - 0.4)
+    axes.set_xlabel('Elo rating, with 95 % interval; the mean is 0')
+    axes.grid(axis='x', alpha=0.3)
+
+
+def _load(
+  texts: Sequence[str], values: flags.FlagValues
+) -> tuple[list[Player], Fields]:
+  """Loads the players; returns them and the configuration of one run."""
+  players, configs = [], []
+  for text in texts:
+    if text == games.RANDOM:
+      players.append(Player(text, jax.jit(_random)))
+      continue
+    path, which = _split(text)
+    for agent in workdir.paths_of_agents(path):
+      loaded = policy.load(agent, which, trust=values.trust)
+      name = agent if which == 'last' else f'{agent}@{which}'
+      greedy = bool(values.greedy)
+      players.append(Player(name, _of_policy(loaded, greedy)))
+      configs.append(loaded.config)
+      if configs[-1].get('network.recurrent', 'none') != 'none':
+        raise ValueError(f'{path} has a recurrent network, which cannot play')
+  if len(players) < 2 or not configs:
+    raise ValueError(
+      'give at least two players, one of them a run; try podrl tournament RUN '
+      'random'
+    )
+  tasks = {(x['env.suite'], x['env.name']) for x in configs}
+  if len(tasks) > 1:
+    names = ' and '.join(sorted(name for _, name in tasks))
+    raise ValueError(f'the runs have different games: {names}')
+  return players, configs[0]
+
+
+def _act(paths: list[str], values: flags.FlagValues) -> None:
+  """Plays, prints and writes the results."""
+  texts = [os.path.expanduser(x) for x in paths]
+  runs = [_split(x)[0] for x in texts if x != games.RANDOM]
+  if not runs:
+    raise ValueError('no run is given; try podrl tournament RUN random')
+  directory = tools.common_directory(sorted({*runs}))
+  out = workdir.absolute(
+    values.out or os.path.join(directory, 'tournament.json')
+  )
+  if not out.endswith('.json'):
+    raise ValueError(f'--out={values.out} must end in .json')
+  players, config = _load(texts, values)
+  tools.check_out(out)
+  env = build.make_env(config, games.SELF)
+  results = play(env, players, values.games, values.seed)
+  # Of several players from one run, each has the name of the run.
+  start = os.path.dirname(directory) if workdir.is_run(directory) else directory
+  names = [
+    x.name if x.name == games.RANDOM else os.path.relpath(x.name, start)
+    for x in players
+  ]
+  found = {
+    'env': config['env.name'],
+    'greedy': bool(values.greedy),
+    'seed': values.seed,
+    'games_per_pair': values.games,
+  }
+  found |= summarise(names, results, values.seed)
+  table = tools.make_table(
+    'player', 'Elo', '95 %', 'wins', 'draws', 'losses', left=['player']
+  )
+  for x in sorted(found['players'], key=lambda x: -x['elo']):
+    table.add_row(
+      printable(x['name']),
+      f'{x["elo"]:.0f}',
+      f'{x["elo_low"]:.0f} to {x["elo_high"]:.0f}',
+      *(str(x[k]) for k in ('wins', 'draws', 'losses')),
+    )
+  Console(highlight=False, soft_wrap=True).print(table)
+  picture = f'{out.removesuffix(".json")}.png'
+  with tools.writing(out):
+    workdir.write_json(out, found)
+    _draw(picture, found['players'])
+  print(printable(f'written: {out}, {picture}'))
+
+
+def run(argv: Sequence[str]) -> int:
+  """Runs the command and returns its exit code; see `tools.run_command`."""
+  values = flags.FlagValues()
+  text = 'Games of each pair of players.'
+  tools.define_integer('games', 200, text, 2, 2**20, values)
+  text = 'Take the most probable actions instead of samples.'
+  flags.DEFINE_bool('greedy', False, text, values)
+  text = 'The seed of the games and the actions.'
+  tools.define_integer('seed', 0, text, 0, 2**31 - 1, values)
+  flags.DEFINE_bool('trust', False, tools.TRUST, values)
+  flags.DEFINE_string('out', '', 'The .json file to write.', values)
+  return tools.run_command(argv, __doc__, values, _act)
