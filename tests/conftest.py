@@ -5,6 +5,7 @@ runs, and so do the processes that they start.
 """
 
 import atexit
+import ctypes
 import gc
 import os
 import pathlib
@@ -34,6 +35,8 @@ def pytest_runtest_teardown(item, nextitem):
   if 'jax' in sys.modules and (nextitem is None or nextitem.path != item.path):
     sys.modules['jax'].clear_caches()
     gc.collect()
+    if sys.platform == 'linux':  # glibc would keep most of the memory.
+      ctypes.CDLL(None).malloc_trim(0)
 
 
 def _set_up_jax() -> None:
@@ -61,3 +64,5 @@ def _set_up_jax() -> None:
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
   gc.set_threshold(100_000, 20, 20)  # A trace makes many objects that stay.
   import_gymnax()  # The tests that import it themselves would wait for seconds.
+  gc.collect()
+  gc.freeze()  # The modules stay, so no later collection looks at them.
