@@ -763,8 +763,14 @@ def _by_hand(agent, optimizer, variables, trajectories):
   return params
 
 
-@pytest.mark.parametrize('num_devices', [1, 2])
-@pytest.mark.parametrize('rule', _RULES)
+@pytest.mark.parametrize(
+  'rule,num_devices',
+  [
+    ('norm', 1),
+    *((rule, 2) for rule in _RULES),
+    *(helpers.slow(rule, 1) for rule in _RULES if rule != 'norm'),
+  ],
+)
 def test_an_optimizer_sees_the_tree_of_parameters(rule, num_devices):
   agent, optimizer = _agent('impala'), _RULES[rule]()
   trajectories = [_trajectory(agent, seed) for seed in range(3)]
