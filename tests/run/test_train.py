@@ -532,9 +532,10 @@ def test_a_run_that_is_too_short_to_learn_warns(tmp_path, capfd):
   assert helpers.read_records(tmp_path / 'run')[-1]['num_sgd_steps'] == 0
 
 
-# It calculates in C for minutes, as XLA does, so no handler of a signal runs.
+# It stays in C, as XLA does for minutes, so no handler of a signal runs. A
+# thread that locks a mutex twice waits for ever, and uses no processor.
 _SLOW = """
-import hashlib, sys
+import ctypes, sys
 import anakin_catch
 from podrl.run import build, train
 
@@ -544,7 +545,10 @@ make_env, make_evaluate = build.make_env, build.make_evaluate
 def slow(env):
   def step(*args):
     print('COMPILING', flush=True)
-    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_init(mutex, None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
     return env.step(*args)
 
   return env._replace(step=step)
