@@ -91,8 +91,8 @@ def test_the_dynamics_add_to_the_hidden_image():
   dynamics = params['params']['dynamics']
   params['params']['dynamics'] = jax.tree.map(jnp.zeros_like, dynamics)
   obs = np.random.default_rng(0).uniform(size=(_N, *obs.shape))
-  state = network.represent(params, obs.astype(np.float32))
-  following, *_ = network.step(params, state, np.zeros(_N, np.int32))
+  state = jax.jit(network.represent)(params, obs.astype(np.float32))
+  following, *_ = jax.jit(network.step)(params, state, np.zeros(_N, np.int32))
   np.testing.assert_allclose(following, state, atol=1e-6)
 
 
