@@ -176,7 +176,9 @@ AGENTS = {
   ),
   'dqn': _DQN,
   'rainbow': _DQN._replace(fields=dqn.RAINBOW_FIELDS),
-  'r2d2': _with_memory(r2d2, sequence_length=r2d2.sequence_length),
+  'r2d2': _with_memory(
+    r2d2, check=r2d2.check, sequence_length=r2d2.sequence_length
+  ),
   'sac': _with_memory(sac, sequence_length=lambda fields: 1, groups=sac.groups),
   'muzero': _with_memory(
     muzero,

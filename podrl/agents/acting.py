@@ -127,9 +127,7 @@ def with_network(
       distribution.num_params,
       shared_torso=fields['network.shared_torso'],
       num_constant_params=distribution.num_constant_params,
-      core=fields['network.recurrent'],
-      core_size=fields['network.hidden_sizes'][-1],
-      memory_steps=fields['network.memory_steps'],
+      **cores.options(fields),
     )
     options = {short(name): fields[name] for name in own}
     return make_agent(network, distribution, **options)

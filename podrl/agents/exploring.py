@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from podrl.agents import acting
 from podrl.core.observations import hide_illegal
 from podrl.fields import FRACTION, Field, Fields, with_defaults
-from podrl.networks import torsos
+from podrl.networks import cores, torsos
 from podrl.networks.q import QNetwork, make_network
 from podrl.types import (
   Array,
@@ -84,9 +84,7 @@ def build_network(spec: EnvSpec, fields: Fields, **options: Any) -> QNetwork:
     torsos.build_torso(spec, fields),
     spec.obs,
     count,
-    core=fields.get('network.recurrent', 'none'),
-    core_size=fields['network.hidden_sizes'][-1],
-    memory_steps=fields.get('network.memory_steps', 0),
+    **cores.options(fields),
     **options,
   )
 

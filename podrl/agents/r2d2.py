@@ -118,6 +118,17 @@ def sequence_length(fields: Fields) -> int:
   return fields['replay.burn_in'] + fields['replay.sequence_length']
 
 
+def check(fields: Fields) -> None:
+  """Raises a ValueError if a carry is too large to store it at each step."""
+  name = fields['network.recurrent']
+  if name in cores.CORES and cores.CORES[name].has_window:
+    raise ValueError(
+      f'config.network.recurrent={name} does not fit r2d2, whose memory stores '
+      'the carry of each step: here, a whole window; use lru or mingru, or '
+      '--agent=pqn'
+    )
+
+
 class Carry(NamedTuple):
   """What the agent remembers of each environment."""
 

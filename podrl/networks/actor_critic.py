@@ -104,9 +104,11 @@ class ActorCritic(nn.Module):
   # How many values at the end of the policy head are parameters, which do not
   # depend on the state.
   num_constant_params: int = 0
-  # One of `cores.CORES`, placed between each torso and its head.
+  # 'none' or one of `cores.CORES`, placed between each torso and its head.
   core: str = 'none'
   core_size: int = 64  # Width of the core.
+  num_layers: int = 1  # Layers of the core.
+  memory_steps: int = 0  # See the field.
 
   @nn.compact
   def __call__(
@@ -119,7 +121,7 @@ class ActorCritic(nn.Module):
       outputs = []
       for x, core_carry in zip(features, carry, strict=True):
         x = x.astype(jnp.float32).reshape(*shape, -1)
-        core = cores.Core(self.core, self.core_size)
+        core = cores.Core(self.core, self.core_size, self.memory_steps)
         outputs.append(core(x, is_first, core_carry))
       features, carry = map(list, zip(*outputs))
     head, value = self._heads(features[0], features[-1])
@@ -129,7 +131,13 @@ class ActorCritic(nn.Module):
     """Computes `Network.initial_carry`."""
     if self.core == 'none':
       return ()
-    carry = cores.initial_carry(self.core, self.core_size, batch_size)
+    carry = cores.initial_carry(
+      self.core,
+      self.core_size,
+      batch_size,
+      self.num_layers,
+      self.memory_steps,
+    )
     return [carry] if self.shared_torso else [carry, carry]
 
   def _features(self, obs: Tree) -> list[Array]:
@@ -167,8 +175,6 @@ def make_network(
   make_torso: Callable[[], nn.Module],
   obs: Tree,
   num_policy_params: int,
-  *,
-  memory_steps: int = 0,
   **options: Any,
 ) -> Network:
   """Makes an actor-critic network.
@@ -177,14 +183,15 @@ def make_network(
     make_torso: builds a torso, an `nn.Module`.
     obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
     num_policy_params: width of the policy head.
-    memory_steps: see `cores.lengthen`.
     **options: the other attributes of `ActorCritic`.
   """
   module = ActorCritic(make_torso, num_policy_params, **options)
   network = recurrent(module, obs, module.initial_carry)
   if module.core != 'none':
     return network._replace(
-      init=lambda rng_key: cores.lengthen(network.init(rng_key), memory_steps)
+      init=lambda rng_key: cores.lengthen(
+        network.init(rng_key), module.memory_steps
+      )
     )
   network = network._replace(is_recurrent=False)
   if not isinstance(make_torso(), MLP):

@@ -40,8 +40,10 @@ class ActionValues(nn.Module):
   num_actions: int
   num_atoms: int = 1
   is_duelling: bool = False
-  core: str = 'none'  # One of `cores.CORES`, placed before the head.
+  core: str = 'none'  # Or one of `cores.CORES`, placed before the head.
   core_size: int = 64  # Width of the core.
+  num_layers: int = 1  # Layers of the core.
+  memory_steps: int = 0  # See the field.
 
   @nn.compact
   def __call__(
@@ -53,7 +55,7 @@ class ActionValues(nn.Module):
     shape = is_first.shape
     features = features.reshape(*shape, -1)
     if self.core != 'none':
-      core = cores.Core(self.core, self.core_size)
+      core = cores.Core(self.core, self.core_size, self.memory_steps)
       features, carry = core(features, is_first, carry)
 
     outputs = nn.DenseGeneral((self.num_actions, self.num_atoms))(features)
@@ -67,8 +69,6 @@ def make_network(
   make_torso: Callable[[], nn.Module],
   obs: Tree,
   num_actions: int,
-  *,
-  memory_steps: int = 0,
   **options: Any,
 ) -> QNetwork:
   """Makes a network of action values.
@@ -77,7 +77,6 @@ def make_network(
     make_torso: builds a torso, an `nn.Module`.
     obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
     num_actions: A, number of actions.
-    memory_steps: see `cores.lengthen`.
     **options: the other attributes of `ActionValues`.
   """
   module = ActionValues(make_torso, num_actions, **options)
@@ -85,12 +84,18 @@ def make_network(
   def initial_carry(batch_size: int) -> Tree:
     if module.core == 'none':
       return ()
-    return cores.initial_carry(module.core, module.core_size, batch_size)
+    return cores.initial_carry(
+      module.core,
+      module.core_size,
+      batch_size,
+      module.num_layers,
+      module.memory_steps,
+    )
 
   def init(rng_key: jax.Array) -> Tree:
     first = jnp.ones((1, 1), bool)
     params = module.init(rng_key, zeros(obs, 1, 1), first, initial_carry(1))
-    return cores.lengthen(params, memory_steps)
+    return cores.lengthen(params, module.memory_steps)
 
   apply: Callable[..., Any] = module.apply
 

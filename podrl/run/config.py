@@ -20,7 +20,7 @@ from podrl.core import meta, optimizers
 from podrl.drivers import anakin, sebulba
 from podrl.fields import COUNT, FROM_0, Field, Fields, Range, Table
 from podrl.messages import check_choice
-from podrl.networks import torsos
+from podrl.networks import cores, torsos
 from podrl.records import checkpoint, recorder, workdir
 from podrl.run import evaluation
 
@@ -352,8 +352,7 @@ def check(values: Fields) -> None:
       f'config.replay.min_steps={values["replay.min_steps"]} must be at most '
       f'config.replay.capacity_steps={capacity}'
     )
-  if values.get('network.memory_steps') == 1:
-    raise ValueError('config.network.memory_steps=1 must be 0, or at least 2')
+  cores.check(values)
   if text := values.get('stop.eval_return', ''):
     try:
       is_number = math.isfinite(float(text))

@@ -10,6 +10,7 @@ from podrl.networks import cores, torsos
 from podrl.types import Discrete, EnvSpec
 
 _OBS = jax.ShapeDtypeStruct((5,), jnp.float32)
+_OPTIONS = {'lru': {'num_layers': 2}, 'gtrxl': {'memory_steps': 3}}
 
 
 def _network(core, shared_torso=False):
@@ -20,6 +21,7 @@ def _network(core, shared_torso=False):
     shared_torso=shared_torso,
     core=core,
     core_size=8,
+    **_OPTIONS.get(core, {}),
   )
   return network._replace(
     init=jax.jit(network.init), unroll=jax.jit(network.unroll)
@@ -159,7 +161,7 @@ def test_a_core_is_a_plain_loop_that_forgets_at_first_steps(kind, cell):
 
 
 @pytest.mark.parametrize('shared_torso', [False, True])
-@pytest.mark.parametrize('core', ['gru', 'lstm'])
+@pytest.mark.parametrize('core', cores.CORES)
 def test_steps_equal_the_unroll(core, shared_torso):
   network = _network(core, shared_torso)
   params = network.init(jax.random.key(0))
@@ -183,7 +185,7 @@ def test_steps_equal_the_unroll(core, shared_torso):
   assert not np.allclose(forgetful, unrolled[0], atol=1e-5)
 
 
-@pytest.mark.parametrize('core', ['gru', 'lstm'])
+@pytest.mark.parametrize('core', cores.CORES)
 def test_nothing_passes_a_reset_step(core):
   network = _network(core)
   params = network.init(jax.random.key(0))

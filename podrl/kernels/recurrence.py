@@ -1,0 +1,47 @@
+"""Linear recurrences over time, whose steps a program can compute at once."""
+
+import jax
+
+from podrl import kernels
+
+
+def linear(decay: jax.Array, x: jax.Array, state: jax.Array) -> jax.Array:
+  """Computes all states of a linear recurrence, `[T, ...]`.
+
+    s_t = decay_t * s_{t-1} + x_t
+
+  With a decay of 0, the state begins anew.
+
+  Args:
+    decay: `[T, ...]`, real or complex, and so are the others.
+    x: `[T, ...]`.
+    state: `[...]`, the state before the first step.
+
+  Source: Blelloch 1990, Prefix Sums and Their Applications, section 1.4.
+  """
+  if len(x) == 1:
+    return decay * state[None] + x
+  # In parallel, there are more operations, in a tree of log2(T) levels. On two
+  # CPU cores, steps in turn were 3 times faster for T from 128 to 1,024.
+  return kernels.choose(_in_parallel, decay, x, state, cpu=_in_turn)
+
+
+def _in_parallel(decay: jax.Array, x: jax.Array, state: jax.Array) -> jax.Array:
+  def join(
+    first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
+    """Joins two neighbouring ranges of steps to one step."""
+    return first[0] * second[0], first[1] * second[0] + second[1]
+
+  x = x.at[0].add(decay[0] * state)
+  return jax.lax.associative_scan(join, (decay, x))[1]
+
+
+def _in_turn(decay: jax.Array, x: jax.Array, state: jax.Array) -> jax.Array:
+  def step(
+    state: jax.Array, inputs: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
+    state = inputs[0] * state + inputs[1]
+    return state, state
+
+  return jax.lax.scan(step, state, (decay, x))[1]
