@@ -74,7 +74,8 @@ def _unroll_layers(
   def unroll(
     core: Core, x: Array, is_first: Array, carry: Tree
   ) -> tuple[Array, Tree]:
-    x = _dense(core.size, 'input')(x)
+    if x.shape[-1] != core.size:  # Each layer adds to its input.
+      x = _dense(core.size, 'input')(x)
     carries = []
     for layer_carry in carry:
       layer = make_layer(core.size, core.memory_steps)

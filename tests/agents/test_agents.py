@@ -44,6 +44,8 @@ def _agent(name, core='gru', space='discrete', dist_name='auto', **kwargs):
     num_constant_params=dist.num_constant_params,
     core=core,
     core_size=8,
+    # Shorter than an episode, for the core that needs a window.
+    memory_steps=4 if core == 'gtrxl' else 0,
   )
   if name == 'ppo':
     return network, dist, ppo.make_agent(network, dist, **kwargs)
@@ -108,6 +110,7 @@ def _act_through(agent, variables, steps):
     ('ppo', 'lstm', 'box'),
     ('impala', 'gru', 'multi'),
     helpers.slow('ppo', 'gru', 'discrete'),
+    helpers.slow('impala', 'gtrxl', 'discrete'),
     helpers.slow('impala', 'lstm', 'discrete'),
   ],
 )
@@ -200,8 +203,11 @@ def _mixed(before, after):
   [
     ('ppo', 'gru', 'box'),
     ('impala', 'lstm', 'box'),
+    ('ppo', 'mingru', 'discrete'),
     helpers.slow('ppo', 'lstm', 'discrete'),
     helpers.slow('a2c', 'gru', 'discrete'),
+    helpers.slow('a2c', 'gtrxl', 'discrete'),
+    helpers.slow('ppo', 'gtrxl', 'box'),
   ],
 )
 def test_a_reset_step_separates_the_gradients_of_two_episodes(

@@ -162,7 +162,7 @@ def test_nothing_is_learned_from_a_reset_step(core):
   assert loss(*arguments[:2], others) != loss(*arguments)
 
 
-@pytest.mark.parametrize('core', ['gru', 'lstm'])
+@pytest.mark.parametrize('core', ['gru', 'lru', helpers.slow('lstm')])
 def test_a_recurrent_loss_has_the_values_of_acting(core):
   agent, variables = _agent(core)
   steps = _steps()

@@ -38,7 +38,7 @@ _T, _B = 12, 8
 _BOX = Box((2,), np.float32([-1, 0]), np.float32([1, 3]))
 
 
-def _agent(name, is_full=False):
+def _agent(name, is_full=False, core='gru'):
   """Makes an agent; a full one is recurrent, continuous and normalised."""
   dist = (
     distributions.gaussian(_BOX, squash=True)
@@ -51,8 +51,9 @@ def _agent(name, is_full=False):
     dist.num_params,
     shared_torso=False,
     num_constant_params=dist.num_constant_params,
-    core='gru' if is_full else 'none',
+    core=core if is_full else 'none',
     core_size=8,
+    memory_steps=4,
   )
   make_agent = {'ppo': ppo, 'impala': impala, 'a2c': a2c}[name].make_agent
   agent = make_agent(network, dist)
@@ -139,17 +140,21 @@ def _with_idle_leaf(agent):
 
 
 @pytest.mark.parametrize(
-  'name,is_full',
+  'name,core',
   [
-    ('impala', False),
-    ('ppo', True),
-    helpers.slow('ppo', False),
-    helpers.slow('a2c', False),
-    helpers.slow('impala', True),
+    ('impala', 'none'),
+    ('ppo', 'gru'),
+    helpers.slow('ppo', 'none'),
+    helpers.slow('a2c', 'none'),
+    helpers.slow('impala', 'gru'),
+    helpers.slow('ppo', 'mingru'),
+    helpers.slow('a2c', 'lru'),
+    helpers.slow('impala', 'gtrxl'),
   ],
 )
-def test_one_two_and_four_devices_agree(name, is_full):
-  agent = _agent(name, is_full)
+def test_one_two_and_four_devices_agree(name, core):
+  is_full = core != 'none'
+  agent = _agent(name, is_full, core)
   agent = agent if is_full else _with_idle_leaf(agent)
   trajectory = _trajectory(agent)
   outcomes = []

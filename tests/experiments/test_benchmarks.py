@@ -11,6 +11,7 @@ import overlap
 import pytest
 import search
 import throughput
+import unrolls
 
 from podrl.tools import train
 
@@ -90,3 +91,14 @@ def test_the_benchmark_of_searches_prints_a_row_for_each_number(
   assert [n for n, _ in rows] == ['1', '4']
   assert all(0.05 < float(ratio) < 20 for _, ratio in rows)
   assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_unrolls_has_a_number_for_each_core(capsys):
+  flags.FLAGS(['unrolls.py', '--lengths=4', '--width=8', '--rounds=1'])
+  unrolls.main(['unrolls.py'])
+  head, _, *rows = capsys.readouterr().out.splitlines()
+  assert head == '| length | none | gru | lstm | mingru | lru | gtrxl |'
+  assert [row.split()[1] for row in rows] == ['4']
+  for row in rows:
+    assert all(float(x) > 0 for x in row.strip('| ').split(' | '))

@@ -181,7 +181,9 @@ def _loop(kind, params, x, is_first, carry):
       states = [jax.tree.leaves(s) for s in states]
     outputs = []
     for t in range(len(x)):
-      y = _dense(params['input'], x[t, b])
+      y = x[t, b]
+      if len(y) != _WIDTH:  # A layer adds to its input.
+        y = _dense(params['input'], y)
       if is_first[t, b]:
         empty = [] if kind == 'gtrxl' else [np.zeros(_WIDTH)] * 2
         states = [empty[: len(s)] for s in states]
@@ -196,7 +198,8 @@ def _case(kind, dtype):
   """Makes a core of two layers and inputs with a reset at every position."""
   core = cores.Core(kind, _WIDTH, _WINDOW)
   rng = np.random.default_rng(0)
-  x = rng.normal(size=(_T, _T + 1, 4)).astype(dtype)
+  num_features = 4 if dtype == np.float32 else _WIDTH
+  x = rng.normal(size=(_T, _T + 1, num_features)).astype(dtype)
   is_first = np.eye(_T, _T + 1, dtype=bool)  # The last environment has none.
   is_first[6, 2] = True
   carry = cores.initial_carry(kind, _WIDTH, _T + 1, 2, _WINDOW)

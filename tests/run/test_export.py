@@ -51,11 +51,15 @@ _GRU, _NORMALIZED = (
     'agent.normalize_reward': True,
   },
 )
+_LRU = {'network.recurrent': 'lru', 'network.num_layers': 2}
+_GTRXL = {'network.recurrent': 'gtrxl', 'network.memory_steps': 3}
 _IMAGE, _MASK = _leaf(8, 8, 3, dtype=jnp.uint8), _leaf(4, dtype=bool)
 _POLICIES = {
   'mlp': lambda: _policy('ppo', _leaf(3), Discrete(4), **_NORMALIZED),
   'conv': lambda: _policy('dqn', _leaf(10, 10, 2, dtype=bool), Discrete(4)),
   'gru': lambda: _policy('impala', _leaf(3), Discrete(4), **_GRU),
+  'lru': lambda: _policy('ppo', _leaf(3), Discrete(4), **_LRU),
+  'gtrxl': lambda: _policy('impala', _leaf(4), Discrete(4), **_GTRXL),
   'gaussian': lambda: _policy('ppo', _leaf(3), _BOX),
   'squashed': lambda: _policy(
     'sac', _leaf(3), _BOX, **{'agent.random_fraction': 0.0}
@@ -178,7 +182,7 @@ def test_what_onnx_cannot_do_is_said(monkeypatch):
     export.export(_POLICIES['search'](), onnx=True)
 
 
-@pytest.mark.parametrize('name', ['mlp', 'gru', 'masked'])
+@pytest.mark.parametrize('name', ['mlp', 'gru', 'gtrxl', 'masked'])
 def test_a_loaded_export_is_called_like_a_policy(name, tmp_path):
   made = _POLICIES[name]()
   _write(tmp_path, made, samples=True)

@@ -96,11 +96,16 @@ _MEMORY_CHAIN = ['--config.seed=1', '--config.total_env_steps=100_000']
     helpers.slow('impala', 'gru'),
     helpers.slow('ppo', 'gru'),
     helpers.slow('a2c', 'lstm'),
+    helpers.slow('ppo', 'mingru'),
+    helpers.slow('ppo', 'lru'),
+    helpers.slow('ppo', 'gtrxl'),
   ],
 )
 def test_a_recurrent_agent_recalls_what_it_saw(agent, core, tmp_path):
   arguments = [f'--agent={agent}', f'--config.network.recurrent={core}']
   arguments += _MEMORY_CHAIN
+  if core == 'gtrxl':  # An episode has 7 steps.
+    arguments.append('--config.network.memory_steps=8')
   # A right answer gives 1 and a wrong one -1; a random policy gets 0.
   assert _evaluated('anakin_memory_chain', tmp_path, *arguments) >= 0.9
 

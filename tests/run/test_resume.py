@@ -104,6 +104,21 @@ _STOPS = (
     (['--agent=rainbow', *_REPLAY], 4, _STOPS[1:4]),
     helpers.slow(['--agent=rainbow', *_REPLAY], 1, _STOPS),
     helpers.slow(['--agent=r2d2', *_REPLAY], 4, _STOPS),
+    helpers.slow(
+      ['--agent=r2d2', *_REPLAY, '--config.network.recurrent=lru'],
+      2,
+      _STOPS[1:3],
+    ),
+    helpers.slow(
+      [
+        '--agent=a2c',
+        '--config.network.recurrent=gtrxl',
+        '--config.network.memory_steps=3',
+        '--config.network.num_layers=2',
+      ],
+      2,
+      _STOPS[1:3],
+    ),
     helpers.slow(['--agent=sac', *_REPLAY], 1, _STOPS),
     helpers.slow(
       ['--agent=muzero', *_REPLAY, '--config.search.reanalyse_fraction=0.5'],

@@ -242,6 +242,19 @@ def test_parameters_are_bitwise_reproducible():
       ['--config.network.recurrent=gru', '--config.num_minibatches=3'],
       'does not divide 4, the environments per update on each of 2 devices',
     ),
+    (['--config.network.num_layers=2'], 'mingru or lru or gtrxl'),
+    (
+      ['--config.network.recurrent=gtrxl'],
+      'set config.network.memory_steps to at least 1',
+    ),
+    (
+      [
+        '--agent=r2d2',
+        '--config.network.recurrent=gtrxl',
+        '--config.network.memory_steps=4',
+      ],
+      'does not fit r2d2, whose memory stores the carry of each step',
+    ),
     (['--config.env.num_envs=9'], 'try 8 or 10'),
     (['--config.env.num_envs=0'], 'at least 1'),
     (['--config.eval.num_episodes=1e20'], 'at most'),
