@@ -1,9 +1,10 @@
-"""Draws the two pictures of the README from data in the repository.
+"""Draws pictures of the docs from data in the repository.
 
 python docs/figures.py
 
-`speed.png` shows ratios of the tables of docs/benchmarks.md, and `learning.png`
-curves of docs/returns.csv.
+`speed.png` shows ratios of the tables of docs/benchmarks.md, `learning.png`
+curves of docs/returns.csv, and `self_play.png` ratings of the table of
+docs/how-to/self-play.md.
 """
 
 import pathlib
@@ -103,10 +104,40 @@ def draw_learning() -> Figure:
   return figure
 
 
+def draw_ratings(page: str) -> Figure:
+  """Draws the ratings of the checkpoints of a run in Connect Four.
+
+  `page` is the text of docs/how-to/self-play.md.
+  """
+  (table,) = [x for x in _tables(page) if x[0][0] == 'steps of PPO']
+  rows = [
+    (
+      float(steps.removesuffix('M')),
+      float(elo),
+      *map(float, ends.split(' to ')),
+    )
+    for steps, elo, ends in table[2:]
+    if steps.endswith('M')
+  ]
+  steps, elo, low, high = zip(*rows)
+  figure = Figure(figsize=(6, 3), layout='constrained')
+  axes = figure.add_subplot()
+  axes.fill_between(steps, low, high, color='#1f5fa8', alpha=0.25, linewidth=0)
+  axes.plot(steps, elo, 'o-', color='#1f5fa8')
+  axes.set_xlabel('environment steps (millions)')
+  axes.set_ylabel('Elo, with 95 % interval')
+  axes.set_xlim(left=0)
+  axes.grid(alpha=0.3)
+  axes.spines[['top', 'right']].set_visible(False)
+  return figure
+
+
 def main() -> None:
   page = (_DOCS / 'benchmarks.md').read_text()
   draw_speed(page).savefig(_DOCS / 'images' / 'speed.png', dpi=110)
   draw_learning().savefig(_DOCS / 'images' / 'learning.png', dpi=110)
+  page = (_DOCS / 'how-to' / 'self-play.md').read_text()
+  draw_ratings(page).savefig(_DOCS / 'images' / 'self_play.png', dpi=110)
 
 
 if __name__ == '__main__':

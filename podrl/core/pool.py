@@ -27,7 +27,9 @@ class Statistics(NamedTuple):
   versions: tuple[Tree, Tree]
   num_versions: Array  # Int32 `[]`, at least 1.
   num_updates: Array  # Int32 `[]`.
-  rng_key: chex.PRNGKey  # Fixed; each update folds `num_updates` into it.
+  # Uint32 `[2]`, the data of a fixed key; each update folds `num_updates` into
+  # it. Variables consist of numbers: what reads them may not know keys.
+  key_data: Array
 
 
 def keep_earlier(agent: Agent, size: int) -> Agent:
@@ -56,14 +58,14 @@ def keep_earlier(agent: Agent, size: int) -> Agent:
       versions,
       jnp.int32(1),
       jnp.int32(0),
-      jax.random.fold_in(rng_key, size),
+      jax.random.key_data(jax.random.fold_in(rng_key, size)),
     )
     hyperparams = variables.hyperparams | {'num_updates': jnp.float32(size)}
     return Variables(variables.params, statistics, hyperparams)
 
   def absorb(variables: Variables, measured: Tree) -> Variables:
     new = agent.absorb(inner(variables), measured)
-    _, versions, number, num_updates, rng_key = variables.statistics
+    _, versions, number, num_updates, key_data = variables.statistics
     num_updates += 1
     # In floats, because the product may be too large for an int32.
     due = num_updates / variables.hyperparams['num_updates'] * size
@@ -75,14 +77,15 @@ def keep_earlier(agent: Agent, size: int) -> Agent:
       (new.params, new.statistics),
     )
     statistics = Statistics(
-      new.statistics, versions, number + joins, num_updates, rng_key
+      new.statistics, versions, number + joins, num_updates, key_data
     )
     return new._replace(statistics=statistics)
 
   def play_earlier(
     variables: Variables, rng_key: chex.PRNGKey, obs: Tree, ticket: Array
   ) -> Array:
-    _, versions, number, num_updates, pool_key = variables.statistics
+    _, versions, number, num_updates, key_data = variables.statistics
+    pool_key = jax.random.wrap_key_data(key_data)
     drawn = jax.random.randint(
       jax.random.fold_in(pool_key, num_updates), (_NUM_OPPONENTS,), 0, number
     )
