@@ -74,8 +74,8 @@ class AgentEntry(NamedTuple):
     _check_mask(spec)
     if spec.has_turns and fields.get('network.recurrent', 'none') != 'none':
       raise ValueError(
-        'an agent that plays against itself would mix the memories of the two '
-        'players; use --config.network.recurrent=none'
+        'a recurrent network that plays against itself would mix the memories '
+        'of the two players; use a network without a recurrent core'
       )
     observations = fields['agent.normalize_observation']
     seen = spec

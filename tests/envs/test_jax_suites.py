@@ -5,6 +5,7 @@ all.
 """
 
 import ctypes.util
+import functools
 import importlib
 import io
 import subprocess
@@ -19,8 +20,8 @@ import pytest
 from podrl.envs import SUITES, xminigrid
 from podrl.records import workdir
 from podrl.run import policy
-from podrl.tools import play
-from podrl.types import Box, Discrete, Masked, MultiDiscrete
+from podrl.tools import play, train
+from podrl.types import Box, Discrete, Masked, MultiDiscrete, TimeStep
 
 _ONE = {
   'pgx': 'minatar-breakout',
@@ -506,3 +507,93 @@ def test_a_wrong_ruleset_is_one_line(options, message):
   pytest.importorskip(_PACKAGES['xminigrid'])
   with pytest.raises(ValueError, match=message):
     SUITES['xminigrid'].make('XLand-MiniGrid-R1-9x9', **options)
+
+
+_ROWS = '012', '345', '678', '036', '147', '258', '048', '246'
+
+
+@functools.cache
+def _solve(mine, theirs):
+  """Returns the value of tic-tac-toe for the player who moves, and its moves.
+
+  `mine` and `theirs` are frozen sets of squares.
+  """
+  if any({*map(int, row)} <= theirs for row in _ROWS):
+    return -1, ()
+  values = {
+    i: -_solve(theirs, mine | {i})[0] for i in {*range(9)} - mine - theirs
+  }
+  best = max(values.values(), default=0)
+  return best, tuple(i for i, x in values.items() if x == best)
+
+
+def _board_obs(boards):
+  """What the player sees who moves, for pairs of sets of squares."""
+  planes = np.zeros((len(boards), 9, 2), bool)
+  for plane, (mine, theirs) in zip(planes, boards):
+    plane[[*mine], 0], plane[[*theirs], 1] = True, True
+  return Masked(planes.reshape(-1, 3, 3, 2), ~planes.any(-1))
+
+
+def _play_board(own, other, own_begins, num_games):
+  """Returns the results of `own`, and all boards at which somebody moved."""
+  boards = [(frozenset(), frozenset())] * num_games
+  results, seen = np.full(num_games, np.nan), set()
+  for ply in range(9):
+    is_own = (ply % 2 == 0) == own_begins
+    open_games = np.flatnonzero(np.isnan(results))
+    seen |= {boards[i] for i in open_games}
+    moves = (own if is_own else other)([boards[i] for i in open_games])
+    for i, move in zip(open_games, moves):
+      mine, theirs = boards[i]
+      assert move not in mine | theirs
+      boards[i] = theirs, mine | {int(move)}
+      if _solve(*boards[i])[1] == ():  # Lost or full.
+        lost = _solve(*boards[i])[0]
+        results[i] = -lost if is_own else lost
+  return results, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('agent', ['ppo', 'muzero'])
+def test_self_play_solves_tic_tac_toe(agent, tmp_path):
+  pytest.importorskip('pgx')
+  command = ['train', 'pgx:tic_tac_toe', f'--agent={agent}']
+  command += ['--config.env.options.opponent=self', f'--workdir={tmp_path}/run']
+  assert train.run(command) == 0
+  loaded = policy.load(tmp_path / 'run')
+  rng = np.random.default_rng(0)
+
+  def own(boards, rng_key=None):
+    size = len(boards)
+    empty = [(frozenset(), frozenset())] * (1000 - size)  # One compilation.
+    return loaded(_board_obs(boards + empty), rng_key=rng_key)[0][:size]
+
+  def sampled(boards):
+    return own(boards, jax.random.key(rng.integers(2**31)))
+
+  def at_random(boards):
+    return [rng.choice([*{*range(9)} - x - y]) for x, y in boards]
+
+  def perfect(boards):
+    return [rng.choice(_solve(*board)[1]) for board in boards]
+
+  for begins in (True, False):
+    results, _ = _play_board(own, at_random, begins, 1000)
+    assert np.all(results >= 0)
+    results, _ = _play_board(own, perfect, begins, 1000)
+    assert np.mean(results == 0) >= 0.95 and not np.any(results > 0)
+  if agent != 'ppo':
+    return
+  # The positions that occur while the agent learns.
+  _, seen = _play_board(sampled, sampled, True, 1000)
+  seen = sorted(seen, key=lambda board: [*map(sorted, board)])
+  obs = jax.tree.map(jnp.asarray, _board_obs(seen))
+  size = len(seen)
+  steps = TimeStep(obs, np.zeros(size), np.ones(size), np.zeros(size, bool))
+  keys = jax.random.split(jax.random.key(0), size)
+  _, extras, _ = loaded.agent.act(loaded.variables, keys, steps, ())
+  found = np.asarray(extras.value)
+  found = np.where(np.abs(found) < 1 / 3, 0, np.sign(found))
+  exact = [_solve(*board)[0] for board in seen]
+  assert size > 500 and np.mean(found == exact) >= 0.95

@@ -152,7 +152,7 @@ def test_the_first_opponent_is_the_policy_before_the_first_update(tmp_path):
 @pytest.mark.parametrize(
   'arguments,message',
   [
-    (['--config.network.recurrent=gru'], 'would mix the memories of the two'),
+    (['--config.network.recurrent=gru'], 'use a network without a recurrent core'),
     (
       ['--agent=muzero', '--config.search.model=env']
       + ['--config.agent.normalize_reward=True'],
