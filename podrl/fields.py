@@ -194,7 +194,7 @@ def convert(name: str, value: Any, default: Any, text: str = '') -> Any:
       return float(value)
   elif isinstance(default, tuple):
     if isinstance(value, str):
-      value = tuple(value.split(','))
+      value = tuple(x.strip() for x in value.split(','))
     value = value if isinstance(value, tuple | list) else (value,)
     # A field whose default is () contains indices.
     types = {type(x) for x in default} or {int}

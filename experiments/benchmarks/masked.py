@@ -28,7 +28,8 @@ def _without(env: DeviceEnv, shown: tuple[int, ...]) -> DeviceEnv:
     return state, hide(timestep)
 
   obs = jax.ShapeDtypeStruct((len(shown),), env.spec.obs.dtype)
-  return DeviceEnv(env.spec._replace(obs=obs), reset, step)
+  spec = env.spec._replace(obs=obs, simulate=None)
+  return DeviceEnv(spec, reset, step)
 
 
 def cartpole() -> DeviceEnv:

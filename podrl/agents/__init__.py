@@ -77,6 +77,11 @@ class AgentEntry(NamedTuple):
         'a recurrent network that plays against itself would mix the memories '
         'of the two players; use a network without a recurrent core'
       )
+    if spec.has_turns and fields['agent.normalize_reward']:
+      raise ValueError(
+        'the rewards of two players cannot be normalised together; use '
+        '--config.agent.normalize_reward=False'
+      )
     observations = fields['agent.normalize_observation']
     seen = spec
     if observations:

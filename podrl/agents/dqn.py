@@ -130,6 +130,8 @@ LARGE_IMAGE: Fields = {
 
 # See `AgentEntry.kinds`.
 KINDS: dict[str, Fields] = {
+  # In most games, the result is from -1 to 1; in backgammon, from -3 to 3.
+  'self-play': {'agent.min_value': -3.0, 'agent.max_value': 3.0},
   'numbers': {
     'total_env_steps': 100_000,
     'env.num_envs': 16,

@@ -207,6 +207,11 @@ def _simulator(spec: EnvSpec, fields: Fields) -> Callable[..., Any] | None:
     ValueError: if the search cannot see what the agent learns from.
   """
   if fields['search.model'] == 'learned':
+    if spec.has_pool:
+      raise ValueError(
+        'a learned model cannot tell the games against earlier versions from '
+        'the others; use --config.search.model=env, or opponent=self'
+      )
     return None
   if spec.simulate is None:
     raise ValueError(
@@ -272,7 +277,10 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     env_state: Tree = None,
   ) -> tuple[Array, Tree, Tree]:
     if simulate and env_state is None:
-      return act_without_search(variables.params, timestep.obs), (), carry
+      action = act_without_search(
+        variables.params, rng_key, timestep.obs, greedy
+      )
+      return action, (), carry
     name = 'search.eval_num_simulations' if greedy else 'search.num_simulations'
     action, extras = search(
       variables.params,
@@ -289,14 +297,18 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       action = exploring.explore(keys, choice, fraction, timestep.obs)
     return action, extras, carry
 
-  def act_without_search(params: Tree, obs: Tree) -> Array:
-    """Returns the most probable actions of the policy."""
+  def act_without_search(
+    params: Tree, rng_key: chex.PRNGKey, obs: Tree, greedy: bool
+  ) -> Array:
+    """Returns actions of the policy, the most probable ones if greedy."""
+    policy = acting.bounded_distribution(spec.action)
     head, _ = network.predict(
       params, network.represent(params, without_mask(obs))
     )
-    if distribution is not None:
-      return distribution.to_action(distribution.mode(head))
-    return jnp.argmax(hide_illegal(head, obs), axis=-1)
+    head = head if is_box else hide_illegal(head, obs)
+    if greedy:
+      return policy.to_action(policy.mode(head))
+    return policy.to_action(jax.vmap(policy.sample)(rng_key, head))
 
   def reanalyse(
     params: Tree,

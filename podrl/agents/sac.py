@@ -95,6 +95,8 @@ DEFAULTS: Fields = {'log.every_updates': 100, 'env.num_envs': 8}
 
 # See `AgentEntry.kinds`.
 KINDS: dict[str, Fields] = {
+  # What is cautious for one player is bold for the other.
+  'self-play': {'agent.caution': 0.0},
   'numbers': {
     'total_env_steps': 30_000,
     'agent.normalize_observation': False,

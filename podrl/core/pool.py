@@ -27,6 +27,7 @@ class Statistics(NamedTuple):
   versions: tuple[Tree, Tree]
   num_versions: Array  # Int32 `[]`, at least 1.
   num_updates: Array  # Int32 `[]`.
+  last_join: Array  # Int32 `[]`, the number of updates when a version joined.
   # Uint32 `[2]`, the data of a fixed key; each update folds `num_updates` into
   # it. Variables consist of numbers: what reads them may not know keys.
   key_data: Array
@@ -36,9 +37,12 @@ def keep_earlier(agent: Agent, size: int) -> Agent:
   """Wraps an agent so that it keeps `size` earlier versions of itself.
 
   The first is the untrained agent. The others join at equal distances during
-  the run, whose number of updates is the hyperparameter 'num_updates'. So what
-  was learned early is not forgotten, and the pool approaches a mixture of all
-  policies of the run, as in fictitious play.
+  the run, whose number of updates is the hyperparameter 'num_updates'. If a
+  resumed run is longer, a new version replaces one of the others, drawn at
+  random. So what was learned early is not forgotten.
+
+  Each update plays against a few versions, which it draws. So a game that is
+  longer than an unroll may have several opponents, one after another.
 
   Source: Heinrich et al. 2015, Fictitious self-play in extensive-form games;
   Vinyals et al. 2019, section "Multi-agent learning".
@@ -58,6 +62,7 @@ def keep_earlier(agent: Agent, size: int) -> Agent:
       versions,
       jnp.int32(1),
       jnp.int32(0),
+      jnp.int32(0),
       jax.random.key_data(jax.random.fold_in(rng_key, size)),
     )
     hyperparams = variables.hyperparams | {'num_updates': jnp.float32(size)}
@@ -65,26 +70,33 @@ def keep_earlier(agent: Agent, size: int) -> Agent:
 
   def absorb(variables: Variables, measured: Tree) -> Variables:
     new = agent.absorb(inner(variables), measured)
-    _, versions, number, num_updates, key_data = variables.statistics
+    _, versions, number, num_updates, last_join, key_data = variables.statistics
     num_updates += 1
-    # In floats, because the product may be too large for an int32.
-    due = num_updates / variables.hyperparams['num_updates'] * size
-    joins = (number < size) & (due >= number)
-    place = jnp.minimum(number, size - 1)
+    total = variables.hyperparams['num_updates']
+    # The last update has no games to come.
+    joins = (num_updates - last_join >= total / size) & (num_updates < total)
+    key = jax.random.fold_in(jax.random.wrap_key_data(key_data), num_updates)
+    replaced = jax.random.randint(key, (), min(1, size - 1), size)
+    place = jnp.where(number < size, number, replaced)
     versions = jax.tree.map(
       lambda x, y: x.at[place].set(jnp.where(joins, y, x[place])),
       versions,
       (new.params, new.statistics),
     )
     statistics = Statistics(
-      new.statistics, versions, number + joins, num_updates, key_data
+      new.statistics,
+      versions,
+      jnp.minimum(number + joins, size),
+      num_updates,
+      jnp.where(joins, num_updates, last_join),
+      key_data,
     )
     return new._replace(statistics=statistics)
 
   def play_earlier(
     variables: Variables, rng_key: chex.PRNGKey, obs: Tree, ticket: Array
   ) -> Array:
-    _, versions, number, num_updates, key_data = variables.statistics
+    _, versions, number, num_updates, _, key_data = variables.statistics
     pool_key = jax.random.wrap_key_data(key_data)
     drawn = jax.random.randint(
       jax.random.fold_in(pool_key, num_updates), (_NUM_OPPONENTS,), 0, number

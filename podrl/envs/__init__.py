@@ -54,8 +54,9 @@ class Suite(NamedTuple):
       solve the environment.
     has_large_rewards: `(name) -> bool`, whether rewards are far above 1, so
       that agents learn better from normalised ones.
-    policy_options: options that can name a run. `make` gets its policy instead,
-      as a function `(rng_key, obs) -> action` of one observation.
+    policy_options: options that say who plays against the agent. If a value
+      names a run, `make` gets its policy instead, as a function `(rng_key, obs)
+      -> action` of one observation.
     small_options: `(name) -> options` that make large images small enough for
       a machine without an accelerator.
     game_for_two: `(name) -> Game | None`, the game in which `podrl play` lets a
@@ -160,7 +161,7 @@ SUITES = {
   'pgx': _device_suite(
     pgx,
     has_large_rewards=pgx.has_large_rewards,
-    policy_options=('opponent',),
+    policy_options=('opponent', 'pool_fraction'),
     game_for_two=pgx.game_for_two,
   ),
   'navix': _device_suite(navix),
@@ -177,7 +178,7 @@ SUITES = {
     _spec_of(functions.make),
     list,
     'jax',
-    policy_options=('opponent',),
+    policy_options=('opponent', 'pool_fraction'),
     is_local=functions.is_local,
   ),
 }

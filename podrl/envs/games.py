@@ -27,7 +27,8 @@ class Game(NamedTuple):
   `terminated` is a bool `[]`.
   """
 
-  init: Callable[[chex.PRNGKey], Any]  # `(rng_key) -> state`.
+  # `(rng_key) -> state`; it should draw who begins.
+  init: Callable[[chex.PRNGKey], Any]
   step: Callable[..., Any]  # `(state, action, rng_key) -> state`.
   observe: Callable[[Any, Array], Masked]  # `(state, player) -> obs`.
   num_actions: int
@@ -88,6 +89,7 @@ def make_device_env(
       f'the opponent {opponent} needs a game for two players, but this game '
       f'has {game.num_players}'
     )
+  _check(game)
   itself = _make(game, None, 0.0)
   if opponent == SELF:
     return itself
@@ -112,6 +114,22 @@ def make_device_env(
       'the directory of a run (in eval.opponents, also first)'
     )
   return _make(game, _ignoring_ticket(opponent), 1.0)
+
+
+def _check(game: Game) -> None:
+  """Raises a ValueError if the game's functions do not fit together."""
+  state = jax.eval_shape(game.init, jax.random.key(0))
+  if state.rewards.shape != (game.num_players,):
+    raise ValueError(
+      f'the rewards of a game for {game.num_players} players have the shape '
+      f'{state.rewards.shape}; they must have {(game.num_players,)}'
+    )
+  obs = jax.eval_shape(game.observe, state, state.current_player)
+  if not isinstance(obs, Masked):
+    raise ValueError(
+      'observe must return Masked(obs, action_mask), not a '
+      f'{type(obs).__name__}'
+    )
 
 
 def _ignoring_ticket(choose: Opponent) -> Callable[..., Array]:
@@ -157,10 +175,8 @@ def _make(
   def begin(carry: Tree) -> Tree:
     rng_key, reset_key, others_key = jax.random.split(carry[0], 3)
     state = game.init(reset_key)
-    first_player, ticket = (
-      state.current_player,
-      jnp.int32(-1 if fraction == 0 else 0),
-    )
+    first_player = state.current_player
+    ticket = jnp.int32(0 if choose else -1)
     if 0 < fraction < 1:
       kind_key, ticket_key = jax.random.split(jax.random.fold_in(reset_key, 1))
       ticket = jax.random.randint(ticket_key, (), 0, 2**16)
@@ -190,7 +206,7 @@ def _make(
     return obs, match, reward, state.terminated, jnp.bool(False)
 
   def info(match: Match) -> dict[str, Array]:
-    """Tells how a game ended in which the agent plays both sides."""
+    """Tells who won, if the agent has played both sides."""
     is_end = match.state.terminated & (match.ticket < 0)
     found = {
       'first_wins': match.total > 0.0,
@@ -200,12 +216,14 @@ def _make(
     return {k: jnp.where(is_end, x, jnp.nan) for k, x in found.items()}
 
   render, has_turns = game.render, fraction < 1
-  return autoreset.make_device_env(
+  env = autoreset.make_device_env(
     spaces.device_spec(reset, Discrete(game.num_actions), 0),
     reset,
     step,
     reset_chunk=16,
     render=(lambda match: render(match.state)) if render else None,
     info=info if has_turns else lambda match: {},
-    player=player if has_turns else None,
+    # A search may simulate both sides, even if the agent learns only one.
+    player=player if game.num_players == 2 else None,
   )
+  return env._replace(spec=env.spec._replace(has_turns=has_turns))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from podrl.fields import COUNT, Field, Fields, Range
 from podrl.kernels import recurrence
-from podrl.kernels.dense import dot_general
 from podrl.networks import gtrxl
 from podrl.types import Array, Tree
 
@@ -75,7 +74,7 @@ def _unroll_layers(
     core: Core, x: Array, is_first: Array, carry: Tree
   ) -> tuple[Array, Tree]:
     if x.shape[-1] != core.size:  # Each layer adds to its input.
-      x = _dense(core.size, 'input')(x)
+      x = gtrxl.dense(core.size, 'input')(x)
     carries = []
     for layer_carry in carry:
       layer = make_layer(core.size, core.memory_steps)
@@ -114,8 +113,8 @@ class MinGRU(nn.Module):
       return -jnp.log(_time_constants(self.size, self.memory_steps))
 
     y = nn.LayerNorm(name='norm')(x)
-    gate = nn.sigmoid(_dense(self.size, 'gate', bias_init=gate_bias)(y))
-    content = _dense(self.size, 'content')(y)
+    gate = nn.sigmoid(gtrxl.dense(self.size, 'gate', bias_init=gate_bias)(y))
+    content = gtrxl.dense(self.size, 'content')(y)
     decay = jnp.where(is_first[:, :, None], 0.0, 1.0 - gate)
     states = recurrence.linear(decay, gate * content, carry)
     return x + states, states[-1]
@@ -159,7 +158,7 @@ class LRU(nn.Module):
     eigenvalues = jnp.exp(jax.lax.complex(-rate, phase))
 
     u = nn.LayerNorm(name='norm')(x)
-    inputs = _dense(2 * self.size, 'B', use_bias=False)(u)
+    inputs = gtrxl.dense(2 * self.size, 'B', use_bias=False)(u)
     real, imaginary = jnp.split(inputs, 2, axis=-1)
     inputs = jax.lax.complex(scale * real, scale * imaginary)
     decay = jnp.where(is_first[:, :, None], 0.0, eigenvalues)
@@ -167,10 +166,12 @@ class LRU(nn.Module):
     real, imaginary = jnp.real(states), jnp.imag(states)
 
     outputs = jnp.concatenate([real, imaginary], axis=-1)
-    outputs = _dense(self.size, 'C', use_bias=False)(outputs)
+    outputs = gtrxl.dense(self.size, 'C', use_bias=False)(outputs)
     direct = vector('D', lambda key: jax.random.normal(key, (self.size,)))
     y = nn.gelu(outputs + direct * u)
-    y = nn.sigmoid(_dense(self.size, 'V')(y)) * _dense(self.size, 'W')(y)
+    y = nn.sigmoid(gtrxl.dense(self.size, 'V')(y)) * gtrxl.dense(
+      self.size, 'W'
+    )(y)
     return x + y, (real[-1], imaginary[-1])
 
   def _first_moduli(self) -> Array:
@@ -180,10 +181,6 @@ class LRU(nn.Module):
       return constants / (1.0 + constants)
     # Evenly spaced over the area of the unit disk.
     return jnp.sqrt((jnp.arange(self.size) + 0.5) / self.size)
-
-
-def _dense(size: int, name: str, **options: Any) -> nn.Dense:
-  return nn.Dense(size, name=name, dot_general=dot_general, **options)
 
 
 def _zeros(batch_size: int, size: int, memory_steps: int) -> Array:

@@ -58,8 +58,8 @@ class Layer(nn.Module):
     y = Attention(self.memory_steps, name='attention')(normed, is_visible)
     y = Gate(name='attention_gate')(x, nn.relu(y))
     hidden = nn.LayerNorm(name='mlp_norm')(y)
-    hidden = nn.relu(_dense(_HIDDEN_FACTOR * self.size, 'hidden')(hidden))
-    hidden = nn.relu(_dense(self.size, 'mlp')(hidden))
+    hidden = nn.relu(dense(_HIDDEN_FACTOR * self.size, 'hidden')(hidden))
+    hidden = nn.relu(dense(self.size, 'mlp')(hidden))
     output = Gate(name='mlp_gate')(y, hidden)
 
     newest = slice(-self.memory_steps, None)
@@ -113,7 +113,7 @@ class Attention(nn.Module):
     heads = num_heads, size // num_heads
 
     def project(x: Array, name: str) -> Array:
-      x = _dense(size, name, use_bias=False)(x)
+      x = dense(size, name, use_bias=False)(x)
       return x.reshape(*x.shape[:-1], *heads)
 
     def bias(name: str) -> Array:
@@ -131,10 +131,11 @@ class Attention(nn.Module):
     weights = nn.softmax(logits)
     outputs = jnp.einsum('bhts,sbhd->tbhd', weights, value)
     outputs = outputs.reshape(*outputs.shape[:2], size)
-    return _dense(size, 'output', use_bias=False)(outputs)
+    return dense(size, 'output', use_bias=False)(outputs)
 
 
-def _dense(size: int, name: str, **options: Any) -> nn.Dense:
+def dense(size: int, name: str, **options: Any) -> nn.Dense:
+  """Makes a dense layer whose products are podrl's."""
   return nn.Dense(size, name=name, dot_general=dot_general, **options)
 
 
@@ -185,12 +186,12 @@ class Gate(nn.Module):
     size = x.shape[-1]
     init = nn.initializers.constant(_GATE_BIAS)
     bias = self.param('bias', init, (size,))
-    of_y = _dense(3 * size, 'y', use_bias=False)(y)
-    of_x = _dense(2 * size, 'x', use_bias=False)(x)
+    of_y = dense(3 * size, 'y', use_bias=False)(y)
+    of_x = dense(2 * size, 'x', use_bias=False)(x)
     reset, update, content = jnp.split(of_y, 3, axis=-1)
     x_reset, x_update = jnp.split(of_x, 2, axis=-1)
     reset = nn.sigmoid(reset + x_reset)
     bias = jnp.broadcast_to(bias, update.shape)
     update = nn.sigmoid(update + x_update - bias)
-    kept = _dense(size, 'kept', use_bias=False)(reset * x)
+    kept = dense(size, 'kept', use_bias=False)(reset * x)
     return (1.0 - update) * x + update * jnp.tanh(content + kept)

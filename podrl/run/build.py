@@ -35,7 +35,7 @@ from podrl.run.evaluation import Evaluation
 # Evaluation cuts episodes at this length if the environment has no limit.
 _UNLIMITED_STEPS = 10_000
 
-_FIRST = 'first'  # The opponent that is the policy before its first update.
+_FIRST = 'first'  # The opponent that is the untrained policy of the seed.
 
 _MAX_UPDATES = 1024  # One call of Anakin's program runs at most this many.
 _EPISODES_BYTES = 2**26  # Of finished episodes, about, in one such call.
@@ -147,7 +147,8 @@ def make_env(
       try:
         options[name] = _load_player(options[name], config)
       except ValueError as error:
-        raise ValueError(f'env.options.{name}: {error}') from error
+        field = 'eval.opponents' if opponent else f'env.options.{name}'
+        raise ValueError(f'{field}: {error}') from error
   return suite.make(config['env.name'], **options)
 
 
@@ -172,6 +173,10 @@ def _load_player(path: str, config: Fields) -> _Player:
   names = [f'{x["env.suite"]}:{x["env.name"]}' for x in both]
   if names[0] != names[1]:
     raise ValueError(f'{path} has learned {names[1]}, not {names[0]}')
+  omitted = SUITES[config['env.suite']].policy_options
+  options = [_without(x['env.options'], omitted) for x in both]
+  if options[0] != options[1]:
+    raise ValueError(f'{path} has other env.options: {options[1]}')
   own, _, agent, variables, _ = load_agent(str(path))
   if own.get('network.recurrent', 'none') != 'none':
     raise ValueError(f'{path} has a recurrent network, which cannot play')
@@ -179,7 +184,7 @@ def _load_player(path: str, config: Fields) -> _Player:
 
 
 def _first_player(config: Fields, agent: types.Agent) -> _Player:
-  """Makes a player of the policy that a run began with."""
+  """Makes a player of the untrained policy that the run's seed gives."""
   init_key, _ = jax.random.split(jax.random.key(config['seed']))
   return _make_player(agent, agent.init(anakin.learner_key(init_key)))
 
@@ -431,8 +436,26 @@ def make_evaluate(
 
 def opponents(config: Fields, spec: types.EnvSpec) -> Sequence[str]:
   """Returns against whom a policy is evaluated; see `eval.opponents`."""
-  plays_itself = spec.has_turns and config['env.options'].get('opponent')
-  return config['eval.opponents'] if plays_itself else ()
+  names = config['eval.opponents']
+  if not (spec.has_turns and config['env.options'].get('opponent')):
+    if names != evaluation.FIELDS['eval.opponents'].default:
+      raise ValueError(
+        f'config.eval.opponents={",".join(names)} needs an agent that plays '
+        'against itself; see env.options.opponent'
+      )
+    return ()
+  if not names or any(x in ('', 'self', 'pool') for x in names):
+    raise ValueError(
+      f'config.eval.opponents={",".join(names)} must name others: random, '
+      'first or directories of runs'
+    )
+  short_names = [os.path.basename(x) for x in names]
+  if len({*short_names}) < len(names):
+    raise ValueError(
+      f'config.eval.opponents={",".join(names)}: two of them have the same '
+      'name, which their metrics would share'
+    )
+  return names
 
 
 def make_run(
@@ -517,6 +540,12 @@ def _make_anakin(
     bytes_per_update = 8 * steps_per_update * num_agents(config)
     max_updates = min(max_updates, _EPISODES_BYTES // bytes_per_update)
     max_updates = max(1, max_updates)
+  exploit = _make_exploit(config)
+  if exploit and env.spec.has_turns:
+    raise ValueError(
+      'a population compares returns in training, which say nothing about an '
+      'agent that plays against itself; omit --evolve_every'
+    )
   groups = devices.member_groups(config, len(run_devices) // len(machine.hosts))
   programs = anakin.make_programs(
     env,
@@ -531,7 +560,7 @@ def _make_anakin(
     num_agents=num_agents(config) if has_axis(config) else None,
     freezes='members' in config,
     keeps_episodes=keeps_episodes,
-    exploit=_make_exploit(config),
+    exploit=exploit,
   )
   steps_per_host = steps_per_update // len(machine.hosts)
   driver = anakin.Anakin(

@@ -773,8 +773,9 @@ class Trainer:
       if len(run.eval_keys) > 1:
         own = jax.tree.map(lambda x: x[i], variables)
       rng_key = jax.random.fold_in(rng_key, self.recorder.num_updates)
-      for evaluate in (run.evaluate, *run.others.values()):
-        evaluation = evaluate(own, rng_key, should_stop)
+      for k, evaluate in enumerate((run.evaluate, *run.others.values())):
+        key = jax.random.fold_in(rng_key, k) if k else rng_key
+        evaluation = evaluate(own, key, should_stop)
         returns.append(evaluation and evaluation.returns.tolist())
     parts = self._gather(returns)
     names = [f'eval_return_vs_{name}' for name in run.others]
@@ -782,15 +783,17 @@ class Trainer:
     def merge() -> list[Record] | None:
       if any(x is None for part in parts for x in part):
         return None
-      found = map(np.concatenate, zip(*parts))
-      return [
-        {
+      found = [*map(np.concatenate, zip(*parts))]
+      outcomes = []
+      for i in range(0, len(found), 1 + len(names)):
+        returns, *others = found[i : i + 1 + len(names)]
+        outcome = {
           'eval_return': np.mean(returns).item(),
           'eval_return_std': np.std(returns).item(),
           'eval_episodes': len(returns),
-          **{name: np.mean(next(found)).item() for name in names},
         }
-        for returns in found
-      ]
+        means = [np.mean(x).item() for x in others]
+        outcomes.append(outcome | dict(zip(names, means)))
+      return outcomes
 
     return cluster.decide(merge)

@@ -77,7 +77,9 @@ def record(
     )
     return action, carry, jax.tree.map(lambda x: x[0], timestep.obs)
 
-  returns, is_over = [0.0], False
+  # In a game that the agent plays from both sides, the return is that of the
+  # player who began.
+  returns, sign, is_over = [0.0], 1.0, False
   moments = []  # Tuples (step, picture or None, observation, action).
   try:
     timestep = env.reset()._replace(info=())
@@ -100,7 +102,8 @@ def record(
       is_over = bool(timestep.is_first[0])
       if is_over or t == max_steps or should_stop():
         break
-      returns.append(returns[-1] + float(timestep.reward[0]))
+      returns.append(returns[-1] + sign * float(timestep.reward[0]))
+      sign *= float(np.sign(timestep.discount[0]))
   finally:
     env.close()
   steps, pictures, observations, actions = map(list, zip(*moments))

@@ -1,20 +1,24 @@
 """Lets policies play a game for two against each other, and rates them.
 
-  podrl tournament PLAYER PLAYER ... [--games=N] [--[no]greedy] [--seed=S]
-      [--out=FILE] [--trust]
+  podrl tournament PLAYER PLAYER ... [--games=N] [--random_moves=2]
+      [--[no]greedy] [--seed=S] [--out=FILE] [--trust]
 
 A PLAYER is the directory of a run, RUN@UPDATES, RUN@best, or the word random,
 which stands for legal actions at random. The runs have the same game of pgx, or
 the same `jax:` environment, with any opponent. Each pair plays N games; each
-player begins half of them. By default, actions are samples of the policies:
-greedy players would repeat the same games.
+player begins half of them. The first moves of a game are random, or greedy
+players would repeat the same games. With --nogreedy, the players act as in
+training, with its exploration.
 
-The ratings are Elo: a player with 400 points more wins ten times as often as it
-loses. They are the most probable ones under the model of Bradley and Terry, in
-which a draw is half a win. Their mean is 0. The interval is a bootstrap 95 %
-interval over the games. The command prints a table, writes all results to FILE,
-which ends in .json, and draws the ratings in a .png file beside it. By default,
-FILE is tournament.json in the directory that contains all runs.
+The ratings are Elo: a player with 400 points more scores ten times as many
+points, where a draw is half a point. They are the most likely ones under the
+model of Bradley and Terry, and their mean is 0. The interval is a Bayesian 95 %
+interval. For both, each pair has a third of a win, a draw and a loss more, so
+that a player who never loses has a finite rating.
+
+The command prints a table, writes all results to FILE, which ends in .json, and
+draws the ratings in a .png file beside it. By default, FILE is tournament.json
+in the directory that contains all runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,15 +36,15 @@ from rich.console import Console
 
 from podrl import tools
 from podrl.core.learner import fold_into_rows
-from podrl.envs import games
+from podrl.envs import SUITES, games
 from podrl.fields import Fields
 from podrl.messages import printable
 from podrl.records import workdir
 from podrl.run import build, policy
 from podrl.types import Array, DeviceEnv, TimeStep, Tree
 
-_NUM_RESAMPLES = 1000  # Of the bootstrap.
-_CHUNK = 128  # Steps between two looks whether all games are over.
+_NUM_SAMPLES = 1000  # Of the probabilities of results.
+_PRIOR = 1 / 3  # Wins, draws and losses that each pair has more.
 
 
 class Player(NamedTuple):
@@ -87,7 +91,12 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def play(
-  env: DeviceEnv, players: Sequence[Player], num_games: int, seed: int
+  env: DeviceEnv,
+  players: Sequence[Player],
+  num_games: int,
+  seed: int,
+  random_moves: int = 0,
+  max_steps: int = 10_000,
 ) -> dict[tuple[int, int], Pair]:
   """Lets each pair of players play.
 
@@ -97,17 +106,20 @@ def play(
     num_games: games of each pair; the first player of a pair begins the first
       half of them.
     seed: all random numbers depend on it.
+    random_moves: moves at the start of each game that are random.
+    max_steps: after this many moves, a game counts as it stands.
 
   Returns:
     The results of each pair of indices.
   """
-  is_first = np.arange(num_games) < (num_games + 1) // 2
+  begins = np.arange(num_games) < (num_games + 1) // 2
+  at_random = jax.jit(_random)
   start = jax.jit(env.reset)
 
   @jax.jit
   def advance(carry, own, other):
     state, _, sign, total, is_over = carry
-    is_own = is_first == (sign > 0)
+    is_own = begins == (sign > 0)
     state, timestep = env.step(state, jnp.where(is_own, own, other))
     is_over |= timestep.is_first
     total += jnp.where(is_over, 0.0, sign * timestep.reward)
@@ -125,17 +137,17 @@ def play(
     keys = [jax.random.split(k, num_games) for k in act_keys]
     zeros = jnp.zeros(num_games)
     carry = state, timestep._replace(info=()), zeros + 1.0, zeros, zeros > 0
-    for t in itertools.count():
-      if t % _CHUNK == 0 and np.all(carry[-1]):
+    for t in range(max_steps):
+      if np.all(carry[-1]):
         break
-      chosen = [
-        players[k].choose(fold_into_rows(own, t), carry[1], carry[0])
-        for k, own in zip((i, j), keys)
-      ]
+      chosen = []
+      for k, own in zip((i, j), keys):
+        choose = players[k].choose if t >= random_moves else at_random
+        chosen.append(choose(fold_into_rows(own, t), carry[1], carry[0]))
       carry = advance(carry, *chosen)
-    total = np.asarray(carry[3]) * np.where(is_first, 1, -1)
+    total = np.asarray(carry[3]) * np.where(begins, 1, -1)
     each = np.stack([total > 0, total == 0, total < 0], axis=1)
-    results[i, j] = Pair(each[is_first].sum(0), each[~is_first].sum(0))
+    results[i, j] = Pair(each[begins].sum(0), each[~begins].sum(0))
   return results
 
 
@@ -144,14 +156,11 @@ def rate(scores: np.ndarray) -> np.ndarray:
 
   Args:
     scores: `[..., K, K]`, the points of each player against each other one,
-      where a draw is half a point. Each pair gets one draw more, so that a
-      player who never loses has a finite rating.
+      where a draw is half a point; more than 0 beside the diagonal.
 
   Source: Hunter 2004, MM algorithms for generalized Bradley-Terry models, eq.
   30.
   """
-  played = scores + np.swapaxes(scores, -1, -2) > 0
-  scores = scores + 0.5 * played
   number = scores + np.swapaxes(scores, -1, -2)
   points = scores.sum(-1)
   skill = np.ones(points.shape)
@@ -182,13 +191,13 @@ def summarise(
   pairs, size = [*results], len(names)
   counts = np.stack([x.begins + x.follows for x in results.values()])
   rng = np.random.default_rng(seed)
-  resampled = np.stack(
-    [rng.multinomial(x.sum(), x / x.sum(), _NUM_RESAMPLES) for x in counts],
-    axis=1,
+  known = counts + _PRIOR
+  drawn = np.stack(
+    [x.sum() * rng.dirichlet(x, _NUM_SAMPLES) for x in known], axis=1
   )
-  elo = rate(_scores(counts, pairs, size))
+  elo = rate(_scores(known, pairs, size))
   low, high = np.percentile(
-    rate(_scores(resampled, pairs, size)), [2.5, 97.5], axis=0
+    rate(_scores(drawn, pairs, size)), [2.5, 97.5], axis=0
   )
   kinds = 'wins', 'draws', 'losses'
 
@@ -262,11 +271,24 @@ def _load(
       'give at least two players, one of them a run; try podrl tournament RUN '
       'random'
     )
-  tasks = {(x['env.suite'], x['env.name']) for x in configs}
-  if len(tasks) > 1:
-    names = ' and '.join(sorted(name for _, name in tasks))
-    raise ValueError(f'the runs have different games: {names}')
-  return players, configs[0]
+  first, *others = configs
+  omitted = SUITES[first['env.suite']].policy_options
+  if 'opponent' not in omitted:
+    raise ValueError(f'{first["env.name"]} is no game for two')
+  for config in others:
+    names = [f'{x["env.suite"]}:{x["env.name"]}' for x in (first, config)]
+    if names[0] != names[1]:
+      raise ValueError(f'the runs have different games: {" and ".join(names)}')
+    options = [
+      {k: x for k, x in own['env.options'].items() if k not in omitted}
+      for own in (first, config)
+    ]
+    if options[0] != options[1]:
+      raise ValueError(
+        f'the games of the runs have different options: {options[0]} and '
+        f'{options[1]}'
+      )
+  return players, first
 
 
 def _act(paths: list[str], values: flags.FlagValues) -> None:
@@ -284,7 +306,9 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   players, config = _load(texts, values)
   tools.check_out(out)
   env = build.make_env(config, games.SELF)
-  results = play(env, players, values.games, values.seed)
+  limit = build.episode_limit(config, env.spec)
+  numbers = values.games, values.seed, values.random_moves, limit
+  results = play(env, players, *numbers)
   # Of several players from one run, each has the name of the run.
   start = os.path.dirname(directory) if workdir.is_run(directory) else directory
   names = [
@@ -321,8 +345,10 @@ def run(argv: Sequence[str]) -> int:
   values = flags.FlagValues()
   text = 'Games of each pair of players.'
   tools.define_integer('games', 200, text, 2, 2**20, values)
+  text = 'Random moves at the start of each game.'
+  tools.define_integer('random_moves', 2, text, 0, 2**20, values)
   text = 'Take the most probable actions instead of samples.'
-  flags.DEFINE_bool('greedy', False, text, values)
+  flags.DEFINE_bool('greedy', True, text, values)
   text = 'The seed of the games and the actions.'
   tools.define_integer('seed', 0, text, 0, 2**31 - 1, values)
   flags.DEFINE_bool('trust', False, tools.TRUST, values)

@@ -108,6 +108,22 @@ def test_an_opponent_moves_inside_a_step():
   np.testing.assert_array_equal(taken, expected)
 
 
+@pytest.mark.parametrize('opponent', ['random', 'self', 'pool'])
+def test_a_search_simulates_both_players(opponent):
+  """Also for an agent that learned only one side."""
+  env = games.make_device_env(GAME, opponent)
+  game = _init(jax.random.key(0))
+  key = jax.random.key(1)
+  for action, sign in (0, -1), (1, 1):
+    state = games.to_env_state(game, key)
+    simulate = jax.jit(env.spec.simulate)
+    state, timestep = simulate(key, state, jnp.int32(action))
+    assert timestep.discount == sign
+    player = int(timestep.obs.obs[1])
+    assert (player == game.current_player) == (sign == 1)
+    assert int(timestep.obs.obs[0]) == 7 - action - 1
+
+
 @pytest.mark.parametrize(
   'num_players,opponent,message',
   [

@@ -4,6 +4,7 @@ import re
 import time
 
 from absl import flags
+import connect_four
 import helpers
 import logging_cost
 import numpy as np
@@ -102,3 +103,19 @@ def test_the_benchmark_of_unrolls_has_a_number_for_each_core(capsys):
   assert [row.split()[1] for row in rows] == ['4']
   for row in rows:
     assert all(float(x) > 0 for x in row.strip('| ').split(' | '))
+
+
+def test_the_search_of_connect_four_wins_and_defends():
+  """The lowest row is row 5; bit r * 7 + c is a cell."""
+
+  def row(*columns):
+    return sum(1 << (5 * 7 + c) for c in columns)
+
+  rng = np.random.default_rng(0)
+  # Three in a row: the player who moves wins, and the other must close it.
+  assert connect_four._choose(row(0, 1, 2), row(4, 5), 2, rng) == 3
+  assert connect_four._choose(row(6, 4), row(0, 1, 2), 2, rng) == 3
+  # Two with both ends free become three; one end must be closed now.
+  move = connect_four._choose(row(6), row(2, 3), 4, rng)
+  assert move in (1, 4)
+  assert len(connect_four._LINES) == 69  # Of a board with 6 x 7 cells.
