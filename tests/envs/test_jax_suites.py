@@ -352,8 +352,9 @@ def test_no_game_ends_before_the_agents_first_turn():
   env = _make('pgx', 'sparrow_mahjong')
   # Of games that are not drawn again, about 1 in 70 ends too early.
   state, steps = jax.jit(env.reset)(jax.random.split(jax.random.key(0), 512))
-  assert not np.any(state.env_state.terminated)
-  assert np.all(state.env_state.current_player == 0)
+  game = state.env_state.state
+  assert not np.any(game.terminated)
+  assert np.all(game.current_player == 0)
   assert np.all(steps.obs.action_mask.any(1))
 
 
