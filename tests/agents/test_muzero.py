@@ -436,9 +436,11 @@ def test_greedy_actions_have_their_own_number_of_simulations(monkeypatch):
   def make_search(*arguments):
     search = muzero_make_search(*arguments)
 
-    def counted(params, rng_key, obs, gamma, num_simulations, greedy):
+    def counted(params, rng_key, obs, gamma, num_simulations, greedy, *others):
       seen.append((num_simulations, greedy))
-      return search(params, rng_key, obs, gamma, num_simulations, greedy)
+      return search(
+        params, rng_key, obs, gamma, num_simulations, greedy, *others
+      )
 
     return counted
 
@@ -589,7 +591,7 @@ def test_a_part_of_the_actions_is_random_unless_they_are_greedy(monkeypatch):
   steps = jax.tree.map(lambda x: np.repeat(x, number, 0), steps)
   keys = jax.random.split(jax.random.key(1), number)
 
-  def search(params, rng_key, obs, gamma, num_simulations, greedy):
+  def search(params, rng_key, obs, gamma, num_simulations, greedy, env_state):
     """Chooses action 1."""
     action = jnp.ones(number, jnp.int32)
     return action, muzero_search.Extras(jax.nn.one_hot(action, _A))

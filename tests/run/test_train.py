@@ -529,10 +529,10 @@ def test_every_field_is_read(name, tmp_path, monkeypatch):
   files = start.Files(str(tmp_path / 'run'))
   monkeypatch.setattr(train, 'resolve_config', lambda *_: (config, files))
   assert train.run(None, ['x.py']) == 0
-  # An optimiser gets its fields as arguments, and the first stage of a run
-  # reads `env.path`.
+  # An optimiser gets its fields as arguments, the first stage of a run reads
+  # `env.path`, and only a game reads the size of its pool.
   unread = {x for x in own.keys() - config.keys_read if 'optimizer' not in x}
-  assert unread == {'env.path'}
+  assert unread == {'env.path', 'agent.pool_size'}
 
 
 def test_a_run_that_is_too_short_to_learn_warns(tmp_path, capfd):
