@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Array: TypeAlias = jax.Array | np.ndarray
@@ -394,6 +395,15 @@ class Agent(NamedTuple):
   ) = None
   plans: bool = False
   play_earlier: Callable[..., Array] | None = None
+
+  def act_once(
+    self, variables: Variables, rng_key: chex.PRNGKey, obs: Tree
+  ) -> Array:
+    """Returns the action for one observation, if no carry changes actions."""
+    timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(False))
+    timestep = jax.tree.map(lambda x: x[None], timestep)
+    carry = self.initial_carry(np.zeros(1, np.int32))
+    return self.act(variables, rng_key[None], timestep, carry)[0][0]
 
 
 _SAME: Any = -1  # See `Learner.split_axes`.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from podrl.fields import COUNT, Field
-from podrl.types import Agent, Array, TimeStep, Trajectory, Tree, Variables
+from podrl.types import Agent, Array, Trajectory, Tree, Variables
 
 FIELDS = {
   'agent.pool_size': Field(
@@ -101,14 +101,11 @@ def keep_earlier(agent: Agent, size: int) -> Agent:
     drawn = jax.random.randint(
       jax.random.fold_in(pool_key, num_updates), (_NUM_OPPONENTS,), 0, number
     )
-    timestep = TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(False))
-    timestep = jax.tree.map(lambda x: x[None], timestep)
-    carry = agent.initial_carry(jnp.zeros(1, jnp.int32))
 
     def act(place: Array) -> Array:
       params, statistics = jax.tree.map(lambda x: x[place], versions)
       own = Variables(params, statistics, variables.hyperparams)
-      return agent.act(own, rng_key[None], timestep, carry)[0][0]
+      return agent.act_once(own, rng_key, obs)
 
     # Each version sees all games: a game's own copy of parameters would be
     # slower.

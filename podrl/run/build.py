@@ -1,6 +1,7 @@
 """Builds the objects of a run from its configuration."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
 import os
 from typing import Any, NamedTuple
 
@@ -170,17 +171,27 @@ def _load_player(path: str, config: Fields) -> _Player:
   """Loads a policy that plays in an environment."""
   # Compare first: nothing may be imported for another environment.
   both = config, workdir.find_agent(str(path))[1]
-  names = [f'{x["env.suite"]}:{x["env.name"]}' for x in both]
+  names, options = zip(*map(game, both))
   if names[0] != names[1]:
     raise ValueError(f'{path} has learned {names[1]}, not {names[0]}')
-  omitted = SUITES[config['env.suite']].policy_options
-  options = [_without(x['env.options'], omitted) for x in both]
   if options[0] != options[1]:
     raise ValueError(f'{path} has other env.options: {options[1]}')
   own, _, agent, variables, _ = load_agent(str(path))
-  if own.get('network.recurrent', 'none') != 'none':
-    raise ValueError(f'{path} has a recurrent network, which cannot play')
+  check_can_play(path, own)
   return _make_player(agent, variables)
+
+
+def game(config: Fields) -> tuple[str, dict[str, Any]]:
+  """Returns the task and its options, except those that name players."""
+  omitted = SUITES[config['env.suite']].policy_options
+  name = f'{config["env.suite"]}:{config["env.name"]}'
+  return name, _without(config['env.options'], omitted)
+
+
+def check_can_play(path: str, config: Fields) -> None:
+  """Raises a ValueError if a run's policy cannot play against others."""
+  if config.get('network.recurrent', 'none') != 'none':
+    raise ValueError(f'{path} has a recurrent network, which cannot play')
 
 
 def _first_player(config: Fields, agent: types.Agent) -> _Player:
@@ -191,14 +202,7 @@ def _first_player(config: Fields, agent: types.Agent) -> _Player:
 
 def _make_player(agent: types.Agent, variables: types.Variables) -> _Player:
   variables = jax.tree.map(np.asarray, variables)  # For any device.
-  carry = agent.initial_carry(np.zeros(1, np.int32))
-
-  def act(rng_key: chex.PRNGKey, obs: types.Tree) -> types.Array:
-    batch = types.TimeStep(obs, jnp.zeros(()), jnp.ones(()), jnp.bool(False))
-    batch = jax.tree.map(lambda x: x[None], batch)
-    return agent.act(variables, rng_key[None], batch, carry)[0][0]
-
-  return act
+  return functools.partial(agent.act_once, variables)
 
 
 def make_host_env(

@@ -263,26 +263,22 @@ def _load(
       name = agent if which == 'last' else f'{agent}@{which}'
       greedy = bool(values.greedy)
       players.append(Player(name, _of_policy(loaded, greedy)))
+      build.check_can_play(path, loaded.config)
       configs.append(loaded.config)
-      if configs[-1].get('network.recurrent', 'none') != 'none':
-        raise ValueError(f'{path} has a recurrent network, which cannot play')
   if len(players) < 2 or not configs:
     raise ValueError(
       'give at least two players, one of them a run; try podrl tournament RUN '
       'random'
     )
   first, *others = configs
-  omitted = SUITES[first['env.suite']].policy_options
-  if 'opponent' not in omitted:
+  if 'opponent' not in SUITES[first['env.suite']].policy_options:
     raise ValueError(f'{first["env.name"]} is no game for two')
   for config in others:
-    names = [f'{x["env.suite"]}:{x["env.name"]}' for x in (first, config)]
+    names, options = zip(build.game(first), build.game(config))
     if names[0] != names[1]:
-      raise ValueError(f'the runs have different games: {" and ".join(names)}')
-    options = [
-      {k: x for k, x in own['env.options'].items() if k not in omitted}
-      for own in (first, config)
-    ]
+      raise ValueError(
+        f'the runs have different games: {names[0]} and {names[1]}'
+      )
     if options[0] != options[1]:
       raise ValueError(
         f'the games of the runs have different options: {options[0]} and '

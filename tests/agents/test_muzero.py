@@ -49,15 +49,20 @@ def _network():
   return muzero.build_network(spec, _FIELDS, num_bins=9)
 
 
+def _draw_params(variables, rng, scale):
+  """Draws parameters from a normal distribution."""
+  return jax.tree.map(
+    lambda x: rng.normal(size=x.shape, scale=scale).astype(np.float32),
+    variables.params,
+  )
+
+
 @functools.cache
 def _variables():
   """The variables of an agent, with random parameters."""
   variables = jax.jit(_make().init)(jax.random.key(0))
   rng = np.random.default_rng(0)
-  params = jax.tree.map(
-    lambda x: rng.normal(size=x.shape, scale=0.5).astype(np.float32),
-    variables.params,
-  )
+  params = _draw_params(variables, rng, 0.5)
   return variables._replace(params=params)
 
 
@@ -378,10 +383,7 @@ def test_the_model_learns_whose_turn_it_is():
   agent = helpers.make_agent('muzero', spec, _NETWORK, **fields)
   variables = jax.jit(agent.init)(jax.random.key(0))
   rng = np.random.default_rng(0)
-  params = jax.tree.map(
-    lambda x: rng.normal(size=x.shape, scale=0.5).astype(np.float32),
-    variables.params,
-  )
+  params = _draw_params(variables, rng, 0.5)
   variables = variables._replace(params=params)
   sample = _sample()
   timestep = sample.trajectory.timestep
@@ -662,10 +664,7 @@ def test_the_loss_of_samples_is_that_of_a_plain_loop():
   agent = _make(_BOX, num_samples=5)
   variables = jax.jit(agent.init)(jax.random.key(0))
   rng = np.random.default_rng(0)
-  params = jax.tree.map(
-    lambda x: rng.normal(size=x.shape, scale=0.3).astype(np.float32),
-    variables.params,
-  )
+  params = _draw_params(variables, rng, 0.3)
   variables = variables._replace(params=params)
   sample = _sample()
   samples = rng.normal(size=(_T, _B, 5, 2)).astype(np.float32)
