@@ -391,12 +391,21 @@ class Recorder:
     if self._paths:
       self._writer.write(self._decisions, now | decision)
 
-  def take_scores(self) -> list[float]:
+  def take_scores(self, is_evaluated: bool) -> list[float]:
     """Returns each agent's mean return since the last scores.
 
     If an agent has ended no episode since then, there are no scores yet, and
     the list is empty.
+
+    Args:
+      is_evaluated: whether to return the means of the last evaluated returns
+        instead, against all opponents. Returns in training say nothing about
+        agents that play against themselves.
     """
+    if is_evaluated:
+      others = [k for k in self.last[0] if k.startswith('eval_return_vs_')]
+      names = ['eval_return', *others]
+      return [np.mean([x[k] for k in names]).item() for x in self.last[1:]]
     if not all(n for n, _ in self._scores):
       return []
     scores = [x / n for n, x in self._scores]

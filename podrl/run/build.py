@@ -492,6 +492,12 @@ def make_run(
     system = _make_sebulba(config, spec, agent, init_key, num_resumes, machine)
   driver, run_devices, steps_per_update, num_updates, warnings = system
   num_steps = num_updates * steps_per_update
+  eval_every, save_every, evolve_every = (
+    -(-config.get(f'{part}.every_env_steps', 0) // steps_per_update)
+    for part in ('eval', 'checkpoint', 'population')
+  )
+  if evolve_every and spec.has_turns:  # It compares what is evaluated.
+    eval_every = evolve_every
   if num_steps < config.get('replay.min_steps', 0):
     warnings = [
       *warnings,
@@ -510,9 +516,9 @@ def make_run(
     eval_keys,
     steps_per_update,
     num_updates,
-    -(-config['eval.every_env_steps'] // steps_per_update),
-    -(-config['checkpoint.every_env_steps'] // steps_per_update),
-    -(-config.get('population.every_env_steps', 0) // steps_per_update),
+    eval_every,
+    save_every,
+    evolve_every,
     jax.eval_shape(init, init_key),
     warnings,
     '' if is_anakin else '; the environments begin new episodes',
@@ -545,11 +551,6 @@ def _make_anakin(
     max_updates = min(max_updates, _EPISODES_BYTES // bytes_per_update)
     max_updates = max(1, max_updates)
   exploit = _make_exploit(config)
-  if exploit and env.spec.has_turns:
-    raise ValueError(
-      'a population compares returns in training, which say nothing about an '
-      'agent that plays against itself; omit --evolve_every'
-    )
   groups = devices.member_groups(config, len(run_devices) // len(machine.hosts))
   programs = anakin.make_programs(
     env,

@@ -590,7 +590,9 @@ class Trainer:
     """Replaces the worst members of a population; see `core.population`."""
     recorder, driver = self.recorder, self.run.driver
     assert isinstance(driver, Anakin)
-    scores = self.cluster.decide(recorder.take_scores)
+    scores = self.cluster.decide(
+      lambda: recorder.take_scores(is_evaluated=self.run.spec.has_turns)
+    )
     if not scores:  # A member without an ended episode cannot be compared.
       return
     # No other key of the run is folded with this number.

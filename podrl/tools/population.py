@@ -93,14 +93,14 @@ def draw(population: Population, directory: str, title: str, path: str) -> None:
     panels = figure.subplots(size, 1, sharex=True, squeeze=False)[:, 0]
     for i, agent in enumerate(workdir.agents(directory, config)):
       records = workdir.read_records(agent)
+      # A game for two has no return of one agent in training.
+      name = 'eval_return' if 'env/draws' in records[-1] else 'episode_return'
       points = [
-        (x['env_steps'], x['episode_return'])
-        for x in records
-        if x.get('episode_return') is not None
+        (x['env_steps'], x[name]) for x in records if x.get(name) is not None
       ]
       panels[0].plot(*np.array(points).T, color=colors[i], lw=1.2)
     end = records[-1]['env_steps']
-    panels[0].set_ylabel('episode return')
+    panels[0].set_ylabel(name.replace('_', ' '))
     steps = np.append(population.steps, end)
     for (field, _, _, is_log), axes in zip(
       config['population.ranges'], panels[1:]

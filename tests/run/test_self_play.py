@@ -20,7 +20,7 @@ from podrl.core import pool
 from podrl.envs import games
 from podrl.records import workdir
 from podrl.run import build
-from podrl.tools import evaluate, tournament, train
+from podrl.tools import evaluate, sweep, tournament, train
 from podrl.types import (
   Agent,
   DeviceEnv,
@@ -59,11 +59,11 @@ def _is_perfect(loaded):
   return np.all(lost | (action + 1 == _STONES % 4))
 
 
-def _train(path, *arguments, opponent='self'):
+def _train(path, *arguments, opponent='self', command=train):
   """Trains in Nim with small settings; returns the exit code."""
-  return train.run(
+  return command.run(
     [
-      'train',
+      command.__name__.split('.')[-1],
       'jax:nim:nim',
       f'--config.env.options.opponent={opponent}',
       f'--workdir={path}',
@@ -426,3 +426,24 @@ def test_ratings_are_those_of_the_model():
   never = tournament.Pair(np.array([50, 0, 0]), np.array([50, 0, 0]))
   best, _ = tournament.summarise(['a', 'b'], {(0, 1): never}, 0)['players']
   assert best['elo_low'] < best['elo'] - 50 and best['losses'] == 0
+
+
+def test_a_population_compares_evaluated_returns(tmp_path):
+  arguments = '--random=3', '--evolve_every=256', '--agent=ppo'
+  axis = '--axis=optimizer.learning_rate=log:1e-4:1e-2'
+  opponents = '--config.eval.opponents=random,first'
+  assert _train(tmp_path, *arguments, axis, opponents, command=sweep) == 0
+  program = tmp_path / 'program_0'
+  decisions = workdir.read_records(str(program), 'decisions.jsonl')
+  assert [x['num_updates'] for x in decisions] == [4, 8, 12]
+  for decision in decisions:
+    for i, score in enumerate(decision['scores']):
+      (record,) = [
+        x
+        for x in helpers.read_records(program / f'member_{i}')
+        if x['num_updates'] == decision['num_updates']
+      ]
+      returns = record['eval_return'], record['eval_return_vs_first']
+      assert score == pytest.approx(np.mean(returns), abs=1e-6)
+    assert sum(x != i for i, x in enumerate(decision['parents'])) == 1
+  assert (tmp_path / 'population.png').stat().st_size > 10_000
