@@ -11,7 +11,7 @@ from podrl.agents import acting
 from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
 from podrl.core.observations import flatten, unflatten
-from podrl.fields import ABOVE_0, Field, Fields, with_defaults
+from podrl.fields import ABOVE_0, FROM_0, Field, Fields, with_defaults
 from podrl.networks.actor_critic import Network
 from podrl.types import Agent, Array, LossOutput, Sample, Tree, Variables
 
@@ -29,6 +29,11 @@ FIELDS = with_defaults(
     'Clips probability ratios to [1 - clip, 1 + clip].',
     ABOVE_0,
     changeable=True,
+  ),
+  'optimizer.desired_kl': Field(
+    0.0,
+    'Steps get shorter while the KL divergence is above twice this; 0 is off.',
+    FROM_0,
   ),
   'agent.normalize_advantage': Field(
     True, 'Standardises advantages over the global batch.'

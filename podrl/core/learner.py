@@ -18,6 +18,7 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import optax
 
+from podrl.core import optimizers
 from podrl.kernels import blocks
 from podrl.types import (
   DEVICE_AXIS,
@@ -88,7 +89,7 @@ def make_learner(
     optimizer: an optax transformation of the agent's parameters. If it is
       `optimizers.elementwise`, it gets them as one vector, which is faster. If
       its `update` takes an argument `hyperparams`, the learner passes
-      `Variables.hyperparams`.
+      `Variables.hyperparams`; likewise `metrics`, those of the loss.
     num_epochs: passes over each unroll. With a memory, the number of optimiser
       steps per update; each learns from a sample of its own.
     num_minibatches: optimiser steps in each pass. It must divide the number of
@@ -110,7 +111,7 @@ def make_learner(
     raise ValueError(
       f'num_minibatches={num_minibatches} must be 1 if there is a memory'
     )
-  is_elementwise = getattr(optimizer, 'is_elementwise', False)
+  is_elementwise = optimizers.is_elementwise(optimizer)
   optimizer = optax.with_extra_args_support(optimizer)
 
   def pack(params: Tree) -> tuple[Any, Unpack]:
@@ -154,7 +155,11 @@ def make_learner(
     metrics = output.metrics | {'loss': value}
     grads, metrics, measured = all_mean((grads, metrics, measured))
     updates, opt_state = optimizer.update(
-      grads, state.opt_state, params, hyperparams=variables.hyperparams
+      grads,
+      state.opt_state,
+      params,
+      hyperparams=variables.hyperparams,
+      metrics=metrics,
     )
     metrics['grad_norm'] = norm = optax.tree.norm(grads)
     # Such a gradient ruins the parameters, even if the loss is finite.

@@ -20,7 +20,7 @@ from podrl.fields import (
   section,
   with_defaults,
 )
-from podrl.types import Array, Hyperparams, Tree
+from podrl.types import Array, Hyperparams, Metrics, Tree
 
 _Values = Mapping[str, Any]  # The fields `optimizer.*`, by short name.
 
@@ -35,6 +35,11 @@ _EPS_ROOT = 1e-16
 # of it, the entropy on Pong-v5 fell from 1.79 to 1.74 in the first update; with
 # this number, to 1.78.
 _RMS_EPS = 0.02 / 640
+
+
+def is_elementwise(optimizer: optax.GradientTransformation) -> bool:
+  """Returns whether an optimiser is marked by `elementwise`."""
+  return getattr(optimizer, 'is_elementwise', False)
 
 
 class ElementwiseTransformation(optax.GradientTransformationExtraArgs):
@@ -56,6 +61,48 @@ def elementwise(
   groups of parameters, and for a norm of each layer.
   """
   return ElementwiseTransformation(*optax.with_extra_args_support(optimizer))
+
+
+def follow_kl(
+  optimizer: optax.GradientTransformation,
+  desired_kl: float,
+  num_sgd_steps: int,
+) -> optax.GradientTransformation:
+  """Makes an optimiser's steps shorter while the policy changes too much.
+
+  A factor multiplies the steps. It starts at 1. It falls while the metric
+  `approx_kl` is above 2 `desired_kl`, and rises again, at most to 1, while it
+  is below half of it. During an update it changes by at most a factor of 1.5.
+
+  Args:
+    optimizer: any optax transformation. The result's `update` needs an
+      argument `metrics`.
+    desired_kl: in nats.
+    num_sgd_steps: optimiser steps of an update.
+
+  Source: the learning rate of Rudin et al. 2021, arXiv:2109.11978, table 3,
+  which their code changes after each minibatch, and which may rise too.
+  """
+
+  def update(
+    updates: Tree,
+    factor: Array,
+    params: Tree = None,
+    *,
+    metrics: Metrics,
+    **others: Tree,
+  ) -> tuple[Tree, Array]:
+    del params, others
+    kl = metrics['approx_kl']
+    change = (kl < desired_kl / 2).astype(jnp.float32) - (kl > 2 * desired_kl)
+    factor = jnp.clip(factor * 1.5 ** (change / num_sgd_steps), 1e-3, 1.0)
+    return jax.tree.map(lambda x: factor * x, updates), factor
+
+  follow = optax.GradientTransformationExtraArgs(
+    lambda params: jnp.ones(()), update
+  )
+  chain = optax.chain(optimizer, follow)
+  return elementwise(chain) if is_elementwise(optimizer) else chain
 
 
 def scale_by_rms(decay: float, eps: float) -> optax.GradientTransformation:

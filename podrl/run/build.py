@@ -14,7 +14,7 @@ import optax
 from podrl import types
 from podrl.agents import find, make, sgd_steps_per_update
 from podrl.core import learner, memory, meta, population
-from podrl.core.optimizers import make_optimizer
+from podrl.core.optimizers import follow_kl, make_optimizer
 from podrl.drivers import anakin, sebulba, spmd
 from podrl.drivers.stages import num_cores
 from podrl.envs import SUITES, Suite
@@ -271,11 +271,15 @@ def make_learner(
     ValueError: if a size of the memory does not fit the devices.
   """
   entry = find(config['agent.name'])
+  values = section(config, 'optimizer')
+  desired_kl = values.pop('desired_kl', 0.0)
   optimizer = make_optimizer(
-    **section(config, 'optimizer'),
+    **values,
     num_sgd_steps=max(1, num_updates * sgd_steps_per_update(config)),
     groups=entry.groups,
   )
+  if desired_kl:
+    optimizer = follow_kl(optimizer, desired_kl, sgd_steps_per_update(config))
   target_update = entry.target_update and entry.target_update(config)
   if entry.sequence_length is None:
     own = learner.make_learner(

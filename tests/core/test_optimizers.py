@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+from podrl.core import optimizers
 from podrl.core.optimizers import make_optimizer, scale_by_rms
 from podrl.run.config import apply_kinds, sebulba_config
 
@@ -186,3 +187,24 @@ def test_sgd_has_momentum_and_rmsprop_a_decay():
   ours = make_optimizer('rmsprop', decay=0.5, eps=0.1, **options)
   theirs = optax.rmsprop(0.1, decay=0.5, eps=0.1, eps_in_sqrt=False)
   np.testing.assert_allclose(_steps(ours), _steps(theirs), rtol=1e-6)
+
+
+@pytest.mark.parametrize('is_packed', [True, False])
+def test_steps_follow_the_kl_divergence(is_packed):
+  own = optax.sgd(1.0)
+  own = optimizers.elementwise(own) if is_packed else own
+  optimizer = optimizers.follow_kl(own, 0.02, num_sgd_steps=4)
+  assert optimizers.is_elementwise(optimizer) == is_packed
+  # Below half, between, at NaN, above twice, and below half again.
+  kls = [0.0, 0.03, np.nan, *[0.05] * 8, *[0.009] * 6]
+  params, expected, power = np.ones(1, np.float32), [], 0
+  state = optimizer.init(params)
+  for kl in kls:
+    power += int(kl < 0.01) - int(kl > 0.04)
+    power = min(power, 0)
+    expected.append(-(1.5 ** (power / 4)))
+    step, state = optimizer.update(
+      params, state, params, metrics={'approx_kl': np.float32(kl)}
+    )
+    np.testing.assert_allclose(step, expected[-1], rtol=1e-6)
+  assert min(map(abs, expected)) == pytest.approx(1 / 2.25)
