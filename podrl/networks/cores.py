@@ -232,8 +232,8 @@ FIELDS = {
   ),
   'network.memory_steps': Field(
     0,
-    'Steps for which an untrained core remembers; 0 means about 2. For gtrxl, '
-    'the length of its window.',
+    'Steps for which an untrained core remembers; 0 means its usual number. '
+    'For gtrxl, the length of its window.',
     Range(0, 10**6),
   ),
 }

@@ -22,14 +22,11 @@ def _inputs(dtype):
   return tuple(y.astype(dtype) for y in (decay, x, state))
 
 
-@pytest.mark.parametrize('is_plain', [False, True])
+@pytest.mark.parametrize('form', [recurrence.linear, recurrence._in_parallel])
 @pytest.mark.parametrize(
   'dtype,tolerance', [(np.float32, 1e-5), (np.complex128, 1e-10)]
 )
-def test_states_and_gradients_are_those_of_a_loop(
-  dtype, tolerance, is_plain, monkeypatch
-):
-  monkeypatch.setenv('PODRL_PLAIN_KERNELS', str(int(is_plain)))
+def test_states_and_gradients_are_those_of_a_loop(dtype, tolerance, form):
   decay, x, first = _inputs(dtype)
   expected, state = [], first
   for t in range(_T):
@@ -44,7 +41,7 @@ def test_states_and_gradients_are_those_of_a_loop(
     of_state = of_x[t] * decay[t]
 
   def loss(decay, x, state):
-    states = recurrence.linear(decay, x, state)
+    states = form(decay, x, state)
     return jnp.sum(weight.astype(states.real.dtype) * states.real), states
 
   with jax.enable_x64(tolerance < 1e-5):
