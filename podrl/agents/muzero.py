@@ -137,10 +137,13 @@ KINDS: dict[str, Fields] = {
     'replay.priority_exponent': 0.0,
     'replay.sgd_steps_per_update': 16,
   },
+  # With fewer random actions, the model stays wrong at rare positions: with 0.2,
+  # the agent lost 1 of 2,000 games of tic-tac-toe to a random player. With 0.35,
+  # four seeds lost none, and drew 2,000 of 2,000 games with a perfect player.
   'self-play': {
     'total_env_steps': 600_000,
     'agent.n_steps': 10,
-    'agent.random_fraction': 0.2,
+    'agent.random_fraction': 0.35,
     'network.hidden_sizes': (128,),
     'replay.capacity_steps': 50_000,
     'search.eval_num_simulations': 50,

@@ -104,6 +104,7 @@ _WORDS = {
   'optimizer.b1': 'beta1 beta_1',
   'optimizer.b2': 'beta2 beta_2',
   'optimizer.warmup_steps': 'warmup lr_warmup',
+  'optimizer.desired_kl': 'target_kl kl_target kl_threshold',
   'optimizer.max_grad_norm': 'max_gradient_norm grad_clip clip_grad_norm',
   'eval.num_episodes': 'eval_episodes n_eval_episodes num_eval_episodes '
   'n_eval_envs num_eval_envs',

@@ -581,8 +581,7 @@ def test_self_play_solves_tic_tac_toe(agent, tmp_path):
 
   for begins in (True, False):
     results, _ = _play_board(own, at_random, begins, 1000)
-    # MuZero lost 1 of 2,000 games: its model is wrong at a rare position.
-    assert np.mean(results >= 0) >= (1 if agent == 'ppo' else 0.995)
+    assert np.all(results >= 0)
     results, _ = _play_board(own, perfect, begins, 1000)
     assert np.mean(results == 0) >= 0.95 and not np.any(results > 0)
   if agent != 'ppo':
