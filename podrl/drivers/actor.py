@@ -69,10 +69,10 @@ class ActorFunctions(NamedTuple):
   # are `[T+1, B]`.
   finish: Callable[..., tuple[list[types.Trajectory], dict[str, Largest]]]
   # `(variables, keys, steps, env_index, env_state, timestep, carry) -> (shards,
-  # largest, reward, is_first, state)` makes a whole unroll; None without an
-  # `XlaEnv`.
-  # `steps` has the `num_steps` of each step. `reward` and `is_first` are those
-  # of the T arrivals. `state` is the next `(env_state, timestep, carry)`.
+  # largest, reward, is_first, info, state)` makes a whole unroll; None without
+  # an `XlaEnv`. `steps` has the `num_steps` of each step. `reward`, `is_first`
+  # and `info` are those of the T arrivals. `state` is the next `(env_state,
+  # timestep, carry)`.
   unroll: Callable[..., tuple[Any, ...]] | None
 
 
@@ -134,17 +134,19 @@ def make_actor_functions(
       obs = timestep.obs
       row, carry = step(variables, keys, num_steps, timestep, carry)
       env_state, timestep = xla_step(env_state, row.action)
+      info, timestep = timestep.info, timestep._replace(info=())
       state = env_state, timestep, carry, row._replace(obs=())
       # The next step stores the actions and extras of this row. If this step
       # stored them, the compiler would compute some of them twice, with another
       # rounding than in the program `step`.
-      return state, (chosen._replace(obs=obs), timestep._replace(obs=()))
+      rows = chosen._replace(obs=obs), timestep._replace(obs=()), info
+      return state, rows
 
     shapes, _ = jax.eval_shape(step, variables, keys, steps[0], timestep, carry)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     state = env_state, timestep, carry, zeros._replace(obs=())
-    (env_state, last, last_carry, chosen), (rows, arrivals) = jax.lax.scan(
-      advance, state, steps
+    (env_state, last, last_carry, chosen), (rows, arrivals, info) = (
+      jax.lax.scan(advance, state, steps)
     )
     rest = jax.tree.map(
       lambda x, end: jnp.append(x[1:], end[None], axis=0),
@@ -159,7 +161,7 @@ def make_actor_functions(
     stacks = [rest._replace(obs=rows.obs)]
     shards, largest = finish(stacks, timesteps, carry, steps[0], env_index)
     state = env_state, last, last_carry
-    return shards, largest, arrivals.reward, arrivals.is_first, state
+    return shards, largest, arrivals.reward, arrivals.is_first, info, state
 
   return ActorFunctions(
     agent.initial_carry,
@@ -352,13 +354,15 @@ class Actor:
 
   def _run_program(self, variables: types.Variables) -> tuple[Any, ...]:
     """Acts for T steps in one program; see `_run_loop`."""
-    shards, largest, reward, is_first, state = self._call_program(variables)
+    shards, largest, *numbers, state = self._call_program(variables)
     if self.is_stopped:
       raise Closed
     self._env_state, self._timestep, self._carry = state
     self._num_steps += self.unroll_length
-    # The libraries with an `XlaEnv` report no `info`.
-    return shards, largest, np.asarray(reward), np.asarray(is_first), []
+    reward, is_first, info = jax.tree.map(np.asarray, numbers)
+    steps = range(self.unroll_length)
+    infos = [{k: x[t] for k, x in dict(info).items()} for t in steps]
+    return shards, largest, reward, is_first, infos
 
   def _run_loop(self, variables: types.Variables) -> tuple[Any, ...]:
     """Acts for T steps; returns the shards, the result of `find_largest`, and

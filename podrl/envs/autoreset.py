@@ -320,7 +320,7 @@ def make_host_env(
   close: Callable[[], None],
   render: Callable[[], np.ndarray],
   xla: XlaEnv | None = None,
-  has_info: bool = False,
+  info: Callable[[Any], Tree] = lambda info: (),
 ) -> HostEnv:
   """Builds a `HostEnv` from a library's batch of environments.
 
@@ -337,7 +337,7 @@ def make_host_env(
     close: see `HostEnv`.
     render: see `HostEnv`.
     xla: see `HostEnv`, but its `step` takes and returns what `envs.step` does.
-    has_info: whether the fifth result of `envs.step` is a `TimeStep.info`.
+    info: converts the fifth result of `envs.step` to a `TimeStep.info`.
   """
   num_envs = envs.num_envs
   is_last: Array = np.zeros(num_envs, bool)
@@ -361,16 +361,16 @@ def make_host_env(
     nonlocal is_last
     library_action = spec.to_library(action)
     try:
-      obs, reward, terminated, truncated, info = envs.step(library_action)
+      obs, reward, terminated, truncated, found = envs.step(library_action)
     except BaseException as error:
       _fail(name, 'step', error)
     is_last, timestep = _arrive(
       is_last, cut(obs), reward, terminated, truncated
     )
-    return timestep._replace(info=info) if has_info and info else timestep
+    return timestep._replace(info=info(found) or ())
 
   if xla:
-    xla = _with_reset_steps(xla, spec, num_envs)
+    xla = _with_reset_steps(xla, spec, num_envs, info)
   return HostEnv(spec, reset, step, close, render, xla)
 
 
@@ -401,7 +401,9 @@ def _arrive(
   return is_last, timestep
 
 
-def _with_reset_steps(xla: XlaEnv, spec: EnvSpec, num_envs: int) -> XlaEnv:
+def _with_reset_steps(
+  xla: XlaEnv, spec: EnvSpec, num_envs: int, info: Callable[[Any], Tree]
+) -> XlaEnv:
   """Builds `HostEnv.xla`; see `make_host_env`."""
 
   def init(begin: Callable[[], bool], end: Callable[[], None]) -> Tree | None:
@@ -412,6 +414,7 @@ def _with_reset_steps(xla: XlaEnv, spec: EnvSpec, num_envs: int) -> XlaEnv:
     env_state, is_last = env_state
     env_state, result = xla.step(env_state, spec.to_library(action))
     is_last, timestep = _arrive(is_last, *result[:4], xp=jnp)
+    timestep = timestep._replace(info=info(result[4]) or ())
     return (env_state, is_last), timestep
 
   return XlaEnv(init, step)

@@ -141,6 +141,11 @@ def _cast(key: str, value: Any, default: Any) -> Any:
   return value
 
 
+def _is_float(x: Any, num_envs: int) -> bool:
+  """Returns whether `x` has a float for each environment."""
+  return getattr(x, 'shape', None) == (num_envs,) and x.dtype.kind == 'f'
+
+
 def make_spec(name: str, /, **options: Any) -> EnvSpec:
   """Returns the `EnvSpec` of a task such as 'Pong-v5'."""
   return _check(name, options)[0]
@@ -190,9 +195,16 @@ def make(
     **options,
   )
 
+  module = envpool.registration.registry.specs[name][0]
+  is_mujoco = module.startswith('envpool.mujoco')
+
+  def numbers(info: dict[str, Any]) -> dict[str, Any]:
+    # Other numbers are counters or indices.
+    found = {k: x for k, x in info.items() if _is_float(x, num_envs)}
+    return {k: x.astype(np.float32) for k, x in found.items()}
+
   def draw() -> np.ndarray:
-    module = envpool.registration.registry.specs[name][0]
-    if module.startswith('envpool.mujoco') and not _can_mujoco_draw:
+    if is_mujoco and not _can_mujoco_draw:
       raise RuntimeError(
         'MuJoCo cannot draw, because libEGL was not loaded before envpool'
       )
@@ -210,4 +222,5 @@ def make(
     close=close,
     render=draw,
     xla=make_xla_env(pool),
+    info=numbers if is_mujoco else lambda info: (),
   )

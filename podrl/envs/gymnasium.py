@@ -605,5 +605,5 @@ def make(
     seed,
     close=pool.close,
     render=pool.render,
-    has_info=True,
+    info=lambda info: info,
   )

@@ -370,8 +370,8 @@ def test_a_program_makes_the_unrolls_of_the_loop(
   for x, y in zip(unrolls, others):
     jax.tree.map(
       np.testing.assert_array_equal,
-      (x.shards, x.largest, x.finished),
-      (y.shards, y.largest, y.finished),
+      (x.shards, x.largest, x.finished, x.info),
+      (y.shards, y.largest, y.finished, y.info),
     )
   is_first = [shard.timestep.is_first for u in unrolls for shard in u.shards]
   assert np.any(is_first) and not np.all(is_first)

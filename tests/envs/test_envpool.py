@@ -1,5 +1,6 @@
 """Tests envpool tasks as a HostEnv: reset steps, spaces, seeds, mistakes."""
 
+import contextlib
 import warnings
 
 import envpool
@@ -134,6 +135,20 @@ def test_observations_become_what_the_spec_says(name):
     obs,
     env.spec.obs,
   )
+
+
+def test_the_terms_of_a_robots_reward_are_reported():
+  env = adapter.make('Go1JoystickFlatTerrain-v1', 2, 0)
+  with contextlib.closing(env):
+    env.reset()
+    for _ in range(5):
+      timestep = env.step(np.zeros((2, 12), np.float32))
+  assert {x.dtype for x in timestep.info.values()} == {np.dtype('float32')}
+  assert all(name.startswith('reward_') for name in timestep.info)
+  # MuJoCo Playground: dt times the sum of the terms, and not below 0.
+  total = 0.02 * sum(timestep.info.values())
+  assert np.all(total > 0)
+  np.testing.assert_allclose(timestep.reward, total, rtol=1e-5)
 
 
 def test_a_category_is_one_hot():
