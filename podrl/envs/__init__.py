@@ -59,6 +59,8 @@ class Suite(NamedTuple):
       -> action` of one observation.
     small_options: `(name) -> options` that make large images small enough for
       a machine without an accelerator.
+    steps_per_second: `(name) -> float`, steps of the real task in a second; 0
+      if the library does not say it.
     game_for_two: `(name) -> Game | None`, the game in which `podrl play` lets a
       person play against a policy; None if it is no game for two.
     is_local: `(name) -> bool`, whether only the running program has the
@@ -78,6 +80,7 @@ class Suite(NamedTuple):
   has_large_rewards: Callable[[str], bool] = lambda name: False
   policy_options: tuple[str, ...] = ()
   small_options: Callable[[str], dict[str, Any]] = lambda name: {}
+  steps_per_second: Callable[[str], float] = lambda name: 0.0
   game_for_two: Callable[[str], Game | None] = lambda name: None
   is_local: Callable[[str], bool] = lambda name: False
 
@@ -154,6 +157,7 @@ SUITES = {
     has_env_threads=True,
     needs_memory=envpool.needs_memory,
     small_options=envpool.small_options,
+    steps_per_second=envpool.steps_per_second,
   ),
   'gymnasium': _host_suite(
     gymnasium, training_options=_INCOMPARABLE, is_local=gymnasium.is_local

@@ -69,6 +69,12 @@ def small_options(name: str) -> dict[str, Any]:
   return {k: 42 for k in ('img_height', 'img_width') if k in options}
 
 
+def steps_per_second(name: str) -> float:
+  """See `Suite.steps_per_second`; MuJoCo Playground's tasks say it."""
+  config = _library().make_spec(name).config
+  return 1 / getattr(config, 'ctrl_dt', float('inf'))
+
+
 def _check(
   name: str, options: dict[str, Any]
 ) -> tuple[EnvSpec, dict[str, Any]]:

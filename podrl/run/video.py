@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from podrl.core.learner import fold_into_rows
+from podrl.envs import SUITES
 from podrl.fields import Fields
 from podrl.messages import one_line
 from podrl.run import build, policy
@@ -413,6 +414,8 @@ def real_speed(config: Fields, spec: EnvSpec) -> float:
   name = config['env.name']
   if spec.channels_first and spec.frame_skip > 1:  # Atari.
     return 60 / spec.frame_skip
+  if speed := SUITES[config['env.suite']].steps_per_second(name):
+    return speed
   if (short_name := name.partition('-')[0]) in _STEPS_PER_SECOND:
     return float(_STEPS_PER_SECOND[short_name])
   try:

@@ -388,6 +388,8 @@ def test_files_play_at_real_speed(tmp_path):
   assert video.real_speed(config, _random(config).spec) == 50
   pong = _config('Pong-v5', 'envpool')
   assert video.real_speed(pong, _random(pong).spec) == 15  # 60 / 4.
+  robot = _config('LeapCubeReorient-v1', 'envpool')
+  assert video.real_speed(robot, _random(robot).spec) == 20  # 1 / 0.05 s.
   # Every other step is shown for 40 ms, and the last for a second.
   steps = list(range(0, 101, 2))
   pictures = [np.full((51, 200, 3), t, np.uint8) for t in steps]
