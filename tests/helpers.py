@@ -177,3 +177,34 @@ def two_inputs() -> DeviceEnv:
   return autoreset.make_device_env(
     spaces.device_spec(reset, Discrete(2), 8), reset, step
   )
+
+
+def privileged() -> DeviceEnv:
+  """An environment in JAX like a robot: only a simulator shows all.
+
+  In each step, `state` shows a bit a, and `privileged_state` shows a bit b. The
+  action a gives 1. Whatever the action, b gives 3 or -3, so only who sees b can
+  predict the reward. An episode has 8 steps.
+  """
+
+  def observe(rng_key):
+    a, b = jax.random.bernoulli(rng_key, shape=(2,)).astype(jnp.int32)
+    obs = {
+      'state': jax.nn.one_hot(a, 2),
+      'privileged_state': jax.nn.one_hot(b, 2),
+    }
+    return obs, (a, b)
+
+  def reset(rng_key):
+    obs, bits = observe(rng_key)
+    return obs, (bits, jnp.int32(0))
+
+  def step(rng_key, state, action):
+    (a, b), num_steps = state
+    obs, bits = observe(rng_key)
+    reward = jnp.where(action == a, 1.0, 0.0) + 6.0 * b - 3.0
+    return obs, (bits, num_steps + 1), reward, num_steps == 7, False
+
+  return autoreset.make_device_env(
+    spaces.device_spec(reset, Discrete(2), 8), reset, step
+  )

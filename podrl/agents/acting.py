@@ -88,6 +88,7 @@ ACTOR_CRITIC_FIELDS = {
     0.01, 'Weight of the entropy bonus.', FROM_0, changeable=True
   ),
   **VALUE_COST,
+  **torsos.POLICY_INPUTS,
   **actor_critic.FIELDS,
   **cores.FIELDS,
   **distributions.FIELDS,
@@ -121,12 +122,14 @@ def with_network(
       state_dependent_scale=fields['network.state_dependent_scale'],
       initial_scale=fields['network.initial_scale'],
     )
+    policy_torso, value_torso = torsos.build_torsos(spec, fields)
     network = actor_critic.make_network(
-      torsos.build_torso(spec, fields),
+      policy_torso,
       spec.obs,
       distribution.num_params,
       shared_torso=fields['network.shared_torso'],
       num_constant_params=distribution.num_constant_params,
+      make_value_torso=value_torso,
       **cores.options(fields),
     )
     options = {short(name): fields[name] for name in own}

@@ -74,6 +74,7 @@ _OWN = {
 FIELDS = with_defaults(
   {
     **acting.FIELDS,
+    **torsos.POLICY_INPUTS,
     **_OWN,
     **memory.FIELDS,
     **optimizers.group_fields('actor', 'critic', 'temperature'),
@@ -210,10 +211,10 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     ones = np.ones(spec.action.shape, np.float32)
     inner = acting.bounded_distribution(Box(spec.action.shape, -ones, ones))
 
-  make_torso = torsos.build_torso(spec, fields)
-  policy: Any = Policy(make_torso, inner.num_params)
+  policy_torso, critic_torso = torsos.build_torsos(spec, fields)
+  policy: Any = Policy(policy_torso, inner.num_params)
   critic: Any = TwinValues(
-    make_torso, num_actions, fields['network.hidden_sizes'][-1]
+    critic_torso, num_actions, fields['network.hidden_sizes'][-1]
   )
 
   def init_params(rng_key: chex.PRNGKey) -> Params:

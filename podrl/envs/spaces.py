@@ -157,7 +157,8 @@ def make_cut(space: Any) -> Callable[[Tree], Tree]:
     if all(x is same for x in parts.values()):
       return same
     if kind == 'Dict':
-      return lambda obs: {k: part(obs[k]) for k, part in parts.items()}
+      # A policy need not get what only its critic sees.
+      return lambda obs: {k: x(obs[k]) for k, x in parts.items() if k in obs}
     return lambda obs: tuple(part(obs[k]) for k, part in parts.items())
   dtype = np.dtype(space.dtype or np.float32)
   if dtype.itemsize < 8 or kind not in ('Box', 'Discrete', 'MultiDiscrete'):
@@ -230,7 +231,8 @@ def observe(space: Any, obs: Tree) -> Tree:
   """
   kind = _kind(space)
   if kind == 'Dict':
-    parts = {k: observe(v, obs[k]) for k, v in space.spaces.items()}
+    given = {k: v for k, v in space.spaces.items() if k in obs}
+    parts = {k: observe(v, obs[k]) for k, v in given.items()}
     if parts.keys() != _MASKED:
       return parts
     leaves = jax.tree.leaves(parts['action_mask'])

@@ -109,6 +109,8 @@ class ActorCritic(nn.Module):
   core_size: int = 64  # Width of the core.
   num_layers: int = 1  # Layers of the core.
   memory_steps: int = 0  # See the field.
+  # Builds the value's own torso, if it differs from the policy's.
+  make_value_torso: Callable[[], nn.Module] | None = None
 
   @nn.compact
   def __call__(
@@ -149,7 +151,7 @@ class ActorCritic(nn.Module):
     if isinstance(torso, MLP) and not torso.layer_norm and is_wide:
       fields = torso.hidden_sizes, torso.activation, torso.dtype, torso.scales
       return list(TwinMLP(*fields)(obs))
-    value_torso: Any = self.make_torso()
+    value_torso: Any = (self.make_value_torso or self.make_torso)()
     return [torso(obs), value_torso(obs)]
 
   def _heads(

@@ -20,6 +20,7 @@ from podrl.core.observations import without_mask
 from podrl.fields import Field, Fields, Range, Table, short
 from podrl.kernels import conv, sparse
 from podrl.kernels.dense import dot_general, relu
+from podrl.messages import check_choice
 from podrl.types import EnvSpec, Tree
 
 _ORTHOGONAL = nn.initializers.orthogonal(np.sqrt(2))
@@ -309,6 +310,15 @@ OWN_FIELDS = {
   ),
 }
 
+# A further field, of networks whose policy and critic have separate torsos.
+POLICY_INPUTS = {
+  'network.policy_inputs': Field(
+    '',
+    'Leaves of a dictionary that the policy sees, with commas; the critic sees '
+    'all. Empty means that the policy sees all too.',
+  ),
+}
+
 
 def _image_size(shape: Sequence[int], channels_first: bool) -> int:
   """Returns the shorter side of an image, or 0 for any other leaf."""
@@ -503,3 +513,58 @@ def build_torso(spec: EnvSpec, fields: Fields) -> Callable[[], nn.Module]:
   is_image = tuple(size > 0 for size in image_sizes(spec))
   divisors, channels_first = scales(spec), spec.channels_first
   return lambda: UserTorso(name, make, channels_first, divisors, is_image)
+
+
+class Selected(nn.Module):
+  """A torso that sees only some leaves of a dictionary."""
+
+  names: Sequence[str]  # Of the leaves.
+  make_torso: Callable[[], nn.Module]  # Builds the torso that sees them.
+
+  @nn.compact
+  def __call__(self, obs: Tree) -> jax.Array:
+    torso: Any = self.make_torso()
+    return torso({name: obs[name] for name in self.names})
+
+
+def policy_inputs(fields: Fields) -> tuple[str, ...]:
+  """Returns the names in `network.policy_inputs`; `()` means all leaves."""
+  names = fields.get('network.policy_inputs', '').split(',')
+  return tuple(name.strip() for name in names if name.strip())
+
+
+def build_torsos(
+  spec: EnvSpec, fields: Fields
+) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
+  """Makes functions that build the torsos of the policy and of the critic.
+
+  Both are that of `build_torso`, unless the policy sees only a part of the
+  observation; see `network.policy_inputs`.
+
+  Raises:
+    ValueError: if the observation lacks a leaf that the policy must see, if
+      the two share a torso, or for a mistake that `make_torso` finds.
+  """
+  of_all, names = build_torso(spec, fields), policy_inputs(fields)
+  if not names:
+    return of_all, of_all
+  field = f'network.policy_inputs={fields["network.policy_inputs"]}'
+  if fields.get('network.shared_torso'):
+    raise ValueError(
+      f'{field} needs a torso of its own for the policy; use '
+      '--config.network.shared_torso=False'
+    )
+  if not isinstance(spec.obs, dict):
+    raise ValueError(
+      f'{field} needs observations that are a dictionary without a mask; '
+      'these are not, so leave the field empty'
+    )
+  for name in names:
+    check_choice('network.policy_inputs', name, tuple(spec.obs))
+  scale = spec.obs_scale and {name: spec.obs_scale[name] for name in names}
+  seen = {name: spec.obs[name] for name in names}
+  of_policy = build_torso(spec._replace(obs=seen, obs_scale=scale), fields)
+  return (
+    functools.partial(Selected, names, of_policy),
+    functools.partial(Selected, tuple(spec.obs), of_all),
+  )

@@ -102,6 +102,11 @@ KINDS: Mapping[str, Fields] = {
   # 1,800 instead of 5,300 to 7,600. An action of one number needs more noise:
   # with 0.5, MountainCarContinuous-v0 never leaves the valley.
   'action vector': {'network.initial_scale': 0.5},
+  # Added to 'action vector'. A real robot has only its sensors. Noise costs a
+  # robot energy, and its reward is never below 0: with a scale of 0.5, the
+  # episodes of Go1JoystickFlatTerrain-v1 returned 0.06 after 300k steps; with
+  # 0.2, they returned 9.5.
+  'robot': {'network.policy_inputs': 'state', 'network.initial_scale': 0.2},
   # Added to the settings of another kind. With normalisation and PPO's four
   # epochs, one of three seeds never learned MemoryChain. With these settings,
   # all six seeds learned it.

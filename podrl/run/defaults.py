@@ -36,6 +36,9 @@ from podrl.types import Box, EnvSpec
 # With less than this part of the usual steps, an agent may not begin to learn.
 _FEW_STEPS = 0.2
 _LARGE_SIDE = 36  # Images of this size or more are large, like Atari's.
+# What MuJoCo Playground's robots observe: their sensors, and the whole state of
+# the simulation.
+_ROBOT = {'state', 'privileged_state'}
 _SPARSE_SIDE = 16  # From this size on, an MLP reads images of zeros and ones.
 
 
@@ -62,6 +65,8 @@ def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
     found.append('continuous')
     if math.prod(spec.action.shape) > 1:
       found.append('action vector')
+  if isinstance(spec.obs, dict) and spec.obs.keys() == _ROBOT:
+    found.append('robot')
   if SUITES[task.suite].needs_memory(task.name):
     found.append('memory')
   if SUITES[task.suite].has_large_rewards(task.name):

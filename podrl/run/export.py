@@ -33,6 +33,7 @@ import safetensors.flax as safetensors
 
 from podrl import kernels
 from podrl.messages import one_line
+from podrl.networks.torsos import policy_inputs
 from podrl.records import workdir
 from podrl.run import build
 from podrl.run.policy import Policy
@@ -130,16 +131,22 @@ def _is_anakin(policy: Policy) -> bool:
 def example(policy: Policy) -> Tree:
   """Returns observations `[1, ...]` as the environment's library gives them.
 
+  A dictionary has only the leaves that the policy sees.
+
   Raises:
     ValueError: if podrl changes them before a program can see them.
   """
-  spec = policy.spec
+  spec, names = policy.spec, policy_inputs(policy.config)
+
+  def seen(obs: Tree) -> Tree:
+    return {name: obs[name] for name in names} if names else obs
+
   if _is_anakin(policy):
     zeros = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), spec.obs)
-    return zeros._asdict() if isinstance(zeros, Masked) else zeros
+    return zeros._asdict() if isinstance(zeros, Masked) else seen(zeros)
   env = build.make_host_env(policy.config, 1, 0, 1, evaluation=True)
   with contextlib.closing(env):
-    zeros = jax.tree.map(np.zeros_like, env.reset().obs)
+    zeros = seen(jax.tree.map(np.zeros_like, env.reset().obs))
   if any(np.any(x) for x in jax.tree.leaves(spec.cut(zeros))):
     raise ValueError(
       'the observations have 64 bits and are far from 0, so podrl moves them '

@@ -1,5 +1,6 @@
 """Loads a trained policy, for use without the trainer."""
 
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
@@ -13,28 +14,35 @@ import numpy as np
 
 from podrl.fields import Fields
 from podrl.messages import count
+from podrl.networks.torsos import policy_inputs
 from podrl.run import build
 from podrl.types import Agent, Array, EnvSpec, TimeStep, Tree, Variables
 
 
-def observe(spec: EnvSpec, obs: Tree) -> Tree:
+def observe(spec: EnvSpec, obs: Tree, inputs: Sequence[str] = ()) -> Tree:
   """Converts a library's observations to the observations that agents see.
 
   The leaves of `obs` are `[B, ...]`. If they already have the shapes of
-  `spec.obs`, only their dtypes change. Another shape raises a ValueError.
+  `spec.obs`, only their dtypes change. Another shape raises a ValueError. If
+  there are `inputs`, only these leaves of a dictionary are needed; the result
+  has zeros for other leaves that are missing.
   """
   obs = jax.tree.map(jnp.asarray, obs)
   size = _batch_size(obs)
-  if size is not None and (seen := _convert(spec, obs, size)) is not None:
+  seen = None if size is None else _convert(spec, obs, size, inputs)
+  if seen is not None:
     return jax.tree.map(lambda like, x: x.astype(like.dtype), spec.obs, seen)
-  if _convert(spec, jax.tree.map(lambda x: x[None], obs), 1) is not None:
+  one = jax.tree.map(lambda x: x[None], obs)
+  if _convert(spec, one, 1, inputs) is not None:
     remedy = 'np.array([obs])' if size is None else 'obs[None]'
     if not isinstance(obs, jax.Array):
       remedy = 'jax.tree.map(lambda x: np.asarray(x)[None], obs)'
     raise ValueError(
       f'the batch axis of the observation is missing; pass {remedy}'
     )
-  expected = [(size, *x.shape) for x in jax.tree.leaves(spec.obs)]
+  expected: Any = [(size, *x.shape) for x in jax.tree.leaves(spec.obs)]
+  if inputs:
+    expected = {name: (size, *spec.obs[name].shape) for name in inputs}
   raise ValueError(
     f'observations have the shapes {_shapes(obs)}; give them the shapes of '
     f"the environment's library, or {expected}"
@@ -50,15 +58,26 @@ def _batch_size(obs: Tree) -> int | None:
   return next(iter(np.shape(jax.tree.leaves(obs)[0])), None)
 
 
-def _convert(spec: EnvSpec, obs: Tree, size: int) -> Tree | None:
+def _convert(
+  spec: EnvSpec, obs: Tree, size: int, inputs: Sequence[str]
+) -> Tree | None:
   """Converts a batch to what agents see; returns None if a shape is wrong."""
   expected = [(size, *x) for x in _shapes(spec.obs)]
-  structures: list[Any] = [jax.tree.structure(x) for x in (obs, spec.obs)]
-  if structures[0] == structures[1] and _shapes(obs) == expected:
-    return obs
+
+  def complete(obs: Tree) -> Tree:
+    if not inputs or not isinstance(obs, dict):
+      return obs
+    others = {k: x for k, x in spec.obs.items() if k not in inputs}
+    zeros = {k: jnp.zeros((size, *x.shape)) for k, x in others.items()}
+    return zeros | obs
+
+  seen = complete(obs)
+  structures: list[Any] = [jax.tree.structure(x) for x in (seen, spec.obs)]
+  if structures[0] == structures[1] and _shapes(seen) == expected:
+    return seen
   # If this fails, the error of `observe` is clearer.
   with contextlib.suppress(TypeError, KeyError, IndexError, ValueError):
-    seen = spec.observe(obs)
+    seen = complete(spec.observe(obs))
     if _shapes(seen) == expected:
       return seen
   return None
@@ -102,6 +121,8 @@ class Policy:
 
     Args:
       obs: leaves `[B, *obs_shape]`, as the environment's library gives them.
+        Leaves that only the critic sees, see `network.policy_inputs`, may be
+        missing.
       carry: the carry that the last call returned; None when episodes start.
       is_first: bool `[B]`, whether an episode starts; by default, it is true
         if `carry` is None.
@@ -161,7 +182,7 @@ class Policy:
       env_state: leaves `[B, ...]`; see `Agent.plans`.
     """
     shape = is_first.shape
-    obs = observe(self.spec, obs)
+    obs = observe(self.spec, obs, policy_inputs(self.config))
     timestep = TimeStep(obs, jnp.zeros(shape), jnp.ones(shape), is_first)
     seen = {'env_state': env_state} if self.agent.plans else {}
     action, _, carry = self.agent.act(

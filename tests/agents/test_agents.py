@@ -488,6 +488,24 @@ def test_an_agent_sees_the_image_of_a_dictionary(name, space, image):
   assert abs(swapped - total) > 1e-5
 
 
+@pytest.mark.parametrize(
+  'obs,changes,message',
+  [
+    ({'a': _OBS, 'b': _OBS}, {'policy_inputs': 'a,c'}, 'c is unknown.* a, b$'),
+    (_OBS, {'policy_inputs': 'a'}, 'a dictionary without a mask'),
+    (
+      {'a': _OBS, 'b': _OBS},
+      {'policy_inputs': 'a', 'shared_torso': True},
+      'network.shared_torso=False',
+    ),
+  ],
+)
+def test_inputs_of_the_policy_that_do_not_fit(obs, changes, message):
+  spec = EnvSpec(obs, False, Discrete(3), 1, 0)
+  with pytest.raises(ValueError, match=message):
+    helpers.make_agent('ppo', spec, changes)
+
+
 def test_normalised_observations_are_not_divided_again():
   spec = EnvSpec(_OBS, False, Discrete(3), 1, 0, obs_scale=255.0)
   obs = np.random.default_rng(0).normal(size=(_B, 5)).astype(np.float32)

@@ -217,6 +217,35 @@ def test_the_temperature_rises_if_the_entropy_is_below_its_target():
     assert after > before if target_entropy > 0 else after < before
 
 
+def test_only_the_critics_see_what_the_policy_must_do_without():
+  spec = EnvSpec({'state': _OBS, 'other': _OBS}, False, _SPACES['box'], 1, 0)
+  agent = helpers.make_agent('sac', spec, {'policy_inputs': 'state'})
+  variables = jax.jit(agent.init)(jax.random.key(0))
+  sample = _sample('box')
+  obs = jnp.asarray(sample.trajectory.timestep.obs)
+
+  @jax.jit
+  @jax.jacrev
+  def derivatives(obs):
+    timestep = sample.trajectory.timestep._replace(obs=obs)
+    trajectory = sample.trajectory._replace(timestep=timestep)
+    batch = agent.prepare(
+      variables,
+      variables.params,
+      sample._replace(trajectory=trajectory),
+      _keys(1),
+      lambda x: x,
+    )
+    first = jax.tree.map(lambda x: x[0], timestep)
+    carry = agent.initial_carry(np.arange(_B))
+    action, *_ = agent.act(variables, _keys(1), first, carry, greedy=True)
+    return action, batch.target
+
+  of_action, of_target = derivatives({'state': obs, 'other': -obs})
+  assert np.any(of_action['state']) and not np.any(of_action['other'])
+  assert np.any(of_target['state']) and np.any(of_target['other'])
+
+
 def test_the_two_critics_begin_differently():
   params = jax.jit(_make(Discrete(4)).init)(jax.random.key(0)).params
   first, second = _values(params.critic, np.ones((1, 3), np.float32))

@@ -1,5 +1,6 @@
 """Tests networks: heads, memories against plain loops, steps and unrolls."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +55,54 @@ def test_separate_torsos_share_nothing():
   )(params)
   for x, y in zip(jax.tree.leaves(of_value), jax.tree.leaves(of_policy)):
     assert not (np.any(x) and np.any(y))
+
+
+_CAMERA = jax.ShapeDtypeStruct((6, 6, 2), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  'state,other,core',
+  [
+    (_OBS, _OBS, 'none'),
+    (_OBS, _OBS, 'gru'),
+    (_CAMERA, _OBS, 'none'),
+    (_OBS, _CAMERA, 'none'),
+  ],
+)
+def test_a_policy_does_not_depend_on_what_only_its_critic_sees(
+  state, other, core
+):
+  like, scale = {'state': state, 'other': other}, {'state': 2, 'other': 4}
+  spec = EnvSpec(like, False, Discrete(3), 1, 100, obs_scale=scale)
+  fields = helpers.network_fields('ppo', name='auto', policy_inputs='state')
+  policy_torso, value_torso = torsos.build_torsos(spec, fields)
+  network = networks.make_network(
+    policy_torso,
+    like,
+    3,
+    make_value_torso=value_torso,
+    shared_torso=False,
+    core=core,
+    core_size=8,
+  )
+  params = jax.jit(network.init)(jax.random.key(0))
+  obs = {
+    name: jax.random.normal(jax.random.key(i), (1, 1, *x.shape))
+    for i, (name, x) in enumerate(like.items())
+  }
+  is_first, carry = jnp.ones((1, 1), bool), network.initial_carry(1)
+
+  @jax.jit
+  @jax.jacrev
+  def derivatives(obs):
+    return network.unroll(params, obs, is_first, carry)[:2]
+
+  of_head, of_value = derivatives(obs)
+  assert np.any(of_head['state']) and not np.any(of_head['other'])
+  assert np.any(of_value['state']) and np.any(of_value['other'])
+  found = networks.groups(params)['params']
+  groups = [{*jax.tree.leaves(found[f'Selected_{i}'])} for i in range(2)]
+  assert groups == [{'actor'}, {'critic'}]
 
 
 @pytest.mark.parametrize(

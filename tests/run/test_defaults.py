@@ -53,6 +53,16 @@ _SPECS = [
     _spec(_VECTOR, _box(2)),
     ['numbers', 'continuous', 'action vector'],
   ),
+  (
+    'envpool',
+    _spec({'state': _VECTOR, 'privileged_state': _VECTOR}, _box(2)),
+    ['numbers', 'continuous', 'action vector', 'robot'],
+  ),
+  (
+    'envpool',
+    _spec({'state': _VECTOR, 'other': _VECTOR}, _box(1)),
+    ['numbers', 'continuous'],
+  ),
   ('gymnax', _spec(_image(10, 10, 4, dtype=bool)), ['small image']),
   ('gymnax', _spec(_image(30, 40, 3, dtype=bool)), ['sparse image']),
   ('envpool', _spec(_image(30, 40, 3)), ['small image']),

@@ -65,6 +65,14 @@ _POLICIES = {
     'sac', _leaf(3), _BOX, **{'agent.random_fraction': 0.0}
   ),
   'masked': lambda: _policy('ppo', Masked(_leaf(3), _MASK), Discrete(4)),
+  'privileged': lambda: _policy(
+    'ppo',
+    {'state': _leaf(3), 'privileged_state': _leaf(5)},
+    Discrete(4),
+    **_GRU,
+    **_NORMALIZED,
+    **{'network.policy_inputs': 'state', 'network.shared_torso': False},
+  ),
   'search': lambda: _policy('muzero', _leaf(3), Discrete(4)),
   'tree': lambda: _policy('ppo', {'x': _leaf(3), 'y': (_IMAGE,)}, Discrete(4)),
 }
@@ -182,7 +190,9 @@ def test_what_onnx_cannot_do_is_said(monkeypatch):
     export.export(_POLICIES['search'](), onnx=True)
 
 
-@pytest.mark.parametrize('name', ['mlp', 'gru', 'gtrxl', 'masked'])
+@pytest.mark.parametrize(
+  'name', ['mlp', 'gru', 'gtrxl', 'masked', 'privileged']
+)
 def test_a_loaded_export_is_called_like_a_policy(name, tmp_path):
   made = _POLICIES[name]()
   _write(tmp_path, made, samples=True)
@@ -231,6 +241,24 @@ def test_only_what_actions_need_is_carried(tmp_path):
       loaded(wrong)
   with pytest.raises(ValueError, match='one checkpoint'):
     podrl.load(tmp_path, which='best')
+
+
+def test_what_only_the_critic_sees_is_no_input(tmp_path):
+  made = _POLICIES['privileged']()
+  _write(tmp_path, made)
+  loaded = podrl.load(tmp_path)
+  assert [*loaded.description['inputs']['obs']] == ['state']
+  # The critic has a GRU of its own, whose carry is as wide.
+  assert [x['shape'] for x in loaded.description['inputs']['carry']] == [
+    ['batch', 8]
+  ]
+  state, others = np.eye(3, dtype=np.float32), np.ones((3, 5), np.float32)
+  expected, _ = made({'state': state})
+  for obs in ({'state': state}, {'state': state, 'privileged_state': others}):
+    np.testing.assert_array_equal(loaded(obs)[0], expected)
+    np.testing.assert_array_equal(made(obs)[0], expected)
+  with pytest.raises(ValueError, match=r"\{'state': \(3, 3\)\}"):
+    made({'privileged_state': others})
 
 
 def test_categories_go_in_and_out_as_the_library_has_them(tmp_path):

@@ -86,6 +86,35 @@ def test_an_image_and_a_vector_are_seen_together(
   np.testing.assert_array_equal(action, a ^ b)
 
 
+@pytest.mark.parametrize(
+  'agent,core',
+  [('ppo', 'none'), helpers.slow('impala', 'none'), helpers.slow('a2c', 'gru')],
+)
+def test_a_critic_sees_what_the_policy_must_do_without(agent, core, tmp_path):
+  _, records, _ = podrl.train(
+    'jax:helpers:privileged',
+    agent,
+    steps=30_000,
+    workdir=f'{tmp_path}/run',
+    config={
+      'agent.gamma': 0.0,  # No action changes what follows.
+      'agent.normalize_reward': False,
+      'env.num_envs': 64,
+      'network.recurrent': core,
+      'num_devices': 1,
+      'optimizer.learning_rate': 3e-3,
+    },
+  )
+  # Half of the mean square: 9 / 2 for a critic that does not see b.
+  assert records[-1]['value_loss'] < 0.5
+  # By the kind of the task, the policy sees only `state`.
+  chosen, state = podrl.load(f'{tmp_path}/run'), np.eye(2, dtype=np.float32)
+  np.testing.assert_array_equal(chosen({'state': state})[0], [0, 1])
+  for b in range(2):
+    whole = {'state': state, 'privileged_state': state[[b, b]]}
+    np.testing.assert_array_equal(chosen(whole)[0], [0, 1])
+
+
 _MEMORY_CHAIN = ['--config.seed=1', '--config.total_env_steps=100_000']
 
 

@@ -15,7 +15,7 @@ import podrl
 from podrl.drivers import spmd
 from podrl.drivers.anakin import Anakin
 from podrl.envs import find_task
-from podrl.run import build, defaults, policy
+from podrl.run import build, defaults, export, policy
 from podrl.run.command_line import apply_overrides
 from podrl.tools import plot
 from podrl.types import TimeStep
@@ -113,6 +113,22 @@ def _untrained(name):
   spec = build.make_spec(config)
   agent = build.make_agent(config, spec)
   return policy.Policy(config, spec, agent, agent.init(jax.random.key(0)), 1200)
+
+
+def test_a_robot_needs_only_what_its_policy_sees():
+  task = find_task('Go1Getup-v1')
+  spec = build.make_spec(defaults.base(task, 'ppo'))
+  config = defaults.make_config(task, 'ppo', spec)
+  agent = build.make_agent(config, spec)
+  variables = agent.init(jax.random.key(0))
+  chosen = policy.Policy(config, spec, agent, variables, 1200)
+  rng = np.random.default_rng(0)  # Like envpool's, these have 64 bits.
+  state, other = rng.normal(size=(3, 42)), rng.normal(size=(3, 91))
+  action, _ = chosen({'state': state})
+  assert np.any(action[0] != action[1])
+  whole = {'state': state, 'privileged_state': other}
+  np.testing.assert_array_equal(chosen(whole)[0], action)
+  assert [*export.example(chosen)] == ['state']
 
 
 def test_a_single_gymnasium_environment_accepts_an_action():
