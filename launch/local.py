@@ -1,4 +1,4 @@
-"""launch/local.sh N [--grace_seconds=30] [--kill_seconds=30] -- COMMAND ...
+"""launch/local.sh N [OPTIONS] -- COMMAND ...
 
 Runs N processes of one run on this machine, for example
 
@@ -11,7 +11,12 @@ begins with the number of its process, for example [0].
 The exit code of the script is that of the first process that fails. After a
 failure, the other processes have grace_seconds to end. Then the script sends
 SIGTERM to them. After kill_seconds more, it sends SIGKILL. If the script itself
-gets Ctrl-C or SIGTERM, it passes the signal to every process.
+gets Ctrl-C or SIGTERM, it passes the signal to every process. These options
+exist, with their defaults:
+
+  --grace_seconds=30  time for the others to end after a failure
+  --kill_seconds=30   time between SIGTERM and SIGKILL
+  --dry-run           print the commands and run none
 """
 
 import argparse
@@ -21,6 +26,7 @@ import os
 import queue
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -56,6 +62,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
   parser.add_argument('N', type=int)
   parser.add_argument('--grace_seconds', type=int, default=30)
   parser.add_argument('--kill_seconds', type=int, default=30)
+  parser.add_argument('--dry-run', action='store_true')
   split = argv.index('--') if '--' in argv else len(argv)
   args = parser.parse_args(argv[:split])
   args.command = argv[split + 1 :]
@@ -93,25 +100,29 @@ def share(items: Sequence, index: int, count: int) -> Sequence:
 
 
 def start(
-  count: int, command: Sequence[str], gpus: Sequence[str]
+  args: argparse.Namespace, gpus: Sequence[str]
 ) -> Iterator[subprocess.Popen]:
   """Starts each process in its own group, which Ctrl-C does not reach."""
-  port, cores = find_port(), []
+  count, port, cores = args.N, find_port(), []
   if hasattr(os, 'sched_getaffinity'):  # macOS has no such function.
     cores = sorted(os.sched_getaffinity(0))
   for index in range(count):
-    environment = dict(os.environ)
+    own = {}
     if gpus:
-      environment['CUDA_VISIBLE_DEVICES'] = ','.join(share(gpus, index, count))
+      own['CUDA_VISIBLE_DEVICES'] = ','.join(share(gpus, index, count))
+    flags = f'--coordinator=127.0.0.1:{port} --num_processes={count}'
+    command = [*args.command, *flags.split(), f'--process_id={index}']
+    if args.dry_run:
+      print(*(f'{k}={x}' for k, x in own.items()), shlex.join(command))
+      continue
     if count <= len(cores):  # A process inherits the cores of its parent.
       os.sched_setaffinity(0, share(cores, index, count))
-    flags = f'--coordinator=127.0.0.1:{port} --num_processes={count}'
     yield subprocess.Popen(
-      [*command, *flags.split(), f'--process_id={index}'],
+      command,
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
-      env=environment,
+      env=os.environ | own,
       start_new_session=True,
     )
   if cores:
@@ -191,7 +202,7 @@ def main() -> int:
 
   groups, readers = [], []
   try:
-    for index, process in enumerate(start(args.N, args.command, gpus)):
+    for index, process in enumerate(start(args, gpus)):
       groups.append(process.pid)
       print(process.pid, file=life)
       readers.append(start_thread(print_lines, index, process))
@@ -199,7 +210,7 @@ def main() -> int:
   except OSError as error:
     fail(f'cannot run {args.command[0]}: {error.strerror}', 127)
 
-  running, code = set(range(args.N)), 0
+  running, code = set(range(len(groups))), 0
   deadline, next_signal = None, signal.SIGTERM
   while running:
     left = None if deadline is None else max(0, deadline - time.monotonic())

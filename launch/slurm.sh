@@ -16,7 +16,7 @@ set -u
 
 usage() {
   cat <<'TEXT'
-sbatch [OPTIONS] launch/slurm.sh COMMAND ...
+sbatch [OPTIONS] launch/slurm.sh [--dry-run] COMMAND ...
 
 Runs COMMAND as one process on each node, for example
 
@@ -28,7 +28,7 @@ The script adds --resume. If you give no --workdir, it also adds
 access to this directory. The run saves a checkpoint two minutes before the time
 limit of the job, and when the job is preempted. The job is then queued again. The
 lines of this script that begin with #SBATCH set defaults; options of sbatch
-override them.
+override them. --dry-run prints the command, with or without sbatch, and runs none.
 TEXT
 }
 
@@ -37,47 +37,47 @@ mistake() {
   exit 2
 }
 
-case ${1-} in --help | -h) usage; exit 0 ;; esac
+dry_run=''
+case ${1-} in
+  --help | -h) usage; exit 0 ;;
+  --dry-run) dry_run=yes; shift ;;
+esac
 (($#)) || mistake \
   'a command is missing; try: sbatch launch/slurm.sh python experiments/NAME.py'
-[[ -n ${SLURM_JOB_ID-} ]] \
+[[ $dry_run || -n ${SLURM_JOB_ID-} ]] \
   || mistake 'this is not a job of Slurm; start it with: sbatch launch/slurm.sh ...'
 
-has_workdir='' has_resume=''
-for word in "$@"; do
-  case $word in
-    --workdir | --workdir=*) has_workdir=yes ;;
-    --resume | --resume=*) has_resume=yes ;;
-  esac
-done
 # By default, JAX gives each Slurm task one GPU. Here, a task uses all GPUs of its
 # node.
 [[ ${SLURM_GPUS_ON_NODE-} =~ ^[1-9][0-9]*$ ]] \
   && export JAX_LOCAL_DEVICE_IDS=${JAX_LOCAL_DEVICE_IDS-$(
     seq -s, 0 $((SLURM_GPUS_ON_NODE - 1)))}
-command=("$@")
+# --wait: after a failure, the other processes get time to report it.
+# --cpu-bind=none: one process uses all cores of its node.
+command=(srun --kill-on-bad-exit=0 --wait=300 --cpu-bind=none "$@")
 # A job that is queued again keeps its number, so the run keeps its directory.
-[[ $has_workdir ]] \
-  || command+=("--workdir=runs/${SLURM_JOB_NAME:-podrl}-$SLURM_JOB_ID")
-[[ $has_resume ]] || command+=(--resume)
+[[ " $* " =~ \ --workdir[\ =] ]] \
+  || command+=("--workdir=runs/${SLURM_JOB_NAME:-podrl}-${SLURM_JOB_ID:-ID}")
+[[ " $* " =~ \ --resume[\ =] ]] || command+=(--resume)
+if [[ $dry_run ]]; then
+  printf '%q ' "${command[@]}"
+  echo
+  exit
+fi
 
 # SIGTERM must not end this shell, because it waits for srun's exit code.
 trap : TERM
-# --wait: after a failure, the other processes get time to report it.
-# --cpu-bind=none: one process uses all cores of its node.
-srun --kill-on-bad-exit=0 --wait=300 --cpu-bind=none "${command[@]}"
+"${command[@]}"
 code=$?
 if ((code == 75)); then
   # A cancelled job saves a checkpoint too, but must not be queued again.
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
   if [[ -z $state || $state == RUNNING ]]; then
-    echo "slurm.sh: the run was preempted and saved a checkpoint, so the job must be" \
-      "queued again"
+    echo 'slurm.sh: the run saved a checkpoint, so the job must be queued again'
     scontrol requeue "$SLURM_JOB_ID" \
-      || echo "slurm.sh: the job could not be queued again; submit it again"
+      || echo 'slurm.sh: the job could not be queued again; submit it again'
   else
-    echo "slurm.sh: the run saved a checkpoint; it is not queued again, because the" \
-      "job's state is $state"
+    echo "slurm.sh: the job is not queued again, because its state is $state"
   fi
 fi
 exit "$code"

@@ -5,10 +5,8 @@
 #   start COMMAND ...       starts the run in the background
 #   follow LINE             prints the run's output from LINE on, then "exit CODE"
 #   stop                    sends SIGTERM to the run and waits until it has ended
-#   first                   prints the name of the slice's first worker
 set -u
 
-archive=$HOME/podrl.tar.gz
 project=$HOME/podrl
 environment=$HOME/podrl-venv
 run=$HOME/podrl-run # The prefix of run.pid, run.log and run.code.
@@ -18,26 +16,22 @@ fail() {
   exit 1
 }
 
-# A new machine updates itself in its first minutes, and apt is locked meanwhile.
-apt_get() {
-  { sudo DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=600 "$@"
-  } >>"$HOME/podrl-setup.log" 2>&1 || fail "apt-get $1 failed; see podrl-setup.log"
-}
-
 install_gcsfuse() {
   local keys=/usr/share/keyrings/cloud.google.asc
   local packages=https://packages.cloud.google.com/apt
-  curl -fsS "$packages/doc/apt-key.gpg" | sudo tee "$keys" >/dev/null \
-    || fail "the key of $packages could not be downloaded"
+  curl -fsS "$packages/doc/apt-key.gpg" | sudo tee "$keys" >/dev/null
   echo "deb [signed-by=$keys] $packages gcsfuse-$(lsb_release -cs) main" \
     | sudo tee /etc/apt/sources.list.d/gcsfuse.list >/dev/null
-  apt_get update
-  apt_get install fuse gcsfuse
+  # A new machine updates itself in its first minutes, and apt is locked meanwhile.
+  local apt=(sudo DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=600)
+  "${apt[@]}" update && "${apt[@]}" install fuse gcsfuse
 }
 
 setup() {
-  local bucket=$1 mount=$2
-  command -v gcsfuse >/dev/null || install_gcsfuse
+  local bucket=$1 mount=$2 log=$HOME/podrl-setup.log
+  stop # A slice that was kept may have a run.
+  command -v gcsfuse >/dev/null || install_gcsfuse >>"$log" 2>&1 \
+    || fail "gcsfuse could not be installed: $(tail -n 1 "$log")"
   if ! mountpoint -q "$mount"; then
     sudo install -d -o "$(id -un)" "$mount" || fail "$mount could not be created"
     # Three defaults of gcsfuse do not suit podrl. podrl renames the directories of
@@ -45,29 +39,19 @@ setup() {
     # is synchronised, its data must be in the bucket.
     gcsfuse --implicit-dirs --rename-dir-limit=1000000 --metadata-cache-ttl-secs=0 \
       --metadata-cache-negative-ttl-secs=0 --enable-streaming-writes=false \
-      "$bucket" "$mount" >>"$HOME/podrl-setup.log" 2>&1 || fail \
+      "$bucket" "$mount" >>"$log" 2>&1 || fail \
       "gs://$bucket could not be mounted; allow the machine's service account to write to it"
   fi
-
-  local digest
-  digest=$(sha256sum <"$archive") || fail "$archive is missing"
-  [[ $(cat "$environment/digest" 2>/dev/null) == "$digest" ]] && return 0
   rm -rf "$project"
   mkdir "$project"
-  tar -xzf "$archive" -C "$project" || fail "$archive could not be unpacked"
+  tar -xzf "$HOME/podrl.tar.gz" -C "$project" || fail 'podrl.tar.gz could not be unpacked'
   # uv installs Python 3.12, because Python 3.10 of some images is too old for JAX.
-  if [[ ! -x $environment/bin/python ]]; then
-    apt_get update
-    apt_get install python3-venv
-    if ! { python3 -m venv "$HOME/podrl-uv" \
-        && "$HOME/podrl-uv/bin/pip" install -q uv \
-        && "$HOME/podrl-uv/bin/uv" venv -q --python 3.12 "$environment"; }; then
-      fail 'the Python environment could not be created'
-    fi
-  fi
-  "$HOME/podrl-uv/bin/uv" pip install -q --python "$environment/bin/python" \
-    -e "${project}[tpu]" || fail 'the project could not be installed'
-  echo "$digest" >"$environment/digest"
+  {
+    python3 -m pip install -q --user uv \
+      && { [[ -x $environment/bin/python ]] \
+        || python3 -m uv venv -q --python 3.12 "$environment"; } \
+      && python3 -m uv pip install -q --python "$environment/bin/python" -e "${project}[tpu]"
+  } || fail 'the project could not be installed'
 }
 
 # Succeeds if a run has started and has not ended yet.
@@ -115,15 +99,7 @@ follow() {
   echo "exit $(cat "$run.code" 2>/dev/null || echo 75)"
 }
 
-first() {
-  local url=http://metadata.google.internal/computeMetadata/v1/instance endpoints
-  endpoints=$(curl -fsS -H 'Metadata-Flavor: Google' \
-    "$url/attributes/worker-network-endpoints" 2>/dev/null)
-  endpoints=${endpoints%%,*}
-  echo "${endpoints%%:*}"
-}
-
 case ${1-} in
-  setup | start | run | stop | follow | first) "$@" ;;
-  *) fail "'${1-}' is unknown; try setup, start, follow, stop or first" ;;
+  setup | start | run | stop | follow) "$@" ;;
+  *) fail "'${1-}' is unknown; try setup, start, follow or stop" ;;
 esac

@@ -406,9 +406,9 @@ def _await_coordinator(address: str, process: int, seconds: float) -> None:
 def connect(values: flags.FlagValues) -> Cluster:
   """Connects this process with the others; call it before using any device.
 
-  `values` are the flags of a run. With the coordinator 'auto', as on TPUs, JAX
-  detects the cluster. An empty coordinator means one process, or the processes
-  of a Slurm step.
+  `values` are the flags of a run. With the coordinator 'auto', as on TPUs and
+  on Kubernetes, JAX detects the cluster. An empty coordinator means one
+  process, or the processes of a Slurm step.
 
   Raises:
     ValueError: if a flag is wrong, or the processes cannot connect.
@@ -452,7 +452,14 @@ def connect(values: flags.FlagValues) -> Cluster:
       shutdown_timeout_seconds=int(heartbeat_seconds + 10),
     )
   except (RuntimeError, ValueError) as error:
-    raise ValueError(f'{name}: {one_line(error)}') from error
+    reason = one_line(error)
+    if reason.startswith('coordinator_address should be defined'):
+      reason = (
+        'JAX detected no cluster here; on Kubernetes, install the package '
+        'kubernetes; elsewhere, give --coordinator=HOST:PORT, --num_processes '
+        'and --process_id'
+      )
+    raise ValueError(f'{name}: {reason}') from error
   state = distributed.global_state
   watchdog.begin(state.process_id, state.num_processes, state.client)
   return Cluster(state.process_id, state.num_processes, state.client, watchdog)

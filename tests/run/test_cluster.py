@@ -14,6 +14,7 @@ from unittest import mock
 
 import helpers
 import jax
+from jax._src.distributed import State
 import numpy as np
 import pytest
 from test_resume import _plain
@@ -847,6 +848,18 @@ def test_a_mistake_in_the_flags(arguments, message, tmp_path, capsys):
   )
   said = capsys.readouterr().err
   assert message in said and said.count('\n') == 1
+
+
+def test_where_jax_detects_no_cluster_a_line_says_what_to_do(
+  tmp_path, monkeypatch, capsys
+):
+  # Like `jax.distributed.initialize`, which does this before any device.
+  monkeypatch.setattr(jax.distributed, 'initialize', State().initialize)
+  arguments = ['x.py', '--coordinator=auto', f'--workdir={tmp_path / "run"}']
+  assert train.run(helpers.get_config('anakin_catch'), arguments) == 2
+  said = capsys.readouterr().err
+  assert said.startswith('error: this process: JAX detected no cluster here')
+  assert 'the package kubernetes' in said and said.count('\n') == 1
 
 
 @pytest.mark.parametrize(
