@@ -463,7 +463,7 @@ class Recorder:
 
   def progress(self) -> Record:
     """Writes all records; returns what `open` needs to resume, as JSON."""
-    self._writer.flush()
+    self._writer.flush(self._files + self._decisions + self._episodes)
     return self.times() | {
       'num_records': [file.num_lines for file in self._files],
       'last': self.last,

@@ -103,6 +103,10 @@ class Lines:
   def write(self, record: Any) -> None:
     self._append(self._form.to_lines(record))
 
+  def sync(self) -> None:
+    """Waits until the disk has all lines, or the bucket that is mounted."""
+    os.fsync(self._file)
+
   def _append(self, lines: Sequence[str]) -> None:
     self._file.writelines(f'{line}\n' for line in lines)
     self._file.flush()
@@ -255,7 +259,7 @@ class Writer:
     self._error: WriteError | None = None
 
   def _call(self, sink: Sink, method: Callable, *arguments: Any) -> None:
-    """Calls a method of a sink; only `close` after a sink has failed."""
+    """Calls a method of a sink; after a failure, only `sync` and `close`."""
     try:
       if not arguments or self._error is None:
         method(*arguments)
@@ -288,8 +292,10 @@ class Writer:
     self._free.acquire()
     self._executor.submit(self._call, sink, method, *arguments)
 
-  def flush(self) -> None:
-    """Waits until all records are written."""
+  def flush(self, files: Sequence[Lines] = ()) -> None:
+    """Waits until all records are written, those of `files` to the disk."""
+    for file in files:
+      self._executor.submit(self._call, file, file.sync)
     self._executor.submit(self._check).result()
 
   def close(self, sinks: Sequence[Sink]) -> None:

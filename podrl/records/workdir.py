@@ -6,7 +6,7 @@ episodes.csv     one finished episode per line, with log.episodes
 videos/          one GIF per evaluation, with log.videos
 decisions.jsonl  one decision of sebulba.autotune, or of a population, per line
 checkpoints/     one directory per checkpoint, named by its number of updates
-.lock            an empty file; the process that writes the run locks it
+.lock            locked by the process that writes the run, whose name it has
 summary.json     the last value of each metric, and how the run ended
 seed_0/ ...      with several seeds, a directory with these files for each seed
 member_0/ ...    the same for each member of a sweep, see `agents`
@@ -29,13 +29,15 @@ import math
 import os
 import re
 import secrets
+import shutil
+import socket
 from typing import Any
 import uuid
 
 import numpy as np
 
 from podrl.fields import Fields, as_tuples, flatten, nest
-from podrl.messages import one_line
+from podrl.messages import one_line, printable
 
 Record = dict[str, Any]
 
@@ -495,25 +497,68 @@ def update_config(path: str, config: Fields, changeable: Set[str]) -> None:
 
 @contextlib.contextmanager
 def lock(path: str) -> Iterator[None]:
-  """Locks a run's directory, new or not; raises a ValueError if this fails."""
+  """Locks a run's directory, new or not; raises a ValueError if this fails.
+
+  It fails too if the file system lacks an operation that a run needs.
+  """
   with contextlib.ExitStack() as stack:
     try:
       os.makedirs(path, exist_ok=True)
       # The lock needs a separate file, because a run replaces its other files.
       # The file is open for writing, because NFS requires this for a lock.
       name = os.path.join(path, '.lock')
-      file = open(name, 'a', encoding='utf-8', opener=open_no_link)
-      fcntl.flock(stack.enter_context(file), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise ValueError(
-        f'another process is writing to {path}; stop that process first'
-      ) from error
+      descriptor = open_no_link(name, os.O_RDWR | os.O_CREAT)
+      file = stack.enter_context(open(descriptor, 'r+', errors='replace'))
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        holder = printable(' '.join(file.read(200).split()))
+        raise ValueError(
+          f'{holder or "another process"} is writing to {path}; stop that '
+          'process first'
+        ) from error
+      file.truncate(0)
+      file.write(f'process {os.getpid()} of {socket.gethostname()}')
+      file.flush()
+      os.fsync(file)  # Other hosts then see it, even in a bucket.
     except OSError as error:
       raise ValueError(
         f'--workdir={path} cannot be locked ({error.strerror}); choose another '
         'directory'
       ) from error
+    _check_file_system(path)
     yield
+
+
+def _check_file_system(path: str) -> None:
+  """Raises a ValueError if a directory refuses an operation of a run.
+
+  Otherwise, a bucket that is mounted as a directory would make the run fail at
+  its first checkpoint, and lose what it has learned until then.
+  """
+  probe = os.path.join(path, f'.probe-{uuid.uuid4().hex}')
+  file, what = os.path.join(probe, 'file'), 'create a directory'
+  try:
+    os.mkdir(probe)
+    what = 'create a file'
+    write_text(file, 'line\n')
+    what = 'rename a file to the name of another'
+    write_text(file, 'line\n')
+    what = 'append to a file'
+    with open(file, 'a', encoding='utf-8', opener=open_no_link) as lines:
+      lines.write('line\n')
+    what = 'rename a directory'
+    os.rename(probe, f'{probe}-renamed')
+    probe = f'{probe}-renamed'
+    what = 'delete a directory'
+    shutil.rmtree(probe)
+  except OSError as error:
+    shutil.rmtree(probe, ignore_errors=True)
+    raise ValueError(
+      f'--workdir={path}: its file system cannot {what} ({error.strerror}), '
+      'which a run needs; choose another directory, or mount the bucket in '
+      'another way'
+    ) from error
 
 
 def restore_config(
