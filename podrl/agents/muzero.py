@@ -137,9 +137,9 @@ KINDS: dict[str, Fields] = {
     'replay.priority_exponent': 0.0,
     'replay.sgd_steps_per_update': 16,
   },
-  # With fewer random actions, the model stays wrong at rare positions: with 0.2,
-  # the agent lost 1 of 2,000 games of tic-tac-toe to a random player. With 0.35,
-  # four seeds lost none, and drew 2,000 of 2,000 games with a perfect player.
+  # With fewer random actions, the model stays wrong at rare positions: with
+  # 0.2, the agent lost 1 of 2,000 games of tic-tac-toe to a random player. With
+  # 0.35, three seeds lost none, and drew 2,000 of 2,000 with a perfect player.
   'self-play': {
     'total_env_steps': 600_000,
     'agent.n_steps': 10,
