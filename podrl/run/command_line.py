@@ -156,8 +156,8 @@ _WORDS = {
   "write --config.env.options.NAME=VALUE if the environment's library has such "
   'an option': 'episode_length time_limit action_repeat frame_skip frame_stack '
   'backend render_mode',
-  'podrl has no such setting': 'target_kl clip_vloss clip_range_vf use_sde '
-  'torch_deterministic kl_target policy_frequency '
+  'podrl has no such setting': 'clip_vloss clip_range_vf use_sde '
+  'torch_deterministic policy_frequency '
   'num_resets_per_eval max_devices_per_host',
 }
 
