@@ -76,7 +76,7 @@ def follow_kl(
 
   Args:
     optimizer: any optax transformation. The result's `update` needs an
-      argument `metrics`.
+      argument `metrics`, and raises a ValueError if they lack `approx_kl`.
     desired_kl: in nats.
     num_sgd_steps: optimiser steps of an update.
 
@@ -93,6 +93,11 @@ def follow_kl(
     **others: Tree,
   ) -> tuple[Tree, Array]:
     del params, others
+    if 'approx_kl' not in metrics:
+      raise ValueError(
+        f'optimizer.desired_kl={desired_kl} needs a loss with the metric '
+        'approx_kl; add the metric, or set --config.optimizer.desired_kl=0'
+      )
     kl = metrics['approx_kl']
     change = (kl < desired_kl / 2).astype(jnp.float32) - (kl > 2 * desired_kl)
     factor = jnp.clip(factor * 1.5 ** (change / num_sgd_steps), 1e-3, 1.0)

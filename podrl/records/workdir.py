@@ -562,16 +562,21 @@ def _check_file_system(path: str) -> None:
 
 
 def restore_config(
-  config: Fields, path: str, overridden: Set[str], changeable: Set[str]
+  config: Fields,
+  theirs: Fields,
+  path: str,
+  overridden: Set[str],
+  changeable: Set[str],
 ) -> tuple[dict[str, Any], list[str]]:
   """Gives `config` the values of a run, except those of `MOVABLE` fields.
 
+  `theirs` is the configuration of the run in `path`, with newer fields too.
   `overridden` names the fields that the command line sets. Their values must be
   equal to those of the run, unless the fields are `changeable`. The members of
   a population have hyperparameters of their own, so only its total may change.
   The function returns the result, and a message for each field that differed.
   """
-  ours, theirs = dict(config), read_config(path)
+  ours = dict(config)
   is_population = 'population.every_env_steps' in theirs
   changeable = {'total_env_steps'} if is_population else changeable
   differing = [

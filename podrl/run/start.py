@@ -12,7 +12,7 @@ import jax
 
 from podrl import modules
 from podrl.envs import SUITES
-from podrl.fields import Fields, as_tuples
+from podrl.fields import Fields, as_tuples, defaults
 from podrl.messages import printable
 from podrl.records import checkpoint, workdir
 from podrl.records.workdir import short
@@ -26,6 +26,7 @@ from podrl.run.config import (
   check_trust,
   make_importable,
   parts_directory,
+  table_of,
 )
 
 
@@ -84,8 +85,15 @@ def _resume_run(
       f'--workdir={short(parent)}'
     )
   exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
+  saved = workdir.read_config(path)
+  # A run of an earlier version lacks newer fields. Their defaults leave it as
+  # it is; those of a kind of task may not.
   config, messages = workdir.restore_config(
-    config, path, requested, changeable(config)
+    config,
+    {**defaults(table_of(config)), **saved},
+    path,
+    requested,
+    changeable(config),
   )
   total = config['total_env_steps']
   if workdir.is_finished(path, total):
@@ -104,7 +112,6 @@ def _resume_run(
       )
   for message in messages:
     print(printable(message), file=sys.stderr)
-  saved = workdir.read_config(path)
   if not trust:
     _refuse_links(path, saved)
   own = saved.get('env.path', '') if trust else parts_directory(saved)

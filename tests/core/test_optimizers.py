@@ -208,3 +208,7 @@ def test_steps_follow_the_kl_divergence(is_packed):
     )
     np.testing.assert_allclose(step, expected[-1], rtol=1e-6)
   assert min(map(abs, expected)) == pytest.approx(1 / 2.25)
+  with pytest.raises(
+    ValueError, match='needs a loss with the metric approx_kl'
+  ):
+    optimizer.update(params, state, params, metrics={})

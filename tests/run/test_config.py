@@ -78,8 +78,14 @@ def test_a_saved_integer_is_a_float_and_other_types_are_an_error(
   workdir.make(str(tmp_path), config)
   saved = nest(config | {'agent.gamma': value})
   workdir.write_json(str(tmp_path / 'config.json'), saved)
+  path = str(tmp_path)
   restore = functools.partial(
-    workdir.restore_config, config, str(tmp_path), set(), set()
+    workdir.restore_config,
+    config,
+    workdir.read_config(path),
+    path,
+    set(),
+    set(),
   )
   if value == 1:
     assert type(restore()[0]['agent.gamma']) is float

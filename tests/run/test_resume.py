@@ -32,6 +32,7 @@ from podrl.drivers.anakin import Anakin
 from podrl.records import checkpoint, recorder, sinks
 from podrl.records import workdir as records_workdir
 from podrl.run import build, train
+from podrl.tools import train as command_train
 from podrl.types import LearnerState, Variables
 
 _HOST = (
@@ -743,6 +744,22 @@ def test_a_run_without_its_config_is_not_begun_again(workdir, capsys):
     assert 'its config.json is missing; restore that file from a ba' in said
     assert '--resume' not in said and said.count('\n') == 1
   assert _files(workdir) == before
+
+
+def test_a_run_of_an_earlier_version_lacks_a_field_of_its_kind(
+  tmp_path, capsys
+):
+  command = ['train', 'Pendulum-v1', f'--workdir={tmp_path}']
+  command += ['--config.env.num_envs=4', '--config.eval.num_episodes=4']
+  first = ['--config.optimizer.desired_kl=0', '--steps=512']
+  assert command_train.run([*command, *first]) == 0
+  path = tmp_path / 'config.json'
+  fields = json.loads(path.read_text())
+  del fields['optimizer']['desired_kl']
+  path.write_text(json.dumps(fields))
+  assert command_train.run([*command, '--steps=1024', '--resume']) == 0
+  said = capsys.readouterr().err
+  assert 'keeps its saved value: config.optimizer.desired_kl=0.0' in said
 
 
 @pytest.mark.parametrize('field', ['env.suite', 'agent.normalize_reward'])
