@@ -3,16 +3,22 @@
 python docs/figures.py
 
 `speed.png` shows ratios of the tables of docs/benchmarks.md, `learning.png`
-curves of docs/returns.csv, and `self_play.png` ratings of the table of
-docs/how-to/self-play.md.
+curves of docs/returns.csv, `aggregates.png` scores over several of its tasks,
+and `self_play.png` ratings of the table of docs/how-to/self-play.md.
 """
 
+from collections.abc import Sequence
 import pathlib
 import sys
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+import numpy as np
 
 _DOCS = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(_DOCS.parent / 'experiments' / 'benchmarks'))
+import scores  # noqa: E402
+
 # Tasks of the picture of curves, and the titles of the panels.
 _TASKS = {
   'anakin_cartpole CartPole-v1': 'CartPole-v1',
@@ -22,6 +28,16 @@ _TASKS = {
   'anakin_pong Pong-misc': 'Pong-misc',
   'anakin_memory_chain MemoryChain-bsuite': 'MemoryChain-bsuite',
 }
+# Pairs of agents whose results are compared.
+_PAIRS = (
+  ('ppo', 'impala'),
+  ('ppo', 'a2c'),
+  ('impala', 'a2c'),
+  ('pqn', 'ppo'),
+  ('rainbow', 'dqn'),
+  ('dqn', 'ppo'),
+  ('sac', 'ppo'),
+)
 _COLORS = {
   'rejax': '#c44e00',
   'PureJaxRL': '#2f8f4e',
@@ -94,13 +110,66 @@ def draw_speed(page: str) -> Figure:
 
 def draw_learning() -> Figure:
   """Draws the curves of a few tasks, as `returns.py` draws all of them."""
-  sys.path.insert(0, str(_DOCS.parent / 'experiments' / 'benchmarks'))
   import returns
 
   rows = [row for row in returns.read_rows() if row['task'] in _TASKS]
   figure = returns.draw(rows)
   for axes in figure.axes:
     axes.set_title(_TASKS[axes.get_title()], fontsize=9)
+  return figure
+
+
+_Scores = dict[str, dict[str, np.ndarray]]  # By agent and environment.
+
+
+def _common(found: _Scores, agents: Sequence[str]) -> list[str]:
+  """Returns the environments that all of some agents have."""
+  return [x for x in found[agents[0]] if all(x in found[a] for a in agents)]
+
+
+def _draw_profiles(axes: Axes, found: _Scores, agents: Sequence[str]) -> None:
+  """Draws the performance profile of each agent, over the tasks of all."""
+  import returns
+
+  names, points = _common(found, agents), np.linspace(0, 1.6, 161)
+  for agent in agents:
+    tasks, color = [found[agent][x] for x in names], returns._COLORS[agent]
+    mean = scores.interquartile_mean(tasks)
+    label = f'{agent}, mean {mean:.2f}'
+    low, high = scores.interval(lambda x: scores.profile(x, points), tasks)
+    axes.plot(points, scores.profile(tasks, points), color=color, label=label)
+    axes.fill_between(points, low, high, color=color, alpha=0.2, lw=0)
+  axes.set_title(f'{", ".join(agents)}: {len(names)} tasks', fontsize=9)
+  axes.set_xlabel('score')
+  axes.set_ylabel('share of runs with a higher score')
+  axes.set_ylim(0, 1.05)
+  axes.legend(fontsize=8, frameon=False, loc='lower left')
+  axes.grid(alpha=0.3)
+
+
+def draw_aggregates() -> Figure:
+  """Draws performance profiles, and probabilities of improvement."""
+  found = scores.scores()
+  figure = Figure(figsize=(11, 3.6), layout='constrained')
+  left, middle, right = figure.subplots(1, 3)
+  _draw_profiles(left, found, ['ppo', 'impala', 'a2c'])
+  _draw_profiles(middle, found, ['ppo', 'impala', 'a2c', 'pqn'])
+  labels = []
+  for i, pair in enumerate(_PAIRS):
+    names = _common(found, pair)
+    agents = [[found[agent][x] for x in names] for agent in pair]
+    share = scores.improvement(*agents)
+    low, high = scores.interval(scores.improvement, *agents)
+    right.barh(-i, high - low, 0.5, low, color='#1f5fa8', alpha=0.3)
+    right.plot([share, share], [-i - 0.25, -i + 0.25], color='#1f5fa8')
+    labels.append(f'{" > ".join(pair)} ({len(names)})')
+  right.set_yticks(-np.arange(len(labels)), labels, fontsize=8)
+  right.axvline(0.5, color='#5a5a5a', lw=1)
+  right.set_xlim(0, 1)
+  right.set_title('probability of improvement (tasks)', fontsize=9)
+  right.grid(axis='x', alpha=0.3)
+  for axes in figure.axes:
+    axes.spines[['top', 'right']].set_visible(False)
   return figure
 
 
@@ -136,6 +205,7 @@ def main() -> None:
   page = (_DOCS / 'benchmarks.md').read_text()
   draw_speed(page).savefig(_DOCS / 'images' / 'speed.png', dpi=110)
   draw_learning().savefig(_DOCS / 'images' / 'learning.png', dpi=110)
+  draw_aggregates().savefig(_DOCS / 'images' / 'aggregates.png', dpi=110)
   page = (_DOCS / 'how-to' / 'self-play.md').read_text()
   draw_ratings(page).savefig(_DOCS / 'images' / 'self_play.png', dpi=110)
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reference/configuration.md.
+"""Writes the tables of fields, and those made from docs/returns.csv.
 
 python docs/tables.py
 """
@@ -6,16 +6,24 @@ python docs/tables.py
 from collections.abc import Iterator, Mapping, Sequence
 import math
 import pathlib
+import sys
 from typing import Any
+
+import numpy as np
+from scipy import stats
 
 from podrl.agents import AGENTS
 from podrl.core.optimizers import OPTIMIZERS
 from podrl.fields import Field, Range
+from podrl.messages import three_digits
+from podrl.records.terminal import compact
 from podrl.run.config import KINDS, PARTS, make_table
 
-_PAGE = pathlib.Path(__file__).parent / 'reference' / 'configuration.md'
-_BEGIN, _END = '<!-- fields: python docs/tables.py -->\n', '<!-- end -->\n'
-_KINDS_BEGIN = '<!-- kinds: python docs/tables.py -->\n'
+_DOCS = pathlib.Path(__file__).resolve().parent
+sys.path.append(str(_DOCS.parent / 'experiments' / 'benchmarks'))
+import scores  # noqa: E402
+
+_END = '<!-- end -->\n'
 _HEADER = '| field | default | allowed | meaning |\n|---|---|---|---|'
 
 _SECTIONS = {
@@ -32,6 +40,15 @@ _SECTIONS = {
   'stop': 'Early stop',
   'log': 'Records',
   'checkpoint': 'Checkpoints',
+}
+# The task that stands for each kind on the page of expected results.
+_EXPECTED = {
+  'numbers': 'anakin_cartpole CartPole-v1',
+  'a memory': 'anakin_memory_chain MemoryChain-bsuite',
+  'one continuous action': 'anakin_pendulum Pendulum-v1',
+  'several of them': 'sebulba_half_cheetah HalfCheetah-v4',
+  'small images': 'anakin_breakout conv Breakout-MinAtar',
+  'large images': 'sebulba_pong cpu Pong-v5',
 }
 
 
@@ -137,14 +154,100 @@ def make_kinds() -> str:
   return '\n'.join([*lines, ''])
 
 
+def _return(seeds: Sequence[scores.Row]) -> float:
+  """Returns the interquartile mean of the evaluated returns of some seeds."""
+  return stats.trim_mean([float(x['eval_return']) for x in seeds], 0.25)
+
+
+def make_published() -> str:
+  """Returns the table of podrl's returns beside those that others published."""
+  groups, low = scores.group(scores.read('returns')), scores.random_levels()
+  lines = [
+    '| task | agent | steps | return | published | after | ratio | source |',
+    '|---|---|---|---|---|---|---|---|',
+  ]
+  for row in scores.read('published'):
+    if row['return']:  # It is not in returns.csv.
+      own, steps = float(row['return']), float(row['env_steps'])
+    else:
+      seeds = groups[row['task'], row['agent']]
+      own, steps = _return(seeds), float(seeds[0]['env_steps'])
+    task = row['task'].split()[-1]
+    other, floor = float(row['published']), low.get(task, 0.0)
+    cells = (
+      task,
+      row['agent'],
+      compact(steps),
+      three_digits(own),
+      three_digits(other),
+      compact(float(row['steps'])) if row['steps'] else 'not stated',
+      f'{(own - floor) / (other - floor):.2f}',
+      f'{row["source"]}: {row["note"]}',
+    )
+    lines.append(f'| {" | ".join(cells)} |')
+  return '\n'.join([*lines, ''])
+
+
+def _steps_to_learn(seeds: Sequence[scores.Row], floor: float) -> float:
+  """Returns after how many steps all seeds are half way to their last return.
+
+  The way begins at `floor`, the return of random actions.
+  """
+  curves = np.array([x['curve'].split() for x in seeds], float)
+  middle = (floor + stats.trim_mean(curves[:, -1], 0.25)) / 2
+  is_there = curves >= middle
+  is_there[:, -1] = True  # If a seed never is, it takes all steps.
+  points = 1 + np.argmax(is_there, axis=1)
+  return points.max() / curves.shape[1] * float(seeds[0]['env_steps'])
+
+
+def make_expected() -> str:
+  """Returns the table of the returns, steps and times of all agents."""
+  groups, low = scores.group(scores.read('returns')), scores.random_levels()
+  lines = [
+    '| kind: task | agent | return | worst seed | steps | half way after '
+    '| time |',
+    '|---|---|---|---|---|---|---|',
+  ]
+  for kind, task in _EXPECTED.items():
+    env = task.split()[-1]
+    for agent in AGENTS:
+      if seeds := groups.get((task, agent)):
+        seconds = np.median([float(x['seconds']) for x in seeds])
+        worst = min(float(x['eval_return']) for x in seeds)
+        cells = (
+          f'{kind}: {env}',
+          f'`{agent}`',
+          three_digits(_return(seeds)),
+          three_digits(worst),
+          compact(float(seeds[0]['env_steps'])),
+          compact(_steps_to_learn(seeds, low[env])),
+          f'{seconds:.0f} s' if seconds < 99.5 else f'{seconds / 60:.0f} min',
+        )
+        lines.append(f'| {" | ".join(cells)} |')
+  return '\n'.join([*lines, ''])
+
+
+_TABLES = {
+  'fields': make_tables,
+  'kinds': make_kinds,
+  'published': make_published,
+  'expected': make_expected,
+}
+
+
 def render(page: str) -> str:
   """Returns the text of the page with new tables."""
-  tables = {_BEGIN: make_tables(), _KINDS_BEGIN: make_kinds()}
-  for begin, table in tables.items():
-    before, _, rest = page.partition(begin)
-    page = f'{before}{begin}\n{table}\n{_END}{rest.partition(_END)[2]}'
+  for name, make in _TABLES.items():
+    begin = f'<!-- {name}: python docs/tables.py -->\n'
+    before, found, rest = page.partition(begin)
+    if found:
+      page = f'{before}{begin}\n{make()}\n{_END}{rest.partition(_END)[2]}'
   return page
 
 
 if __name__ == '__main__':
-  _PAGE.write_text(render(_PAGE.read_text()))
+  for path in _DOCS.rglob('*.md'):
+    text = path.read_text()
+    if (new := render(text)) != text:
+      path.write_text(new)

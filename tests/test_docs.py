@@ -144,11 +144,27 @@ def test_the_parts_of_the_page_work_together(tmp_path, monkeypatch):
 
 def test_the_tables_of_fields_are_those_of_the_configuration():
   tables = runpy.run_path(str(_DOCS / 'tables.py'))
+  for page, text in _TEXT.items():
+    assert text == tables['render'](text), f'{page}: run python docs/tables.py'
   page = _TEXT[_DOCS / 'reference/configuration.md']
   assert [x for x in all_fields() if f'\n| `{x}` |' not in page] == []
   for name, entry in AGENTS.items():
     assert all(f'\n| {kind} | {name} |' in page for kind in entry.kinds)
-  assert page == tables['render'](page), 'run python docs/tables.py'
+
+
+def test_the_published_returns_are_beside_those_of_podrl():
+  page = _TEXT[_DOCS / 'reference/returns.md']
+  rows = re.findall(r'^\| \S+ \| \w+ \|(.*)\|$', page, re.M)
+  rows = [[x.strip() for x in row.split('|')] for row in rows]
+  # An agent on Pendulum-v1 gets -1,202 with random actions, so it can go up by
+  # 1,045 to -157; podrl's -147 is 1,055 above, 1.01 times as much.
+  assert ['29.9k', '-147', '-157', '20k', '1.01', 'SB3: SAC'] in rows
+  # -274.4 with random actions: (6,389 + 274.4) / (9,535 + 274.4).
+  source = 'SB3: SAC, HalfCheetah-v3'
+  assert ['300k', '6,389', '9,535', '1M', '0.68', source] in rows
+  sources = {row[-1].split(':')[0] for row in rows if ': ' in row[-1]}
+  named = re.findall(r'^- \*(\w+)\* (?:is|has)', page, re.M)
+  assert len(sources) > 5 and sources == set(named)
 
 
 def test_the_page_of_compiled_experiments_has_all_rows():
