@@ -48,9 +48,10 @@ def _config(agent='ppo', **options):
   return config
 
 
-def _with_memory(config):
+def _with_memory(config, core='gru'):
   """Turns on all that an agent may carry from step to step."""
-  config['network.recurrent'] = 'gru'
+  config['network.recurrent'] = core
+  config['network.memory_steps'] = 3 * (core == 'gtrxl')
   config['agent.normalize_observation'] = True
   config['agent.normalize_reward'] = True
   return config
@@ -135,15 +136,17 @@ def _podrl_threads():
 
 
 @pytest.mark.parametrize(
-  'max_lag,has_memory',
+  'max_lag,core',
   [
-    (1, True),
-    pytest.param(0, False, marks=pytest.mark.slow),
-    pytest.param(1, False, marks=pytest.mark.slow),
+    (1, 'gru'),
+    helpers.slow(0, ''),
+    helpers.slow(1, ''),
+    helpers.slow(1, 'lru'),
+    helpers.slow(1, 'gtrxl'),
   ],
 )
-def test_deterministic_runs_are_bitwise_equal(max_lag, has_memory):
-  config = _with_memory(_config()) if has_memory else _config()
+def test_deterministic_runs_are_bitwise_equal(max_lag, core):
+  config = _with_memory(_config(), core) if core else _config()
 
   def params(seed):
     rng = np.random.default_rng(seed)  # Each run has other delays.
@@ -508,8 +511,11 @@ def test_unrolls_follow_one_another_over_their_reset_steps():
   pool.close()
 
 
-def test_each_unroll_keeps_what_was_carried_into_it():
-  agent = _agent(_with_memory(_config('impala')))
+@pytest.mark.parametrize(
+  'core', ['gru', 'mingru', helpers.slow('lru'), 'gtrxl']
+)
+def test_each_unroll_keeps_what_was_carried_into_it(core):
+  agent = _agent(_with_memory(_config('impala'), core))
   params, unrolls = _unrolls(agent)
   trajectories = [jax.device_get(u.shards[0]) for u in unrolls]
   keys = jax.random.split(jax.random.key(0), _NUM_ENVS)
