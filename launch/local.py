@@ -11,11 +11,16 @@ begins with the number of its process, for example [0].
 The exit code of the script is that of the first process that fails. After a
 failure, the other processes have grace_seconds to end. Then the script sends
 SIGTERM to them. After kill_seconds more, it sends SIGKILL. If the script itself
-gets Ctrl-C or SIGTERM, it passes the signal to every process. These options
-exist, with their defaults:
+gets Ctrl-C or SIGTERM, it passes the signal to every process.
+
+With --restarts=M, the script starts all processes again after a failure, at
+most M times, with --resume. The command needs --workdir then. A mistake (exit
+code 2) and a signal to the script end it. These options exist, with their
+defaults:
 
   --grace_seconds=30  time for the others to end after a failure
   --kill_seconds=30   time between SIGTERM and SIGKILL
+  --restarts=0        how often a run that fails is started again
   --dry-run           print the commands and run none
 """
 
@@ -48,7 +53,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(message: str) -> None:
-  print(f'local.sh: {message}', file=sys.stderr, flush=True)
+  with contextlib.suppress(OSError):  # The disk of the log may be full.
+    print(f'local.sh: {message}', file=sys.stderr, flush=True)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
@@ -62,6 +68,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
   parser.add_argument('N', type=int)
   parser.add_argument('--grace_seconds', type=int, default=30)
   parser.add_argument('--kill_seconds', type=int, default=30)
+  parser.add_argument('--restarts', type=int, default=0)
   parser.add_argument('--dry-run', action='store_true')
   split = argv.index('--') if '--' in argv else len(argv)
   args = parser.parse_args(argv[:split])
@@ -70,6 +77,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     fail(f"'{args.N}' is not a valid number of processes; try 2")
   if not args.command:
     fail('-- and a command are missing; try: launch/local.sh 2 -- COMMAND')
+  if args.restarts and not any(
+    re.match('--workdir(=|$)', x) for x in args.command
+  ):
+    fail('--restarts needs --workdir=RUN in the command, to continue this run')
   for word in args.command:
     if re.match('--(coordinator|num_processes|process_id)', word):
       fail(f'this script sets {word.partition("=")[0]}; leave it out')
@@ -144,6 +155,15 @@ def is_alive(group: int) -> bool:
   return True
 
 
+def is_stopped(process: int) -> bool:
+  """Returns whether a process is suspended, so that it cannot end."""
+  try:
+    with open(f'/proc/{process}/stat') as file:
+      return file.read().rpartition(')')[2].split()[0] == 'T'
+  except OSError:  # It has ended, or this is macOS, which has no such file.
+    return False
+
+
 def guard(pipe: int, kill_seconds: int) -> None:
   """Runs in a forked process; ends the run if this script is killed.
 
@@ -164,17 +184,90 @@ def guard(pipe: int, kill_seconds: int) -> None:
 
 
 def print_lines(index: int, process: subprocess.Popen) -> None:
-  with contextlib.suppress(BrokenPipeError), process.stdout:
+  with process.stdout:
     for line in process.stdout:
       line = b'[%d] %s\n' % (index, line.removesuffix(b'\n'))
-      sys.stdout.buffer.write(line)
-      sys.stdout.buffer.flush()
+      try:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+      except BrokenPipeError:
+        return
+      except OSError:  # On a full disk, the line is lost, but not the run.
+        continue
 
 
 def start_thread(function, *arguments) -> threading.Thread:
   thread = threading.Thread(target=function, args=arguments, daemon=True)
   thread.start()
   return thread
+
+
+def run(
+  args: argparse.Namespace, gpus: Sequence[str], life, events: queue.SimpleQueue
+) -> tuple[int, bool]:
+  """Runs all processes once.
+
+  Each process group is written to `life`. An item of `events` is (process, exit
+  code) or (None, signal to pass on).
+
+  Returns:
+    The exit code, and whether the script got a signal.
+  """
+  running, readers, is_over = {}, [], False
+  try:
+    for index, process in enumerate(start(args, gpus)):
+      running[process.pid] = index
+      print(process.pid, file=life)
+      readers.append(start_thread(print_lines, index, process))
+      start_thread(lambda p: events.put((p.pid, p.wait())), process)
+  except OSError as error:
+    fail(f'cannot run {args.command[0]}: {error.strerror}', 127)
+
+  groups, code = [*running], 0
+  deadline, next_signal = None, signal.SIGTERM
+  while running:
+    left = None if deadline is None else max(0, deadline - time.monotonic())
+    try:
+      process, number = events.get(timeout=left)
+    except queue.Empty:
+      names = ' '.join(map(str, sorted(running.values())))
+      say(f'sending {next_signal.name} to processes {names}')
+      send(next_signal, groups)
+      if next_signal == signal.SIGKILL:
+        break
+      deadline = time.monotonic() + args.kill_seconds
+      next_signal = signal.SIGKILL
+      continue
+    if process is None:
+      is_over = True
+      send(number, groups)
+      continue
+    index = running.pop(process, None)  # None: it is one of an earlier attempt.
+    if number and not code and index is not None:
+      code = 128 - number if number < 0 else number
+      deadline = time.monotonic() + args.grace_seconds
+      if running:
+        seconds, others = args.grace_seconds, len(running)
+        say(
+          f'process {index} ended with exit code {code}; waiting {seconds} s '
+          f'for the others; still running: {others}'
+        )
+    if code:
+      send(signal.SIGKILL, [x for x in running if is_stopped(x)])
+
+  # A command may start a process that outlives it and keeps the output open.
+  for number, seconds in (
+    (signal.SIGTERM, 1),
+    (signal.SIGKILL, args.kill_seconds),
+    (signal.SIGKILL, 1),
+  ):
+    end = time.monotonic() + seconds
+    for reader in readers:
+      reader.join(max(0, end - time.monotonic()))
+    if any(reader.is_alive() for reader in readers):
+      send(number, groups)
+  send(signal.SIGKILL, groups)
+  return code, is_over
 
 
 def main() -> int:
@@ -192,7 +285,6 @@ def main() -> int:
   os.close(read_end)
   life = open(write_end, 'w', buffering=1)
 
-  # Each item is (index of a process, exit code) or (None, signal to pass on).
   events: queue.SimpleQueue = queue.SimpleQueue()
   passed = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM}
   if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP.
@@ -200,57 +292,14 @@ def main() -> int:
   for number in passed:
     signal.signal(number, lambda number, _: events.put((None, passed[number])))
 
-  groups, readers = [], []
-  try:
-    for index, process in enumerate(start(args, gpus)):
-      groups.append(process.pid)
-      print(process.pid, file=life)
-      readers.append(start_thread(print_lines, index, process))
-      start_thread(lambda i, p: events.put((i, p.wait())), index, process)
-  except OSError as error:
-    fail(f'cannot run {args.command[0]}: {error.strerror}', 127)
-
-  running, code = set(range(len(groups))), 0
-  deadline, next_signal = None, signal.SIGTERM
-  while running:
-    left = None if deadline is None else max(0, deadline - time.monotonic())
-    try:
-      index, number = events.get(timeout=left)
-    except queue.Empty:
-      names = ' '.join(map(str, sorted(running)))
-      say(f'sending {next_signal.name} to processes {names}')
-      send(next_signal, groups)
-      if next_signal == signal.SIGKILL:
-        break
-      deadline = time.monotonic() + args.kill_seconds
-      next_signal = signal.SIGKILL
-      continue
-    if index is None:
-      send(number, groups)
-      continue
-    running.remove(index)
-    if number and not code:
-      code = 128 - number if number < 0 else number
-      deadline = time.monotonic() + args.grace_seconds
-      if running:
-        seconds, others = args.grace_seconds, len(running)
-        say(
-          f'process {index} ended with exit code {code}; waiting {seconds} s '
-          f'for the others; still running: {others}'
-        )
-
-  # A command may start a process that outlives it and keeps the output open.
-  for number, seconds in (
-    (signal.SIGTERM, 1),
-    (signal.SIGKILL, args.kill_seconds),
-    (signal.SIGKILL, 1),
-  ):
-    end = time.monotonic() + seconds
-    for reader in readers:
-      reader.join(max(0, end - time.monotonic()))
-    if any(reader.is_alive() for reader in readers):
-      send(number, groups)
-  send(signal.SIGKILL, groups)
+  code, is_over = run(args, gpus, life, events)
+  for number in range(1, args.restarts + 1):
+    if is_over or code in (0, 2):  # 2 is a mistake in the command.
+      break
+    say(f'exit code {code}; restart {number} of {args.restarts}')
+    if '--resume' not in args.command:
+      args.command.append('--resume')
+    code, is_over = run(args, gpus, life, events)
   print('done', file=life)
   return code
 

@@ -26,8 +26,9 @@ Runs COMMAND as one process on each node, for example
 The script adds --resume. If you give no --workdir, it also adds
 --workdir=runs/NAME-ID, with the name and number of the job. All nodes must have
 access to this directory. The run saves a checkpoint two minutes before the time
-limit of the job, and when the job is preempted. The job is then queued again. The
-lines of this script that begin with #SBATCH set defaults; options of sbatch
+limit of the job, and when the job is preempted. The job is then queued again, and
+also after a failure that is no mistake in the command, until it was queued 10 times.
+The lines of this script that begin with #SBATCH set defaults; options of sbatch
 override them. --dry-run prints the command, with or without sbatch, and runs none.
 TEXT
 }
@@ -68,12 +69,17 @@ fi
 # SIGTERM must not end this shell, because it waits for srun's exit code.
 trap : TERM
 "${command[@]}"
-code=$?
-if ((code == 75)); then
+code=$? what='the run failed'
+case $code in
+  75) what='the run saved a checkpoint' again=yes ;;
+  0 | 2 | 126 | 127 | 130) again='' ;; # Done, a mistake, no such program, Ctrl-C.
+  *) again=$((${SLURM_RESTART_COUNT:-0} < 10)) again=${again#0} ;;
+esac
+if [[ $again ]]; then
   # A cancelled job saves a checkpoint too, but must not be queued again.
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
   if [[ -z $state || $state == RUNNING ]]; then
-    echo 'slurm.sh: the run saved a checkpoint, so the job must be queued again'
+    echo "slurm.sh: $what, so the job must be queued again"
     scontrol requeue "$SLURM_JOB_ID" \
       || echo 'slurm.sh: the job could not be queued again; submit it again'
   else

@@ -7,8 +7,10 @@ decides how arrays are split over them.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
+import functools
 import glob
 import importlib.util
+import itertools
 import math
 import os
 import resource
@@ -34,6 +36,7 @@ from podrl.messages import one_line
 from podrl.types import (
   DEVICE_AXIS,
   MEMBER_AXIS,
+  Array,
   Learner,
   LearnerState,
   Trajectory,
@@ -458,6 +461,47 @@ def copy_to_first_device(tree: Tree) -> Tree:
     return jax.device_put(fetch(x), first)
 
   return jax.tree.map(copy, tree)
+
+
+def gather(tree: Tree, into: Tree = None) -> Tree:
+  """Returns a copy of a tree, whole, on its first device in this process.
+
+  All processes call it together, because it gathers what is split over them.
+  Keys become the numbers that they contain. The call deletes `into`, an earlier
+  copy, and uses its memory: to get new memory can take longer than to copy.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  is_same = [x.is_fully_replicated for x in leaves]
+  split = [x for x, same in zip(leaves, is_same) if not same]
+  if split:
+    mesh = split[0].sharding.mesh
+    split = [x.addressable_data(0) for x in _gather(mesh)(split)]
+  parts = [x.addressable_data(0) for x in itertools.compress(leaves, is_same)]
+  old = [] if into is None else jax.tree.leaves(into)
+  copies = iter(_copy(parts, [*itertools.compress(old, is_same)]))
+  others = iter(split)
+  return jax.tree.unflatten(
+    structure, [next(copies if same else others) for same in is_same]
+  )
+
+
+@functools.cache
+def _gather(mesh: Mesh) -> Callable[[Tree], Tree]:
+  """Makes the program of `gather`, which compiles once for each mesh."""
+  whole = NamedSharding(mesh, REPLICATED)
+  return jax.jit(lambda arrays: [*map(_numbers, arrays)], out_shardings=whole)
+
+
+@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
+def _copy(arrays: list[Array], into: list[Array]) -> list[Array]:
+  """Copies arrays into the buffers of others, which are of the same kind."""
+  del into
+  return [*map(_numbers, arrays)]
+
+
+def _numbers(x: Array) -> Array:
+  is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return jnp.copy(jax.random.key_data(x) if is_key else x)
 
 
 def to_device(tree: Tree, device: jax.Device) -> Tree:

@@ -9,6 +9,10 @@ If the run saves again after the same update, the file of the digests gets the
 newer progress. A checkpoint has no hyperparameters, because the configuration
 contains them. Only those of a population, which change during the run, are in
 `progress`.
+
+If a process of a run is lost, another one writes the `HostCopy` that it keeps.
+This checkpoint has the arrays of an item in one file of numpy, because orbax
+needs all processes.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,6 +30,7 @@ from typing import Any
 from absl import logging
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
@@ -48,12 +53,21 @@ FIELDS = {
   'checkpoint.grace_seconds': Field(
     30.0, 'Time limit for saving a checkpoint after SIGTERM.', SECONDS
   ),
+  'checkpoint.host_seconds': Field(
+    10.0,
+    'Seconds between copies of the state in host memory, which a run of '
+    'several processes saves if it loses one; 0 means off. A state above 300 '
+    'MB is copied every second per 30 MB.',
+    FROM_0,
+  ),
 }
 
 _FORMAT = 7  # Version of the checkpoint format; podrl reads only this one.
 _EXTRA_BYTES = 2**20  # Size of a checkpoint without its arrays.
 # Older checkpoints of this format do not have these fields of NamedTuples.
 _NEW_FIELDS = 'info', 'episode_info'
+_ARRAYS = 'arrays.npz'  # The file of an item that a `HostCopy` wrote.
+_UNFINISHED = '.unfinished'  # Ends the name of a copy that is being written.
 _MAX_REASON = 200  # A message contains at most this much of an orbax error.
 
 # One jitted call copies all arrays before the next update can donate them.
@@ -80,14 +94,18 @@ def _directory(path: str, *names: Any) -> str:
   return os.path.join(os.path.abspath(path), 'checkpoints', *map(str, names))
 
 
-def _describe(tree: Tree) -> dict[str, str]:
-  """Maps the path of each array in a tree to its type and shape."""
+def _by_path(tree: Tree) -> dict[str, Any]:
+  """Maps the path of each array in a tree to the array."""
   return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): (
-      f'{x.dtype}{[*x.shape]}'
-    )
+    jax.tree_util.keystr(path, simple=True, separator='/'): x
     for path, x in jax.tree_util.tree_leaves_with_path(tree)
   }
+
+
+def _describe(tree: Tree) -> dict[str, str]:
+  """Maps the path of each array in a tree to its type and shape."""
+  arrays = _by_path(tree).items()
+  return {name: f'{x.dtype}{[*x.shape]}' for name, x in arrays}
 
 
 def _difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
@@ -176,6 +194,10 @@ class Checkpoints:
     )
     with self._errors():
       self._manager = ocp.CheckpointManager(_directory(path), options=options)
+      if not jax.process_index():  # The processes that wrote these are gone.
+        for name in os.listdir(_directory(path)):
+          if name.endswith(_UNFINISHED):
+            shutil.rmtree(_directory(path, name))
 
   def _write_digests(self) -> None:
     if jax.process_index():
@@ -207,15 +229,7 @@ class Checkpoints:
       self._manager.wait_until_finished()
       self._num_updates = num_updates
       # Check the space: on a full disk, orbax's threads print many errors.
-      free = shutil.disk_usage(directory).free
-    needed = sum(x.nbytes for x in jax.tree.leaves((state, memory)))
-    needed += _EXTRA_BYTES
-    if free < needed:
-      raise WriteError(
-        f'checkpoint {num_updates} needs {needed / 2**20:.1f} MiB on the disk '
-        f'of {directory}, which has {free / 2**20:.1f} MiB left'
-      )
-    with self._errors():
+      _check_space(directory, num_updates, (state, memory))
       state = _copy(state)  # The next update deletes or overwrites the state.
       variables = learner_of(state).variables._replace(hyperparams={})
       # Copied: orbax reads it in a thread, while the run changes its lists.
@@ -249,9 +263,7 @@ class Checkpoints:
         return
       before = _read_progress(self._path, num_updates)
       progress = progress | {k: before[k] for k in ('arrays', 'memory')}
-      file = _directory(self._path, num_updates, 'digests.json')
-      contents = workdir.read_json(file) | {'progress': progress}
-      workdir.write_text(file, json.dumps(contents))  # It keeps NaN.
+      _write_progress(self._path, num_updates, progress)
 
   def wait(self) -> None:
     """Waits until all checkpoints are written, or raises a `WriteError`."""
@@ -268,6 +280,123 @@ class Checkpoints:
     # Catch every exception: file systems make orbax raise many kinds.
     with self._busy(), workdir.write_errors(f'checkpoint {self._num_updates}'):
       yield
+
+
+def _write_progress(path: str, step: int, progress: Record) -> None:
+  file = _directory(path, step, 'digests.json')
+  contents = workdir.read_json(file) | {'progress': progress}
+  workdir.write_text(file, json.dumps(contents))  # It keeps NaN.
+
+
+def set_failures(path: str, step: int, number: int) -> None:
+  """Stores how often the run has failed after a checkpoint.
+
+  Raises:
+    WriteError: if the file cannot be written.
+  """
+  with workdir.write_errors(f'checkpoint {step}', OSError):
+    progress = _read_progress(path, step) | {'num_failures': number}
+    _write_progress(path, step, progress)
+
+
+def _check_space(directory: str, num_updates: int, tree: Tree) -> None:
+  """Raises a `WriteError` if a disk has no room for a checkpoint."""
+  free = shutil.disk_usage(directory).free
+  needed = sum(x.nbytes for x in jax.tree.leaves(tree)) + _EXTRA_BYTES
+  if free < needed:
+    raise WriteError(
+      f'checkpoint {num_updates} needs {needed / 2**20:.1f} MiB on the disk of '
+      f'{directory}, which has {free / 2**20:.1f} MiB left'
+    )
+
+
+class HostCopy:
+  """A copy of a run's state in the memory of this process.
+
+  If the run loses a process, this one can still write the copy. The loop renews
+  it without waiting: until a new copy has arrived, the earlier one counts.
+  """
+
+  def __init__(self, path: str):
+    self._path = path
+    # Each has the number of updates, the state and the progress.
+    self._copy: tuple[int, Tree, Record] | None = None
+    self._next: tuple[int, Tree, Record] | None = None
+    self._spare: Tree = None  # The state before the last, on a CPU.
+
+  def renew(
+    self,
+    num_updates: int,
+    make: Callable[[Tree], Tree],
+    progress: Record,
+  ) -> None:
+    """Begins a copy of a state.
+
+    `make` takes an earlier copy, whose memory it may use, or None. It returns
+    the copy of the state, without its memory, from `spmd.gather`.
+    """
+    spare, self._spare = self._spare, None
+    state = make(spare)
+    for x in jax.tree.leaves(state):
+      x.copy_to_host_async()
+    self._next = num_updates, state, progress
+
+  def settle(self) -> None:
+    """Replaces the copy by the next one, if that has arrived."""
+    if self._next and all(x.is_ready() for x in jax.tree.leaves(self._next[1])):
+      number, state, progress = self._next
+      jax.block_until_ready(state)  # Raises the error of a copy that failed.
+      before, self._next = self._copy, None
+      if jax.default_backend() == 'cpu':
+        self._spare = before and before[1]
+      else:  # The copy leaves the device.
+        state = jax.tree.map(np.asarray, state)
+      self._copy = number, state, progress
+
+  def write(self, reason: str) -> int | None:
+    """Writes the copy as a checkpoint, because the run ends for a `reason`.
+
+    Returns:
+      Its number of updates. It is None if there is no copy, if there is a newer
+      checkpoint, or if another process writes this one.
+
+    Raises:
+      WriteError: if a file cannot be written.
+    """
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      self.settle()  # The loss may have made the next copy fail.
+    if not self._copy:
+      return None
+    number, state, progress = self._copy
+    if steps(self._path)[:1] >= [number]:
+      return None
+    variables = learner_of(state).variables._replace(hyperparams={})
+    others = change_learner(state, variables=())
+    items = {'variables': variables, 'state': others}
+    progress = progress | {
+      'arrays': _describe(variables),
+      'memory': {},
+      'num_failures': 1,
+      'reason': reason,
+    }
+    directory = _directory(self._path, number)
+    temporary = directory + _UNFINISHED
+    with workdir.write_errors(f'checkpoint {number}'):
+      try:
+        os.mkdir(temporary)  # Only one process can.
+      except FileExistsError:
+        return None
+      _check_space(temporary, number, items)
+      for name in *items, 'progress':
+        os.mkdir(os.path.join(temporary, name))
+      for name, tree in items.items():
+        np.savez(os.path.join(temporary, name, _ARRAYS), **_by_path(tree))
+      file = os.path.join(temporary, 'progress', 'metadata')
+      workdir.write_text(file, json.dumps(progress))
+      contents = {'format': _FORMAT, 'sha256': _digests(temporary)}
+      workdir.write_json(os.path.join(temporary, 'digests.json'), contents)
+      os.rename(temporary, directory)
+    return number
 
 
 def steps(path: str) -> list[int]:
@@ -320,10 +449,38 @@ def _read(path: str, step: int, item: str, like: Tree) -> Tree:
   Fields that are newer than the checkpoint keep their value in `like`.
   """
   directory = _directory(path, step, item)
+  file = os.path.join(directory, _ARRAYS)
+  if os.path.exists(file):
+    return _read_copy(file, like)
   with _quiet(), ocp.StandardCheckpointer() as reader:
     saved = reader.metadata(directory).item_metadata.tree
     read = reader.restore(directory, _without_new_fields(like, saved))
   return _with_new_fields(like, read)
+
+
+def _read_copy(file: str, like: Tree) -> Tree:
+  """Reads an item that a `HostCopy` wrote; see `_read`."""
+
+  def spread(host: np.ndarray, sharding: Any) -> jax.Array:
+    return jax.make_array_from_callback(
+      host.shape, sharding, lambda index: host[index]
+    )
+
+  with np.load(file, allow_pickle=False) as arrays:
+
+    def read(path: Any, x: Any) -> jax.Array:
+      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      if name not in arrays and not {*_NEW_FIELDS}.isdisjoint(name.split('/')):
+        return x
+      host = arrays[name]
+      if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # numpy's files have no names for some types, such as bfloat16.
+        return spread(host.view(x.dtype).reshape(x.shape), x.sharding)
+      return jax.random.wrap_key_data(
+        spread(host, x.sharding), impl=jax.random.key_impl(x)
+      )
+
+    return jax.tree_util.tree_map_with_path(read, like)
 
 
 @contextlib.contextmanager

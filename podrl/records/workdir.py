@@ -19,6 +19,7 @@ checkpoints. With Sebulba, each seed is a separate run with its own checkpoints
 from collections.abc import Iterator, Set
 import contextlib
 import datetime
+import errno
 import fcntl
 import glob
 import hashlib
@@ -497,9 +498,12 @@ def update_config(path: str, config: Fields, changeable: Set[str]) -> None:
 
 @contextlib.contextmanager
 def lock(path: str) -> Iterator[None]:
-  """Locks a run's directory, new or not; raises a ValueError if this fails.
+  """Locks a run's directory, new or not.
 
-  It fails too if the file system lacks an operation that a run needs.
+  Raises:
+    ValueError: if this fails, or if the file system lacks an operation that a
+      run needs.
+    WriteError: if the disk is full, which may pass.
   """
   with contextlib.ExitStack() as stack:
     try:
@@ -522,7 +526,7 @@ def lock(path: str) -> Iterator[None]:
       file.flush()
       os.fsync(file)  # Other hosts then see it, even in a bucket.
     except OSError as error:
-      raise ValueError(
+      raise _kind(error)(
         f'--workdir={path} cannot be locked ({error.strerror}); choose another '
         'directory'
       ) from error
@@ -530,8 +534,14 @@ def lock(path: str) -> Iterator[None]:
     yield
 
 
+def _kind(error: OSError) -> type[Exception]:
+  """Returns `WriteError` for a full disk, and ValueError otherwise."""
+  is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+  return WriteError if is_full else ValueError
+
+
 def _check_file_system(path: str) -> None:
-  """Raises a ValueError if a directory refuses an operation of a run.
+  """Raises an error if a directory refuses an operation of a run; see `lock`.
 
   Otherwise, a bucket that is mounted as a directory would make the run fail at
   its first checkpoint, and lose what it has learned until then.
@@ -554,7 +564,7 @@ def _check_file_system(path: str) -> None:
     shutil.rmtree(probe)
   except OSError as error:
     shutil.rmtree(probe, ignore_errors=True)
-    raise ValueError(
+    raise _kind(error)(
       f'--workdir={path}: its file system cannot {what} ({error.strerror}), '
       'which a run needs; choose another directory, or mount the bucket in '
       'another way'

@@ -32,11 +32,12 @@ from jax._src import distributed  # JAX has no public API for the store.
 from jax.experimental import multihost_utils
 
 from podrl.messages import one_line
-from podrl.records.workdir import SAVE_SECONDS
+from podrl.records.workdir import SAVE_SECONDS, WriteError
 from podrl.signals import FAILED, INTERRUPTED
 
 _PERIOD_SECONDS = 0.5  # Time between two signs of life.
-_END_SECONDS = 10.0  # A process that must end is killed after this long.
+# A process that must end is killed after this long. It may save a copy first.
+_END_SECONDS = 60.0
 _AbortHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
@@ -230,11 +231,15 @@ class Cluster:
       self.close()
     elif self.watchdog:  # Without this, all processes would hang.
       is_interrupted = isinstance(error, KeyboardInterrupt)
+      is_full = isinstance(error, WriteError)
+      message = one_line(error, with_kind=not is_full)
       try:
-        if not is_interrupted:
+        if is_full:
+          print(f'error: {message}', file=sys.stderr)
+        elif not is_interrupted:
           traceback.print_exc()
-        message = one_line(error, with_kind=True)
-        self.watchdog.fail(message, is_suspect=not is_interrupted)
+        is_suspect = not (is_interrupted or is_full)
+        self.watchdog.fail(message, is_suspect=is_suspect)
         sys.stdout.flush()
       finally:  # Otherwise, the watchdog's threads would go on.
         os._exit(INTERRUPTED if is_interrupted else FAILED)

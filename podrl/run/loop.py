@@ -7,6 +7,7 @@ depends on a clock or a signal, and the other processes follow.
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -54,6 +55,8 @@ from podrl.types import Culprit, Report, Tree, Variables
 
 _ROUND_SECONDS = 0.5  # A signal waits at most about this long.
 _LARGE = 1e6  # Parameters above this size have diverged.
+_COPY_RATE = 30e6  # Bytes per second; copies take about 1 % of a CPU's time.
+_MAX_FAILURES = 3  # A run that fails so often at an update is not resumed.
 _EVOLVE_STREAM = 2**32 - 1  # Folded into the seed's key, for populations.
 
 
@@ -221,6 +224,13 @@ class Trainer:
   on_record: OnRecord | None = None
   checkpoints: checkpoint.Checkpoints | None = None
   saved_seconds: float = 0.0  # When the last periodic checkpoint was written.
+  host_copy: checkpoint.HostCopy | None = None
+  copied_seconds: float = -math.inf  # When the last host copy was begun.
+  copied_bytes: int = 0  # Its size.
+  # How often the run has failed after this number of updates, if it ends now.
+  failed_at: int = -1
+  num_failures: int = 0
+  notes: Record = dataclasses.field(default_factory=dict)  # For a record.
   updates_per_round: int = 1
   has_warned: bool = False  # Whether the agent has warned of its records.
   profile_end: int = 0  # The number of updates at which profiling ends.
@@ -266,6 +276,7 @@ class Trainer:
 
     def on_failure(message: str) -> None:
       print_error(message)
+      self._save_copy(message)
       self._conclude(Outcome(FAILED, error=message))
 
     if self.cluster.watchdog:  # It calls this if another process fails.
@@ -330,6 +341,8 @@ class Trainer:
     elif self.checkpoints:
       recorder.terminal.say(f'saved after update {recorder.num_updates}')
     with contextlib.suppress(WriteError):
+      if self.failed_at == recorder.num_updates:
+        checkpoint.set_failures(path, self.failed_at, 0)
       if recorder.sinks and recorder.num_updates_since_record:
         recorder.write()  # The checkpoint is older, so a resume repeats it.
     return self._conclude(outcome).exit_code
@@ -356,6 +369,8 @@ class Trainer:
       if self.checkpoints and not watchdog and not is_expected:
         leaves = jax.tree.leaves(self.run.driver.state)
         if not any(x.is_deleted() for x in leaves):
+          if self.failed_at != self.recorder.num_updates:
+            self.failed_at, self.num_failures = self.recorder.num_updates, 1
           self._save()  # The state is valid, for example after an actor failed.
       if self.recorder.num_updates_since_record:
         self.recorder.write()
@@ -483,6 +498,7 @@ class Trainer:
     message = f'{path}: no checkpoint yet, so the run starts from step 0'
     if found:
       step, progress = found
+      self._count_failures(step, progress)
       message = f'{path}: resuming after update {step}{self.run.resume_note}'
       if progress['num_devices'] != num_devices:
         message += (
@@ -490,14 +506,37 @@ class Trainer:
           'rounding and minibatch order differ, so the run is not bit-for-bit '
           'the same'
         )
+      before, now = len(progress['drivers']), self.cluster.num_processes
+      if before != now:
+        message += f'\n{before} processes before, {now} now'
+        self.notes['num_processes'] = now
     print(printable(message), file=sys.stderr)
     return found
 
-  def _save(self, state: Tree = None) -> None:
-    """Writes a checkpoint of a state, by default the driver's."""
+  def _count_failures(self, step: int, progress: Record) -> None:
+    """Counts how often the run failed after this checkpoint.
+
+    An attempt counts from its beginning, because a process that is killed
+    cannot say so. A later checkpoint, or an end by a signal, ends the count.
+
+    Raises:
+      ValueError: if it failed too often.
+    """
+    path, number = self.files.workdir, progress.get('num_failures', 0)
+    is_over = number >= _MAX_FAILURES
+    self.failed_at, self.num_failures = step, 0 if is_over else number + 1
+    checkpoint.set_failures(path, step, self.num_failures)
+    if is_over:
+      reason = workdir.read_summary(path).get('error')
+      reason = reason or progress.get('reason', 'a process was killed')
+      raise ValueError(
+        f'{path} failed {number} times after update {step}, so it is not '
+        f'resumed ({reason}); the same command tries again'
+      )
+
+  def _progress(self, drivers: Any) -> Record:
+    """Returns what a resumed run needs beside the state, as JSON."""
     run, recorder = self.run, self.recorder
-    assert self.checkpoints is not None
-    drivers = self.cluster.gather(run.driver.progress())
     progress = recorder.progress() | {
       'steps_per_update': run.steps_per_update,
       'drivers': drivers,
@@ -506,16 +545,48 @@ class Trainer:
     }
     if self.hyperparams:
       progress['hyperparams'] = self.hyperparams
+    if self.failed_at == recorder.num_updates and not self.signals.is_set():
+      progress['num_failures'] = self.num_failures
+    return progress
+
+  def _save(self, state: Tree = None) -> None:
+    """Writes a checkpoint of a state, by default the driver's."""
+    run, recorder = self.run, self.recorder
+    assert self.checkpoints is not None
+    progress = self._progress(self.cluster.gather(run.driver.progress()))
     best = recorder.best and recorder.best[1]
     state = run.driver.state if state is None else state
     self.checkpoints.save(recorder.num_updates, state, progress, best)
+
+  def _renew_copy(self) -> None:
+    """Begins a copy of the state in host memory, in every process."""
+    run = self.run
+    drivers = self.cluster.gather(run.driver.progress())
+    progress = self.cluster.decide(lambda: self._progress(drivers))
+    state = checkpoint.change_learner(run.driver.state, memory=())
+    self.copied_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
+    self.host_copy = self.host_copy or checkpoint.HostCopy(self.files.workdir)
+    make = functools.partial(spmd.gather, state)
+    with self.cluster.busy():  # It compiles once.
+      self.host_copy.renew(self.recorder.num_updates, make, progress)
+
+  def _save_copy(self, reason: str) -> None:
+    """Writes the copy in host memory, because another process is lost."""
+    try:
+      step = self.host_copy and self.host_copy.write(reason)
+    except WriteError as error:
+      print_error(str(error))
+    else:
+      if step is not None:
+        text = f'saved after update {step}, from a copy in host memory'
+        print(text, file=sys.stderr, flush=True)
 
   def _loop(self) -> bool:
     """Trains; returns false if a signal came before the last update."""
     recorder, cluster, driver = self.recorder, self.cluster, self.run.driver
     num_profiled = self.config['log.profile']
     recorder.terminal.start(recorder.num_updates)
-    self.saved_seconds = time.perf_counter()
+    self.saved_seconds, self.copied_seconds = time.perf_counter(), -math.inf
     self.profile_end = recorder.num_updates + num_profiled
     meter = Meter(_local_devices(self.run))
     with contextlib.ExitStack() as profile:
@@ -531,13 +602,20 @@ class Trainer:
         self.signals.keep()
         if cluster.is_preempted():
           self.signals.note(PREEMPTED)
-        exit_code, is_save, num_updates, plan = cluster.decide(self._next_round)
+        exit_code, is_save, is_copy, num_updates, plan = cluster.decide(
+          self._next_round
+        )
         if exit_code is not None:
           self.signals.note(exit_code)
           return False
         if is_save:
           self._save()
           self.saved_seconds = time.perf_counter()
+        if self.host_copy:
+          self.host_copy.settle()
+        if is_copy:
+          self._renew_copy()
+          self.copied_seconds = time.perf_counter()
         if recorder.num_updates and self._is_due(self.run.evolve_every_updates):
           self._evolve_safely()
         if recorder.num_updates >= self.profile_end:
@@ -553,11 +631,12 @@ class Trainer:
   def _is_due(self, period: int) -> bool:
     return bool(period) and self.recorder.num_updates % period == 0
 
-  def _next_round(self) -> tuple[int | None, bool, int, dict[str, Any]]:
+  def _next_round(self) -> tuple[int | None, bool, bool, int, dict[str, Any]]:
     """Decides in process 0 what all processes do next.
 
-    Returns four values: the exit code if a signal ends the run, or None;
-    whether to save; the number of updates to run; and the driver's plan.
+    Returns five values: the exit code if a signal ends the run, or None;
+    whether to save; whether to renew the copy in host memory; the number of
+    updates to run; and the driver's plan.
     """
     run, config, recorder = self.run, self.config, self.recorder
     num_updates = recorder.num_updates
@@ -569,12 +648,17 @@ class Trainer:
       or (every_seconds and seconds >= every_seconds)
       or (recorder.best and recorder.best[1] == num_updates)
     )
+    seconds = time.perf_counter() - self.copied_seconds
+    host_seconds = config['checkpoint.host_seconds']
+    is_copy = self.cluster.is_distributed and host_seconds > 0.0
+    is_copy &= seconds >= max(host_seconds, self.copied_bytes / _COPY_RATE)
     periods = [config['log.every_updates'], run.eval_every_updates, save_period]
     periods.append(run.evolve_every_updates)
     ends = [num_updates - num_updates % x + x for x in periods if x]
     ends += [x for x in (run.num_updates, self.profile_end) if x > num_updates]
     num_updates = min(self.updates_per_round, *(x - num_updates for x in ends))
-    return self.signals.exit_code, is_save, num_updates, self.run.driver.plan()
+    plan = self.run.driver.plan()
+    return self.signals.exit_code, is_save, is_copy, num_updates, plan
 
   def _evolve_safely(self) -> None:
     """Evolves; nothing gets lost if this compiles for long."""
@@ -696,7 +780,8 @@ class Trainer:
     if outcomes is None:  # The resumed run will write this record.
       signals.note(self.cluster.decide(lambda: signals.exit_code))
       return False
-    recorder.write(outcomes, scalars)
+    recorder.write(outcomes, scalars | self.notes)
+    self.notes = {}
     if outcomes and self.config['log.videos']:
       self._draw_safely()
     if self.cluster.process == 0 and not self.has_warned:

@@ -185,6 +185,8 @@ def execute(
       )
   except ValueError as error:
     return Outcome(MISTAKE, error=str(error))
+  except WriteError as error:
+    return Outcome(FAILED, error=str(error))
   finally:
     signals.close()
 

@@ -71,7 +71,7 @@ def _local(count, program, *flags, arguments=(), environment=None):
 # Each process knows its number, and tells the test its process id.
 _PROLOGUE = """
     import os, signal, subprocess, sys, time
-    flags = dict(f.split('=') for f in sys.argv if f.startswith('--'))
+    flags = dict(f.split('=') for f in sys.argv if '--' in f and '=' in f)
     index = int(flags['--process_id'])
     def say(*words):
       print(*words, flush=True)
@@ -409,6 +409,74 @@ def test_local_ends_grandchildren_and_does_not_wait_for_them(output):
   _have_ended(_pids(lines))
 
 
+# The first argument is a directory that counts the attempts of a process.
+_ATTEMPTS = """
+    name = f'{sys.argv[1]}/{index}'
+    with open(name, 'a') as file:
+      file.write('x')
+    attempt = os.path.getsize(name)
+    say('attempt', attempt, '--resume' in sys.argv)
+    """
+
+
+def _attempts(tmp_path, program, *flags):
+  arguments = [str(tmp_path), '--workdir=run']
+  program = textwrap.dedent(_ATTEMPTS) + textwrap.dedent(program)
+  return _local(2, program, *flags, arguments=arguments)
+
+
+@pytest.mark.parametrize('restarts,expected', [(0, 3), (1, 3), (2, 0), (9, 0)])
+def test_local_starts_all_again_after_a_failure(restarts, expected, tmp_path):
+  code, lines, stderr = _finish(
+    _attempts(
+      tmp_path,
+      'sys.exit(3 * (index == 1 and attempt < 3))',
+      f'--restarts={restarts}',
+    )
+  )
+  assert code == expected
+  number = min(restarts, 2)
+  assert stderr.count('exit code 3; restart ') == number
+  for index in range(2):
+    told = [x for x in lines[index] if x.startswith('attempt')]
+    assert told == [f'attempt {i + 1} {i > 0}' for i in range(number + 1)]
+
+
+def test_local_does_not_repeat_a_mistake(tmp_path):
+  code, lines, stderr = _finish(
+    _attempts(tmp_path, 'sys.exit(2)', '--restarts=5')
+  )
+  assert code == 2 and 'restart' not in stderr and len(lines[0]) == 2
+
+
+def test_local_starts_nothing_again_after_a_signal(tmp_path):
+  process = _attempts(tmp_path, 'time.sleep(300)', '--restarts=5')
+  _wait_until(lambda: len(os.listdir(tmp_path)) == 2)
+  process.terminate()
+  code, lines, stderr = _finish(process)
+  assert code == 128 + signal.SIGTERM and 'restart' not in stderr
+  _have_ended(_pids(lines))
+
+
+def test_local_kills_a_suspended_process_after_a_failure(tmp_path):
+  code, lines, _ = _finish(
+    _attempts(
+      tmp_path,
+      """
+      if attempt == 1 and index == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+      while len(os.listdir(sys.argv[1])) < 2:
+        time.sleep(0.02)
+      time.sleep(0.3)
+      sys.exit(attempt == 1)
+      """,
+      '--restarts=1',
+    )
+  )
+  assert code == 0
+  _have_ended(_pids(lines))
+
+
 @pytest.mark.parametrize(
   'words,message',
   [
@@ -424,6 +492,7 @@ def test_local_ends_grandchildren_and_does_not_wait_for_them(output):
     ('2 --', '-- and a command'),
     ('2 --grace_seconds=long -- x', 'invalid int'),
     ('2 -- x --process_id=1', 'this script sets --process_id'),
+    ('2 --restarts=1 -- x', '--restarts needs --workdir=RUN'),
   ],
 )
 def test_local_names_the_mistake_in_a_line(words, message):
@@ -500,7 +569,7 @@ def _finish_slurm(process, log):
   return process.returncode, stdout, log.read_text().splitlines()
 
 
-@pytest.mark.parametrize('code', [0, 1, 2, 130, 137])
+@pytest.mark.parametrize('code', [0, 2, 127, 130])
 def test_slurm_runs_one_resumable_step_and_returns_its_code(code, tmp_path):
   returned, _, calls = _finish_slurm(
     *_slurm(tmp_path, ['python', 'x.py', '--config.seed=1'], f'exit {code}')
@@ -545,10 +614,17 @@ def test_slurm_dry_run_prints_the_command(tmp_path):
   assert [workdir, resume] == ['--workdir=runs/pong-ID', '--resume']
 
 
-def test_slurm_queues_a_preempted_job_again(tmp_path):
-  code, stdout, calls = _finish_slurm(*_slurm(tmp_path, ['x'], 'exit 75'))
-  assert code == 75 and 'queued again' in stdout
-  assert calls[1:] == ['scontrol requeue 71']
+@pytest.mark.parametrize(
+  'exit_code,restarts,is_again',
+  [(75, '0', True), (75, '99', True), (1, '9', True), (137, '10', False)],
+)
+def test_slurm_queues_a_job_again(exit_code, restarts, is_again, tmp_path):
+  code, stdout, calls = _finish_slurm(
+    *_slurm(tmp_path, ['x'], f'exit {exit_code}', SLURM_RESTART_COUNT=restarts)
+  )
+  assert code == exit_code and ('queued again' in stdout) == is_again
+  assert ('a checkpoint' in stdout) == (code == 75)
+  assert calls[1:] == ['scontrol requeue 71'] * is_again
 
 
 def test_slurm_does_not_bring_a_cancelled_job_back(tmp_path):

@@ -16,13 +16,13 @@ from podrl.records import checkpoint, workdir
 _RUN = ('--config.log.tensorboard=False', '--config.total_env_steps=128')
 
 
-def _refuse(operation, mount, monkeypatch):
+def _refuse(operation, mount, monkeypatch, code=errno.EPERM):
   """Makes `mount` refuse an operation, like a bucket that is mounted."""
 
   def check(is_refused, function, path, *arguments, **options):
     is_in = os.path.abspath(path).startswith(str(mount))
     if is_in and is_refused(path, *arguments):
-      raise OSError(errno.EPERM, 'Operation not permitted')
+      raise OSError(code, os.strerror(code))
     return function(path, *arguments, **options)
 
   names, is_refused = {
@@ -68,6 +68,15 @@ def test_a_run_does_not_begin_where_a_file_system_lacks_what_it_needs(
   after.pop(path / '.lock')
   before.pop(path / '.lock', None)
   assert after == before
+
+
+def test_a_disk_that_is_full_is_no_mistake(tmp_path, monkeypatch, capsys):
+  # It may have space again, so a launcher may start the run again.
+  _refuse('append to a file', tmp_path, monkeypatch, errno.ENOSPC)
+  assert helpers.run(tmp_path / 'run', *_RUN) == signals.FAILED
+  said = capsys.readouterr().err
+  assert 'cannot append to a file (No space left on device)' in said
+  assert said.count('\n') == 1
 
 
 def test_a_bucket_has_the_records_of_each_checkpoint(tmp_path, monkeypatch):
