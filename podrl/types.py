@@ -396,6 +396,10 @@ class Agent(NamedTuple):
   plans: bool = False
   play_earlier: Callable[..., Array] | None = None
 
+  def planning(self, env_state: Tree) -> dict[str, Tree]:
+    """Returns the keywords of `act` for these states; see `plans`."""
+    return {'env_state': env_state} if self.plans else {}
+
   def act_once(
     self, variables: Variables, rng_key: chex.PRNGKey, obs: Tree
   ) -> Array:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import math
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 
 from podrl.core import distributions, meta, normalization, optimizers, pool
 from podrl.core.distributions import Distribution
+from podrl.core.observations import flatten, unflatten
 from podrl.fields import (
   COUNT,
   FRACTION,
@@ -22,6 +23,7 @@ from podrl.fields import (
 )
 from podrl.networks import actor_critic, cores, torsos
 from podrl.networks.actor_critic import Network
+from podrl.networks.q import QNetwork
 from podrl.types import (
   Agent,
   Array,
@@ -39,8 +41,6 @@ from podrl.types import (
 # Continuous actions can have huge log-ratios. Their exp could be infinite, and
 # infinity times a weight of 0 is NaN. This bound is far above the usual clips.
 _MAX_LOG_RATIO = 20.0
-
-_Batch = TypeVar('_Batch', bound=tuple)
 
 
 class Extras(NamedTuple):
@@ -174,7 +174,7 @@ def make_init(
   return init_variables
 
 
-def make_initial_carry(network: Network) -> Callable[[Array], Tree]:
+def make_initial_carry(network: Network | QNetwork) -> Callable[[Array], Tree]:
   """Builds `Agent.initial_carry` for a network's carry."""
   return lambda env_index: network.initial_carry(len(env_index))
 
@@ -249,28 +249,35 @@ def swap_axes(tree: Any) -> Any:
   return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
 
 
-def to_rows(batch: _Batch, is_recurrent: bool) -> _Batch:
+def to_rows(batch: Any, network: Network | QNetwork) -> Any:
   """Changes leaves from `[T, B, ...]` to `[N, S, ...]`, a sequence per row.
 
   For a recurrent network, there is a sequence for each environment: N = B and
   S = T. Otherwise, every slot is a sequence of one step: N = T x B and S = 1.
+  `batch` is a NamedTuple with a `carry`, and `obs` that become vectors.
   """
-  if is_recurrent:
+  batch = batch._replace(obs=flatten(batch.obs, 2))
+  if network.is_recurrent:
     return swap_axes(batch)
   return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), batch)
 
 
-def from_rows(batch: _Batch, is_recurrent: bool) -> _Batch:
-  """Changes rows of a minibatch, `[N, S, ...]`, to time first.
+def from_rows(batch: Any, network: Network | QNetwork) -> Any:
+  """Inverts `to_rows` for a minibatch, but the carry has no axis of time.
 
   The loss of a network that is not recurrent can arrange the steps freely.
   """
-  if is_recurrent:
-    return swap_axes(batch)
-  # Usually, axis 1 contains one block of the minibatch (see
-  # `kernels.blocks`): a TPU then reads the blocks without joining them.
-  size = math.gcd(len(jax.tree.leaves(batch)[0]), 1024)
-  return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), batch)
+  if network.is_recurrent:
+    batch = swap_axes(batch)
+  else:
+    # Usually, axis 1 contains one block of the minibatch (see
+    # `kernels.blocks`): a TPU then reads the blocks without joining them.
+    size = math.gcd(len(jax.tree.leaves(batch)[0]), 1024)
+    batch = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), batch)
+  return batch._replace(
+    obs=unflatten(batch.obs, network.obs, 2),
+    carry=jax.tree.map(lambda x: x[0], batch.carry),
+  )
 
 
 def log_ratio(log_prob: Array, behaviour_log_prob: Array) -> Array:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from podrl.agents import acting
 from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
-from podrl.core.observations import flatten, unflatten
 from podrl.fields import ABOVE_0, FROM_0, Field, Fields, with_defaults
 from podrl.networks.actor_critic import Network
 from podrl.types import Agent, Array, LossOutput, Sample, Tree, Variables
@@ -201,7 +200,7 @@ def make_agent(
     if normalize_advantage:
       advantage = normalize(advantage, weight, mean)
     batch = Batch(
-      obs=flatten(jax.tree.map(lambda x: x[:-1], timestep.obs), 2),
+      obs=jax.tree.map(lambda x: x[:-1], timestep.obs),
       is_first=timestep.is_first[:-1],
       carry=trajectory.carry,
       sample=trajectory.extras.sample,
@@ -210,7 +209,7 @@ def make_agent(
       target=target,
       weight=weight,
     )
-    return acting.to_rows(batch, network.is_recurrent)
+    return acting.to_rows(batch, network)
 
   def loss(
     variables: Variables,
@@ -220,10 +219,10 @@ def make_agent(
   ) -> tuple[Array, LossOutput]:
     del target_params, rng_key
     params, _, hyperparams = variables
-    batch = acting.from_rows(batch, network.is_recurrent)
-    carry = jax.tree.map(lambda x: x[0], batch.carry)
-    obs = unflatten(batch.obs, network.obs, 2)
-    head, value, _ = network.unroll(params, obs, batch.is_first, carry)
+    batch = acting.from_rows(batch, network)
+    head, value, _ = network.unroll(
+      params, batch.obs, batch.is_first, batch.carry
+    )
     advantage, weight = batch.advantage, batch.weight
     log_prob = distribution.log_prob(head, batch.sample)
     log_ratios = acting.log_ratio(log_prob, batch.log_prob)

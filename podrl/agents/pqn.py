@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from podrl.agents import acting, exploring
 from podrl.core import losses, returns
-from podrl.core.observations import flatten, hide_illegal, unflatten
+from podrl.core.observations import hide_illegal
 from podrl.fields import Fields, with_defaults
 from podrl.networks import cores
 from podrl.types import (
@@ -134,14 +134,14 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       lambda_=hyperparams['lambda_'],
     )
     batch = Batch(
-      obs=flatten(jax.tree.map(lambda x: x[:-1], timestep.obs), 2),
+      obs=jax.tree.map(lambda x: x[:-1], timestep.obs),
       is_first=timestep.is_first[:-1],
       carry=trajectory.carry,
       action=trajectory.action,
       target=target,
       weight=weight,
     )
-    return acting.to_rows(batch, network.is_recurrent)
+    return acting.to_rows(batch, network)
 
   def loss(
     variables: Variables,
@@ -150,11 +150,11 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     rng_key: chex.PRNGKey,
   ) -> tuple[Array, LossOutput]:
     del target_params, rng_key
-    batch = acting.from_rows(batch, network.is_recurrent)
-    carry = jax.tree.map(lambda x: x[0], batch.carry)
-    obs = unflatten(batch.obs, network.obs, 2)
-    outputs, _ = network.unroll(variables.params, obs, batch.is_first, carry)
-    values = hide_illegal(to_values(outputs), obs)
+    batch = acting.from_rows(batch, network)
+    outputs, _ = network.unroll(
+      variables.params, batch.obs, batch.is_first, batch.carry
+    )
+    values = hide_illegal(to_values(outputs), batch.obs)
     value = exploring.choose(values, batch.action)
     value_mean = jnp.mean(batch.weight * jnp.max(values, axis=-1))
     metrics: Metrics = {'value': value_mean}
@@ -162,7 +162,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
 
   return Agent(
     init=exploring.make_init(network.init),
-    initial_carry=lambda env_index: network.initial_carry(len(env_index)),
+    initial_carry=acting.make_initial_carry(network),
     act=exploring.make_act(network, to_values, stores_value=True),
     prepare=prepare,
     loss=loss,

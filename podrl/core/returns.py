@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from podrl.types import Array, TimeStep
+from podrl.types import Array, TimeStep, Tree
 
 
 def weights(timestep: TimeStep) -> Array:
@@ -18,6 +18,20 @@ def weights(timestep: TimeStep) -> Array:
     timestep: the steps of an unroll; `is_first` is `[T+1, ...]`.
   """
   return 1.0 - timestep.is_first[1:].astype(jnp.float32)
+
+
+def of_first_player(timestep: TimeStep, sign: Tree) -> tuple[Array, Tree]:
+  """Returns the rewards of the player who began, `[B]`, and the next sign.
+
+  Args:
+    timestep: the step `[B]` after the move.
+    sign: float32 `[B]`, 1 if the player moved who began, else -1; or `()`
+      without turns (see `EnvSpec.has_turns`), where rewards stay as they are.
+  """
+  if isinstance(sign, tuple):
+    return timestep.reward, sign
+  after = jnp.where(timestep.is_first, 1.0, sign * jnp.sign(timestep.discount))
+  return sign * timestep.reward, after
 
 
 def vtrace(

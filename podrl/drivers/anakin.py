@@ -20,6 +20,7 @@ import numpy as np
 
 from podrl.core.learner import fold_into_rows, row_keys
 from podrl.core.observations import flatten, unflatten
+from podrl.core.returns import of_first_player
 from podrl.drivers import culprits, spmd
 from podrl.drivers import info as info_lib
 from podrl.drivers.culprits import Largest
@@ -153,9 +154,9 @@ def make_unroll(
 
     def step(actors, rng_key):
       before = actors.timestep
-      seen = {'env_state': actors.env_state} if agent.plans else {}
+      known = agent.planning(actors.env_state)
       action, extras, carry = agent.act(
-        variables, rng_key, as_given(before), actors.carry, **seen
+        variables, rng_key, as_given(before), actors.carry, **known
       )
       with jax.named_scope('environment'):
         env_state, timestep = step_envs(actors.env_state, action)
@@ -166,10 +167,7 @@ def make_unroll(
       episode_info, ended_info = info_lib.step(
         actors.episode_info, info, is_first
       )
-      reward, sign = timestep.reward, actors.sign
-      if env.spec.has_turns:
-        reward *= sign
-        sign = jnp.where(is_first, 1.0, sign * jnp.sign(timestep.discount))
+      reward, sign = of_first_player(timestep, actors.sign)
       stepped = Actors(
         actors.env_index,
         env_state,

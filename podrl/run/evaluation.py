@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.core.learner import fold_into_rows
+from podrl.core.returns import of_first_player
 from podrl.fields import COUNT, FROM_0, Field, Range
 from podrl.types import Agent, DeviceEnv, HostEnv, TimeStep, Tree, Variables
 
@@ -107,19 +108,12 @@ def make_evaluate(
 
     def step(loop: tuple[jax.Array, _State]) -> tuple[jax.Array, _State]:
       t, (env_state, timestep, carry, is_over, returns, lengths, sign) = loop
-      seen = {'env_state': env_state} if agent.plans else {}
-      action, _, carry = act(
-        variables,
-        fold_into_rows(keys, t),
-        timestep._replace(info=()),
-        carry,
-        **seen,
-      )
+      keys_t, seen = fold_into_rows(keys, t), timestep._replace(info=())
+      known = agent.planning(env_state)
+      action, _, carry = act(variables, keys_t, seen, carry, **known)
       env_state, timestep = env.step(env_state, action)
       is_over = jnp.logical_or(is_over, timestep.is_first)
-      reward = timestep.reward
-      if env.spec.has_turns:
-        reward, sign = sign * reward, sign * jnp.sign(timestep.discount)
+      reward, sign = of_first_player(timestep, sign)
       returns += jnp.where(is_over, 0.0, reward)
       lengths += jnp.where(is_over, 0, 1)
       state = _State(

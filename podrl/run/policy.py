@@ -184,9 +184,9 @@ class Policy:
     shape = is_first.shape
     obs = observe(self.spec, obs, policy_inputs(self.config))
     timestep = TimeStep(obs, jnp.zeros(shape), jnp.ones(shape), is_first)
-    seen = {'env_state': env_state} if self.agent.plans else {}
+    known = self.agent.planning(env_state)
     action, _, carry = self.agent.act(
-      variables, rng_key, timestep, carry, greedy=greedy, **seen
+      variables, rng_key, timestep, carry, greedy=greedy, **known
     )
     return self.spec.to_library(action), carry
 

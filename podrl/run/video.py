@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from podrl.core.learner import fold_into_rows
+from podrl.core.returns import of_first_player
 from podrl.envs import SUITES
 from podrl.fields import Fields
 from podrl.messages import one_line
@@ -78,9 +79,8 @@ def record(
     )
     return action, carry, jax.tree.map(lambda x: x[0], timestep.obs)
 
-  # In a game that the agent plays from both sides, the return is that of the
-  # player who began.
-  returns, sign, is_over = [0.0], 1.0, False
+  sign: Tree = np.ones(1) if env.spec.has_turns else ()
+  returns, is_over = [0.0], False
   moments = []  # Tuples (step, picture or None, observation, action).
   try:
     timestep = env.reset()._replace(info=())
@@ -103,8 +103,8 @@ def record(
       is_over = bool(timestep.is_first[0])
       if is_over or t == max_steps or should_stop():
         break
-      returns.append(returns[-1] + sign * float(timestep.reward[0]))
-      sign *= float(np.sign(timestep.discount[0]))
+      reward, sign = of_first_player(timestep, sign)
+      returns.append(returns[-1] + float(reward[0]))
   finally:
     env.close()
   steps, pictures, observations, actions = map(list, zip(*moments))

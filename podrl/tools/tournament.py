@@ -36,6 +36,7 @@ from rich.console import Console
 
 from podrl import tools
 from podrl.core.learner import fold_into_rows
+from podrl.core.returns import of_first_player
 from podrl.envs import SUITES, games
 from podrl.fields import Fields
 from podrl.messages import printable
@@ -75,10 +76,10 @@ def _of_policy(loaded: policy.Policy, greedy: bool) -> Callable[..., Array]:
 
   @jax.jit
   def choose(variables, rng_key, timestep, env_state):
-    seen = {'env_state': env_state} if agent.plans else {}
     carry = agent.initial_carry(jnp.arange(rng_key.size))
+    known = agent.planning(env_state)
     return agent.act(
-      variables, rng_key, timestep, carry, greedy=greedy, **seen
+      variables, rng_key, timestep, carry, greedy=greedy, **known
     )[0]
 
   return functools.partial(choose, loaded.variables)
@@ -122,10 +123,8 @@ def play(
     is_own = begins == (sign > 0)
     state, timestep = env.step(state, jnp.where(is_own, own, other))
     is_over |= timestep.is_first
-    total += jnp.where(is_over, 0.0, sign * timestep.reward)
-    sign = jnp.where(is_over, sign, sign * jnp.sign(timestep.discount))
-    # After the end, the sign is 0 until the reset step.
-    sign = jnp.where(sign == 0, 1.0, sign)
+    reward, sign = of_first_player(timestep, sign)
+    total += jnp.where(is_over, 0.0, reward)
     return state, timestep._replace(info=()), sign, total, is_over
 
   results = {}
