@@ -32,7 +32,6 @@ from podrl.types import (
   EnvSpec,
   Hyperparams,
   LossOutput,
-  TimeStep,
   Trajectory,
   Tree,
   Variables,
@@ -184,14 +183,7 @@ def make_act(
 ) -> Callable[..., tuple[Array, Extras, Tree]]:
   """Builds `Agent.act`; if `stores_value`, the `Extras` have the value."""
 
-  def act(
-    variables: Variables,
-    rng_key: chex.PRNGKey,
-    timestep: TimeStep,
-    carry: Tree,
-    *,
-    greedy: bool = False,
-  ) -> tuple[Array, Extras, Tree]:
+  def act(variables, rng_key, timestep, carry, *, greedy=False):
     obs, is_first = jax.tree.map(
       lambda x: x[None], (timestep.obs, timestep.is_first)
     )

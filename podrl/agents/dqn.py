@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,9 +17,7 @@ from podrl.types import (
   EnvSpec,
   LossOutput,
   Metrics,
-  Sample,
   Tree,
-  Variables,
 )
 
 TARGET_RATE = {
@@ -192,13 +189,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     obs = jax.tree.map(lambda x: x[None], obs)
     return network.unroll(params, obs, is_first, ())[0][0]
 
-  def prepare(
-    variables: Variables,
-    target_params: Tree,
-    sample: Sample,
-    rng_key: chex.PRNGKey,
-    mean: Callable[[Tree], Tree],
-  ) -> Batch:
+  def prepare(variables, target_params, sample, rng_key, mean) -> Batch:
     del rng_key, mean
     timestep = sample.trajectory.timestep
     weight = returns.weights(timestep)
@@ -236,12 +227,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       weight=sample.weight * weight[0],
     )
 
-  def loss(
-    variables: Variables,
-    target_params: Tree,
-    batch: Batch,
-    rng_key: chex.PRNGKey,
-  ) -> tuple[Array, LossOutput]:
+  def loss(variables, target_params, batch: Batch, rng_key):
     del target_params, rng_key
     all_outputs = evaluate(variables.params, batch.obs)
     outputs = all_outputs[jnp.arange(len(batch.action)), batch.action]

@@ -17,7 +17,6 @@ from podrl.types import (
   Discrete,
   EnvSpec,
   Masked,
-  TimeStep,
   Tree,
   Variables,
 )
@@ -175,14 +174,7 @@ def make_act(
     stores_value: whether the `Extras` have the value.
   """
 
-  def act(
-    variables: Variables,
-    rng_key: chex.PRNGKey,
-    timestep: TimeStep,
-    carry: Tree,
-    *,
-    greedy: bool = False,
-  ) -> tuple[Array, Extras, Tree]:
+  def act(variables, rng_key, timestep, carry, *, greedy=False):
     obs, is_first = jax.tree.map(
       lambda x: x[None], (timestep.obs, timestep.is_first)
     )

@@ -1,6 +1,5 @@
 """IMPALA: an actor-critic that corrects for policy lag with V-trace."""
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +8,7 @@ from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
 from podrl.fields import Fields
 from podrl.networks.actor_critic import Network
-from podrl.types import Agent, Array, LossOutput, Sample, Tree, Variables
+from podrl.types import Agent, Tree
 
 FIELDS = acting.ACTOR_CRITIC_FIELDS
 
@@ -106,18 +105,11 @@ def make_agent(
   Source: Espeholt et al. 2018, arXiv:1802.01561, section 4.2.
   """
 
-  def prepare(
-    variables: Variables, target_params: Tree, sample: Sample, rng_key, mean
-  ) -> Tree:
+  def prepare(variables, target_params, sample, rng_key, mean):
     del variables, target_params, rng_key, mean
     return acting.swap_axes(sample.trajectory)
 
-  def loss(
-    variables: Variables,
-    target_params: Tree,
-    batch: Tree,
-    rng_key: chex.PRNGKey,
-  ) -> tuple[Array, LossOutput]:
+  def loss(variables, target_params, batch: Tree, rng_key):
     del target_params, rng_key
     params, _, hyperparams = variables
     trajectory = acting.swap_axes(batch)

@@ -24,10 +24,8 @@ from podrl.types import (
   Box,
   EnvSpec,
   LossOutput,
-  Sample,
   TimeStep,
   Tree,
-  Variables,
 )
 
 _OWN = {
@@ -270,15 +268,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
   )
   num_unroll_steps = _num_unroll_steps(fields)
 
-  def act(
-    variables: Variables,
-    rng_key: chex.PRNGKey,
-    timestep: TimeStep,
-    carry: Tree,
-    *,
-    greedy: bool = False,
-    env_state: Tree = None,
-  ) -> tuple[Array, Tree, Tree]:
+  def act(variables, rng_key, timestep, carry, *, greedy=False, env_state=None):
     if simulate and env_state is None:
       action = act_without_search(
         variables.params, rng_key, timestep.obs, greedy
@@ -363,13 +353,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     value = codec.decode(network.predict(params, hidden)[1])
     return jnp.zeros_like(timestep.reward).at[places].set(value)
 
-  def prepare(
-    variables: Variables,
-    target_params: Tree,
-    sample: Sample,
-    rng_key: chex.PRNGKey,
-    mean: Callable[[Tree], Tree],
-  ) -> Batch:
+  def prepare(variables, target_params, sample, rng_key, mean) -> Batch:
     del mean
     trajectory, gamma = sample.trajectory, variables.hyperparams['gamma']
     timestep = trajectory.timestep
@@ -400,12 +384,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     )
     return -jnp.sum(policy * log_probs, axis=-1)
 
-  def loss(
-    variables: Variables,
-    target_params: Tree,
-    batch: Batch,
-    rng_key: chex.PRNGKey,
-  ) -> tuple[Array, LossOutput]:
+  def loss(variables, target_params, batch: Batch, rng_key):
     del target_params, rng_key
     params, targets = variables.params, batch.targets
     cross_entropy = optax.losses.softmax_cross_entropy

@@ -12,7 +12,7 @@ from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
 from podrl.fields import ABOVE_0, FROM_0, Field, Fields, with_defaults
 from podrl.networks.actor_critic import Network
-from podrl.types import Agent, Array, LossOutput, Sample, Tree, Variables
+from podrl.types import Agent, Array, LossOutput, Tree
 
 FIELDS = with_defaults(
   acting.ACTOR_CRITIC_FIELDS,
@@ -171,13 +171,7 @@ def make_agent(
   Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
   """
 
-  def prepare(
-    variables: Variables,
-    target_params: Tree,
-    sample: Sample,
-    rng_key: chex.PRNGKey,
-    mean: Callable[[Tree], Tree],
-  ) -> Batch:
+  def prepare(variables, target_params, sample, rng_key, mean) -> Batch:
     del target_params, rng_key
     params, _, hyperparams = variables
     trajectory = sample.trajectory
@@ -211,12 +205,7 @@ def make_agent(
     )
     return acting.to_rows(batch, network)
 
-  def loss(
-    variables: Variables,
-    target_params: Tree,
-    batch: Batch,
-    rng_key: chex.PRNGKey,
-  ) -> tuple[Array, LossOutput]:
+  def loss(variables, target_params, batch: Batch, rng_key):
     del target_params, rng_key
     params, _, hyperparams = variables
     batch = acting.from_rows(batch, network)

@@ -1,9 +1,7 @@
 """PQN: Q-learning from unrolls, with Q(lambda) targets and no memory."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -18,9 +16,7 @@ from podrl.types import (
   EnvSpec,
   LossOutput,
   Metrics,
-  Sample,
   Tree,
-  Variables,
 )
 
 FIELDS = with_defaults(
@@ -107,13 +103,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
   def to_values(outputs: Array) -> Array:
     return outputs[..., 0]
 
-  def prepare(
-    variables: Variables,
-    target_params: Tree,
-    sample: Sample,
-    rng_key: chex.PRNGKey,
-    mean: Callable[[Tree], Tree],
-  ) -> Batch:
+  def prepare(variables, target_params, sample, rng_key, mean) -> Batch:
     del target_params, rng_key, mean
     params, _, hyperparams = variables
     trajectory = sample.trajectory
@@ -143,12 +133,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     )
     return acting.to_rows(batch, network)
 
-  def loss(
-    variables: Variables,
-    target_params: Tree,
-    batch: Batch,
-    rng_key: chex.PRNGKey,
-  ) -> tuple[Array, LossOutput]:
+  def loss(variables, target_params, batch: Batch, rng_key):
     del target_params, rng_key
     batch = acting.from_rows(batch, network)
     outputs, _ = network.unroll(

@@ -1,6 +1,6 @@
 """R2D2: recurrent Q-learning from a memory of sequences."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import chex
@@ -26,10 +26,8 @@ from podrl.types import (
   EnvSpec,
   LossOutput,
   Metrics,
-  Sample,
   TimeStep,
   Tree,
-  Variables,
 )
 
 _OWN = {
@@ -185,20 +183,11 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
   def inverse(x: Array) -> Array:
     return returns.inverse_rescale(x) if fields['agent.rescale_values'] else x
 
-  def unroll(
-    params: Tree, obs: Tree, is_first: Array, carry: Tree
-  ) -> tuple[Array, Tree]:
+  def unroll(params, obs, is_first, carry):
     outputs, carry = network.unroll(params, obs, is_first, carry)
     return hide_illegal(outputs[..., 0], obs), carry
 
-  def act(
-    variables: Variables,
-    rng_key: chex.PRNGKey,
-    timestep: TimeStep,
-    carry: Carry,
-    *,
-    greedy: bool = False,
-  ) -> tuple[Array, Extras, Carry]:
+  def act(variables, rng_key, timestep, carry, *, greedy=False):
     obs, is_first = jax.tree.map(
       lambda x: x[None], (timestep.obs, timestep.is_first)
     )
@@ -209,13 +198,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     action = exploring.explore(rng_key, values[0], probability, timestep.obs)
     return action, Extras(carry.network), carry._replace(network=new)
 
-  def prepare(
-    variables: Variables,
-    target_params: Tree,
-    sample: Sample,
-    rng_key: chex.PRNGKey,
-    mean: Callable[[Tree], Tree],
-  ) -> Batch:
+  def prepare(variables, target_params, sample, rng_key, mean) -> Batch:
     del rng_key, mean
     trajectory = sample.trajectory
     before, timestep = (
@@ -239,12 +222,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     sequences = Batch(timestep, action, carry, target_values, weight=())
     return acting.swap_axes(sequences)._replace(weight=sample.weight)
 
-  def loss(
-    variables: Variables,
-    target_params: Tree,
-    batch: Batch,
-    rng_key: chex.PRNGKey,
-  ) -> tuple[Array, LossOutput]:
+  def loss(variables, target_params, batch: Batch, rng_key):
     del target_params, rng_key
     params, _, hyperparams = variables
     timestep, actions, carry, target_values = acting.swap_axes(batch[:-1])

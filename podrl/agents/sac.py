@@ -33,10 +33,7 @@ from podrl.types import (
   LossOutput,
   Masked,
   Metrics,
-  Sample,
-  TimeStep,
   Tree,
-  Variables,
 )
 
 RANDOM_FRACTION = {
@@ -263,14 +260,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       jnp.tile(key_data, (number, 1)), jnp.zeros((number,), jnp.int32)
     )
 
-  def act(
-    variables: Variables,
-    rng_key: chex.PRNGKey,
-    timestep: TimeStep,
-    carry: Noise,
-    *,
-    greedy: bool = False,
-  ) -> tuple[Array, Extras, Noise]:
+  def act(variables, rng_key, timestep, carry, *, greedy=False):
     head = policy_head(variables.params.policy, timestep.obs)
     if fraction and not greedy:
       uniform = hide_illegal(jnp.zeros_like(head), timestep.obs)
@@ -284,13 +274,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     sample = inner.mode(head) if greedy else jax.vmap(inner.sample)(keys, head)
     return outer.to_action(sample), Extras(sample), Noise(key_data, left)
 
-  def prepare(
-    variables: Variables,
-    target_params: Params,
-    sample: Sample,
-    rng_key: chex.PRNGKey,
-    mean: Callable[[Tree], Tree],
-  ) -> Batch:
+  def prepare(variables, target_params, sample, rng_key, mean) -> Batch:
     del mean
     params = jax.lax.stop_gradient(variables.params)
     timestep = sample.trajectory.timestep
@@ -313,12 +297,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       weight=sample.weight * returns.weights(timestep)[0],
     )
 
-  def loss(
-    variables: Variables,
-    target_params: Tree,
-    batch: Batch,
-    rng_key: chex.PRNGKey,
-  ) -> tuple[Array, LossOutput]:
+  def loss(variables, target_params, batch: Batch, rng_key):
     del target_params
     params, weight = variables.params, batch.weight
     if is_discrete:

@@ -251,14 +251,7 @@ def normalize(
     discounted_return = jnp.zeros(len(env_index)) if rewards else ()
     return Carry(agent.initial_carry(env_index), discounted_return)
 
-  def act(
-    variables: Variables,
-    rng_key: chex.PRNGKey,
-    timestep: TimeStep,
-    carry: Carry,
-    *,
-    greedy: bool = False,
-  ) -> tuple[Array, Tree, Carry]:
+  def act(variables, rng_key, timestep, carry, *, greedy=False):
     normalized = normalize_obs(variables.statistics, timestep)
     action, extras, agent_carry = agent.act(
       inner(variables), rng_key, normalized, carry.agent, greedy=greedy

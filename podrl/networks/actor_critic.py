@@ -58,9 +58,7 @@ def feed_forward(module: nn.Module, obs: Tree) -> Network:
   def init(rng_key: jax.Array) -> Tree:
     return module.init(rng_key, zeros(obs, 1))
 
-  def unroll(
-    params: Tree, obs: Tree, is_first: Array, carry: Tree
-  ) -> tuple[Array, Array, Tree]:
+  def unroll(params, obs, is_first, carry):
     head, value = apply(params, merge_time(without_mask(obs)))
     shape = is_first.shape
     head = hide_illegal(head.reshape(*shape, -1), obs)
@@ -86,9 +84,7 @@ def recurrent(
     is_first = jnp.ones((1, 1), bool)
     return module.init(rng_key, zeros(obs, 1, 1), is_first, initial_carry(1))
 
-  def unroll(
-    params: Tree, obs: Tree, is_first: Array, carry: Tree
-  ) -> tuple[Array, Array, Tree]:
+  def unroll(params, obs, is_first, carry):
     head, value, carry = apply(params, without_mask(obs), is_first, carry)
     return hide_illegal(head, obs), value, carry
 
@@ -210,9 +206,7 @@ def make_network(
   def unroll_joined(params: Tree, obs: Tree, is_first: Array):
     return network.unroll(params, obs, is_first, ())[:2]
 
-  def unroll(
-    params: Tree, obs: Tree, is_first: Array, carry: Tree
-  ) -> tuple[Array, Array, Tree]:
+  def unroll(params, obs, is_first, carry):
     # `module` joins time and batch. For that, a TPU would copy the observations
     # to another layout, so a TPU computes each step separately.
     head, value = kernels.choose(

@@ -99,9 +99,7 @@ def make_network(
 
   apply: Callable[..., Any] = module.apply
 
-  def unroll(
-    params: Tree, obs: Tree, is_first: Array, carry: Tree
-  ) -> tuple[Array, Tree]:
+  def unroll(params, obs, is_first, carry):
     return apply(params, without_mask(obs), is_first, carry)
 
   is_recurrent = module.core != 'none'
