@@ -30,9 +30,7 @@ from podrl.types import (
   Memory,
   Metrics,
   Sample,
-  Trajectory,
   Tree,
-  Variables,
 )
 
 TargetUpdate = Callable[[Tree, Tree, Array], Tree]
@@ -120,9 +118,7 @@ def make_learner(
     # parameters, instead of a few for each array.
     return ravel_pytree(params) if is_elementwise else (params, lambda x: x)
 
-  def init(
-    rng_key: chex.PRNGKey, example_trajectory: Trajectory
-  ) -> LearnerState:
+  def init(rng_key, example_trajectory):
     variables, target_params = agent.init(rng_key), ()
     if target_update is not None:
       # Copy them, because donating one buffer as two arguments crashes.
@@ -217,12 +213,7 @@ def make_learner(
     state, means = jax.lax.scan(minibatch_step, state, (orders, loss_keys))
     return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), means)
 
-  def prepare(
-    variables: Variables,
-    target_params: Tree,
-    sample: Sample,
-    rng_key: chex.PRNGKey,
-  ) -> Tree:
+  def prepare(variables, target_params, sample, rng_key):
     keys = row_keys(rng_key, global_rows(len(sample.weight)))
     with jax.named_scope('prepare'):
       return agent.prepare(variables, target_params, sample, keys, all_mean)
@@ -287,9 +278,7 @@ def make_learner(
     return state, (metrics, measured)
 
   @jax.named_scope('update')
-  def update(
-    state: LearnerState, trajectory: Trajectory, rng_key: chex.PRNGKey
-  ) -> tuple[LearnerState, Metrics]:
+  def update(state, trajectory, rng_key):
     if agent.calibrate:
       with jax.named_scope(CALIBRATE):
         variables = agent.calibrate(state.variables, trajectory, all_mean)

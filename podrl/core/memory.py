@@ -13,7 +13,6 @@ whole memory if a program still reads the old one.
 import math
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -22,7 +21,6 @@ from podrl.fields import COUNT, FROM_0, Field
 from podrl.kernels.blocks import keep_float32, search
 from podrl.types import (
   Array,
-  Hyperparams,
   Memory,
   Sample,
   TimeStep,
@@ -234,7 +232,7 @@ def make_ring(
   num_blocks = blocks.num_blocks
   has_blocks = max(num_blocks, blocks.num_unrolls) > 1
 
-  def init(example: Trajectory) -> tuple[Storage, Array]:
+  def init(example):
     unroll_length, num_columns = example.timestep.reward.shape
     unroll_length -= 1
     if has_blocks:
@@ -258,9 +256,7 @@ def make_ring(
     storage = Storage(rows, number, number, zeros - 1, zeros, zeros)
     return storage, jnp.zeros((num_rows, num_columns))
 
-  def add(
-    memory: tuple[Storage, jax.Array], trajectory: Trajectory
-  ) -> tuple[Storage, Array]:
+  def add(memory, trajectory):
     largest: Any = 1.0
     if priority_exponent:
       largest = jnp.max(memory[1])
@@ -355,7 +351,7 @@ def make_ring(
       after = Storage(rows, *map(write, storage[1:], after[1:]))
     return after, priorities
 
-  def is_ready(memory: tuple[Storage, Array]) -> Array:
+  def is_ready(memory):
     storage, priorities = memory
     num_steps = storage.num_rows * priorities.shape[1]
     if has_blocks:
@@ -363,11 +359,7 @@ def make_ring(
     is_full_enough = num_steps >= min_steps
     return is_full_enough & jnp.any(priorities > 0.0)
 
-  def sample(
-    memory: tuple[Storage, Array],
-    rng_key: chex.PRNGKey,
-    hyperparams: Hyperparams,
-  ) -> Sample:
+  def sample(memory, rng_key, hyperparams):
     storage, priorities = memory
     size, num_columns = priorities.shape
     uniform = jax.random.uniform(rng_key, (2, batch_size))
@@ -398,7 +390,7 @@ def make_ring(
     trajectory = Trajectory(timestep, action, extras, (), (), ())
     return Sample(trajectory, row * num_columns + column, weight)
 
-  def prioritise(priorities: jax.Array, index: Array, priority: Array) -> Array:
+  def prioritise(priorities, index, priority):
     if not priority_exponent:
       return priorities
     row, column = jnp.divmod(index, priorities.shape[1])

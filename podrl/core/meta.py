@@ -107,9 +107,7 @@ def make_outer_loss(agent: Agent, hyperparams: Hyperparams) -> OuterLoss:
     hyperparams: replace those of the variables.
   """
 
-  def outer_loss(
-    variables: Variables, trajectory: Trajectory, rng_key: chex.PRNGKey
-  ) -> Array:
+  def outer_loss(variables, trajectory, rng_key):
     variables = variables.with_hyperparams(hyperparams)
     prepare_key, loss_key = jax.random.split(rng_key)
 
@@ -172,9 +170,7 @@ def make_meta_learner(
     values = variables.hyperparams
     return {name: move(name, values[name], x) for name, x in zip(names, offset)}
 
-  def init(
-    rng_key: chex.PRNGKey, example_trajectory: Trajectory
-  ) -> LearnerState:
+  def init(rng_key, example_trajectory):
     state = learner.init(rng_key, example_trajectory)
     offset = jnp.zeros(len(names))
     tangents = jax.tree.map(
@@ -207,9 +203,7 @@ def make_meta_learner(
     metrics = {'outer_loss': value, 'meta_grad_norm': optax.tree.norm(grad)}
     return meta._replace(outer=outer, offset=offset), metrics
 
-  def update(
-    state: LearnerState, trajectory: Trajectory, rng_key: chex.PRNGKey
-  ) -> tuple[LearnerState, Metrics]:
+  def update(state, trajectory, rng_key):
     variables = state.variables
     outer_key = jax.random.fold_in(rng_key, _OUTER_STREAM)
     meta, metrics = meta_step(variables, state.opt_state, trajectory, outer_key)

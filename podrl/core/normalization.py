@@ -22,7 +22,6 @@ from podrl.types import (
   Array,
   LossOutput,
   Masked,
-  Sample,
   TimeStep,
   Trajectory,
   Tree,
@@ -272,9 +271,7 @@ def normalize(
     carry = trajectory.carry.agent if trajectory.carry else ()
     return trajectory._replace(timestep=timestep, carry=carry)
 
-  def prepare(
-    variables: Variables, target_params: Tree, sample: Sample, *arguments
-  ) -> Tree:
+  def prepare(variables, target_params, sample, *arguments):
     seen = normalize_all(variables, sample.trajectory)
     sample = sample._replace(trajectory=seen)
     return agent.prepare(inner(variables), target_params, sample, *arguments)
@@ -305,9 +302,7 @@ def normalize(
       found[1] = of_return, discounted, weight
     return found
 
-  def calibrate_all(
-    variables: Variables, trajectory: Trajectory, mean: Callable[[Tree], Tree]
-  ) -> Variables:
+  def calibrate_all(variables, trajectory, mean):
     _, *old = variables.statistics
 
     def first_moments(old: list) -> list:

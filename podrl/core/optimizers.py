@@ -20,7 +20,7 @@ from podrl.fields import (
   section,
   with_defaults,
 )
-from podrl.types import Array, Hyperparams, Metrics, Tree
+from podrl.types import Array, Tree
 
 _Values = Mapping[str, Any]  # The fields `optimizer.*`, by short name.
 
@@ -84,14 +84,7 @@ def follow_kl(
   which their code changes after each minibatch, and which may rise too.
   """
 
-  def update(
-    updates: Tree,
-    factor: Array,
-    params: Tree = None,
-    *,
-    metrics: Metrics,
-    **others: Tree,
-  ) -> tuple[Tree, Array]:
+  def update(updates, factor, params=None, *, metrics, **others):
     del params, others
     if 'approx_kl' not in metrics:
       raise ValueError(
@@ -120,12 +113,10 @@ def scale_by_rms(decay: float, eps: float) -> optax.GradientTransformation:
   Source: torch.optim.RMSprop, as Huang et al. 2023, arXiv:2310.00036, use it.
   """
 
-  def init(params: Tree) -> optax.ScaleByRmsState:
+  def init(params):
     return optax.ScaleByRmsState(optax.tree.zeros_like(params))
 
-  def update(
-    updates: Tree, state: optax.ScaleByRmsState, params: Tree = None
-  ) -> tuple[Tree, optax.ScaleByRmsState]:
+  def update(updates, state, params=None):
     del params
     nu = optax.tree.update_moment(updates, state.nu, decay, 2)
     updates = jax.tree.map(
@@ -214,14 +205,7 @@ def _own(
     row = np.repeat(np.asarray(parts, 'f'), x.shape[-1] // len(parts))
     return row.reshape((1,) * (x.ndim - 1) + row.shape)
 
-  def update(
-    updates: Tree,
-    num_steps: Array,
-    params: Tree = None,
-    *,
-    hyperparams: Hyperparams | None = None,
-    **others: Tree,
-  ) -> tuple[Tree, Array]:
+  def update(updates, num_steps, params=None, *, hyperparams=None, **others):
     del params, others
     known = {'anneal_steps': values['num_sgd_steps'], **values}
     known |= hyperparams or {}

@@ -93,9 +93,7 @@ def keep_earlier(agent: Agent, size: int) -> Agent:
     )
     return new._replace(statistics=statistics)
 
-  def play_earlier(
-    variables: Variables, rng_key: chex.PRNGKey, obs: Tree, ticket: Array
-  ) -> Array:
+  def play_earlier(variables, rng_key, obs, ticket):
     _, versions, number, num_updates, _, key_data = variables.statistics
     pool_key = jax.random.wrap_key_data(key_data)
     drawn = jax.random.randint(

@@ -89,9 +89,7 @@ def make_exploit(
     float32 `[M]` and `parent` int32 `[M]`.
   """
 
-  def exploit(
-    state: LearnerState, scores: Array, rng_key: chex.PRNGKey
-  ) -> tuple[LearnerState, Array]:
+  def exploit(state, scores, rng_key):
     parent_key, vary_key = jax.random.split(rng_key)
     parent = choose_parents(parent_key, scores)
     members = jnp.arange(len(scores))

@@ -370,9 +370,7 @@ def make_programs(
     actors = reset_agents(env_key, index)
     return AnakinState(learner_state, actors, update_key, is_frozen)
 
-  def evolve(
-    state: AnakinState, scores: Array, rng_key: chex.PRNGKey
-  ) -> tuple[AnakinState, Array]:
+  def evolve(state, scores, rng_key):
     assert exploit is not None
     scores = jnp.where(state.is_frozen, -jnp.inf, scores)
     memory = state.learner.memory

@@ -159,28 +159,20 @@ def make_device_env(
     state = AutoresetState(env_state, state.rng_key, num_steps, is_last)
     return strongly_typed((state, timestep))
 
-  def step_one(
-    state: AutoresetState, action: Array
-  ) -> tuple[AutoresetState, TimeStep]:
+  def step_one(state, action):
     return arrive(state, advance(state, action), begin(state))
 
-  def step_on_platform(
-    state: AutoresetState, action: Array
-  ) -> tuple[AutoresetState, TimeStep]:
+  def step_on_platform(state, action):
     fast = compare_indices(step_one)
     return kernels.choose(step_one, state, action, tpu=fast)
 
-  def step_batch(
-    state: AutoresetState, action: Array
-  ) -> tuple[AutoresetState, TimeStep]:
+  def step_batch(state, action):
     obs, env_state, *others = jax.vmap(advance)(state, action)
     obs, env_state = _reset_some(begin, state, (obs, env_state), reset_chunk)
     results = obs, env_state, *others
     return jax.vmap(arrive, (0, 0, None))(state, results, ())
 
-  def simulate(
-    rng_key: chex.PRNGKey, state: AutoresetState, action: Array
-  ) -> tuple[AutoresetState, TimeStep]:
+  def simulate(rng_key, state, action):
     # With the environment's own key, an agent would foresee random events.
     state = state._replace(rng_key=rng_key)
     after, timestep = arrive(state, advance(state, action), ())

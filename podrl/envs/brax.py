@@ -4,13 +4,12 @@ from collections.abc import Callable
 import functools
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 import numpy as np
 
 from podrl.envs import autoreset, spaces
 from podrl.messages import check_choice
-from podrl.types import Array, Box, DeviceEnv, Tree
+from podrl.types import Array, Box, DeviceEnv
 
 _PICTURE = 240, 320  # Height and width of a picture, in pixels.
 NAMES = 'envs/__init__.py', r"(?m)^    '(\w+)': \w+\."
@@ -80,13 +79,11 @@ def from_brax(
 
   episode_length = spaces.check_whole('episode_length', episode_length)
 
-  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+  def reset(rng_key):
     state = env.reset(rng_key)
     return state.obs, (state, jnp.int32(0))
 
-  def step(
-    rng_key: chex.PRNGKey, env_state: Any, action: Array
-  ) -> tuple[Tree, Tree, Array, Array, Array]:
+  def step(rng_key, env_state, action):
     del rng_key  # The state has a key of its own, if it needs one.
     state, num_steps = env_state[0], env_state[1] + 1
     new = env.step(state, action)

@@ -3,11 +3,10 @@
 import importlib
 from typing import Any
 
-import chex
 import numpy as np
 
 from podrl.envs import autoreset, spaces
-from podrl.types import Array, DeviceEnv, Discrete, Tree
+from podrl.types import DeviceEnv, Discrete
 
 _TILE = 16  # The side of a tile in a picture, in pixels.
 
@@ -33,12 +32,10 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
   max_steps = spaces.check_whole('max_timesteps', params.max_timesteps)
   unlimited = params.replace(max_timesteps=2**31 - 1)
 
-  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+  def reset(rng_key):
     return env.reset(rng_key, params)
 
-  def step(
-    rng_key: chex.PRNGKey, state: Any, action: Array
-  ) -> tuple[Tree, Tree, Array, Array, Array]:
+  def step(rng_key, state, action):
     obs, state, reward, _, _ = env.step(rng_key, state, action, unlimited)
     terminated = env.is_terminal(state, unlimited)
     return obs, state, reward, terminated, state.timestep >= max_steps

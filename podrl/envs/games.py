@@ -185,15 +185,13 @@ def _make(
     state, _ = let_others_act(others_key, state, ticket, jnp.float32(0))
     return rng_key, Match(state, ticket, first_player, jnp.float32(0))
 
-  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+  def reset(rng_key):
     _, match = jax.lax.while_loop(
       lambda carry: carry[1].state.terminated, begin, begin((rng_key, None))
     )
     return game.observe(match.state, player(match)), match
 
-  def step(
-    rng_key: chex.PRNGKey, match: Match, action: Array
-  ) -> tuple[Tree, Tree, Array, Array, Array]:
+  def step(rng_key, match, action):
     own_key, others_key = jax.random.split(rng_key)
     mover = player(match)
     state = game.step(match.state, action, own_key)

@@ -8,12 +8,11 @@ import sys
 import types
 from typing import Any
 
-import chex
 import jax
 import numpy as np
 
 from podrl.envs import autoreset, spaces
-from podrl.types import Array, Box, DeviceEnv, Discrete, Tree
+from podrl.types import Box, DeviceEnv, Discrete, Tree
 
 # These environments return images of zeros and ones, in float32.
 _BINARY_OBS = frozenset(
@@ -108,12 +107,10 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
       return jax.tree.map(lambda x: x.astype(bool), obs)
     return obs
 
-  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+  def reset(rng_key):
     return env.reset_env(rng_key, params)
 
-  def step(
-    rng_key: chex.PRNGKey, env_state: Tree, action: Array
-  ) -> tuple[Tree, Tree, Array, Array, Array]:
+  def step(rng_key, env_state, action):
     obs, env_state, reward, terminated, _ = env.step_env(
       rng_key, env_state, action, params
     )

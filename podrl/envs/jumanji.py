@@ -5,7 +5,6 @@ import inspect
 import math
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,13 +131,11 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
       action = action.reshape(space.shape) + low
     return jnp.asarray(action, space.dtype)
 
-  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+  def reset(rng_key):
     state, timestep = env.reset(rng_key)
     return observe(timestep.observation), (state, jnp.int32(0))
 
-  def step(
-    rng_key: chex.PRNGKey, env_state: Any, action: Array
-  ) -> tuple[Tree, Tree, Array, Array, Array]:
+  def step(rng_key, env_state, action):
     del rng_key  # The state has a key of its own.
     state, num_steps = env_state
     state, timestep = env.step(state, to_library(action))

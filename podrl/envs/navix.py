@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import chex
 import numpy as np
 
 from podrl.envs import autoreset, spaces
 from podrl.messages import check_choice
-from podrl.types import Array, DeviceEnv, Discrete, Tree
+from podrl.types import Array, DeviceEnv, Discrete
 
 # The number of categories of each channel of an observation. The channels are
 # entities, colours, and states or directions.
@@ -56,13 +55,11 @@ def make(
     grid = obs if len(sizes) > 1 else obs[..., None]
     return spaces.one_hot_grid(grid, sizes)
 
-  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+  def reset(rng_key):
     timestep = env.reset(rng_key)
     return timestep.observation, timestep
 
-  def step(
-    rng_key: chex.PRNGKey, timestep: Any, action: Array
-  ) -> tuple[Tree, Tree, Array, Array, Array]:
+  def step(rng_key, timestep, action):
     del rng_key  # The state has a key of its own.
     # `step` would reset in the step after the last; `autoreset` does this.
     new = env._step(timestep, action)

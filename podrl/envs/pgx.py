@@ -6,13 +6,12 @@ import os
 import re
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 import numpy as np
 
 from podrl.envs import autoreset, games, spaces
 from podrl.envs.games import Game, Opponent
-from podrl.types import Array, DeviceEnv, Discrete, Masked, Tree
+from podrl.types import Array, DeviceEnv, Discrete, Masked
 
 _FONT = 'DejaVu Sans'
 
@@ -88,13 +87,11 @@ def make(
   if env.num_players > 1:
     return games.make_device_env(_game(env), opponent, **options)
 
-  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+  def reset(rng_key):
     state = env.init(rng_key)
     return _observe(env, state, jnp.int32(0)), state
 
-  def step(
-    rng_key: chex.PRNGKey, state: Any, action: Array
-  ) -> tuple[Tree, Tree, Array, Array, Array]:
+  def step(rng_key, state, action):
     state = env.step(state, action, rng_key)
     obs = _observe(env, state, jnp.int32(0))
     return obs, state, state.rewards[0], state.terminated, state.truncated

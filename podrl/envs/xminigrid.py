@@ -3,11 +3,10 @@
 import sys
 from typing import Any
 
-import chex
 import numpy as np
 
 from podrl.envs import autoreset, spaces
-from podrl.types import Array, DeviceEnv, Discrete, Tree
+from podrl.types import Array, DeviceEnv, Discrete
 
 _MIN_SIDE = 5  # Of a grid; a smaller one may have no room for a wall or a door.
 # The parts of a ruleset, and how many numbers the library encodes each row in.
@@ -94,13 +93,11 @@ def make(name: str, /, **options: Any) -> DeviceEnv:
   def observe(obs: Array) -> Array:
     return spaces.one_hot_grid(obs, sizes)
 
-  def reset(rng_key: chex.PRNGKey) -> tuple[Tree, Tree]:
+  def reset(rng_key):
     timestep = env.reset(params, rng_key)
     return timestep.observation, timestep
 
-  def step(
-    rng_key: chex.PRNGKey, timestep: Any, action: Array
-  ) -> tuple[Tree, Tree, Array, Array, Array]:
+  def step(rng_key, timestep, action):
     del rng_key  # The state has a key of its own.
     new = env.step(params, timestep, action)
     ends = new.discount == 0, new.last()

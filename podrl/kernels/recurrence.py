@@ -28,9 +28,7 @@ def linear(decay: jax.Array, x: jax.Array, state: jax.Array) -> jax.Array:
 
 
 def _in_turn(decay: jax.Array, x: jax.Array, state: jax.Array) -> jax.Array:
-  def step(
-    state: jax.Array, inputs: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
+  def step(state, inputs):
     state = inputs[0] * state + inputs[1]
     return state, state
 
@@ -38,9 +36,7 @@ def _in_turn(decay: jax.Array, x: jax.Array, state: jax.Array) -> jax.Array:
 
 
 def _in_parallel(decay: jax.Array, x: jax.Array, state: jax.Array) -> jax.Array:
-  def join(
-    first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
+  def join(first, second):
     """Joins two neighbouring ranges of steps to one step."""
     return first[0] * second[0], first[1] * second[0] + second[1]
 

@@ -43,9 +43,7 @@ def initial_carry(
 def _unroll_cell(make_cell: Callable[[int], nn.Module]) -> Callable[..., Any]:
   """Builds `Kind.unroll` of a cell that is stepped; `(size) -> cell`."""
 
-  def unroll(
-    core: Core, x: Array, is_first: Array, carry: Tree
-  ) -> tuple[Array, Tree]:
+  def unroll(core, x, is_first, carry):
     def step(cell, carry, inputs):
       x, is_first = inputs
       carry = jax.tree.map(
@@ -70,9 +68,7 @@ def _unroll_layers(
   There is a layer for each item of the carry.
   """
 
-  def unroll(
-    core: Core, x: Array, is_first: Array, carry: Tree
-  ) -> tuple[Array, Tree]:
+  def unroll(core, x, is_first, carry):
     if x.shape[-1] != core.size:  # Each layer adds to its input.
       x = gtrxl.dense(core.size, 'input')(x)
     carries = []

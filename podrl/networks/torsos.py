@@ -78,9 +78,7 @@ def _dot_general_for(obs: Tree, dtype: Any) -> Callable[..., jax.Array]:
   if not sparse.is_fast(bools):
     return dot_general
 
-  def multiply_bools(
-    x: Any, kernel: Any, dimension_numbers: Any, precision: Any = None
-  ) -> jax.Array:
+  def multiply_bools(x, kernel, dimension_numbers, precision=None):
     del x  # flax has converted `bools` to floats.
     del dimension_numbers, precision
     return sparse.multiply_bools(bools, kernel)

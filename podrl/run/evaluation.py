@@ -5,7 +5,6 @@ import contextlib
 import functools
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from podrl.core.learner import fold_into_rows
 from podrl.core.returns import of_first_player
 from podrl.fields import COUNT, FROM_0, Field, Range
-from podrl.types import Agent, DeviceEnv, HostEnv, TimeStep, Tree, Variables
+from podrl.types import Agent, DeviceEnv, HostEnv, TimeStep, Tree
 
 FIELDS = {
   'eval.num_episodes': Field(
@@ -123,9 +122,7 @@ def make_evaluate(
 
     return jax.lax.while_loop(is_running, step, (t, state))[1]
 
-  def evaluate(
-    variables: Variables, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
-  ) -> Evaluation | None:
+  def evaluate(variables, rng_key, should_stop):
     if should_stop():  # Do not compile in vain.
       return None
     state, keys = start(rng_key)
@@ -161,9 +158,7 @@ def make_host_evaluate(
     )
     return action, carry
 
-  def evaluate(
-    variables: Variables, rng_key: chex.PRNGKey, should_stop: Callable[[], bool]
-  ) -> Evaluation | None:
+  def evaluate(variables, rng_key, should_stop):
     nonlocal observe
     seed_key, act_key = jax.random.split(rng_key)
     num_episodes, episodes = settings.num_episodes, settings.episodes()
