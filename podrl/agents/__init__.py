@@ -8,17 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl import modules
-from podrl.agents import (
-  a2c,
-  acting,
-  dqn,
-  impala,
-  muzero,
-  ppo,
-  pqn,
-  r2d2,
-  sac,
-)
+from podrl.agents import a2c, acting, dqn, impala, muzero, ppo, pqn, r2d2, sac
 from podrl.core import normalization, pool
 from podrl.fields import Fields, Table, hyperparams
 from podrl.networks import actor_critic

@@ -12,15 +12,7 @@ import numpy as np
 from podrl.core import distributions, meta, normalization, optimizers, pool
 from podrl.core.distributions import Distribution
 from podrl.core.observations import flatten, unflatten
-from podrl.fields import (
-  COUNT,
-  FRACTION,
-  FROM_0,
-  Field,
-  Fields,
-  Table,
-  short,
-)
+from podrl.fields import COUNT, FRACTION, FROM_0, Field, Fields, Table, short
 from podrl.networks import actor_critic, cores, torsos
 from podrl.networks.actor_critic import Network
 from podrl.networks.q import QNetwork

@@ -11,14 +11,7 @@ from podrl.agents import acting, exploring
 from podrl.core import memory, returns
 from podrl.core.observations import hide_illegal
 from podrl.fields import COUNT, Field, Fields, Range, with_defaults
-from podrl.types import (
-  Agent,
-  Array,
-  EnvSpec,
-  LossOutput,
-  Metrics,
-  Tree,
-)
+from podrl.types import Agent, Array, EnvSpec, LossOutput, Metrics, Tree
 
 TARGET_RATE = {
   'agent.target_rate': Field(
@@ -49,12 +42,7 @@ _OWN = {
   **TARGETS,
 }
 FIELDS = with_defaults(
-  {
-    **exploring.FIELDS,
-    **_OWN,
-    **memory.FIELDS,
-    **memory.PRIORITY_FIELDS,
-  },
+  {**exploring.FIELDS, **_OWN, **memory.FIELDS, **memory.PRIORITY_FIELDS},
   {'unroll_length': 4, 'optimizer.max_grad_norm': 10.0},
 )
 # Values of fields that are not the agent's own.
@@ -170,10 +158,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     fields['agent.min_value'], fields['agent.max_value'], num_atoms
   )
   network = exploring.build_network(
-    spec,
-    fields,
-    num_atoms=num_atoms,
-    is_duelling=fields['agent.duelling'],
+    spec, fields, num_atoms=num_atoms, is_duelling=fields['agent.duelling']
   )
 
   def to_values(outputs: Array) -> Array:

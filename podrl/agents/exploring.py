@@ -12,14 +12,7 @@ from podrl.core.observations import hide_illegal
 from podrl.fields import FRACTION, Field, Fields, with_defaults
 from podrl.networks import cores, torsos
 from podrl.networks.q import QNetwork, make_network
-from podrl.types import (
-  Array,
-  Discrete,
-  EnvSpec,
-  Masked,
-  Tree,
-  Variables,
-)
+from podrl.types import Array, Discrete, EnvSpec, Masked, Tree, Variables
 
 FIELDS = with_defaults(acting.FIELDS, {'network.activation': 'relu'}) | {
   'agent.initial_epsilon': Field(

@@ -18,15 +18,7 @@ from podrl.core.observations import hide_illegal, without_mask
 from podrl.fields import COUNT, FRACTION, Field, Fields, Range, with_defaults
 from podrl.networks import muzero
 from podrl.networks.muzero import MuZeroNetwork
-from podrl.types import (
-  Agent,
-  Array,
-  Box,
-  EnvSpec,
-  LossOutput,
-  TimeStep,
-  Tree,
-)
+from podrl.types import Agent, Array, Box, EnvSpec, LossOutput, TimeStep, Tree
 
 _OWN = {
   'agent.num_unroll_steps': Field(

@@ -10,14 +10,7 @@ from podrl.core import losses, returns
 from podrl.core.observations import hide_illegal
 from podrl.fields import Fields, with_defaults
 from podrl.networks import cores
-from podrl.types import (
-  Agent,
-  Array,
-  EnvSpec,
-  LossOutput,
-  Metrics,
-  Tree,
-)
+from podrl.types import Agent, Array, EnvSpec, LossOutput, Metrics, Tree
 
 FIELDS = with_defaults(
   {**exploring.FIELDS, **acting.PASSES, **cores.FIELDS},

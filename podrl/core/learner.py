@@ -219,10 +219,7 @@ def make_learner(
       return agent.prepare(variables, target_params, sample, keys, all_mean)
 
   def learn(
-    state: LearnerState,
-    unpack: Unpack,
-    storage: Tree,
-    rng_key: chex.PRNGKey,
+    state: LearnerState, unpack: Unpack, storage: Tree, rng_key: chex.PRNGKey
   ) -> tuple[LearnerState, Metrics]:
     """Takes all optimiser steps of an update with a memory.
 

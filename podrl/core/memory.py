@@ -19,14 +19,7 @@ import jax.numpy as jnp
 from podrl.core.observations import flatten, unflatten
 from podrl.fields import COUNT, FROM_0, Field
 from podrl.kernels.blocks import keep_float32, search
-from podrl.types import (
-  Array,
-  Memory,
-  Sample,
-  TimeStep,
-  Trajectory,
-  Tree,
-)
+from podrl.types import Array, Memory, Sample, TimeStep, Trajectory, Tree
 
 # The smallest and the largest priority of a valid sequence. The sum over all
 # sequences must be finite.

@@ -64,9 +64,7 @@ def elementwise(
 
 
 def follow_kl(
-  optimizer: optax.GradientTransformation,
-  desired_kl: float,
-  num_sgd_steps: int,
+  optimizer: optax.GradientTransformation, desired_kl: float, num_sgd_steps: int
 ) -> optax.GradientTransformation:
   """Makes an optimiser's steps shorter while the policy changes too much.
 
@@ -185,8 +183,7 @@ def _schedule(values: _Values, rate: Array, total: Array, step: Array) -> Array:
 
 
 def _own(
-  scale: Callable[[_Values], optax.GradientTransformation],
-  values: _Values,
+  scale: Callable[[_Values], optax.GradientTransformation], values: _Values
 ) -> optax.GradientTransformation:
   """Makes one of podrl's own optimisers; see `make_optimizer`."""
   factors = {

@@ -47,10 +47,8 @@ from podrl.types import (
 # Each number is folded into a key, for a separate stream of random numbers.
 FIELDS = {
   'num_devices': Field(
-    0,
-    'Devices per process; 0 means all, or at most 8 on a CPU.',
-    Range(0, 256),
-  ),
+    0, 'Devices per process; 0 means all, or at most 8 on a CPU.', Range(0, 256)
+  )
 }
 
 _LEARNER_STREAM, _UPDATE_STREAM, _RESET_STREAM, _ACT_STREAM = range(4)

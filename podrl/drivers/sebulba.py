@@ -52,9 +52,7 @@ FIELDS = {
     ('deterministic', 'asynchronous'),
   ),
   'sebulba.max_lag': Field(
-    1,
-    'The largest policy lag, in updates; a replay memory accepts more.',
-    _FEW,
+    1, 'The largest policy lag, in updates; a replay memory accepts more.', _FEW
   ),
   'sebulba.autotune': Field(
     False, 'Searches for the fastest number of actors during the run.'

@@ -20,10 +20,7 @@ UNUSABLE = {
 _BACKENDS = ('spring', 'generalized', 'positional', 'mjx')
 # Agents do not solve these with 'spring': PPO reached 205 of 1,000 on the
 # inverted pendulum with it, and 1,000 with 'mjx'.
-_DEFAULTS = {
-  'inverted_pendulum': 'mjx',
-  'inverted_double_pendulum': 'mjx',
-}
+_DEFAULTS = {'inverted_pendulum': 'mjx', 'inverted_double_pendulum': 'mjx'}
 
 
 def default_backend(name: str) -> str:
@@ -32,12 +29,7 @@ def default_backend(name: str) -> str:
 
 
 def make(
-  name: str,
-  /,
-  *,
-  backend: str = '',
-  episode_length: int = 1000,
-  **options: Any,
+  name: str, /, *, backend: str = '', episode_length: int = 1000, **options: Any
 ) -> DeviceEnv:
   """Makes a batch of brax's environments.
 

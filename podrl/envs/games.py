@@ -103,8 +103,7 @@ def make_device_env(
       simulate=itself.spec.simulate,
     )
     return env._replace(
-      spec=spec,
-      with_pool=lambda choose: _make(game, choose, pool_fraction),
+      spec=spec, with_pool=lambda choose: _make(game, choose, pool_fraction)
     )
   if opponent in (None, RANDOM):
     opponent = choose_at_random

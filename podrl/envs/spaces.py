@@ -1,12 +1,6 @@
 """Functions for spaces, names and options that several adapters use."""
 
-from collections.abc import (
-  Callable,
-  Collection,
-  Iterable,
-  Mapping,
-  Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import functools
 import importlib.util
 import math

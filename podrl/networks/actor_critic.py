@@ -130,11 +130,7 @@ class ActorCritic(nn.Module):
     if self.core == 'none':
       return ()
     carry = cores.initial_carry(
-      self.core,
-      self.core_size,
-      batch_size,
-      self.num_layers,
-      self.memory_steps,
+      self.core, self.core_size, batch_size, self.num_layers, self.memory_steps
     )
     return [carry] if self.shared_torso else [carry, carry]
 

@@ -60,9 +60,7 @@ def _unroll_cell(make_cell: Callable[[int], nn.Module]) -> Callable[..., Any]:
   return unroll
 
 
-def _unroll_layers(
-  make_layer: Callable[[int, int], Any],
-) -> Callable[..., Any]:
+def _unroll_layers(make_layer: Callable[[int, int], Any]) -> Callable[..., Any]:
   """Builds `Kind.unroll` of layers; `(size, memory_steps) -> layer`.
 
   There is a layer for each item of the carry.

@@ -22,10 +22,8 @@ from podrl.types import Array, Box, Discrete, EnvSpec, Tree
 
 FIELDS = {
   'network.channels': Field(
-    0,
-    'Channels of a hidden state for images; 0: a vector.',
-    Range(0, 2**16),
-  ),
+    0, 'Channels of a hidden state for images; 0: a vector.', Range(0, 2**16)
+  )
 }
 
 # The representation halves an image until its sides are not longer than this.
@@ -271,9 +269,4 @@ def make_network(
   def bind(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *inputs: model.apply(params, *inputs, method=method)
 
-  return MuZeroNetwork(
-    init,
-    bind(_Model.represent),
-    step,
-    bind(_Model.predict),
-  )
+  return MuZeroNetwork(init, bind(_Model.represent), step, bind(_Model.predict))

@@ -284,9 +284,7 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {'tanh': nn.tanh, 'relu': relu}
 # The fields of every torso; `hidden_sizes` concerns other layers too.
 FIELDS = {
   'network.name': Field(
-    'auto',
-    'The torso; auto chooses it by the observation.',
-    TORSOS,
+    'auto', 'The torso; auto chooses it by the observation.', TORSOS
   ),
   'network.hidden_sizes': Field(
     (64, 64),
@@ -333,12 +331,7 @@ def image_sizes(spec: EnvSpec) -> list[int]:
 
 
 def _make_conv_torso(
-  name: str,
-  size: int,
-  *,
-  hidden_size: int,
-  layer_norm: bool,
-  **fields: Any,
+  name: str, size: int, *, hidden_size: int, layer_norm: bool, **fields: Any
 ) -> Callable[[], nn.Module]:
   """Makes a function that builds the torso of an image with this size.
 

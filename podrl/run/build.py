@@ -24,12 +24,7 @@ from podrl.messages import check_choice
 from podrl.records import checkpoint, workdir
 from podrl.records.workdir import agents, num_agents
 from podrl.run import devices, evaluation
-from podrl.run.config import (
-  check_trust,
-  complete,
-  make_importable,
-  meta_params,
-)
+from podrl.run.config import check_trust, complete, make_importable, meta_params
 from podrl.run.devices import Machine
 from podrl.run.evaluation import Evaluation
 

@@ -62,9 +62,7 @@ def _fit(console: Console, picture: np.ndarray) -> Segments:
 
 
 def _show(
-  console: Console,
-  episode: video.Episode,
-  durations: Iterator[float],
+  console: Console, episode: video.Episode, durations: Iterator[float]
 ) -> None:
   """Shows an episode of a task for one player.
 

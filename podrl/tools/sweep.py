@@ -46,10 +46,7 @@ from podrl.records.terminal import podrl_command
 from podrl.run import build, defaults, train
 from podrl.run import config as configs
 from podrl.run.cluster import Cluster, connect
-from podrl.run.command_line import (
-  CommandLine,
-  parse_command_line,
-)
+from podrl.run.command_line import CommandLine, parse_command_line
 from podrl.signals import DONE
 from podrl.tools import experiments
 from podrl.tools import population as populations
@@ -395,14 +392,7 @@ def _make_plan(
     if values[name].present:
       own.append(f'--{name}={values[name].value}')
   plan = _Plan(
-    get_config,
-    command_line,
-    config,
-    settings,
-    programs,
-    population,
-    path,
-    own,
+    get_config, command_line, config, settings, programs, population, path, own
   )
   _check(plan)
   return plan
@@ -556,10 +546,7 @@ def _add_members(
 
 
 def _for_program(
-  command_line: CommandLine,
-  path: str,
-  directory: str,
-  own: Sequence[str],
+  command_line: CommandLine, path: str, directory: str, own: Sequence[str]
 ) -> CommandLine:
   """Returns the command line for one program; members have the seeds."""
   kept = command_line.overrides
