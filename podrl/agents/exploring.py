@@ -137,9 +137,7 @@ def explore(
   """
   size = values.shape[-1]
 
-  def choose_one(
-    rng_key: chex.PRNGKey, best: Array, probability: Array, obs: Tree
-  ) -> Array:
+  def choose_one(rng_key, best, probability, obs):
     keys = jax.random.split(rng_key)
     if isinstance(obs, Masked):
       logits = hide_illegal(jnp.zeros(size), obs)

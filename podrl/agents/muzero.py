@@ -4,14 +4,13 @@ from collections.abc import Callable
 import math
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from podrl.agents import acting, dqn, exploring, sac
-from podrl.agents.muzero_search import Codec, Extras, make_search
+from podrl.agents.muzero_search import Codec, make_search
 from podrl.agents.muzero_targets import Targets, make_targets
 from podrl.core import memory, returns
 from podrl.core.observations import hide_illegal, without_mask
@@ -282,9 +281,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       action = exploring.explore(keys, choice, fraction, timestep.obs)
     return action, extras, carry
 
-  def act_without_search(
-    params: Tree, rng_key: chex.PRNGKey, obs: Tree, greedy: bool
-  ) -> Array:
+  def act_without_search(params, rng_key, obs, greedy):
     """Returns actions of the policy, the most probable ones if greedy."""
     policy = acting.bounded_distribution(spec.action)
     head, _ = network.predict(
@@ -295,13 +292,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       return policy.to_action(policy.mode(head))
     return policy.to_action(jax.vmap(policy.sample)(rng_key, head))
 
-  def reanalyse(
-    params: Tree,
-    timestep: TimeStep,
-    extras: Extras,
-    rng_key: chex.PRNGKey,
-    gamma: Array,
-  ) -> Extras:
+  def reanalyse(params, timestep, extras, rng_key, gamma):
     """Searches again in a part of the sequences.
 
     Args:

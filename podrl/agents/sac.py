@@ -233,9 +233,7 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     smaller, mean = jnp.min(values, axis=0), jnp.mean(values, axis=0)
     return caution * smaller + (1.0 - caution) * mean
 
-  def soft_value(
-    params: Tree, head: Array, obs: Tree, temperature: Array, rng_key: Array
-  ) -> tuple[Array, Array]:
+  def soft_value(params, head, obs, temperature, rng_key):
     """Returns the policy's value with its entropy bonus, and its entropy.
 
     Both are float32 `[N]`. For continuous actions, they are estimates with one

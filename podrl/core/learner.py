@@ -28,7 +28,6 @@ from podrl.types import (
   LearnerState,
   LossOutput,
   Memory,
-  Metrics,
   Sample,
   Tree,
 )
@@ -132,13 +131,7 @@ def make_learner(
       memory=memory.init(example_trajectory) if memory else (),
     )
 
-  def sgd_step(
-    state: LearnerState,
-    unpack: Unpack,
-    batch: Tree,
-    measured: Tree,
-    rng_key: chex.PRNGKey,
-  ) -> tuple[LearnerState, tuple[Metrics, Tree], Tree]:
+  def sgd_step(state, unpack, batch, measured, rng_key):
     """Takes one step; also returns the averages, and the rows' priorities."""
     variables = state.variables
 
@@ -172,13 +165,7 @@ def make_learner(
     )
     return state, (metrics, measured), output.priority
 
-  def sgd_steps(
-    state: LearnerState,
-    unpack: Unpack,
-    batch: Tree,
-    measured: Tree,
-    rng_key: chex.PRNGKey,
-  ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
+  def sgd_steps(state, unpack, batch, measured, rng_key):
     """Takes all optimiser steps of an update without a memory."""
     num_steps = num_epochs * num_minibatches
     size = jax.tree.leaves(batch)[0].shape[0]
@@ -218,9 +205,7 @@ def make_learner(
     with jax.named_scope('prepare'):
       return agent.prepare(variables, target_params, sample, keys, all_mean)
 
-  def learn(
-    state: LearnerState, unpack: Unpack, storage: Tree, rng_key: chex.PRNGKey
-  ) -> tuple[LearnerState, Metrics]:
+  def learn(state, unpack, storage, rng_key):
     """Takes all optimiser steps of an update with a memory.
 
     `state.memory` contains only the priorities.
@@ -247,9 +232,7 @@ def make_learner(
     state, metrics = jax.lax.scan(sample_step, state, keys)
     return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
 
-  def learn_if_ready(
-    state: LearnerState, unpack: Unpack, measured: Tree, rng_key: chex.PRNGKey
-  ) -> tuple[LearnerState, tuple[Metrics, Tree]]:
+  def learn_if_ready(state, unpack, measured, rng_key):
     assert memory is not None
     storage, priorities = state.memory
     # Average here, because an update may take no optimiser step. All devices

@@ -265,12 +265,7 @@ def make_ring(
       memory = add_unroll(memory, unroll, block, largest)
     return memory
 
-  def add_unroll(
-    memory: tuple[Storage, jax.Array],
-    trajectory: Trajectory,
-    block: Array | int,
-    largest: Any,
-  ) -> tuple[Storage, jax.Array]:
+  def add_unroll(memory, trajectory, block, largest):
     """Adds one unroll to the columns of a block."""
     storage, priorities = memory
     size = len(priorities)

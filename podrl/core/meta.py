@@ -20,7 +20,6 @@ from podrl.types import (
   Hyperparams,
   Learner,
   LearnerState,
-  Metrics,
   Sample,
   Trajectory,
   Tree,
@@ -180,12 +179,7 @@ def make_meta_learner(
     meta = MetaState(state.opt_state, optimizer.init(offset), offset, tangents)
     return state._replace(opt_state=meta)
 
-  def meta_step(
-    variables: Variables,
-    meta: MetaState,
-    trajectory: Trajectory,
-    rng_key: chex.PRNGKey,
-  ) -> tuple[MetaState, Metrics]:
+  def meta_step(variables, meta, trajectory, rng_key):
     """Moves the meta-parameters."""
 
     def loss(params: Tree) -> Array:

@@ -265,9 +265,7 @@ def make_programs(
   is_tpu = mesh.devices.flat[0].platform == 'tpu'
   unroll = make_unroll(env, agent, unroll_length, 16 if is_tpu else 1)
 
-  def update(
-    state: AnakinState,
-  ) -> tuple[AnakinState, Metrics, tuple[Any, ...]]:
+  def update(state):
     before, actors, rng_key, is_frozen = state
     number = before.num_updates
     with jax.named_scope('acting'):

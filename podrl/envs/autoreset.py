@@ -128,9 +128,7 @@ def make_device_env(
   def begin(state: AutoresetState) -> Tree:
     return first(next_key(state))
 
-  def arrive(
-    state: AutoresetState, results: Tree, begun: Tree
-  ) -> tuple[AutoresetState, TimeStep]:
+  def arrive(state, results, begun):
     obs, env_state, reward, terminated, truncated = results
     is_first = state.is_last
     if begun:

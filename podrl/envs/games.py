@@ -151,9 +151,7 @@ def _make(
     current = match.state.current_player
     return jnp.where(match.ticket < 0, current, 0) if choose else current
 
-  def let_others_act(
-    rng_key: chex.PRNGKey, state: Any, ticket: Array, reward: Array
-  ) -> tuple[Any, Array]:
+  def let_others_act(rng_key, state, ticket, reward):
     if choose is None:
       return state, reward
 
