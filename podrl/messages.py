@@ -109,6 +109,12 @@ def place_of(error: BaseException) -> str:
   return f'{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}'
 
 
+def describe(error: BaseException) -> str:
+  """Returns an exception's type and message, and the `place_of` it."""
+  text, place = one_line(error, with_kind=True), place_of(error)
+  return f'{text} ({place})' if place else text
+
+
 def useful_traceback(error: BaseException) -> str:
   """Returns the traceback from the user's code on, or '' if it has no use.
 

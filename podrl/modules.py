@@ -86,7 +86,6 @@ def find(what: str, name: str, known: Collection[str]) -> Any:
 
   Args:
     what: the field or flag that has this name, for messages.
-    name: the name.
     known: other names that the field may have.
 
   Raises:

@@ -195,8 +195,7 @@ def build_network(
 def _simulator(spec: EnvSpec, fields: Fields) -> Callable[..., Any] | None:
   """Returns how the search steps the environment, or None.
 
-  Raises:
-    ValueError: if the search cannot see what the agent learns from.
+  It raises a ValueError if the search cannot see what the agent learns from.
   """
   if fields['search.model'] == 'learned':
     if spec.has_pool:

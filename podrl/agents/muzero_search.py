@@ -105,7 +105,6 @@ def make_search(
   """Builds the function that searches.
 
   Args:
-    network: the model.
     codec: converts the network's rewards and values.
     kind: 'gumbel' (Danihelka et al. 2022) or 'muzero' (Schrittwieser et al.
       2020), see mctx.
@@ -165,7 +164,7 @@ def make_search(
     return head, _Estimate(reward, discount, codec.decode(value)), state
 
   def search_one(
-    params, rng_key, obs, gamma, num_simulations, greedy, env_state
+    rng_key, obs, env_state, params, gamma, num_simulations, greedy
   ):
     def recurrent(params, rng_key, index, embedding):
       state, samples = embedding
@@ -175,7 +174,7 @@ def make_search(
       output = mctx.RecurrentFnOutput(**estimate._asdict(), prior_logits=logits)
       return output, (state, samples)
 
-    obs = jax.tree.map(lambda x: x[None], obs)
+    obs, env_state = jax.tree.map(lambda x: x[None], (obs, env_state))
     hidden = network.represent(params, without_mask(obs))
     head, value = network.predict(params, hidden)
     sample_key = rng_key
@@ -213,16 +212,9 @@ def make_search(
   def search(
     params, rng_key, obs, gamma, num_simulations, greedy, env_state=()
   ):
-    return jax.vmap(
-      lambda rng_key, obs, env_state: search_one(
-        params,
-        rng_key,
-        obs,
-        gamma,
-        num_simulations,
-        greedy,
-        jax.tree.map(lambda x: x[None], env_state),
-      )
-    )(rng_key, obs, env_state)
+    shared = params, gamma, num_simulations, greedy
+    return jax.vmap(lambda *row: search_one(*row, *shared))(
+      rng_key, obs, env_state
+    )
 
   return search

@@ -27,7 +27,6 @@ FIELDS = {
   ),
 }
 
-
 # A dimension with a larger bound counts as unbounded: it is infinite, or it
 # stands for infinity, as the 1e10 of LqrLqr21-v1 does.
 LARGEST_BOUND = 1e9
@@ -93,9 +92,7 @@ def multi_categorical(num_actions: Sequence[int]) -> Distribution:
   """Independent categorical distributions, one for each component of an action.
 
   The head contains the logits of all components, one component after another.
-
-  Args:
-    num_actions: number of actions of each component.
+  `num_actions` has the number of actions of each component.
   """
   parts = [categorical(n) for n in num_actions]
   ends = np.cumsum(num_actions)[:-1].tolist()

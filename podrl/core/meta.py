@@ -37,7 +37,6 @@ _SMALLEST = 1e-4  # The distance that a meta-parameter keeps from its bounds.
 # `fold_in` with a small number would give a key that `split` gives too.
 _OUTER_STREAM = 2**32 - 2
 
-
 FIELDS = {
   'meta.learning_rate': Field(
     0.0,
@@ -100,11 +99,7 @@ def move(name: str, value: Array, offset: Array) -> Array:
 
 
 def make_outer_loss(agent: Agent, hyperparams: Hyperparams) -> OuterLoss:
-  """Builds an outer loss: the agent's loss with other, fixed hyperparameters.
-
-  Args:
-    hyperparams: replace those of the variables.
-  """
+  """Builds an outer loss: the agent's loss with fixed `hyperparams`."""
 
   def outer_loss(variables, trajectory, rng_key):
     variables = variables.with_hyperparams(hyperparams)

@@ -12,10 +12,9 @@ from podrl.types import Array, TimeStep, Tree
 
 
 def weights(timestep: TimeStep) -> Array:
-  """Returns `[T, ...]` float32: 1 for a real transition, 0 for a reset step.
+  """Returns float32 `[T, ...]`: 1 for a real transition, 0 for a reset step.
 
-  Args:
-    timestep: the steps of an unroll; `is_first` is `[T+1, ...]`.
+  The leaves of `timestep` are `[T+1, ...]`.
   """
   return 1.0 - timestep.is_first[1:].astype(jnp.float32)
 

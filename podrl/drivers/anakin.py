@@ -473,17 +473,16 @@ class Anakin:
       report = Report(
         metrics, episodes, predictions, seconds, is_sound, {}, own
       )
-      report = report._replace(culprit=culprit, info=info)
-      reports.append(report._replace(finished=_list_finished(finished)))
+      rest = {'info': info, 'finished': _list_finished(finished)}
+      reports.append(report._replace(culprit=culprit, **rest))
     return reports
 
   def exploit(
     self, scores: Sequence[float], rng_key: chex.PRNGKey
   ) -> tuple[list[int], dict[str, list[float]]]:
-    """Lets the population evolve; see `Programs.exploit`.
+    """Lets the population evolve, see `Programs.exploit`.
 
-    Returns:
-      The parents, and all hyperparameters, of each member.
+    It returns the parents, and all hyperparameters, of each member.
     """
     assert self.programs.exploit is not None
     self.state, parent = self.programs.exploit(

@@ -17,7 +17,7 @@ import numpy as np
 
 from podrl import kernels
 from podrl.kernels.indexing import compare_indices
-from podrl.messages import EnvironmentFailed, one_line, place_of
+from podrl.messages import EnvironmentFailed, describe, one_line
 from podrl.types import (
   Array,
   DeviceEnv,
@@ -67,7 +67,6 @@ def make_device_env(
   """Builds a batch of environments from the functions of one environment.
 
   Args:
-    spec: describes the environment.
     reset: `(rng_key) -> (obs, env_state)`.
     step: `(rng_key, env_state, action) -> (obs, env_state, reward, terminated,
       truncated)`. If an environment is both terminated and truncated, it counts
@@ -294,10 +293,7 @@ def _fail(name: str, method: str, error: BaseException) -> NoReturn:
   raise_interrupt(error)
   text = one_line(error)
   if not text.startswith(f'{name} '):  # The adapter has not named it.
-    text = one_line(error, with_kind=True)
-    text = f'environment {name} failed in {method}: {text}'
-    if place := place_of(error):
-      text += f' ({place})'
+    text = f'environment {name} failed in {method}: {describe(error)}'
   raise EnvironmentFailed(text) from error
 
 

@@ -10,7 +10,6 @@ from podrl.types import DeviceEnv, Discrete
 
 _TILE = 16  # The side of a tile in a picture, in pixels.
 
-
 # Those with AutoReset in their names are left out: podrl begins the episodes.
 NAMES = 'craftax_env.py', r'name == "((?![\w-]*AutoReset)[\w-]+)"'
 

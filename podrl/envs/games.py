@@ -74,7 +74,6 @@ def make_device_env(
   another one begins. No game is truncated.
 
   Args:
-    game: the game.
     opponent: how the other players choose their actions: an `Opponent`,
       'random', 'self' or 'pool'. With 'pool', earlier versions of the agent
       play a part of the games, and the agent plays both sides of the others.

@@ -17,7 +17,7 @@ import numpy as np
 
 from podrl import modules
 from podrl.envs import autoreset, envpool, spaces
-from podrl.messages import check_choice, one_line, place_of, similar, suggest
+from podrl.messages import check_choice, describe, one_line, similar, suggest
 from podrl.types import EnvSpec, HostEnv
 
 _MODES = ('sync', 'async')
@@ -139,11 +139,9 @@ def _make_single(name: str, entry_point: Any, options: dict[str, Any]) -> Any:
     raise
   except BaseException as error:  # The environment's code can raise anything.
     autoreset.raise_interrupt(error)
-    text = one_line(error, with_kind=True)
-    if place := place_of(error):
-      text += f' ({place})'
     raise ValueError(
-      f'env.name={name} with {options or "no options"} cannot be made: {text}'
+      f'env.name={name} with {options or "no options"} cannot be made: '
+      f'{describe(error)}'
     ) from error
 
 
@@ -187,10 +185,7 @@ def _close(name: str, close: Callable[[], None]) -> None:
     close()
   except BaseException as error:  # The environment's code can raise anything.
     autoreset.raise_interrupt(error)
-    text = one_line(error, with_kind=True)
-    if place := place_of(error):
-      text += f' ({place})'
-    text = f'warning: {name} failed in close: {text}'
+    text = f'warning: {name} failed in close: {describe(error)}'
     if text not in _warned:  # A pool has many environments.
       print(text, file=sys.stderr)
     _warned.add(text)

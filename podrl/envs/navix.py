@@ -12,7 +12,6 @@ from podrl.types import Array, DeviceEnv, Discrete
 # entities, colours, and states or directions.
 _SIZES = {'symbolic': (11, 6, 4), 'categorical': (11,), 'rgb': ()}
 
-
 NAMES = 'environments/*.py', r'register\w*\(\s*"(Navix-[^"]+)"'
 
 

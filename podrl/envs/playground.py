@@ -8,7 +8,6 @@ from podrl.types import Array, DeviceEnv
 # Only MuJoCo Warp, which needs CUDA, or the library's wrappers read these.
 _UNUSED = ('vision', 'naconmax', 'njmax', 'action_repeat')
 
-
 # Only the tasks of the DeepMind Control Suite: for the others, the library
 # clones a repository.
 NAMES = '_src/dm_control_suite/__init__.py', r'(?m)^    "(\w+)": [a-z]'

@@ -13,7 +13,6 @@ _MIN_SIDE = 5  # Of a grid; a smaller one may have no room for a wall or a door.
 _RULESET = {'goal': 5, 'rules': 7, 'init_tiles': 2}
 _told: set[str] = set()  # The environments whose missing goal was mentioned.
 
-
 NAMES = '__init__.py', r'(?m)^register\(\s*id="([^"]+)"'
 
 

@@ -19,11 +19,8 @@ def block_size(num_rows: int) -> int:
   """Returns how many neighbouring rows stay together in a minibatch.
 
   Collecting a minibatch from blocks is much faster than from single rows. A
-  minibatch has at least 16 blocks. If it has fewer than 16 rows, each row is a
+  minibatch has at least 16 blocks. If its `num_rows` are fewer, each row is a
   block.
-
-  Args:
-    num_rows: number of rows of the minibatch.
   """
   candidates = range(min(16, num_rows), num_rows + 1)
   return num_rows // next(n for n in candidates if num_rows % n == 0)

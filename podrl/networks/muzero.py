@@ -211,7 +211,6 @@ def make_network(
   """Makes a network.
 
   Args:
-    spec: describes the environment.
     fields: the configuration by name. If `network.channels` is not 0, the
       hidden state is an image with this number of channels, from the largest
       image of an observation; the features of the other leaves are added to

@@ -24,12 +24,9 @@ from podrl.messages import check_choice
 from podrl.types import EnvSpec, Tree
 
 _ORTHOGONAL = nn.initializers.orthogonal(np.sqrt(2))
-
-
 _Dense = functools.partial(
   nn.Dense, kernel_init=_ORTHOGONAL, dot_general=dot_general
 )
-
 
 # What a leaf is divided by: one number, or one for each of its elements.
 _Scale = float | tuple[float, ...]
@@ -371,10 +368,8 @@ def make_torso(
       36 x 36, 'conv' for smaller images, and 'mlp' for other observations. With
       'nature_cnn', a smaller image beside a large one has the torso 'conv'.
       'mlp' flattens images too.
-    spec: describes the environment.
     hidden_sizes: widths of the MLP's layers. The layer after the convolutions
       has the last of these widths.
-    dtype: dtype of the torso's arithmetic.
     activation: one of `ACTIVATIONS`, for the layers of an MLP.
     layer_norm: whether each layer is normalised before its activation; the
       torso 'impala_resnet' cannot do this.
@@ -482,12 +477,7 @@ def own_fields(name: str) -> Table:
 def build_torso(spec: EnvSpec, fields: Fields) -> Callable[[], nn.Module]:
   """Makes a function that builds the torso of a configuration.
 
-  Args:
-    spec: describes the environment.
-    fields: the configuration by name.
-
-  Raises:
-    ValueError: see `make_torso`.
+  It raises a ValueError as `make_torso` does. `fields` is the configuration.
   """
   name = fields['network.name']
   if ':' not in name:

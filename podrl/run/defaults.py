@@ -83,7 +83,6 @@ def specialise(
 
   Args:
     config: names the environment and has the user's options for it.
-    spec: describes the environment.
     chosen: fields that the user has set, which keep their values.
 
   Returns:
@@ -182,11 +181,8 @@ def _warnings(
 ) -> list[str]:
   """Returns why a run may not learn.
 
-  Args:
-    config: the settings for the task.
-    spec: describes the environment.
-    steps: the environment steps of the run.
-    usual: those that the agent has by default.
+  `steps` are the environment steps of the run, and `usual` those that the agent
+  has by default.
   """
   found, agent = [], config['agent.name']
   if steps < _FEW_STEPS * usual:

@@ -168,10 +168,8 @@ def anakin_devices(
       f'{machine.platform} devices; use {len(local)} or fewer, or 0 for all'
     )
   groups = member_groups(config, num_devices)
-  num_envs, total = (
-    config['env.num_envs'],
-    num_devices // groups * num_processes,
-  )
+  num_envs, total = config['env.num_envs'], num_devices // groups
+  total *= num_processes
   if num_envs % total:
     raise ValueError(
       f'config.env.num_envs={num_envs} does not divide over {total} devices; '

@@ -103,7 +103,6 @@ def play(
 
   Args:
     env: the game, played from both sides, see `EnvSpec.has_turns`.
-    players: the players.
     num_games: games of each pair; the first player of a pair begins the first
       half of them.
     seed: all random numbers depend on it.
