@@ -144,14 +144,10 @@ def _choose_row(row_sums: Array, uniform: Array) -> Array:
 
 
 def _choose_item(parts: Array, place: Array) -> tuple[Array, Array]:
-  """Finds the item of each row in which a place is.
+  """Finds the item of each row in which a place is, and the place within it.
 
-  Args:
-    parts: float32 `[N, K]`, the lengths of the items.
-    place: float32 `[N]`, between 0 and the sum of the row.
-
-  Returns:
-    The items, int `[N]`, and the place within each item, float32 `[N]`.
+  `parts` `[N, K]` are the lengths of the items. `place` `[N]` is between 0 and
+  the sum of the row. The items are int; all other numbers are float32.
   """
   sums = jnp.cumsum(parts, axis=1)
   place = jnp.minimum(place, jnp.nextafter(sums[:, -1], 0.0))

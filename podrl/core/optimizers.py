@@ -162,7 +162,7 @@ def _decays(params: Tree) -> Tree:
   """Returns whether each array is a kernel, and neither a bias nor a scale."""
 
   def one(path: tuple[Any, ...], x: Array) -> bool:
-    last = str(getattr(path[-1], 'key', '')) if path else ''
+    last = getattr(path[-1], 'key', '') if path else ''
     return x.ndim > 1 and last not in ('bias', 'scale')
 
   return jax.tree.map_with_path(one, params)

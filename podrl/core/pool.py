@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from podrl.fields import COUNT, Field
-from podrl.types import Agent, Array, Trajectory, Tree, Variables
+from podrl.types import Agent, Array, Tree, Variables
 
 FIELDS = {
   'agent.pool_size': Field(
@@ -110,9 +110,6 @@ def keep_earlier(agent: Agent, size: int) -> Agent:
     actions = jnp.stack([act(place) for place in drawn])
     return actions[ticket % _NUM_OPPONENTS]
 
-  def measure(variables: Variables, trajectory: Trajectory) -> Tree:
-    return agent.measure(inner(variables), trajectory)
-
   def calibrate(variables, trajectory, mean):
     assert agent.calibrate
     new = agent.calibrate(inner(variables), trajectory, mean)
@@ -126,7 +123,7 @@ def keep_earlier(agent: Agent, size: int) -> Agent:
     ),
     prepare=lambda variables, *args: agent.prepare(inner(variables), *args),
     loss=lambda variables, *args: agent.loss(inner(variables), *args),
-    measure=measure,
+    measure=lambda variables, *args: agent.measure(inner(variables), *args),
     absorb=absorb,
     calibrate=calibrate if agent.calibrate else None,
     play_earlier=play_earlier,

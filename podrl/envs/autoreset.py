@@ -370,12 +370,8 @@ def _arrive(
 ) -> tuple[Array, TimeStep]:
   """Converts the results of one step of `envs`; see `make_host_env`.
 
-  Args:
-    is_last: bool `[B]`, whether the previous step ended an episode.
-    xp: numpy, or `jax.numpy` if the arrays are traced.
-
-  Returns:
-    Whether this step ended an episode, and the time step.
+  `is_last`, bool `[B]`, says whether the previous step ended an episode; the
+  first result says so of this step. For traced arrays, `xp` is `jax.numpy`.
   """
   is_first, is_real = is_last, ~is_last
   is_last = (terminated | truncated) & is_real

@@ -85,15 +85,11 @@ def _lowest(word: jax.Array) -> jax.Array:
 
 @sequential_vmap
 def _find(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Finds the ones of each row.
+  """Finds the ones of each row of `x`, bool `[N, W]`.
 
-  Args:
-    x: bool `[N, W]`.
-
-  Returns:
-    `columns`, int32 `[_max_count(x), N]`, has the columns of each row's ones,
-    and W in unused places. `count`, int32 `[]`, is the number of ones of the
-    row that has most. If it is above `_max_count(x)`, all columns are W.
+  The first result, int32 `[_max_count(x), N]`, has the columns of each row's
+  ones, and W in unused places. The second, int32 `[]`, is the number of ones of
+  the row that has most. If it is above `_max_count(x)`, all columns are W.
   """
   num_rows, width = x.shape
   max_count = _max_count(x)

@@ -182,11 +182,9 @@ def _zeros(batch_size: int, size: int, memory_steps: int) -> Array:
   return jnp.zeros((batch_size, size))
 
 
-def _two_zeros(
-  batch_size: int, size: int, memory_steps: int
-) -> tuple[Array, Array]:
+def _two_zeros(*sizes: int) -> tuple[Array, Array]:
   """The cell and the output of an LSTM, or the two parts of a complex state."""
-  zeros = _zeros(batch_size, size, memory_steps)
+  zeros = _zeros(*sizes)
   return zeros, zeros
 
 

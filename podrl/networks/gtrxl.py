@@ -152,16 +152,10 @@ def _sinusoids(number: int, size: int) -> Array:
 
 
 def _at_steps(of_distances: Array) -> Array:
-  """Moves the logits of distances to steps, with zeros at all other steps.
+  """Moves logits `[..., T, M + 1]` of distances to steps `[..., T, M + T]`.
 
   Step t of the unroll has the place M + t among the M + T steps, so the
-  distance m belongs to the place M + t - m.
-
-  Args:
-    of_distances: `[..., T, M + 1]`.
-
-  Returns:
-    `[..., T, M + T]`.
+  distance m belongs to the place M + t - m. All other places have zeros.
   """
   *rest, length, num_distances = of_distances.shape
   # Rows of M + T + 1 numbers, joined and cut into rows of M + T numbers: row t

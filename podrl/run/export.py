@@ -110,7 +110,7 @@ def _as_wanted(obs: Tree, wanted: Tree) -> Tree:
   """Gives observations the structure and the dtypes of a description."""
   if isinstance(obs, Masked):
     obs = obs._asdict()
-  if _is_leaf(wanted):
+  if isinstance(wanted, dict) and isinstance(wanted.get('dtype'), str):
     x = np.asarray(obs, wanted['dtype'])
     if x.shape[1:] != tuple(wanted['shape'][1:]) or not x.ndim:
       raise ValueError('a wrong shape')
@@ -118,10 +118,6 @@ def _as_wanted(obs: Tree, wanted: Tree) -> Tree:
   if isinstance(wanted, list):
     return tuple(map(_as_wanted, obs, wanted))
   return {name: _as_wanted(obs[name], x) for name, x in wanted.items()}
-
-
-def _is_leaf(wanted: Tree) -> bool:
-  return isinstance(wanted, dict) and isinstance(wanted.get('dtype'), str)
 
 
 def _is_anakin(policy: Policy) -> bool:

@@ -179,10 +179,8 @@ def to_rgb(picture: Any) -> np.ndarray:
   """Converts a library's picture to uint8 `[H, W, 3]`.
 
   The picture is `[H, W]` or has 1, 3 or 4 channels. If no float is more than 1,
-  floats are from 0 to 1; other numbers are from 0 to 255.
-
-  Raises:
-    NotImplementedError: if it is no picture.
+  floats are from 0 to 1; other numbers are from 0 to 255. If it is no picture,
+  the function raises a NotImplementedError.
   """
   x = np.asarray(picture)
   x = x[..., None] if x.ndim == 2 else x
@@ -213,8 +211,7 @@ def paint(
 ) -> list[np.ndarray]:
   """Makes a picture of each observation of an episode, all of the same size.
 
-  Args:
-    actions: the action chosen at each observation, or None at the end.
+  `actions` has the action chosen at each observation, or None at the end.
   """
   rows = [[np.asarray(x) for x in jax.tree.leaves(o)] for o in observations]
   shape = rows[0][0].shape if len(rows[0]) == 1 else ()
