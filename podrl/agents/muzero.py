@@ -299,7 +299,6 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
       timestep: leaves `[T+1, N, ...]`.
       extras: what the searches found earlier, leaves `[T, N, ...]`.
       rng_key: `[N]`, one key for each sequence.
-      gamma: the discount per step.
     """
     share, size = fields['search.reanalyse_fraction'], len(rng_key)
     counts = [math.ceil(round(i * share, 6)) for i in range(size + 1)]

@@ -157,7 +157,6 @@ def gaussian(
   to 3, and at most 0.03 for scales up to 5.
 
   Args:
-    box: the action space.
     squash: whether to apply tanh instead of clipping; tanh needs bounds.
     state_dependent_scale: whether the scales depend on the state; if not, they
       are parameters of the network.

@@ -82,7 +82,6 @@ def make_learner(
   """Builds the learner of an agent.
 
   Args:
-    agent: the agent whose loss is minimised.
     optimizer: an optax transformation of the agent's parameters. If it is
       `optimizers.elementwise`, it gets them as one vector, which is faster. If
       its `update` takes an argument `hyperparams`, the learner passes

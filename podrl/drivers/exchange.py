@@ -142,7 +142,6 @@ class Asynchronous:
 
   Args:
     unrolls_per_update: number of unrolls that one update learns from.
-    max_lag: the largest policy lag.
   """
 
   def __init__(self, unrolls_per_update: int, max_lag: int):

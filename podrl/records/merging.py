@@ -102,7 +102,6 @@ def merge_seeds(
   """Merges records of several agents; keeps only numbers that all records have.
 
   Args:
-    records: a record of each agent.
     names: the names of the agents; `are_alike`: see `spread`.
     in_turn: whether the agents ran one after another. In this case, the rates
       of the agents are averaged instead of added.

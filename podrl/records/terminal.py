@@ -222,7 +222,6 @@ class Terminal:
 
     Args:
       summary: the contents of `summary.json`.
-      workdir: the directory of the run.
       resume_command: printed if a signal ended the run.
       rows: names and values for further rows of the table.
       is_local: whether only the running program has the agent or environment,

@@ -228,7 +228,6 @@ def env_seed(seed: int, num_resumes: int, env: int) -> int:
   N**2 / 2**32, in one run or in several.
 
   Args:
-    seed: the run's seed.
     num_resumes: how often the run was resumed. The same seeds would repeat the
       earlier episodes.
     env: global index of the environment.
@@ -260,7 +259,6 @@ def make_learner(
   Args:
     num_devices: number of devices that learn, of all processes.
     num_updates: those of the whole run.
-    layout: the layout of a Sebulba run.
 
   Raises:
     ValueError: if a size of the memory does not fit the devices.

@@ -454,8 +454,7 @@ def check_trust(
   """Raises a ValueError if a run could import code that its user did not write.
 
   Args:
-    path: the directory of the run.
-    config: its saved configuration.
+    config: the saved configuration of the run in `path`.
     trust: whether the user trusts the run.
     named: fields that the user has set, such as `env.name`, and so modules that
       the user knows.

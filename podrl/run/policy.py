@@ -178,7 +178,6 @@ class Policy:
       carry: leaves `[B, ...]`.
       is_first: bool `[B]`.
       rng_key: a key for each environment, `[B]`.
-      greedy: whether to take the agent's greedy actions.
       env_state: leaves `[B, ...]`; see `Agent.plans`.
     """
     shape = is_first.shape
