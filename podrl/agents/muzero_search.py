@@ -164,7 +164,7 @@ def make_search(
     return head, _Estimate(reward, discount, codec.decode(value)), state
 
   def search_one(
-    rng_key, obs, env_state, params, gamma, num_simulations, greedy
+    params, gamma, num_simulations, greedy, rng_key, obs, env_state
   ):
     def recurrent(params, rng_key, index, embedding):
       state, samples = embedding
@@ -212,9 +212,7 @@ def make_search(
   def search(
     params, rng_key, obs, gamma, num_simulations, greedy, env_state=()
   ):
-    shared = params, gamma, num_simulations, greedy
-    return jax.vmap(lambda *row: search_one(*row, *shared))(
-      rng_key, obs, env_state
-    )
+    one = functools.partial(search_one, params, gamma, num_simulations, greedy)
+    return jax.vmap(one)(rng_key, obs, env_state)
 
   return search

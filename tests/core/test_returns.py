@@ -81,6 +81,30 @@ def _project_loop(atoms, probabilities, support):
   return projected
 
 
+def test_rewards_of_the_player_who_began():
+  """Environment 0 has a game of three moves, and environment 1 no turns yet."""
+  # The turn passes twice; the third move ends the game; a reset step; a move.
+  discounts = np.array([[-1, 1], [-1, 1], [0, 1], [1, 1], [-1, -1]], 'f')
+  rewards = np.array([[2, 1], [3, 1], [5, 1], [0, 1], [7, 1]], 'f')
+  is_first = np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 0]], bool)
+  sign, own, signs = jnp.ones(2), [], []
+  for x in zip(rewards, discounts, is_first):
+    reward, sign = returns.of_first_player(TimeStep((), *x), sign)
+    own.append(np.asarray(reward))
+    signs.append(np.asarray(sign))
+  expected = [[2, 1], [-3, 1], [5, 1], [0, 1], [7, 1]]
+  np.testing.assert_array_equal(own, expected)
+  expected = [[-1, 1], [1, 1], [0, 1], [1, 1], [-1, -1]]
+  np.testing.assert_array_equal(signs, expected)
+
+
+def test_without_turns_rewards_stay():
+  reward = np.array([2.0, -3.0])
+  timestep = TimeStep((), reward, np.array([-1.0, 0.0]), np.zeros(2, bool))
+  found, sign = returns.of_first_player(timestep, ())
+  assert found is reward and sign == ()
+
+
 def test_worked_example():
   # gamma is .9, lambda .95. Episode A is truncated at the value .7, and the
   # value 50 starts episode B. t=1: 2 + .9*.7 - .6 = 2.03; t=0: 1 + .9*.6 - .5
