@@ -156,7 +156,8 @@ def make_search(
     else:
       state, reward, turn = network.step(params, state, action)
       hidden, reward = state, codec.decode(reward)
-      sign = 2.0 * jax.nn.sigmoid(turn) - 1.0 if has_turns else 1.0
+      one = jnp.ones(())
+      sign = 2.0 * jax.nn.sigmoid(turn) - one if has_turns else one
     head, value = network.predict(params, hidden)
     if simulate and distribution is None:
       head = hide_illegal(head, timestep.obs)

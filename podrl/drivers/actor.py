@@ -39,7 +39,7 @@ class Row(NamedTuple):
   """One step of an unroll, on the actor's device; leaves `[B, ...]`."""
 
   obs: types.Tree
-  action: jax.Array
+  action: types.Array
   extras: types.Tree
 
 
@@ -132,6 +132,7 @@ def make_actor_functions(
     def advance(state, num_steps):
       env_state, timestep, carry, chosen = state
       obs = timestep.obs
+      assert xla_step is not None
       row, carry = step(variables, keys, num_steps, timestep, carry)
       env_state, timestep = xla_step(env_state, row.action)
       info, timestep = timestep.info, timestep._replace(info=())
@@ -160,8 +161,8 @@ def make_actor_functions(
     )._replace(obs=last.obs)
     stacks = [rest._replace(obs=rows.obs)]
     shards, largest = finish(stacks, timesteps, carry, steps[0], env_index)
-    state = env_state, last, last_carry
-    return shards, largest, arrivals.reward, arrivals.is_first, info, state
+    reached = env_state, last, last_carry
+    return shards, largest, arrivals.reward, arrivals.is_first, info, reached
 
   return ActorFunctions(
     agent.initial_carry,

@@ -320,8 +320,9 @@ def make_programs(
     if has_members:
       is_finite = jnp.full(shapes[0]['loss'].shape, is_finite)
     # These rows differ between devices, so they get an axis for the devices.
-    own = jax.tree.map(lambda x: x[:, None], own)
-    return state, Records(metrics, *own, is_finite)
+    episodes, largest, info, finished = jax.tree.map(lambda x: x[:, None], own)
+    records = Records(metrics, episodes, largest, info, finished, is_finite)
+    return state, records
 
   batch = spmd.MEMBERS_BATCH if has_members else spmd.BATCH
   same = spmd.MEMBERS if has_members else spmd.REPLICATED

@@ -224,7 +224,8 @@ class Sebulba:
     shape = jax.eval_shape(lambda: spmd.join_unrolls([shards[0]] * unrolls))
 
     def init_rest(key):
-      return learner.init(key, shape)._replace(variables=())
+      whole: Any = learner.init(key, shape)
+      return whole._replace(variables=())
 
     state = spmd.init_learner(init_rest, learner, mesh, self._init_key)
     self.state, saved = restore(state._replace(variables=variables))

@@ -479,7 +479,7 @@ class Recorder:
     jax.monitoring.unregister_event_duration_listener(self._on_duration)
     sinks = [sink for sinks in self.sinks for sink in sinks]
     try:
-      self._writer.close(sinks + self._decisions + self._episodes)
+      self._writer.close([*sinks, *self._decisions, *self._episodes])
     finally:
       self.terminal.close()  # `sinks` contains it only after `open`.
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import contextlib
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +146,7 @@ def make_host_evaluate(
   `make_env` is `(num_envs, seed) -> HostEnv`. For the result, see
   `make_evaluate`.
   """
-  observe = None
+  observe: Any = None
 
   # All calls use the first pool's `observe`, so that `act` compiles only once.
   @jax.jit
