@@ -9,8 +9,9 @@ process, and gives it a share of the cores and of the GPUs. Each printed line
 begins with the number of its process, for example [0].
 
 The exit code of the script is that of the first process that fails. After a
-failure, the other processes have grace_seconds to end. Then the script sends
-SIGTERM to them. After kill_seconds more, it sends SIGKILL. If the script itself
+failure, a suspended process gets SIGKILL at once, where the system has /proc.
+The other processes have grace_seconds to end. Then the script sends SIGTERM to
+them. After kill_seconds more, it sends SIGKILL. If the script itself
 gets Ctrl-C or SIGTERM, it passes the signal to every process.
 
 With --restarts=M, the script starts all processes again after a failure, at

@@ -142,9 +142,9 @@ class Signals:
   restores that program's handlers. Only the main thread can handle signals.
 
   The handlers raise no exception, because an exception during a compiled
-  program would lose its donated arrays. In a run of several processes, JAX
-  handles SIGTERM, because all processes must end at the same update. If they
-  are connected already, `is_distributed` leaves JAX's handler in its place.
+  program would lose its donated arrays. In a run of several processes, set
+  `is_distributed`: all processes end at the same update, so the grace time
+  begins when they have agreed on it, which the loop notes.
 
   Python runs a handler only when the main thread returns from C++, and XLA may
   compile for minutes. So a thread, the watcher, learns of signals through a
@@ -153,20 +153,16 @@ class Signals:
   so a guest has no watcher.
   """
 
-  def __init__(
-    self, is_guest: bool = False, is_distributed: bool = False
-  ) -> None:
+  def __init__(self, is_guest: bool = False) -> None:
     self.exit_code: int | None = None
     # The first signal calls this.
     self.on_signal: Callable[[], None] = lambda: None
     self.grace_seconds: float | None = None  # Time to end after SIGTERM.
-    self.is_distributed = is_distributed
+    self.is_distributed = False
     self._is_guest = is_guest
     self._is_armed = False  # Whether the process ends after `grace_seconds`.
     repair_streams()
     numbers = {signal.SIGINT, signal.SIGTERM}
-    if is_distributed:
-      numbers.remove(signal.SIGTERM)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
       numbers.add(signal.SIGHUP)
     if threading.current_thread() is not threading.main_thread():
@@ -190,11 +186,10 @@ class Signals:
   def _handle(self, number: int, frame) -> None:
     del frame
     for signal_number, previous in self._previous.items():
-      if not self.is_distributed or signal_number != signal.SIGTERM:
-        handler = previous if self._is_guest else signal.SIG_DFL
-        if number == signal_number == signal.SIGHUP:
-          handler = signal.SIG_IGN  # The shell sends it too.
-        signal.signal(signal_number, handler)
+      handler = previous if self._is_guest else signal.SIG_DFL
+      if number == signal_number == signal.SIGHUP:
+        handler = signal.SIG_IGN  # The shell sends it too.
+      signal.signal(signal_number, handler)
     self._begin(number)
 
   def _begin(self, number: int) -> None:
@@ -208,7 +203,11 @@ class Signals:
     text = f'{name}: the run stops and saves; a second signal ends it at once\n'
     with contextlib.suppress(OSError):
       os.write(_STDERR, text.encode())
-    self.note(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
+    exit_code = INTERRUPTED if number == signal.SIGINT else PREEMPTED
+    if self.is_distributed:
+      self.exit_code = self.exit_code or exit_code
+    else:
+      self.note(exit_code)
     self.on_signal()
 
   def _watch(self) -> None:
@@ -258,13 +257,14 @@ class Signals:
 
   def note(self, exit_code: int | None) -> None:
     """Sets the exit code if none is set yet; None changes nothing."""
-    if self.exit_code is None and exit_code == PREEMPTED and self.grace_seconds:
+    self.exit_code = self.exit_code or exit_code
+    is_preempted = exit_code == PREEMPTED == self.exit_code
+    if is_preempted and self.grace_seconds and not self._is_armed:
       # If the run has not ended by then, this prints all stacks and exits.
       faulthandler.dump_traceback_later(
         self.grace_seconds, exit=True, file=_STDERR
       )
       self._is_armed = True
-    self.exit_code = self.exit_code or exit_code
 
   def is_set(self) -> bool:
     """Returns whether a signal has arrived."""
@@ -274,8 +274,7 @@ class Signals:
     """Installs the handlers again: an environment may have replaced them."""
     if not self.is_set():
       for number in self._previous:
-        if not self.is_distributed or number != signal.SIGTERM:
-          signal.signal(number, self._handle)
+        signal.signal(number, self._handle)
 
   def close(self) -> None:
     """Restores the previous handlers."""

@@ -32,16 +32,25 @@ def test_a_second_signal_ends_the_process_and_the_grace_time_runs(monkeypatch):
   assert [signal.getsignal(x) for x in numbers] == before
 
 
-def test_connected_processes_leave_sigterm_to_jax():
-  numbers = signal.SIGINT, signal.SIGTERM
-  before = [signal.getsignal(x) for x in numbers]
-  handler = signals.Signals(is_distributed=True)
+def test_the_grace_time_of_several_processes_begins_when_they_agree(
+  monkeypatch,
+):
+  calls = []
+  monkeypatch.setattr(
+    signals.faulthandler,
+    'dump_traceback_later',
+    lambda seconds, **_: calls.append(seconds),
+  )
+  handler = signals.Signals()
+  handler.grace_seconds, handler.is_distributed = 7.0, True
   try:
-    changed = [signal.getsignal(x) != y for x, y in zip(numbers, before)]
-    assert changed == [True, False]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert handler.exit_code == signals.PREEMPTED and not calls
+    for _ in range(2):
+      handler.note(signals.PREEMPTED)
+    assert calls == [7.0]
   finally:
     handler.close()
-  assert [signal.getsignal(x) for x in numbers] == before
 
 
 def test_a_hangup_is_a_sigterm_and_may_come_twice():

@@ -1,6 +1,6 @@
 """The learner core: the only code that changes an agent's parameters.
 
-No other module calls a collective operation. The compiled update has one
+No other module has a collective operation in an update. The update has one
 all-reduce per optimiser step. It averages one vector: the gradients, the loss's
 metrics and the measured statistics. This vector is as large as the parameters
 and statistics, plus at most 1 KB. With a memory, or if `prepare` uses `mean`,

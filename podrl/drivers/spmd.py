@@ -464,11 +464,12 @@ def copy_to_first_device(tree: Tree) -> Tree:
 
 
 def gather(tree: Tree, into: Tree = None) -> Tree:
-  """Returns a copy of a tree, whole, on its first device in this process.
+  """Returns an unsharded copy of a tree on this process's first device.
 
-  All processes call it together, because it gathers what is split over them.
-  Keys become the numbers that they contain. The call deletes `into`, an earlier
-  copy, and uses its memory: to get new memory can take longer than to copy.
+  All processes call it together, because it gathers what is split over them,
+  first on each device. PRNG keys become their key data, uint32. The call
+  deletes `into`, an earlier copy, and uses its memory: to get new memory can
+  take longer than to copy.
   """
   leaves, structure = jax.tree.flatten(tree)
   is_same = [x.is_fully_replicated for x in leaves]

@@ -10,9 +10,8 @@ newer progress. A checkpoint has no hyperparameters, because the configuration
 contains them. Only those of a population, which change during the run, are in
 `progress`.
 
-If a process of a run is lost, another one writes the `HostCopy` that it keeps.
-This checkpoint has the arrays of an item in one file of numpy, because orbax
-needs all processes.
+If a process of a run is lost, another process writes its `HostCopy` as a
+checkpoint. There, each item is one npz file, because orbax needs all processes.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,8 +55,8 @@ FIELDS = {
   'checkpoint.host_seconds': Field(
     10.0,
     'Seconds between copies of the state in host memory, which a run of '
-    'several processes saves if it loses one; 0 means off. A state above 300 '
-    'MB is copied every second per 30 MB.',
+    'several processes saves if it loses one; 0 means off. Copies move at most '
+    '30 MB per second on average.',
     FROM_0,
   ),
 }
@@ -343,8 +342,9 @@ class HostCopy:
 
   def settle(self) -> None:
     """Replaces the copy by the next one, if that has arrived."""
-    if self._next and all(x.is_ready() for x in jax.tree.leaves(self._next[1])):
-      number, state, progress = self._next
+    following = self._next  # The watchdog's thread calls this too.
+    if following and all(x.is_ready() for x in jax.tree.leaves(following[1])):
+      number, state, progress = following
       jax.block_until_ready(state)  # Raises the error of a copy that failed.
       before, self._next = self._copy, None
       if jax.default_backend() == 'cpu':
@@ -368,8 +368,6 @@ class HostCopy:
     if not self._copy:
       return None
     number, state, progress = self._copy
-    if steps(self._path)[:1] >= [number]:
-      return None
     variables = learner_of(state).variables._replace(hyperparams={})
     others = change_learner(state, variables=())
     items = {'variables': variables, 'state': others}
@@ -382,20 +380,26 @@ class HostCopy:
     directory = _directory(self._path, number)
     temporary = directory + _UNFINISHED
     with workdir.write_errors(f'checkpoint {number}'):
+      if steps(self._path)[:1] >= [number]:
+        return None
       try:
         os.mkdir(temporary)  # Only one process can.
       except FileExistsError:
         return None
-      _check_space(temporary, number, items)
-      for name in *items, 'progress':
-        os.mkdir(os.path.join(temporary, name))
-      for name, tree in items.items():
-        np.savez(os.path.join(temporary, name, _ARRAYS), **_by_path(tree))
-      file = os.path.join(temporary, 'progress', 'metadata')
-      workdir.write_text(file, json.dumps(progress))
-      contents = {'format': _FORMAT, 'sha256': _digests(temporary)}
-      workdir.write_json(os.path.join(temporary, 'digests.json'), contents)
-      os.rename(temporary, directory)
+      try:
+        _check_space(temporary, number, items)
+        for name in *items, 'progress':
+          os.mkdir(os.path.join(temporary, name))
+        for name, tree in items.items():
+          np.savez(os.path.join(temporary, name, _ARRAYS), **_by_path(tree))
+        file = os.path.join(temporary, 'progress', 'metadata')
+        workdir.write_text(file, json.dumps(progress))
+        contents = {'format': _FORMAT, 'sha256': _digests(temporary)}
+        workdir.write_json(os.path.join(temporary, 'digests.json'), contents)
+        os.rename(temporary, directory)
+      except BaseException:  # A full disk must not stay full.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return number
 
 
@@ -472,6 +476,8 @@ def _read_copy(file: str, like: Tree) -> Tree:
       name = jax.tree_util.keystr(path, simple=True, separator='/')
       if name not in arrays and not {*_NEW_FIELDS}.isdisjoint(name.split('/')):
         return x
+      if name not in arrays:
+        raise ValueError(f'{file} has no array {name}')
       host = arrays[name]
       if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         # numpy's files have no names for some types, such as bfloat16.

@@ -29,7 +29,6 @@ from typing import Any, Self
 from absl import flags
 import jax
 from jax._src import distributed  # JAX has no public API for the store.
-from jax.experimental import multihost_utils
 
 from podrl.messages import one_line
 from podrl.records.workdir import SAVE_SECONDS, WriteError
@@ -218,7 +217,7 @@ class Cluster:
   watchdog: Watchdog | None = None
 
   def __post_init__(self):
-    self._num_exchanges = self._num_rounds = 0
+    self._num_exchanges = 0
     self._decided: list[str] = []  # Keys that some process may not have read.
 
   def __enter__(self) -> Self:
@@ -359,12 +358,6 @@ class Cluster:
 
     self.decide(check)
 
-  def is_preempted(self) -> bool:
-    """Returns whether any process got SIGTERM; all ask at the same update."""
-    self._num_rounds += 1
-    ask = multihost_utils.reached_preemption_sync_point
-    return self.is_distributed and ask(self._num_rounds)
-
   def close(self) -> None:
     """Waits for the other processes and leaves the run."""
     if self.is_distributed:
@@ -446,6 +439,9 @@ def connect(values: flags.FlagValues) -> Cluster:
     f'{name}: the other processes did not connect within {start_seconds:g} s, '
     "or no coordinator could start; see JAX's messages above"
   )
+  # JAX's agreement on SIGTERM can fail if all processes get it at once; then it
+  # is lost. podrl's loop agrees on each signal.
+  jax.config.update('jax_enable_preemption_service', False)
   try:
     jax.distributed.initialize(
       coordinator if has_address else None,

@@ -47,7 +47,6 @@ from podrl.signals import (
   INTERRUPTED,
   MISTAKE,
   NAMES,
-  PREEMPTED,
   Signals,
   dump_stacks,
 )
@@ -56,7 +55,7 @@ from podrl.types import Culprit, Report, Tree, Variables
 _ROUND_SECONDS = 0.5  # A signal waits at most about this long.
 _LARGE = 1e6  # Parameters above this size have diverged.
 _COPY_RATE = 30e6  # Bytes per second; copies take about 1 % of a CPU's time.
-_MAX_FAILURES = 3  # A run that fails so often at an update is not resumed.
+_MAX_FAILURES = 3  # A run with so many failures after an update is not resumed.
 _EVOLVE_STREAM = 2**32 - 1  # Folded into the seed's key, for populations.
 
 
@@ -227,7 +226,7 @@ class Trainer:
   host_copy: checkpoint.HostCopy | None = None
   copied_seconds: float = -math.inf  # When the last host copy was begun.
   copied_bytes: int = 0  # Its size.
-  # How often the run has failed after this number of updates, if it ends now.
+  # `num_failures`: failures after update `failed_at`, this attempt included.
   failed_at: int = -1
   num_failures: int = 0
   notes: Record = dataclasses.field(default_factory=dict)  # For a record.
@@ -249,6 +248,10 @@ class Trainer:
       outcome = Outcome(self._train(), path)
     except _Mistake as mistake:
       outcome = Outcome(MISTAKE, path, str(mistake))
+      if self.num_failures and self.cluster.process == 0:
+        with contextlib.suppress(WriteError):  # A mistake is no failure.
+          number = self.num_failures - 1
+          checkpoint.set_failures(path, self.failed_at, number)
     except KeyboardInterrupt:  # The second one, in a program that calls podrl.
       outcome = Outcome(INTERRUPTED, path)
       raise
@@ -301,7 +304,8 @@ class Trainer:
     assert self.checkpoints is not None
     self._save()
     if recorder.num_updates_since_record:
-      recorder.write()  # After `_save`: a resumed run continues this window.
+      # After `_save`: a resumed run continues this window.
+      recorder.write(scalars=self.notes)
     self.checkpoints.wait()
     if is_finished:
       return DONE
@@ -373,7 +377,7 @@ class Trainer:
             self.failed_at, self.num_failures = self.recorder.num_updates, 1
           self._save()  # The state is valid, for example after an actor failed.
       if self.recorder.num_updates_since_record:
-        self.recorder.write()
+        self.recorder.write(scalars=self.notes)
     cause = None if is_expected else exception
     outcome = Outcome(
       FAILED, self.files.workdir, error, cause, is_diverged=is_nan
@@ -527,8 +531,8 @@ class Trainer:
     self.failed_at, self.num_failures = step, 0 if is_over else number + 1
     checkpoint.set_failures(path, step, self.num_failures)
     if is_over:
-      reason = workdir.read_summary(path).get('error')
-      reason = reason or progress.get('reason', 'a process was killed')
+      reason = progress.get('reason') or workdir.read_summary(path).get('error')
+      reason = reason or 'a process was killed'
       raise ValueError(
         f'{path} failed {number} times after update {step}, so it is not '
         f'resumed ({reason}); the same command tries again'
@@ -600,8 +604,6 @@ class Trainer:
         if self.is_stopped or recorder.num_updates == self.run.num_updates:
           return True
         self.signals.keep()
-        if cluster.is_preempted():
-          self.signals.note(PREEMPTED)
         exit_code, is_save, is_copy, num_updates, plan = cluster.decide(
           self._next_round
         )

@@ -154,7 +154,7 @@ def execute(
     How the run ended; a user's mistake is an outcome too.
   """
   start_seconds = time.perf_counter()
-  signals = Signals(is_guest, cluster is not None and cluster.is_distributed)
+  signals = Signals(is_guest)
   try:
     joined = (
       contextlib.nullcontext(cluster)

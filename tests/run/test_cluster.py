@@ -168,7 +168,7 @@ def test_alone_nothing_is_asked():
   assert alone.decide(lambda: (1, 2)) == (1, 2)
   assert alone.gather('x') == ['x']
   assert alone.attempt(lambda: 5) == 5
-  assert not alone.is_preempted() and not alone.is_distributed
+  assert not alone.is_distributed
   alone.close()
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import helpers
 import jax
@@ -69,7 +70,6 @@ def test_a_run_resumed_from_a_copy_has_the_same_bits(
   loaded = podrl.load(path, seed=0) if 'seeds' in arguments[0] else None
   loaded = loaded or podrl.load(path)
   assert loaded.num_updates == step
-  # The run goes on with other devices' shards in each process.
   assert helpers.run(path, *arguments, '--resume') == 0
   _assert_close(_state(path), _state(whole), 0)
   assert _plain(helpers.read_records(path)) == _plain(
@@ -130,8 +130,9 @@ def test_a_copy_on_a_full_disk_is_one_error(tmp_path, monkeypatch):
     patch.setattr(shutil, 'disk_usage', lambda path: full)
     with pytest.raises(WriteError, match='checkpoint 3 needs 1'):
       copy.write('lost')
-  assert not checkpoint.steps(str(tmp_path))
-  # The next start removes what is unfinished.
+  assert not [*tmp_path.glob('checkpoints/*')]
+  # The next start removes what a process that was killed has left.
+  (tmp_path / 'checkpoints' / '3.unfinished').mkdir()
   checkpoint.Checkpoints(str(tmp_path), 2).close()
   assert not [*tmp_path.glob('checkpoints/*')]
 
@@ -157,8 +158,13 @@ def test_a_run_that_fails_three_times_at_an_update_stops(
     assert '(RuntimeError: it broke' in said
     # Then the count begins again.
     assert helpers.run(run, '--resume') == signals.FAILED
+  with monkeypatch.context() as patch:  # A mistake does not count.
+    patch.setattr(checkpoint, 'read_state', mock.Mock(side_effect=ValueError))
+    for _ in range(4):
+      assert helpers.run(run, '--resume') == signals.MISTAKE
+  assert 'so it is not resumed' not in capsys.readouterr().err
   _signal_at(monkeypatch, Anakin, 'start', 1)
-  for _ in range(4):  # An end without an error does not count.
+  for _ in range(4):  # Neither does an end by a signal.
     assert helpers.run(run, '--resume') == signals.PREEMPTED
     _signal_at(monkeypatch, Anakin, 'start', 1)
   monkeypatch.undo()
@@ -320,7 +326,8 @@ def test_a_run_goes_on_whatever_is_lost(harm, tmp_path):
   num_rounds = int(os.environ.get('PODRL_ROUNDS', '20'))
   total = '--config.total_env_steps=1e9'
   # Without space for the copy, the run goes on from a checkpoint.
-  every = f'--config.checkpoint.every_env_steps={6400 * (harm == "full")}'
+  steps = 6400 if harm == 'full' else 0
+  every = f'--config.checkpoint.every_env_steps={steps}'
   run = _Launched(root / 'run', 4, 10 * num_rounds, total, every)
   try:
     run.wait_beyond(200)
