@@ -135,7 +135,7 @@ def _draw_profiles(axes: Axes, found: _Scores, agents: Sequence[str]) -> None:
   for agent in agents:
     tasks, color = [found[agent][x] for x in names], returns._COLORS[agent]
     mean = scores.interquartile_mean(tasks)
-    label = f'{agent}, mean {mean:.2f}'
+    label = f'{agent}, IQM {mean:.2f}'
     low, high = scores.interval(lambda x: scores.profile(x, points), tasks)
     axes.plot(points, scores.profile(tasks, points), color=color, label=label)
     axes.fill_between(points, low, high, color=color, alpha=0.2, lw=0)

@@ -154,6 +154,20 @@ def make_kinds() -> str:
   return '\n'.join([*lines, ''])
 
 
+def _groups() -> dict[tuple[str, str], list[scores.Row]]:
+  """Returns the rows of returns.csv by task and agent.
+
+  If a task was run with several numbers of devices, the largest is kept.
+  """
+  groups: dict[tuple[str, str], list[scores.Row]] = {}
+  rows = scores.read('returns')
+  for row in sorted(rows, key=lambda x: -int(x['num_devices'])):
+    seeds = groups.setdefault((row['task'], row['agent']), [])
+    if not seeds or seeds[0]['num_devices'] == row['num_devices']:
+      seeds.append(row)
+  return groups
+
+
 def _return(seeds: Sequence[scores.Row]) -> float:
   """Returns the interquartile mean of the evaluated returns of some seeds."""
   return stats.trim_mean([float(x['eval_return']) for x in seeds], 0.25)
@@ -161,7 +175,7 @@ def _return(seeds: Sequence[scores.Row]) -> float:
 
 def make_published() -> str:
   """Returns the table of podrl's returns beside those that others published."""
-  groups, low = scores.group(scores.read('returns')), scores.random_levels()
+  groups, low = _groups(), scores.random_levels()
   lines = [
     '| task | agent | steps | return | published | after | ratio | source |',
     '|---|---|---|---|---|---|---|---|',
@@ -203,7 +217,7 @@ def _steps_to_learn(seeds: Sequence[scores.Row], floor: float) -> float:
 
 def make_expected() -> str:
   """Returns the table of the returns, steps and times of all agents."""
-  groups, low = scores.group(scores.read('returns')), scores.random_levels()
+  groups, low = _groups(), scores.random_levels()
   lines = [
     '| kind: task | agent | return | worst seed | steps | half way after '
     '| time |',

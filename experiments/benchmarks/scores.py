@@ -1,11 +1,13 @@
-"""Scores of the agents of docs/returns.csv over several tasks.
+"""Functions for scores over several tasks.
 
   python experiments/benchmarks/scores.py
 
+As a command, it measures only the returns of random actions, and writes them to
+docs/levels.csv.
+
 A score is 0 at the return of random actions and 1 at the best level that is
 known: the largest possible return or, where there is none, the best published
-one. This command measures the returns of random actions, and writes them to
-docs/levels.csv. docs/published.csv has what others published.
+one. docs/published.csv has what others published.
 
 Source of the aggregates: Agarwal et al. 2021, arXiv:2108.13264.
 """
@@ -29,19 +31,6 @@ def read(name: str) -> list[Row]:
     return list(csv.DictReader(file))
 
 
-def group(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-  """Groups rows of returns.csv by task and agent.
-
-  If a task was run with several numbers of devices, the largest is kept.
-  """
-  groups: dict[tuple[str, str], list[Row]] = {}
-  for row in sorted(rows, key=lambda x: -int(x['num_devices'])):
-    seeds = groups.setdefault((row['task'], row['agent']), [])
-    if not seeds or seeds[0]['num_devices'] == row['num_devices']:
-      seeds.append(row)
-  return groups
-
-
 def random_levels() -> dict[str, float]:
   """Returns the mean return of random actions, by environment."""
   return {x['environment']: float(x['random']) for x in read('levels')}
@@ -61,6 +50,7 @@ def scores() -> dict[str, dict[str, np.ndarray]]:
   """Returns the scores of the seeds `[N]`, by agent and environment.
 
   An environment counts once: if several tasks have it, the first one counts.
+  Seeds with one device and with two count alike.
   """
   low, best = random_levels(), best_levels()
   found: dict[str, dict[str, np.ndarray]] = {}
@@ -68,7 +58,9 @@ def scores() -> dict[str, dict[str, np.ndarray]]:
   rows = read('returns')
   for row in rows:
     tasks.setdefault(row['task'].split()[-1], row['task'])
-  groups = group(rows)
+  groups: dict[tuple[str, str], list[Row]] = {}
+  for row in rows:
+    groups.setdefault((row['task'], row['agent']), []).append(row)
   for env, task in tasks.items():
     for (name, agent), seeds in groups.items():
       if name == task and env in best:

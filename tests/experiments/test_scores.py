@@ -7,15 +7,8 @@ import scores
 
 
 def _rows(task, agent, num_devices, values):
-  return [
-    {
-      'task': task,
-      'agent': agent,
-      'num_devices': str(num_devices),
-      'eval_return': str(x),
-    }
-    for x in values
-  ]
+  row = {'task': task, 'agent': agent, 'num_devices': str(num_devices)}
+  return [row | {'eval_return': str(x)} for x in values]
 
 
 def test_scores_go_from_random_actions_to_the_best_level(monkeypatch):
@@ -40,7 +33,7 @@ def test_scores_go_from_random_actions_to_the_best_level(monkeypatch):
   monkeypatch.setattr(scores, 'read', tables.__getitem__)
   found = scores.scores()
   assert {k: [*v] for k, v in found['ppo'].items()} == {
-    'Hill': [0.5, 1.1],
+    'Hill': [1, 0.5, 1.1],
     'Pole': [0.5],
   }
 
