@@ -110,7 +110,10 @@ def place_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-  """Returns an exception's type and message, and the `place_of` it."""
+  """Returns an exception's type and message.
+
+  Its `place_of` follows in parentheses, if there is one.
+  """
   text, place = one_line(error, with_kind=True), place_of(error)
   return f'{text} ({place})' if place else text
 

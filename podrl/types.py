@@ -397,7 +397,10 @@ class Agent(NamedTuple):
   play_earlier: Callable[..., Array] | None = None
 
   def planning(self, env_state: Tree) -> dict[str, Tree]:
-    """Returns the keywords of `act` for these states; see `plans`."""
+    """Returns what `act` needs besides, by keyword.
+
+    It is `env_state`, leaves `[B, ...]`, if the agent `plans`.
+    """
     return {'env_state': env_state} if self.plans else {}
 
   def act_once(

@@ -58,7 +58,8 @@ class AgentEntry(NamedTuple):
   def make(self, spec: EnvSpec, fields: Fields) -> Agent:
     """Builds the agent with its network, normalisation and hyperparameters.
 
-    It raises a ValueError if they do not fit the environment.
+    Raises:
+      ValueError: if the agent or its network does not fit the environment.
     """
     _check_mask(spec)
     if spec.has_turns and fields.get('network.recurrent', 'none') != 'none':

@@ -238,7 +238,8 @@ def to_rows(batch: Any, network: Network | QNetwork) -> Any:
 
   For a recurrent network, there is a sequence for each environment: N = B and
   S = T. Otherwise, every slot is a sequence of one step: N = T x B and S = 1.
-  `batch` is a NamedTuple with a `carry`, and `obs` that become vectors.
+  `batch` is a NamedTuple with the fields `carry` and `obs`. Each observation is
+  flattened to a vector.
   """
   batch = batch._replace(obs=flatten(batch.obs, 2))
   if network.is_recurrent:
@@ -247,9 +248,11 @@ def to_rows(batch: Any, network: Network | QNetwork) -> Any:
 
 
 def from_rows(batch: Any, network: Network | QNetwork) -> Any:
-  """Inverts `to_rows` for a minibatch, but the carry has no axis of time.
+  """Changes rows of a minibatch, `[N, S, ...]`, to time first.
 
-  The loss of a network that is not recurrent can arrange the steps freely.
+  Observations have their own shapes again, and the carry is `[N, ...]`. Without
+  a recurrent network, the order of the steps is free: the first two axes are
+  `[N / K, K]`.
   """
   if network.is_recurrent:
     batch = swap_axes(batch)

@@ -63,7 +63,7 @@ def choose_parents(rng_key: chex.PRNGKey, scores: Array) -> Array:
 
 
 def vary(rng_key: chex.PRNGKey, value: Array, bounds: Range) -> Array:
-  """Draws a hyperparameter, float32 `[]`, again, or changes it by a factor."""
+  """Draws a new value, or scales `value`, float32 `[]`, within its range."""
   draw_key, resample_key, factor_key = jax.random.split(rng_key, 3)
   factor = jax.random.choice(factor_key, jnp.array(_FACTORS))
   changed = jnp.clip(value * factor, bounds.low, bounds.high)

@@ -271,7 +271,11 @@ class Actor:
     )
 
   def start(self, variables: types.Variables) -> list[types.Trajectory]:
-    """Resets, compiles, and returns the shards of an example unroll."""
+    """Resets the environments and compiles the programs.
+
+    Returns:
+      The shards of an example unroll.
+    """
     self._timestep = self.env.reset()._replace(info=())
     num_envs = self._timestep.is_first.size
     self._episodes, self._info = _Episodes(num_envs), info.Averages()

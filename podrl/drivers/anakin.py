@@ -481,9 +481,10 @@ class Anakin:
   def exploit(
     self, scores: Sequence[float], rng_key: chex.PRNGKey
   ) -> tuple[list[int], dict[str, list[float]]]:
-    """Lets the population evolve, see `Programs.exploit`.
+    """Lets the population evolve; see `Programs.exploit`.
 
-    It returns the parents, and all hyperparameters, of each member.
+    Returns:
+      The parents, and all hyperparameters, of each member.
     """
     assert self.programs.exploit is not None
     self.state, parent = self.programs.exploit(

@@ -19,7 +19,7 @@ def block_size(num_rows: int) -> int:
   """Returns how many neighbouring rows stay together in a minibatch.
 
   Collecting a minibatch from blocks is much faster than from single rows. A
-  minibatch has at least 16 blocks. If its `num_rows` are fewer, each row is a
+  minibatch has at least 16 blocks. If `num_rows` is below 16, each row is a
   block.
   """
   candidates = range(min(16, num_rows), num_rows + 1)

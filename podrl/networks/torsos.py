@@ -477,7 +477,11 @@ def own_fields(name: str) -> Table:
 def build_torso(spec: EnvSpec, fields: Fields) -> Callable[[], nn.Module]:
   """Makes a function that builds the torso of a configuration.
 
-  It raises a ValueError as `make_torso` does. `fields` is the configuration.
+  Args:
+    fields: the configuration by name.
+
+  Raises:
+    ValueError: see `make_torso`.
   """
   name = fields['network.name']
   if ':' not in name:

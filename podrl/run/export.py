@@ -127,8 +127,10 @@ def _is_anakin(policy: Policy) -> bool:
 def example(policy: Policy) -> Tree:
   """Returns observations `[1, ...]` as the environment's library gives them.
 
-  A dictionary has only the leaves that the policy sees. It is a ValueError if
-  podrl changes them before a program can see them.
+  A dictionary has only the leaves that the policy sees.
+
+  Raises:
+    ValueError: if podrl changes them before a program can see them.
   """
   spec, names = policy.spec, policy_inputs(policy.config)
 

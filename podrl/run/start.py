@@ -133,8 +133,10 @@ def resolve_config(
 ) -> tuple[Fields, Files]:
   """Decides the configuration and the files, which all processes share.
 
-  `exit_stack` receives the lock of a run that is resumed. A user's mistake in
-  any process is a ValueError in all processes.
+  `exit_stack` receives the lock of a run that is resumed.
+
+  Raises:
+    ValueError: in all processes, for a user's mistake in any process.
   """
   values = command_line.flags
   if cluster.is_distributed:

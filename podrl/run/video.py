@@ -179,8 +179,10 @@ def to_rgb(picture: Any) -> np.ndarray:
   """Converts a library's picture to uint8 `[H, W, 3]`.
 
   The picture is `[H, W]` or has 1, 3 or 4 channels. If no float is more than 1,
-  floats are from 0 to 1; other numbers are from 0 to 255. If it is no picture,
-  the function raises a NotImplementedError.
+  floats are from 0 to 1; other numbers are from 0 to 255.
+
+  Raises:
+    NotImplementedError: if it is no picture.
   """
   x = np.asarray(picture)
   x = x[..., None] if x.ndim == 2 else x
