@@ -23,7 +23,7 @@ def test_scores_go_from_random_actions_to_the_best_level(monkeypatch):
       {'task': 'a Pole', 'published': '400'},
     ],
     'returns': [
-      *_rows('a Hill', 'ppo', 1, [-100]),
+      *_rows('a Hill', 'ppo', 1, [0]),
       *_rows('a Hill', 'ppo', 2, [-150, -90]),
       *_rows('b Hill', 'ppo', 2, [-200]),  # An environment counts once.
       *_rows('a Pole', 'ppo', 1, [260]),
@@ -33,7 +33,7 @@ def test_scores_go_from_random_actions_to_the_best_level(monkeypatch):
   monkeypatch.setattr(scores, 'read', tables.__getitem__)
   found = scores.scores()
   assert {k: [*v] for k, v in found['ppo'].items()} == {
-    'Hill': [1, 0.5, 1.1],
+    'Hill': [2, 0.5, 1.1],
     'Pole': [0.5],
   }
 
