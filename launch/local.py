@@ -78,6 +78,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     fail(f"'{args.N}' is not a valid number of processes; try 2")
   if not args.command:
     fail('-- and a command are missing; try: launch/local.sh 2 -- COMMAND')
+  if args.restarts < 0:
+    fail(f'--restarts={args.restarts} must be at least 0')
   if args.restarts and not any(
     re.match('--workdir(=|$)', x) for x in args.command
   ):
@@ -165,7 +167,7 @@ def is_stopped(process: int) -> bool:
     return False
 
 
-def guard(pipe: int, kill_seconds: int) -> None:
+def guard(pipe: int, count: int, kill_seconds: int) -> None:
   """Runs in a forked process; ends the run if this script is killed.
 
   The script writes the process groups to a pipe, which closes when the script
@@ -175,7 +177,7 @@ def guard(pipe: int, kill_seconds: int) -> None:
   with open(pipe) as file:
     words = file.read().split()
   if words[-1:] != ['done']:
-    groups = [int(word) for word in words]
+    groups = [int(word) for word in words[-count:]]  # Of the last attempt.
     send(signal.SIGTERM, groups)
     end = time.monotonic() + kill_seconds
     while any(map(is_alive, groups)) and time.monotonic() < end:
@@ -282,7 +284,7 @@ def main() -> int:
   read_end, write_end = os.pipe()
   if not os.fork():
     os.close(write_end)
-    guard(read_end, args.kill_seconds)
+    guard(read_end, args.N, args.kill_seconds)
   os.close(read_end)
   life = open(write_end, 'w', buffering=1)
 

@@ -96,6 +96,7 @@ def test_the_tutorials_code_runs_and_learns(home):
   }
   others |= {'is_frozen', 'outer_loss', 'meta_grad_norm', *meta.NAMES}
   others |= {'turn_loss', 'eval_return_vs_NAME'}  # Of self-play.
+  others |= {'num_processes'}
   assert _metrics_page() <= measured | recorded | derived.keys() | others
 
 

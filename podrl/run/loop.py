@@ -369,6 +369,7 @@ class Trainer:
     watchdog = None if is_nan else self.cluster.watchdog
     if watchdog:
       watchdog.fail(error, is_suspect=True)
+      self._save_copy(error)  # If all have failed, no other process does it.
     with contextlib.suppress(WriteError):
       if self.checkpoints and not watchdog and not is_expected:
         leaves = jax.tree.leaves(self.run.driver.state)

@@ -72,12 +72,13 @@ def _resume_run(
   requested: set[str],
   exit_stack: contextlib.ExitStack,
   trust: bool,
+  init_from: str,
 ) -> tuple[Fields, Files]:
   """Returns the configuration and the files of the run in `path`.
 
   The configuration has the run's own values, except for the fields `requested`.
   `exit_stack` keeps the run locked. If `trust` is false, perhaps another user
-  made the run.
+  made the run. A run without a checkpoint begins from `init_from` again.
   """
   if parent := workdir.run_of_agent(path, or_series=True):
     raise ValueError(
@@ -116,7 +117,8 @@ def _resume_run(
     _refuse_links(path, saved)
   own = saved.get('env.path', '') if trust else parts_directory(saved)
   config = {**config, 'env.path': config['env.path'] or own}
-  return config, Files(path, '', True, num_resumes)
+  has_begun = bool(checkpoint.steps(path))
+  return config, Files(path, '' if has_begun else init_from, True, num_resumes)
 
 
 def _absolute(option: Any) -> Any:
@@ -179,11 +181,8 @@ def resolve_config(
         f'config.num_seeds={config["num_seeds"]} in Sebulba; train each seed '
         'with a separate command'
       )
-    if values.resume and (not values.workdir or values.init_from):
-      raise ValueError(
-        '--resume continues the run in --workdir: give --workdir, and omit '
-        '--init_from, which starts another run'
-      )
+    if values.resume and not values.workdir:
+      raise ValueError('--resume continues a run: give its --workdir')
     return config, requested
 
   config, requested = cluster.attempt(make_config)
@@ -199,7 +198,9 @@ def resolve_config(
     own = {**config, 'env.options': options | paths}
     own['eval.opponents'] = tuple(map(_absolute, config['eval.opponents']))
     if is_resumed:
-      return _resume_run(values.workdir, own, requested, exit_stack, trust)
+      return _resume_run(
+        values.workdir, own, requested, exit_stack, trust, values.init_from
+      )
     return _new_run(values, own, command_line.directory)
 
   final, files = cluster.decide(find_files)  # Only process 0 runs this.

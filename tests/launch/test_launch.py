@@ -493,6 +493,7 @@ def test_local_kills_a_suspended_process_after_a_failure(tmp_path):
     ('2 --grace_seconds=long -- x', 'invalid int'),
     ('2 -- x --process_id=1', 'this script sets --process_id'),
     ('2 --restarts=1 -- x', '--restarts needs --workdir=RUN'),
+    ('2 --restarts=-1 -- x', '--restarts=-1 must be at least 0'),
   ],
 )
 def test_local_names_the_mistake_in_a_line(words, message):

@@ -535,7 +535,6 @@ def test_a_run_that_cannot_be_resumed_stays_as_it_is(workdir, capsys):
   assert_refused(
     'config.env.options is {}', '--config.env.options.max_steps_in_episode=5'
   )
-  assert_refused('give --workdir, and omit --init_from', '--init_from=x')
   digests = workdir / 'checkpoints' / '8' / 'digests.json'
   newer = json.loads(digests.read_text()) | {'format': 99}
   digests.write_text(json.dumps(newer))
@@ -888,6 +887,24 @@ def test_a_signal_at_the_start_keeps_the_initial_parameters(
   assert checkpoint.steps(str(new)) == [0]
   params = [podrl.load(x).variables.params for x in (new, original)]
   jax.tree.map(np.testing.assert_array_equal, *params)
+
+
+def test_a_launcher_may_add_resume_to_init_from(
+  original, tmp_path, monkeypatch
+):
+  new, arguments = tmp_path / 'new', (f'--init_from={original}', '--resume')
+  for number in range(3):
+    with monkeypatch.context() as patch:
+      _signal_at(patch, Anakin, 'advance', 1)
+      assert helpers.run(new, *arguments) == signals.PREEMPTED
+    (step, *_) = checkpoint.steps(str(new))
+    assert step == [1, 2, 1][number]
+    # The run went on from its own checkpoint, or began again without one.
+    if number == 1:
+      shutil.rmtree(new / 'checkpoints')
+  seen = []
+  monkeypatch.setattr(train, '_read_initial', lambda *args: seen.append(args))
+  assert helpers.run(new, *arguments) == 0 and not seen
 
 
 def test_one_agent_of_several_is_not_a_run(tmp_path, monkeypatch, capfd):

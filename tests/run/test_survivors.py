@@ -24,6 +24,7 @@ from podrl.drivers import spmd
 from podrl.drivers.anakin import Anakin
 from podrl.records import checkpoint
 from podrl.records.workdir import WriteError
+from podrl.run import loop
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -169,6 +170,17 @@ def test_a_run_that_fails_three_times_at_an_update_stops(
     _signal_at(monkeypatch, Anakin, 'start', 1)
   monkeypatch.undo()
   assert helpers.run(run, '--resume') == 0
+
+
+def test_a_process_saves_its_copy_even_if_all_fail_alike(monkeypatch):
+  # Then no other process learns of a failure and saves.
+  calls, trainer = [], mock.Mock()
+  trainer.cluster.watchdog.fail.side_effect = lambda *_, **__: calls.append(0)
+  trainer._save_copy.side_effect = calls.append
+  monkeypatch.setattr(loop, 'exit_now', mock.Mock(side_effect=SystemExit))
+  with pytest.raises(SystemExit):
+    loop.Trainer._fail(trainer, RuntimeError('it broke'))
+  assert calls == [0, 'RuntimeError: it broke']
 
 
 _POD = [
