@@ -248,10 +248,6 @@ class Trainer:
       outcome = Outcome(self._train(), path)
     except _Mistake as mistake:
       outcome = Outcome(MISTAKE, path, str(mistake))
-      if self.num_failures and self.cluster.process == 0:
-        with contextlib.suppress(WriteError):  # A mistake is no failure.
-          number = self.num_failures - 1
-          checkpoint.set_failures(path, self.failed_at, number)
     except KeyboardInterrupt:  # The second one, in a program that calls podrl.
       outcome = Outcome(INTERRUPTED, path)
       raise
@@ -492,6 +488,11 @@ class Trainer:
             files.workdir, self.config, configs.changeable(self.config)
           )
         self.recorder.open(progress)
+      if found:  # A process that is killed cannot count, so count now.
+        step, number = found[0], progress.get('num_failures', 0) + 1
+        self.failed_at, self.num_failures = step, number
+        if self.cluster.process == 0:
+          checkpoint.set_failures(files.workdir, step, number)
     except ValueError as error:
       raise _Mistake(str(error)) from error
     return state, progress.get('drivers', [])
@@ -503,7 +504,7 @@ class Trainer:
     message = f'{path}: no checkpoint yet, so the run starts from step 0'
     if found:
       step, progress = found
-      self._count_failures(step, progress)
+      self._check_failures(step, progress)
       message = f'{path}: resuming after update {step}{self.run.resume_note}'
       if progress['num_devices'] != num_devices:
         message += (
@@ -518,26 +519,18 @@ class Trainer:
     print(printable(message), file=sys.stderr)
     return found
 
-  def _count_failures(self, step: int, progress: Record) -> None:
-    """Counts how often the run failed after this checkpoint.
-
-    An attempt counts from its beginning, because a process that is killed
-    cannot say so. A later checkpoint, or an end by a signal, ends the count.
-
-    Raises:
-      ValueError: if it failed too often.
-    """
+  def _check_failures(self, step: int, progress: Record) -> None:
+    """Raises a ValueError if the run failed too often after a checkpoint."""
     path, number = self.files.workdir, progress.get('num_failures', 0)
-    is_over = number >= _MAX_FAILURES
-    self.failed_at, self.num_failures = step, 0 if is_over else number + 1
-    checkpoint.set_failures(path, step, self.num_failures)
-    if is_over:
-      reason = progress.get('reason') or workdir.read_summary(path).get('error')
-      reason = reason or 'a process was killed'
-      raise ValueError(
-        f'{path} failed {number} times after update {step}, so it is not '
-        f'resumed ({reason}); the same command tries again'
-      )
+    if number < _MAX_FAILURES:
+      return
+    checkpoint.set_failures(path, step, 0)
+    reason = progress.get('reason') or workdir.read_summary(path).get('error')
+    reason = reason or 'a process was killed'
+    raise ValueError(
+      f'{path} failed {number} times after update {step}, so it is not resumed '
+      f'({reason}); the same command tries again'
+    )
 
   def _progress(self, drivers: Any) -> Record:
     """Returns what a resumed run needs beside the state, as JSON."""
