@@ -11,8 +11,8 @@ begins with the number of its process, for example [0].
 The exit code of the script is that of the first process that fails. After a
 failure, a suspended process gets SIGKILL at once, where the system has /proc.
 The other processes have grace_seconds to end. Then the script sends SIGTERM to
-them. After kill_seconds more, it sends SIGKILL. If the script itself
-gets Ctrl-C or SIGTERM, it passes the signal to every process.
+them. After kill_seconds more, it sends SIGKILL. If the script itself gets
+Ctrl-C or SIGTERM, it passes the signal to every process.
 
 With --restarts=M, the script starts all processes again after a failure, at
 most M times, with --resume. The command needs --workdir then. A mistake (exit
@@ -295,14 +295,16 @@ def main() -> int:
   for number in passed:
     signal.signal(number, lambda number, _: events.put((None, passed[number])))
 
-  code, is_over = run(args, gpus, life, events)
-  for number in range(1, args.restarts + 1):
-    if is_over or code in (0, 2):  # 2 is a mistake in the command.
+  number = 0
+  while True:
+    code, is_over = run(args, gpus, life, events)
+    # 2 is a mistake in the command.
+    if is_over or code in (0, 2) or number == args.restarts:
       break
+    number += 1
     say(f'exit code {code}; restart {number} of {args.restarts}')
     if '--resume' not in args.command:
       args.command.append('--resume')
-    code, is_over = run(args, gpus, life, events)
   print('done', file=life)
   return code
 

@@ -28,9 +28,9 @@ The script adds --resume. If you give no --workdir, it also adds
 access to this directory. The run saves a checkpoint two minutes before the time
 limit of the job, and when the job is preempted. The job is then queued again. After
 a failure, it is queued again too, unless the command has a mistake or the job was
-requeued 10 times already, for any reason.
-The lines of this script that begin with #SBATCH set defaults; options of sbatch
-override them. --dry-run prints the command, with or without sbatch, and runs none.
+requeued 10 times already, for any reason. The lines of this script that begin with
+#SBATCH set defaults; options of sbatch override them. --dry-run prints the command,
+with or without sbatch, and runs none.
 TEXT
 }
 

@@ -10,7 +10,6 @@ import contextvars
 import functools
 import glob
 import importlib.util
-import itertools
 import math
 import os
 import resource
@@ -472,32 +471,33 @@ def gather(tree: Tree, into: Tree = None) -> Tree:
   take longer than to copy.
   """
   leaves, structure = jax.tree.flatten(tree)
-  is_same = [x.is_fully_replicated for x in leaves]
-  split = [x for x, same in zip(leaves, is_same) if not same]
+  split = {i: x for i, x in enumerate(leaves) if not x.is_fully_replicated}
+  whole = {
+    i: x.addressable_data(0) for i, x in enumerate(leaves) if i not in split
+  }
+  old = {i: x for i, x in enumerate(jax.tree.leaves(into)) if i in whole}
+  copies = _copy(whole, old)
   if split:
-    mesh = split[0].sharding.mesh
-    split = [x.addressable_data(0) for x in _gather(mesh)(split)]
-  parts = [x.addressable_data(0) for x in itertools.compress(leaves, is_same)]
-  old = [] if into is None else jax.tree.leaves(into)
-  copies = iter(_copy(parts, [*itertools.compress(old, is_same)]))
-  others = iter(split)
-  return jax.tree.unflatten(
-    structure, [next(copies if same else others) for same in is_same]
-  )
+    mesh = next(iter(split.values())).sharding.mesh
+    gathered = _gather(mesh)(split)
+    copies |= {i: x.addressable_data(0) for i, x in gathered.items()}
+  return jax.tree.unflatten(structure, [copies[i] for i in range(len(leaves))])
 
 
 @functools.cache
 def _gather(mesh: Mesh) -> Callable[[Tree], Tree]:
   """Makes the program of `gather`, which compiles once for each mesh."""
   whole = NamedSharding(mesh, REPLICATED)
-  return jax.jit(lambda arrays: [*map(_numbers, arrays)], out_shardings=whole)
+  return jax.jit(
+    lambda arrays: jax.tree.map(_numbers, arrays), out_shardings=whole
+  )
 
 
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-def _copy(arrays: list[Array], into: list[Array]) -> list[Array]:
+def _copy(arrays: dict[int, Array], into: dict[int, Array]) -> dict[int, Array]:
   """Copies arrays into the buffers of others, which are of the same kind."""
   del into
-  return [*map(_numbers, arrays)]
+  return jax.tree.map(_numbers, arrays)
 
 
 def _numbers(x: Array) -> Array:

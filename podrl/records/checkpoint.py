@@ -324,10 +324,7 @@ class HostCopy:
     self._spare: Tree = None  # The state before the last, on a CPU.
 
   def renew(
-    self,
-    num_updates: int,
-    make: Callable[[Tree], Tree],
-    progress: Record,
+    self, num_updates: int, make: Callable[[Tree], Tree], progress: Record
   ) -> None:
     """Begins a copy of a state.
 
@@ -472,12 +469,11 @@ def _read_copy(file: str, like: Tree) -> Tree:
 
   with np.load(file, allow_pickle=False) as arrays:
 
-    def read(path: Any, x: Any) -> jax.Array:
-      name = jax.tree_util.keystr(path, simple=True, separator='/')
-      if name not in arrays and not {*_NEW_FIELDS}.isdisjoint(name.split('/')):
-        return x
+    def read(name: str, x: Any) -> jax.Array:
       if name not in arrays:
-        raise ValueError(f'{file} has no array {name}')
+        if {*_NEW_FIELDS}.isdisjoint(name.split('/')):
+          raise ValueError(f'{file} has no array {name}')
+        return x
       host = arrays[name]
       if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         # numpy's files have no names for some types, such as bfloat16.
@@ -486,7 +482,8 @@ def _read_copy(file: str, like: Tree) -> Tree:
         spread(host, x.sharding), impl=jax.random.key_impl(x)
       )
 
-    return jax.tree_util.tree_map_with_path(read, like)
+    leaves = [read(name, x) for name, x in _by_path(like).items()]
+  return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,11 @@ from podrl.run import loop
 pytestmark = pytest.mark.timeout(600)
 
 
+def _gather(state, into):
+  """Makes a copy that has arrived."""
+  return jax.block_until_ready(spmd.gather(state, into))
+
+
 def _save_copies(monkeypatch):
   """Makes a run of one process write host copies in place of checkpoints."""
 
@@ -36,7 +41,7 @@ def _save_copies(monkeypatch):
     del best
     copy = checkpoint.HostCopy(self._path)
     state = checkpoint.change_learner(state, memory=())
-    make = functools.partial(spmd.gather, state)
+    make = functools.partial(_gather, state)
     copy.renew(num_updates, make, progress)
     copy.write('a reason')
 
@@ -95,7 +100,7 @@ def test_the_newest_copy_that_has_arrived_is_written_once(tmp_path):
   assert copies[0].write('too early') is None
   for copy in copies:
     for step in (3, 5):
-      make = functools.partial(spmd.gather, _tree(b=np.int32(step)))
+      make = functools.partial(_gather, _tree(b=np.int32(step)))
       copy.renew(step, make, {'num_resumes': 0})
   assert [copy.write('lost') for copy in copies] == [5, None]
   assert checkpoint.steps(str(tmp_path)) == [5]
@@ -111,7 +116,7 @@ def test_the_newest_copy_that_has_arrived_is_written_once(tmp_path):
       return False
 
   for step in 6, 7:  # From the third copy on, earlier ones give their memory.
-    copies[0].renew(step, functools.partial(spmd.gather, _tree()), {})
+    copies[0].renew(step, functools.partial(_gather, _tree()), {})
     copies[0].settle()
   copies[0]._next = 9, Late(), {}
   assert copies[0].write('lost') == 7
@@ -125,7 +130,7 @@ def test_the_newest_copy_that_has_arrived_is_written_once(tmp_path):
 def test_a_copy_on_a_full_disk_is_one_error(tmp_path, monkeypatch):
   (tmp_path / 'checkpoints').mkdir()
   copy = checkpoint.HostCopy(str(tmp_path))
-  copy.renew(3, functools.partial(spmd.gather, _tree()), {})
+  copy.renew(3, functools.partial(_gather, _tree()), {})
   full = shutil._ntuple_diskusage(2**40, 2**40, 0)
   with monkeypatch.context() as patch:
     patch.setattr(shutil, 'disk_usage', lambda path: full)
