@@ -13,6 +13,7 @@ from podrl.core import distributions, meta, normalization, optimizers, pool
 from podrl.core.distributions import Distribution
 from podrl.core.observations import flatten, unflatten
 from podrl.fields import COUNT, FRACTION, FROM_0, Field, Fields, Table, short
+from podrl.kernels.dense import means
 from podrl.networks import actor_critic, cores, torsos
 from podrl.networks.actor_critic import Network
 from podrl.networks.q import QNetwork
@@ -197,20 +198,25 @@ def combine_losses(
   policy_loss: Array,
   value_loss: Array,
   entropy: Array,
+  **metrics: Array,
 ) -> tuple[Array, LossOutput]:
-  """Returns the weighted sum of the losses, and the losses as metrics.
+  """Returns the weighted sum of the mean losses, and the means as metrics.
 
     policy_loss + value_cost * value_loss - entropy_cost * entropy
 
+  The losses and the other metrics have the same shape, `[...]`.
+
   Source: Mnih et al. 2016, arXiv:1602.01783, section 4.
   """
-  total = policy_loss + hyperparams['value_cost'] * value_loss
-  total -= hyperparams['entropy_cost'] * entropy
   metrics = {
     'policy_loss': policy_loss,
     'value_loss': value_loss,
     'entropy': entropy,
-  }
+  } | metrics
+  metrics = dict(zip(metrics, means([*metrics.values()]), strict=True))
+  total = metrics['policy_loss']
+  total += hyperparams['value_cost'] * metrics['value_loss']
+  total -= hyperparams['entropy_cost'] * metrics['entropy']
   return total, LossOutput(metrics)
 
 

@@ -133,9 +133,11 @@ def make_agent(
       ratio,
       lambda_=hyperparams['lambda_'],
     )
-    policy_loss = losses.policy_gradient(log_prob, errors, weight)
-    value_loss = losses.value(values[:-1], baseline[:-1] + errors, weight)
-    entropy = losses.entropy(distribution.entropy(head), weight)
+    mean = losses.per_slot  # `combine_losses` computes all means together.
+    policy_loss = losses.policy_gradient(log_prob, errors, weight, mean=mean)
+    targets = baseline[:-1] + errors
+    value_loss = losses.value(values[:-1], targets, weight, mean=mean)
+    entropy = losses.entropy(distribution.entropy(head), weight, mean=mean)
     return acting.combine_losses(hyperparams, policy_loss, value_loss, entropy)
 
   init = acting.make_init(

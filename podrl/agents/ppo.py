@@ -12,7 +12,7 @@ from podrl.core import losses, returns
 from podrl.core.distributions import Distribution
 from podrl.fields import ABOVE_0, FROM_0, Field, Fields, with_defaults
 from podrl.networks.actor_critic import Network
-from podrl.types import Agent, Array, LossOutput, Tree
+from podrl.types import Agent, Array, Tree
 
 FIELDS = with_defaults(
   acting.ACTOR_CRITIC_FIELDS,
@@ -215,17 +215,17 @@ def make_agent(
     advantage, weight = batch.advantage, batch.weight
     log_prob = distribution.log_prob(head, batch.sample)
     log_ratios = acting.log_ratio(log_prob, batch.log_prob)
+    mean = losses.per_slot  # `combine_losses` computes all means together.
     policy_loss = losses.ppo_clip(
-      log_ratios, advantage, weight, clip=hyperparams['clip']
+      log_ratios, advantage, weight, clip=hyperparams['clip'], mean=mean
     )
-    value_loss = losses.value(value, batch.target, weight)
-    entropy = losses.entropy(distribution.entropy(head), weight)
-    total, output = acting.combine_losses(
-      hyperparams, policy_loss, value_loss, entropy
-    )
+    value_loss = losses.value(value, batch.target, weight, mean=mean)
+    entropy = losses.entropy(distribution.entropy(head), weight, mean=mean)
     # An estimate of KL(old, new) that is never negative (Schulman 2020).
-    approx_kl = jnp.mean(weight * (jnp.expm1(log_ratios) - log_ratios))
-    return total, LossOutput(output.metrics | {'approx_kl': approx_kl})
+    approx_kl = weight * (jnp.expm1(log_ratios) - log_ratios)
+    return acting.combine_losses(
+      hyperparams, policy_loss, value_loss, entropy, approx_kl=approx_kl
+    )
 
   init = acting.make_init(
     network.init,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.fields import Field, Range
+from podrl.kernels import categorical as kernel
 from podrl.types import Array, Box, Discrete, MultiDiscrete
 
 DISTRIBUTIONS = ('auto', 'categorical', 'gaussian', 'tanh_gaussian')
@@ -69,13 +70,7 @@ def categorical(num_actions: int) -> Distribution:
 
   def log_prob(logits: Array, action: Array) -> Array:
     chex.assert_equal_shape_prefix([logits, action], action.ndim)
-    # A product with the one-hot action has a faster gradient than indexing.
-    one_hot = jax.nn.one_hot(action, num_actions)
-    return jnp.sum(jax.nn.log_softmax(logits) * one_hot, axis=-1)
-
-  def entropy(logits: Array) -> Array:
-    log_probs = jax.nn.log_softmax(logits)
-    return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+    return kernel.log_prob(logits, action)
 
   return Distribution(
     num_params=num_actions,
@@ -84,7 +79,7 @@ def categorical(num_actions: int) -> Distribution:
     mode=lambda logits: jnp.argmax(logits, axis=-1),
     to_action=lambda action: action,
     log_prob=log_prob,
-    entropy=entropy,
+    entropy=kernel.entropy,
   )
 
 

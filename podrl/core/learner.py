@@ -18,6 +18,7 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import optax
 
+from podrl import kernels
 from podrl.core import optimizers
 from podrl.kernels import blocks
 from podrl.types import (
@@ -52,6 +53,23 @@ def all_mean(tree: Tree) -> Tree:
 
 def _with_params(state: LearnerState, params: Tree) -> LearnerState:
   return state._replace(variables=state.variables._replace(params=params))
+
+
+def _mean_of_steps(
+  step: Callable[[Any, Any], tuple[Any, Tree]], state: Any, inputs: Tree
+) -> tuple[Any, Tree]:
+  """Scans a step; returns the last state, and the mean outputs of the steps."""
+  unravels: list[Unpack] = []
+
+  def packed_step(state, x):
+    state, outputs = step(state, x)
+    vector, unravel = ravel_pytree(outputs)
+    unravels.append(unravel)
+    return state, vector
+
+  # One vector, because a GPU would store each number with a kernel of its own.
+  state, vectors = kernels.scan(packed_step, state, inputs, gpu=2)
+  return state, unravels[0](jnp.mean(vectors, axis=0))
 
 
 def row_keys(rng_key: chex.PRNGKey, row: Array) -> chex.PRNGKey:
@@ -196,8 +214,7 @@ def make_learner(
       return sgd_step(state, unpack, minibatch[0], measured, keys)[:2]
 
     loss_keys = jax.random.split(loss_key, num_steps)
-    state, means = jax.lax.scan(minibatch_step, state, (orders, loss_keys))
-    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), means)
+    return _mean_of_steps(minibatch_step, state, (orders, loss_keys))
 
   def prepare(variables, target_params, sample, rng_key):
     keys = row_keys(rng_key, global_rows(len(sample.weight)))
@@ -228,8 +245,7 @@ def make_learner(
       return state, metrics
 
     keys = jax.random.split(rng_key, num_epochs)
-    state, metrics = jax.lax.scan(sample_step, state, keys)
-    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+    return _mean_of_steps(sample_step, state, keys)
 
   def learn_if_ready(state, unpack, measured, rng_key):
     assert memory is not None

@@ -8,13 +8,24 @@ Gradients flow through advantages and targets, for example to gamma. Callers
 stop gradients at the network outputs from which these are computed.
 """
 
+from collections.abc import Callable
+
 import chex
 import jax.numpy as jnp
 
 from podrl.types import Array
 
+Mean = Callable[[Array], Array]
 
-def policy_gradient(log_prob: Array, advantage: Array, weight: Array) -> Array:
+
+def per_slot(x: Array) -> Array:
+  """The argument `mean` of a loss that shall be `[...]`, one for each slot."""
+  return x
+
+
+def policy_gradient(
+  log_prob: Array, advantage: Array, weight: Array, *, mean: Mean = jnp.mean
+) -> Array:
   """The policy-gradient loss, -E[weight * log pi(a|s) * advantage].
 
   Args:
@@ -25,11 +36,16 @@ def policy_gradient(log_prob: Array, advantage: Array, weight: Array) -> Array:
   Source: Williams 1992; Mnih et al. 2016, arXiv:1602.01783, section 4.
   """
   chex.assert_equal_shape([log_prob, advantage, weight])
-  return -jnp.mean(weight * log_prob * advantage)
+  return -mean(weight * log_prob * advantage)
 
 
 def ppo_clip(
-  log_ratio: Array, advantage: Array, weight: Array, *, clip: float | Array
+  log_ratio: Array,
+  advantage: Array,
+  weight: Array,
+  *,
+  clip: float | Array,
+  mean: Mean = jnp.mean,
 ) -> Array:
   """PPO's clipped surrogate, -E[weight min(r A, clip(r, 1 - c, 1 + c) A)].
 
@@ -45,19 +61,23 @@ def ppo_clip(
   chex.assert_equal_shape([log_ratio, advantage, weight])
   ratio = jnp.exp(log_ratio)
   clipped = jnp.clip(ratio, 1.0 - clip, 1.0 + clip)
-  return -jnp.mean(weight * jnp.minimum(ratio * advantage, clipped * advantage))
+  return -mean(weight * jnp.minimum(ratio * advantage, clipped * advantage))
 
 
-def value(prediction: Array, target: Array, weight: Array) -> Array:
+def value(
+  prediction: Array, target: Array, weight: Array, *, mean: Mean = jnp.mean
+) -> Array:
   """Half the squared error of the value v, E[weight (v - target)^2 / 2]."""
   chex.assert_equal_shape([prediction, target, weight])
-  return 0.5 * jnp.mean(weight * jnp.square(prediction - target))
+  return 0.5 * mean(weight * jnp.square(prediction - target))
 
 
-def entropy(policy_entropy: Array, weight: Array) -> Array:
+def entropy(
+  policy_entropy: Array, weight: Array, *, mean: Mean = jnp.mean
+) -> Array:
   """The policy's mean entropy in nats, E[weight H(pi(.|s))].
 
   Training maximises it.
   """
   chex.assert_equal_shape([policy_entropy, weight])
-  return jnp.mean(weight * policy_entropy)
+  return mean(weight * policy_entropy)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl import kernels
 from podrl.core.learner import fold_into_rows, row_keys
 from podrl.core.observations import flatten, unflatten
 from podrl.core.returns import of_first_player
@@ -121,14 +122,13 @@ class Programs(NamedTuple):
 
 
 def make_unroll(
-  env: DeviceEnv, agent: Agent, unroll_length: int, steps_per_turn: int = 1
+  env: DeviceEnv, agent: Agent, unroll_length: int
 ) -> Callable[[Tree, Actors, Array], tuple[Any, ...]]:
   """Makes the function that acts for T steps.
 
   The function is `(variables, actors, num_updates) -> (actors, trajectory,
   episodes, info, finished)`, where `info` has the `InfoSums` of each name, and
-  `finished` is as in `Records`, `[T, B]` each. Each turn of its loop has
-  `steps_per_turn` steps.
+  `finished` is as in `Records`, `[T, B]` each.
   """
 
   def unroll(variables, actors, num_updates):
@@ -186,7 +186,7 @@ def make_unroll(
     first = actors.timestep
     carry = jax.tree.map(lambda x: x[None], actors.carry)
     actors = actors._replace(timestep=as_vectors(first))
-    actors, rows = jax.lax.scan(step, actors, keys, unroll=steps_per_turn)
+    actors, rows = kernels.scan(step, actors, keys, tpu=16, gpu=8)
     steps, actions, extras, (returns, lengths, ended_info) = rows
     actors = actors._replace(timestep=as_given(actors.timestep))
 
@@ -260,10 +260,7 @@ def make_programs(
       index, env_state, timestep, carry, act_keys, returns, lengths, info, sign
     )
 
-  # On a TPU, the steps of a turn share operations, and each operation has a
-  # fixed cost. Elsewhere, several steps a turn only take longer to compile.
-  is_tpu = mesh.devices.flat[0].platform == 'tpu'
-  unroll = make_unroll(env, agent, unroll_length, 16 if is_tpu else 1)
+  unroll = make_unroll(env, agent, unroll_length)
 
   def update(state):
     before, actors, rng_key, is_frozen = state

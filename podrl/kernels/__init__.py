@@ -1,10 +1,11 @@
 """What XLA's compilers force on podrl, out of the way of the mathematics.
 
 Each function has a plain form, a few lines of JAX that define its result, and
-forms that are faster on some platforms. `choose` is the only place where podrl
-chooses between them. With the environment variable PODRL_PLAIN_KERNELS=1, all
-new programs contain the plain forms. So if a result looks wrong, this variable
-says whether a fast form is the reason. `only_plain` does the same for a block.
+forms that are faster on some platforms. podrl chooses between them only in
+`choose` and, for loops, in `scan`. With the environment variable
+PODRL_PLAIN_KERNELS=1, all new programs contain the plain forms. So if a result
+looks wrong, this variable says whether a fast form is the reason. `only_plain`
+does the same for a block.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +35,27 @@ def only_plain() -> Iterator[None]:
   finally:
     _only_plain.reset(token)
     jax.clear_caches()
+
+
+def scan(
+  step: Callable[..., Any], first: Any, inputs: Any, **steps_per_turn: int
+) -> Any:
+  """`jax.lax.scan` whose turns have several steps on some platforms.
+
+  Steps of the same turn share operations. Each operation has a fixed cost on a
+  TPU or a GPU. A CPU would only take longer to compile.
+
+  Args:
+    step: `(carry, input) -> (carry, output)`.
+    first: the first carry.
+    inputs: tree of arrays, one step after another on axis 0.
+    **steps_per_turn: by platform, 'tpu' or 'gpu'; 1 for others, and for
+      programs without a mesh.
+  """
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  platform = '' if device is None or is_plain() else device.platform
+  turn = steps_per_turn.get(platform, 1)
+  return jax.lax.scan(step, first, inputs, unroll=turn)
 
 
 def choose(

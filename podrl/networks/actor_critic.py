@@ -202,15 +202,87 @@ def make_network(
   def unroll_joined(params: Tree, obs: Tree, is_first: Array):
     return network.unroll(params, obs, is_first, ())[:2]
 
+  def unroll_twins(params: Tree, obs: Tree, is_first: Array):
+    vectors = merge_time(without_mask(obs))
+    head, value = _compute_twins(module, params['params'], vectors)
+    head = hide_illegal(head.reshape(*is_first.shape, -1), obs)
+    return head, value.reshape(is_first.shape)
+
+  forms = {'tpu': unroll_steps}
+  long_forms = forms | ({'cuda': unroll_twins} if _is_twin(module) else {})
+
   def unroll(params, obs, is_first, carry):
     # `module` joins time and batch. For that, a TPU would copy the observations
     # to another layout, so a TPU computes each step separately.
-    head, value = kernels.choose(
-      unroll_joined, params, obs, is_first, tpu=unroll_steps
-    )
+    # While acting, a GPU computes the values of several steps together.
+    own = long_forms if len(is_first) > 1 else forms
+    head, value = kernels.choose(unroll_joined, params, obs, is_first, **own)
     return head, value, carry
 
   return network._replace(unroll=unroll)
+
+
+def _is_twin(module: ActorCritic) -> bool:
+  """Returns whether the policy and the value have equal MLPs, one for each."""
+  torso: Any = module.make_torso()
+  is_mlp = isinstance(torso, MLP) and not torso.layer_norm
+  is_same = module.make_value_torso in (None, module.make_torso)
+  return is_mlp and is_same and not module.shared_torso
+
+
+def _twin_layers(params: Tree) -> list[Tree]:
+  """Joins the layers of both MLPs and both heads, `[2, F, G]` each.
+
+  The head of the value gets columns of zeros.
+  """
+
+  def layers_of(name: str) -> list[Tree]:
+    return [params[name][f'Dense_{i}'] for i in range(len(params[name]))]
+
+  def join(of_policy: Array, of_value: Array) -> Array:
+    sizes = zip(of_policy.shape, of_value.shape, strict=True)
+    of_value = jnp.pad(of_value, [(0, n - m) for n, m in sizes])
+    return jnp.stack([of_policy, of_value])
+
+  if 'TwinMLP_0' in params:  # First, one layer of both.
+    first, *rest = layers_of('TwinMLP_0')
+    half = len(rest) // 2
+    halves = [
+      jax.tree.map(lambda x: jnp.split(x, 2, -1)[i], first) for i in (0, 1)
+    ]
+    pairs = [halves, *zip(rest[:half], rest[half:], strict=True)]
+  else:
+    pairs = [*zip(layers_of('MLP_0'), layers_of('MLP_1'), strict=True)]
+  pairs.append((params['Dense_0'], params['Dense_1']))
+  return [jax.tree.map(join, *pair) for pair in pairs]
+
+
+def _compute_twins(
+  module: ActorCritic, params: Tree, obs: Tree
+) -> tuple[Array, Array]:
+  """Computes the heads and values of observations `[N, ...]`, with few kernels.
+
+  Each product computes a layer of both MLPs. A GPU takes about as long to start
+  a kernel as to multiply small layers. N is the last axis, so that the gradient
+  of a bias is a sum over neighbours.
+  """
+  torso: Any = module.make_torso()
+  dtype = torso.dtype
+  keep = jax.lax.optimization_barrier  # XLA would compute it several times.
+  *layers, heads = _twin_layers(params)
+  x, product = as_vector(obs, dtype, torso.scales), 'kfg,nf->kgn'
+  for layer in layers:
+    kernel, bias = (layer[k].astype(dtype) for k in ('kernel', 'bias'))
+    x = jnp.einsum(product, keep(kernel), x) + bias[..., None]
+    x, product = keep(torso.activation(x)), 'kfg,kfn->kgn'
+  x = jnp.einsum(product, keep(heads['kernel']), x.astype(jnp.float32))
+  x += heads['bias'][..., None]
+  head = x[0].T
+  if module.num_constant_params:
+    constant = params['constant']
+    constant = jnp.broadcast_to(constant, (len(head), constant.size))
+    head = jnp.concatenate([head, constant], axis=-1)
+  return head, x[1, 0]
 
 
 def groups(params: Tree) -> Tree:

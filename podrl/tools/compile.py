@@ -65,6 +65,7 @@ class Analysis:
   cycles: int  # Without collectives; 0 on GPUs.
   seconds: dict[str, float]  # By part; the all-reduces are a part.
   slowest: list[Costly]
+  kernels: dict[str, float]  # By part; empty on TPUs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,18 @@ class CompiledRun:
   num_params: int
   overlaps: bool  # Whether the programs run at the same time.
   warnings: Sequence[str]
+  num_acting_steps: int  # Of an environment, in an update.
+  num_sgd_steps: int  # Optimiser steps of an update.
+
+  def kernels_per_step(self, program: str) -> dict[str, float]:
+    """Kernels that a GPU starts in a step of a program, by kind of step."""
+    parts = self.programs[program].kernels
+    acting = parts.get('acting', 0.0) + parts.get('environment', 0.0)
+    found = {
+      'acting step': acting / self.num_acting_steps,
+      'optimiser step': parts.get('update', 0.0) / self.num_sgd_steps,
+    }
+    return {name: x for name, x in found.items() if x}
 
   @property
   def seconds(self) -> float:
@@ -177,7 +190,13 @@ def compile_once(
     analyses[name] = Analysis(program.num_devices, seconds, memory, *found)
   num_devices, num_envs = len(machine.devices), config['env.num_envs']
   return CompiledRun(
-    target.name, num_devices, num_envs, analyses, *lowered[1:]
+    target.name,
+    num_devices,
+    num_envs,
+    analyses,
+    *lowered[1:],
+    config['unroll_length'],
+    config['num_epochs'] * config.get('num_minibatches', 1),
   ), texts
 
 
@@ -248,6 +267,9 @@ def lines(report: CompiledRun, target: Target) -> Iterator[str]:
     yield f'  an update: {cycles}{format_seconds(seconds)}'
     parts = [f'{k} {v / seconds:.0%}' for k, v in x.seconds.items() if v]
     yield f'    {", ".join(parts)}'
+    found = report.kernels_per_step(name)
+    if counts := [f'{v:.1f} per {k}' for k, v in found.items()]:
+      yield f'  kernels: {", ".join(counts)}'
   rate = report.steps_per_second
   yield (
     f'{compact(rate)} steps/s: {report.num_devices:,} {device}s x '

@@ -1,5 +1,6 @@
 """Reads the text of compiled programs: instructions, collectives and times."""
 
+import collections
 from collections.abc import Iterator
 import dataclasses
 import math
@@ -241,15 +242,20 @@ class Costly:
 
 def analyse(
   text: str, program: Program, target: Target, default: str = REST
-) -> tuple[list[Collective], int, dict[str, float], list[Costly]]:
-  """Returns the collectives, cycles, seconds by part and slowest instructions.
+) -> tuple[
+  list[Collective], int, dict[str, float], list[Costly], dict[str, float]
+]:
+  """Returns what an update consists of.
 
+  These are its collectives, its cycles, its seconds by part, its slowest
+  instructions, and for a GPU its kernels by part. Each copy counts as a kernel.
   `default` is the part of instructions without a scope.
   """
   module, chip = read_module(text), target.chip
   lines_of = sources(text)
   collectives, rows, cycles = [], [], 0
   seconds = dict.fromkeys(ROWS, 0.0)
+  kernels: dict[str, float] = collections.defaultdict(float)
 
   def per_update(value: float) -> float:
     return value * program.calls / program.num_updates
@@ -267,6 +273,8 @@ def analyse(
       spent = per_update(run.cycles) / chip.clock / 1e9
     else:
       spent = per_update(roofline_seconds(run, module, chip))
+      if spent:
+        kernels[run.part] += per_update(run.times)
     seconds[run.part] += spent
     rows.append((spent, run))
   total = sum(spent for spent, _ in rows) or 1.0
@@ -282,4 +290,5 @@ def analyse(
     )
     for spent, x in rows[:10]
   ]
-  return collectives, round(per_update(cycles)), seconds, slowest
+  cycles = round(per_update(cycles))
+  return collectives, cycles, seconds, slowest, dict(kernels)

@@ -24,6 +24,16 @@ def test_blocks_keep_their_rows_in_order(width):
   np.testing.assert_array_equal(rows[:, 0], [4, 5, 0, 1])
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'tpu', 'cuda'])
+def test_only_a_gpu_gathers_wide_blocks(platform):
+  traced = jax.jit(blocks.collect).trace(
+    jnp.zeros((3, 2, 64)), jnp.array([2, 0])
+  )
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  assert ('stablehlo.gather' in text) == (platform == 'cuda')
+  assert ('dynamic_slice' in text) == (platform != 'cuda')
+
+
 def test_all_forms_can_be_plain(monkeypatch):
   """The forms have the same results, but they are different programs."""
   sums, place = jnp.array([1.0, 3.0, 3.0, 7.0]), jnp.array([0.5, 3.0, 9.0])

@@ -56,3 +56,11 @@ def test_only_a_cpu_copies_the_input(platform, is_plain, monkeypatch):
   lowered = jax.jit(loss).trace(kernel, x).lower(lowering_platforms=(platform,))
   is_copied = platform == 'cpu' and not is_plain
   assert ('optimization_barrier' in lowered.as_text()) == is_copied
+
+
+@pytest.mark.parametrize('form', [dense._separate_means, dense._joined_means])
+def test_means(form):
+  arrays = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
+  means = form(list(arrays))
+  np.testing.assert_allclose(means, arrays.mean((1, 2)), atol=1e-6)
+  assert all(x.shape == () for x in means)

@@ -57,6 +57,72 @@ def test_separate_torsos_share_nothing():
     assert not (np.any(x) and np.any(y))
 
 
+@pytest.mark.parametrize(
+  'num_inputs,hidden_sizes,num_constants,activation',
+  [
+    (5, (16,), 0, 'tanh'),
+    (5, (16, 8), 3, 'relu'),
+    (300, (16, 8, 4), 0, 'tanh'),  # The first layers are one array.
+  ],
+)
+def test_two_mlps_are_one_program_on_a_gpu(
+  num_inputs, hidden_sizes, num_constants, activation
+):
+  module = networks.ActorCritic(
+    lambda: torsos.MLP(hidden_sizes, torsos.ACTIVATIONS[activation]),
+    6,
+    shared_torso=False,
+    num_constant_params=num_constants,
+  )
+  obs = jax.ShapeDtypeStruct((num_inputs,), jnp.float32)
+  network = networks.recurrent(module, obs, module.initial_carry)
+  assert networks._is_twin(module)
+  keys = jax.random.split(jax.random.key(0), 3)
+  params = jax.tree.map(  # Biases too.
+    lambda x: x + 0.1 * jax.random.normal(keys[2], x.shape),
+    jax.jit(network.init)(keys[0]),
+  )
+  x = jax.random.normal(keys[1], (20, num_inputs))
+  weight = np.random.default_rng(0).normal(size=(20, 7)).astype(np.float32)
+
+  def joined(params):
+    head, value = networks._compute_twins(module, params['params'], x)
+    return jnp.concatenate([head, value[:, None]], axis=1)
+
+  def separate(params):
+    head, value, _ = network.unroll(
+      params, x[None], jnp.zeros((1, 20), bool), ()
+    )
+    return jnp.concatenate([head[0], value[0][:, None]], axis=1)
+
+  np.testing.assert_allclose(joined(params), separate(params), atol=1e-5)
+  gradients = [
+    jax.grad(lambda p, f=f: jnp.sum(weight * f(p)))(params)
+    for f in (joined, separate)
+  ]
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *gradients
+  )
+
+
+@pytest.mark.parametrize(
+  'num_steps,platform', [(1, 'cuda'), (2, 'cpu'), (2, 'cuda')]
+)
+def test_only_a_learning_gpu_joins_two_mlps(num_steps, platform):
+  network = networks.make_network(
+    lambda: torsos.MLP((16,)), _OBS, 3, shared_torso=False
+  )
+  params = network.init(jax.random.key(0))
+  obs, is_first = jnp.zeros((num_steps, 4, 5)), jnp.zeros((num_steps, 4), bool)
+  traced = jax.jit(lambda *x: network.unroll(*x, ())).trace(
+    params, obs, is_first
+  )
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  is_joined = num_steps > 1 and platform == 'cuda'
+  assert ('optimization_barrier' in text) == is_joined
+  assert text.count('dot_general') == (2 if is_joined else 4)
+
+
 _CAMERA = jax.ShapeDtypeStruct((6, 6, 2), jnp.float32)
 
 

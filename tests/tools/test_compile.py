@@ -96,7 +96,8 @@ def _program(calls=1, num_devices=4, num_updates=1):
 def test_cycles_are_summed_by_part():
   target = lowering.parse_target('v5e-4')
   found = hlo.analyse(_TEXT, _program(), target)
-  collectives, cycles, seconds, slowest = found
+  collectives, cycles, seconds, slowest, kernels = found
+  assert not kernels  # Only a GPU has them.
   assert cycles == 1000 + 5 * (100 + 2) + 30 + 3
   in_cycles = {k: round(x * 1.5e9) for k, x in seconds.items()}
   reducing = lowering.all_reduce_seconds(24, 4, target.chip)
@@ -118,6 +119,14 @@ def test_cycles_are_summed_by_part():
   ]
 
 
+def test_the_kernels_of_a_gpu_are_counted_by_part():
+  # Five rounds of a loop compute its condition and a fusion. The branches and
+  # the last fusion run once; the all-reduce is none.
+  found = hlo.analyse(_TEXT, _program(), lowering.parse_target('h100:4'))
+  expected = {'acting': 5, 'environment': 5, 'update': 2, 'prepare': 1}
+  assert found[-1] == expected | {'rest': 1}  # The condition of the outer loop.
+
+
 def test_a_program_of_a_step_counts_often():
   program = _program(calls=20)
   collectives, cycles, *_ = hlo.analyse(
@@ -131,7 +140,7 @@ def test_what_a_call_does_once_counts_little_in_one_of_its_updates():
   text = _TEXT.replace('  ROOT %outer', f'  {copy}\n  ROOT %outer')
   program = _program(num_updates=100)
   found = hlo.analyse(text, program, lowering.parse_target('v5e-4'))
-  collectives, cycles, seconds, _ = found
+  collectives, cycles, seconds, *_ = found
   assert cycles == 1543 + 400 // 100 and collectives[0].times == 1
   assert seconds['rest'] == pytest.approx(4 / 1.5e9)
 
@@ -193,6 +202,31 @@ def _compile(config, name):
   target = lowering.parse_target(name)
   with spmd.compiling_for(target.platform):
     return compile.compile_for(config, target)
+
+
+_needs_cuda = pytest.mark.skipif(
+  not importlib.util.find_spec('jax_cuda13_plugin'),
+  reason='the compiler of GPUs is not installed',
+)
+
+
+@_needs_cuda
+@pytest.mark.parametrize('name,most', [('CartPole-v1', (12, 57))])
+def test_a_gpu_starts_few_kernels_in_a_step(name, most):
+  fields = {
+    'env.num_envs': 4096,
+    'unroll_length': 128,
+    'num_epochs': 4,
+    'num_minibatches': 32,
+    'network.name': 'mlp',
+  }
+  flags = [f'--config.{k}={x}' for k, x in fields.items()]
+  target = lowering.parse_target('h200:1')
+  compile.set_up_process([target])
+  _, report, _ = compile.compile_command([name, *flags], target, False)
+  kernels = report.kernels_per_step('train')
+  assert 5 < kernels['acting step'] <= most[0]
+  assert 15 < kernels['optimiser step'] <= most[1]
 
 
 @_needs_libtpu

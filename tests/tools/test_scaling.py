@@ -38,9 +38,18 @@ def _report(num_devices, seconds):
   parts = dict.fromkeys((*PARTS, 'rest', REDUCE), 0.0)
   parts |= {'acting': seconds, REDUCE: 9.0}  # The result must not use the 9.0.
   collectives = [Collective('all-reduce', 4_000_000, 10)]
-  program = Analysis(num_devices, 1.0, {}, collectives, 1, parts, [])
+  program = Analysis(num_devices, 1.0, {}, collectives, 1, parts, [], {})
   return CompiledRun(
-    '', num_devices, 8, {'train': program}, 100 * num_devices, 1, False, []
+    '',
+    num_devices,
+    8,
+    {'train': program},
+    100 * num_devices,
+    1,
+    False,
+    [],
+    1,
+    1,
   )
 
 
@@ -71,9 +80,11 @@ def test_several_cores_act_and_learn_at_the_same_time():
       parts = dict.fromkeys((*PARTS, 'rest', REDUCE), 0.0) | {'acting': seconds}
       collectives = [Collective('all-reduce', 4_000_000, 10)]
       collectives = collectives if name == 'learn' else []
-      programs[name] = Analysis(number, 1.0, {}, collectives, 1, parts, [])
+      programs[name] = Analysis(number, 1.0, {}, collectives, 1, parts, [], {})
     overlaps, steps = num_devices > 1, 100 * num_devices
-    return CompiledRun('', num_devices, 8, programs, steps, 1, overlaps, [])
+    return CompiledRun(
+      '', num_devices, 8, programs, steps, 1, overlaps, [], 1, 1
+    )
 
   all_targets = {n: lowering.parse_target(f'v5e-{n}') for n in (1, 4, 16)}
   reports = {1: report(1, 1, 1), 16: report(16, 4, 12)}

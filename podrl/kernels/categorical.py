@@ -1,0 +1,75 @@
+"""Categorical distributions over a few actions, without reductions on a GPU.
+
+A GPU computes each reduction in a kernel of its own. The sum of a few columns
+is a part of the kernel that computes them.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from podrl import kernels
+from podrl.types import Array
+
+_MAX_ACTIONS = 16  # With more, a GPU has reductions too.
+
+
+def log_prob(logits: Array, action: Array) -> Array:
+  """Returns the log-probability of each action, `[...]`.
+
+  Args:
+    logits: `[..., A]` float32.
+    action: `[...]` int32, from 0 to A - 1.
+  """
+  return _choose(_log_prob, _log_prob_in_columns, logits, action)
+
+
+def entropy(logits: Array) -> Array:
+  """Returns the entropy of each distribution in nats, `[...]`."""
+  return _choose(_entropy, _entropy_in_columns, logits)
+
+
+def _choose(
+  plain: Callable[..., Array],
+  in_columns: Callable[..., Array],
+  logits: Array,
+  *others: Array,
+) -> Array:
+  is_short = logits.shape[-1] <= _MAX_ACTIONS
+  forms = {'cuda': in_columns} if is_short else {}
+  return kernels.choose(plain, logits, *others, **forms)
+
+
+def _log_prob(logits: Array, action: Array) -> Array:
+  # A product with the one-hot action has a faster gradient than indexing.
+  one_hot = jax.nn.one_hot(action, logits.shape[-1])
+  return jnp.sum(jax.nn.log_softmax(logits) * one_hot, axis=-1)
+
+
+def _log_prob_in_columns(logits: Array, action: Array) -> Array:
+  columns = enumerate(_log_softmax(logits))
+  return _add([jnp.where(action == i, x, 0.0) for i, x in columns])
+
+
+def _entropy(logits: Array) -> Array:
+  log_probs = jax.nn.log_softmax(logits)
+  return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+
+def _entropy_in_columns(logits: Array) -> Array:
+  return -_add([jnp.exp(x) * x for x in _log_softmax(logits)])
+
+
+def _add(arrays: Sequence[jax.Array]) -> jax.Array:
+  return functools.reduce(jnp.add, arrays)
+
+
+def _log_softmax(logits: Array) -> list[Array]:
+  """Returns the log-probability of each action, `[...]` each."""
+  columns = [logits[..., i] for i in range(logits.shape[-1])]
+  largest = jax.lax.stop_gradient(functools.reduce(jnp.maximum, columns))
+  columns = [x - largest for x in columns]
+  total = jnp.log(_add([jnp.exp(x) for x in columns]))
+  return [x - total for x in columns]
