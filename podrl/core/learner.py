@@ -55,23 +55,6 @@ def _with_params(state: LearnerState, params: Tree) -> LearnerState:
   return state._replace(variables=state.variables._replace(params=params))
 
 
-def _mean_of_steps(
-  step: Callable[[Any, Any], tuple[Any, Tree]], state: Any, inputs: Tree
-) -> tuple[Any, Tree]:
-  """Scans a step; returns the last state, and the mean outputs of the steps."""
-  unravels: list[Unpack] = []
-
-  def packed_step(state, x):
-    state, outputs = step(state, x)
-    vector, unravel = ravel_pytree(outputs)
-    unravels.append(unravel)
-    return state, vector
-
-  # One vector, because a GPU would store each number with a kernel of its own.
-  state, vectors = kernels.scan(packed_step, state, inputs, gpu=2)
-  return state, unravels[0](jnp.mean(vectors, axis=0))
-
-
 def row_keys(rng_key: chex.PRNGKey, row: Array) -> chex.PRNGKey:
   """Folds the global indices of rows, int32 `[N]`, into a key."""
   return jax.vmap(jax.random.fold_in, (None, 0))(rng_key, row)
@@ -214,7 +197,7 @@ def make_learner(
       return sgd_step(state, unpack, minibatch[0], measured, keys)[:2]
 
     loss_keys = jax.random.split(loss_key, num_steps)
-    return _mean_of_steps(minibatch_step, state, (orders, loss_keys))
+    return kernels.scan_means(minibatch_step, state, (orders, loss_keys))
 
   def prepare(variables, target_params, sample, rng_key):
     keys = row_keys(rng_key, global_rows(len(sample.weight)))
@@ -245,7 +228,7 @@ def make_learner(
       return state, metrics
 
     keys = jax.random.split(rng_key, num_epochs)
-    return _mean_of_steps(sample_step, state, keys)
+    return kernels.scan_means(sample_step, state, keys)
 
   def learn_if_ready(state, unpack, measured, rng_key):
     assert memory is not None

@@ -2,10 +2,10 @@
 
 Each function has a plain form, a few lines of JAX that define its result, and
 forms that are faster on some platforms. podrl chooses between them only in
-`choose` and, for loops, in `scan`. With the environment variable
-PODRL_PLAIN_KERNELS=1, all new programs contain the plain forms. So if a result
-looks wrong, this variable says whether a fast form is the reason. `only_plain`
-does the same for a block.
+`choose` and, for loops, in `scan` and `scan_means`. With the environment
+variable PODRL_PLAIN_KERNELS=1, all new programs contain the plain forms. So if
+a result looks wrong, this variable says whether a fast form is the reason.
+`only_plain` does the same for a block.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,8 @@ import os
 from typing import Any
 
 import jax
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
 
 _only_plain = contextvars.ContextVar('only_plain', default=False)
 
@@ -52,10 +54,34 @@ def scan(
     **steps_per_turn: by platform, 'tpu' or 'gpu'; 1 for others, and for
       programs without a mesh.
   """
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  platform = '' if device is None or is_plain() else device.platform
-  turn = steps_per_turn.get(platform, 1)
+  turn = steps_per_turn.get(_platform(), 1)
   return jax.lax.scan(step, first, inputs, unroll=turn)
+
+
+def scan_means(
+  step: Callable[..., Any], first: Any, inputs: Any
+) -> tuple[Any, Any]:
+  """`scan` whose outputs are averaged over the steps."""
+  if _platform() != 'gpu':
+    last, outputs = jax.lax.scan(step, first, inputs)
+    return last, jax.tree.map(lambda x: jnp.mean(x, axis=0), outputs)
+  unravels: list[Callable[[jax.Array], Any]] = []
+
+  def packed_step(carry: Any, x: Any) -> tuple[Any, jax.Array]:
+    carry, outputs = step(carry, x)
+    vector, unravel = ravel_pytree(outputs)
+    unravels.append(unravel)
+    return carry, vector
+
+  # A GPU would store each output with a kernel of its own.
+  last, vectors = scan(packed_step, first, inputs, gpu=2)
+  return last, unravels[0](jnp.mean(vectors, axis=0))
+
+
+def _platform() -> str:
+  """Returns the platform of the mesh; '' without a mesh, or for plain forms."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return '' if device is None or is_plain() else device.platform
 
 
 def choose(
@@ -74,7 +100,6 @@ def choose(
   """
   if is_plain():
     return plain(*arguments)
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  if device is not None and device.platform in ('cpu', 'tpu'):
-    return forms.get(device.platform, plain)(*arguments)
+  if _platform() in ('cpu', 'tpu'):
+    return forms.get(_platform(), plain)(*arguments)
   return jax.lax.platform_dependent(*arguments, default=plain, **forms)

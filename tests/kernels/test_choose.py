@@ -61,3 +61,21 @@ def test_a_turn_has_several_steps_on_some_platforms(
   last, rows = scan(xs)
   np.testing.assert_array_equal(last, 15)
   np.testing.assert_array_equal(rows, [0, 0, 2, 9, 24, 50])
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
+def test_outputs_of_steps_are_averaged(platform):
+  def step(total, x):
+    return total + x, {'x': 1.0 * x, 'square': jnp.stack([x, x * x])}
+
+  device = AbstractDevice(platform, 1, platform)
+  with use_abstract_mesh(AbstractMesh((1,), ('x',), abstract_device=device)):
+    jaxpr = jax.make_jaxpr(lambda x: kernels.scan_means(step, 0.0, x))
+    closed = jaxpr(jnp.arange(4.0))
+  last, square, x = jax.core.eval_jaxpr(
+    closed.jaxpr, closed.consts, jnp.arange(4.0)
+  )
+  np.testing.assert_allclose([last, x], [6, 1.5])
+  np.testing.assert_allclose(square, [1.5, 3.5])
+  loop = next(x for x in closed.eqns if x.primitive.name == 'scan')
+  assert len(loop.outvars) == (2 if platform == 'gpu' else 3)
