@@ -416,6 +416,30 @@ class Agent(NamedTuple):
 _SAME: Any = -1  # See `Learner.split_axes`.
 
 
+class UpdateParts(NamedTuple):
+  """`Learner.update` as several functions, which may be separate programs.
+
+  One after the other, they compute exactly what `update` computes. Like it,
+  they run on each device, mapped over `DEVICE_AXIS`.
+
+  Attributes:
+    num_steps: the number of optimiser steps of an update.
+    begin: `(state, trajectory, rng_key) -> (state, work, means)` does what
+      comes before the optimiser steps. `work` is what they need, and differs
+      between devices. `means` has a row of zeros for each step.
+    steps: `(state, work, means, first, last) -> (state, means)` takes the
+      optimiser steps from `first` to `last - 1`, int32 `[]`.
+    end: `(state, means) -> (state, metrics)`.
+  """
+
+  num_steps: int
+  begin: Callable[
+    [LearnerState, Trajectory, chex.PRNGKey], tuple[LearnerState, Tree, Tree]
+  ]
+  steps: Callable[..., tuple[LearnerState, Tree]]
+  end: Callable[[LearnerState, Tree], tuple[LearnerState, Metrics]]
+
+
 class Learner(NamedTuple):
   """Pure functions that change an agent's parameters.
 
@@ -428,6 +452,8 @@ class Learner(NamedTuple):
     split_axes: a `LearnerState` of ints, a tree prefix of the state: the axis
       of each leaf that is split over devices, or -1 where all devices have the
       same.
+    parts: `update` in parts; None if it has only one optimiser step, or if it
+      can run only as a whole.
   """
 
   init: Callable[[chex.PRNGKey, Trajectory], LearnerState]
@@ -435,6 +461,7 @@ class Learner(NamedTuple):
     [LearnerState, Trajectory, chex.PRNGKey], tuple[LearnerState, Metrics]
   ]
   split_axes: Tree = LearnerState(*[_SAME] * 6)
+  parts: UpdateParts | None = None
 
 
 class Episodes(NamedTuple):

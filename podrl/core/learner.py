@@ -31,6 +31,7 @@ from podrl.types import (
   Memory,
   Sample,
   Tree,
+  UpdateParts,
 )
 
 TargetUpdate = Callable[[Tree, Tree, Array], Tree]
@@ -71,6 +72,11 @@ def global_rows(num_rows: int) -> Array:
   return first + jnp.arange(num_rows, dtype=jnp.int32)
 
 
+def num_rows(batch: Tree) -> int:
+  """Returns the number of rows of a batch on this device."""
+  return jax.tree.leaves(batch)[0].shape[0]
+
+
 def make_learner(
   agent: Agent,
   optimizer: optax.GradientTransformation,
@@ -108,6 +114,7 @@ def make_learner(
     raise ValueError(
       f'num_minibatches={num_minibatches} must be 1 if there is a memory'
     )
+  num_steps = num_epochs * num_minibatches
   is_elementwise = optimizers.is_elementwise(optimizer)
   optimizer = optax.with_extra_args_support(optimizer)
 
@@ -116,6 +123,10 @@ def make_learner(
     # On one vector, the optimiser needs only a few operations for all
     # parameters, instead of a few for each array.
     return ravel_pytree(params) if is_elementwise else (params, lambda x: x)
+
+  def pack_state(state: LearnerState) -> tuple[LearnerState, Unpack]:
+    packed, unpack = pack(state.variables.params)
+    return _with_params(state, packed), unpack
 
   def init(rng_key, example_trajectory):
     variables, target_params = agent.init(rng_key), ()
@@ -165,27 +176,28 @@ def make_learner(
     )
     return state, (metrics, measured), output.priority
 
-  def sgd_steps(state, unpack, batch, measured, rng_key):
-    """Takes all optimiser steps of an update without a memory."""
-    num_steps = num_epochs * num_minibatches
-    size = jax.tree.leaves(batch)[0].shape[0]
-    rows = global_rows(size)
-    if num_steps == 1:
-      keys = row_keys(rng_key, rows)
-      return sgd_step(state, unpack, batch, measured, keys)[:2]
+  def shuffle_batch(batch, rng_key):
+    """Returns the order of blocks, and the key, of each optimiser step."""
+    size = num_rows(batch)
     if size % num_minibatches:
       raise ValueError(
         f'num_minibatches={num_minibatches} does not divide the {size} rows of '
         'the batch on each device'
       )
     block = blocks.block_size(size // num_minibatches)
-    parts = jax.tree.map(
-      lambda x: x.reshape(-1, block, *x.shape[1:]), (batch, rows)
-    )
     shuffle_key, loss_key = jax.random.split(rng_key)
     shuffle_keys = jax.random.split(shuffle_key, num_epochs)
     shuffle = functools.partial(jax.random.permutation, x=size // block)
     orders = jax.vmap(shuffle)(shuffle_keys).reshape(num_steps, -1)
+    return orders, jax.random.split(loss_key, num_steps)
+
+  def make_minibatch_step(unpack, batch, measured):
+    """Makes a function `(state, order_and_key) -> (state, averages)`."""
+    size = num_rows(batch)
+    block, rows = blocks.block_size(size // num_minibatches), global_rows(size)
+    parts = jax.tree.map(
+      lambda x: x.reshape(-1, block, *x.shape[1:]), (batch, rows)
+    )
 
     def minibatch_step(state, order_and_key):
       order, loss_key = order_and_key
@@ -196,8 +208,40 @@ def make_learner(
       keys = row_keys(loss_key, minibatch[1])
       return sgd_step(state, unpack, minibatch[0], measured, keys)[:2]
 
-    loss_keys = jax.random.split(loss_key, num_steps)
-    return kernels.scan_means(minibatch_step, state, (orders, loss_keys))
+    return minibatch_step
+
+  def sgd_steps(state, batch, measured, rng_key):
+    """Takes all optimiser steps of an update without a memory."""
+    state, unpack = pack_state(state)
+    if num_steps == 1:
+      keys = row_keys(rng_key, global_rows(num_rows(batch)))
+      state, means, _ = sgd_step(state, unpack, batch, measured, keys)
+    else:
+      orders_and_keys = shuffle_batch(batch, rng_key)
+      step = make_minibatch_step(unpack, batch, measured)
+      state, means = kernels.scan_means(step, state, orders_and_keys)
+    return _with_params(state, unpack(state.variables.params)), means
+
+  def some_sgd_steps(state, work, means, first, last):
+    """Takes the steps from `first` to `last - 1`; see `UpdateParts.steps`."""
+    batch, measured, orders_and_keys = work
+    state, unpack = pack_state(state)
+    step = make_minibatch_step(unpack, batch, measured)
+
+    def body(i, carry):
+      state, means = carry
+      row = functools.partial(
+        jax.lax.dynamic_index_in_dim, index=i, keepdims=False
+      )
+      state, new = step(state, jax.tree.map(row, orders_and_keys))
+      put = functools.partial(
+        jax.lax.dynamic_update_index_in_dim, index=i, axis=0
+      )
+      return state, jax.tree.map(put, means, new)
+
+    # The bounds are unknown to the compiler, so each slice has the same loop.
+    state, means = jax.lax.fori_loop(first, last, body, (state, means))
+    return _with_params(state, unpack(state.variables.params)), means
 
   def prepare(variables, target_params, sample, rng_key):
     keys = row_keys(rng_key, global_rows(len(sample.weight)))
@@ -219,8 +263,7 @@ def make_learner(
       sample = memory.sample((storage, state.memory), sample_key, hyperparams)
       variables = _with_params(state, unpack(state.variables.params)).variables
       batch = prepare(variables, state.target_params, sample, prepare_key)
-      size = jax.tree.leaves(batch)[0].shape[0]
-      keys = row_keys(loss_key, global_rows(size))
+      keys = row_keys(loss_key, global_rows(num_rows(batch)))
       state, (metrics, _), priority = sgd_step(state, unpack, batch, (), keys)
       if jax.tree.leaves(priority):
         new = memory.prioritise(state.memory, sample.index, priority)
@@ -230,8 +273,9 @@ def make_learner(
     keys = jax.random.split(rng_key, num_epochs)
     return kernels.scan_means(sample_step, state, keys)
 
-  def learn_if_ready(state, unpack, measured, rng_key):
+  def learn_if_ready(state, measured, rng_key):
     assert memory is not None
+    state, unpack = pack_state(state)
     storage, priorities = state.memory
     # Average here, because an update may take no optimiser step. All devices
     # must take the same branch: a device that learns waits for the others.
@@ -253,41 +297,64 @@ def make_learner(
     state, metrics = jax.lax.cond(is_ready, take_steps, skip, state)
     metrics['is_learning'] = is_ready.astype(jnp.float32)
     state = state._replace(memory=(storage, state.memory))
-    return state, (metrics, measured)
+    state = _with_params(state, unpack(state.variables.params))
+    return finish(state, metrics, measured)
 
-  @jax.named_scope('update')
-  def update(state, trajectory, rng_key):
+  def begin(state, trajectory, rng_key):
+    """Returns the state, the batch, and what `measure` returns.
+
+    With a memory, the batch is empty.
+    """
     if agent.calibrate:
       with jax.named_scope(CALIBRATE):
         variables = agent.calibrate(state.variables, trajectory, all_mean)
       state = state._replace(variables=variables)
     measured = agent.measure(state.variables, trajectory)
-    packed, unpack = pack(state.variables.params)
     batch = ()
     if memory is None:
       prepare_key = jax.random.fold_in(rng_key, _PREPARE_STREAM)
       weight = jnp.ones(trajectory.env_index.shape[1])
       sample = Sample(trajectory, (), weight)
       batch = prepare(state.variables, state.target_params, sample, prepare_key)
-    state = _with_params(state, packed)
-    if memory is None:
-      state, (metrics, measured) = sgd_steps(
-        state, unpack, batch, measured, rng_key
-      )
-    else:
-      with jax.named_scope('memory'):
-        state = state._replace(memory=memory.add(state.memory, trajectory))
-      state, (metrics, measured) = learn_if_ready(
-        state, unpack, measured, rng_key
-      )
-    state = _with_params(state, unpack(state.variables.params))
+    return state, batch, measured
+
+  def begin_parts(state, trajectory, rng_key):
+    state, batch, measured = begin(state, trajectory, rng_key)
+    work = batch, measured, shuffle_batch(batch, rng_key)
+    shapes = jax.eval_shape(sgd_steps, state, batch, measured, rng_key)[1]
+    rows = jax.tree.map(
+      lambda x: jnp.zeros((num_steps, *x.shape), x.dtype), shapes
+    )
+    return state, work, rows
+
+  def end(state, means):
+    return finish(state, *jax.tree.map(lambda x: jnp.mean(x, axis=0), means))
+
+  def finish(state, metrics, measured):
     # Absorb last, so that all optimiser steps see the same statistics.
     variables = agent.absorb(state.variables, measured)
     number = state.num_updates + 1
     return state._replace(variables=variables, num_updates=number), metrics
 
+  @jax.named_scope('update')
+  def update(state, trajectory, rng_key):
+    state, batch, measured = begin(state, trajectory, rng_key)
+    if memory is None:
+      state, means = sgd_steps(state, batch, measured, rng_key)
+      return finish(state, *means)
+    with jax.named_scope('memory'):
+      state = state._replace(memory=memory.add(state.memory, trajectory))
+    return learn_if_ready(state, measured, rng_key)
+
   learner = Learner(init, update)
   if memory is None:
-    return learner
+    if num_steps == 1:
+      return learner
+    scope = jax.named_scope('update')
+    return learner._replace(
+      parts=UpdateParts(
+        num_steps, scope(begin_parts), scope(some_sgd_steps), scope(end)
+      )
+    )
   axes = learner.split_axes._replace(memory=memory.split_axes)
   return learner._replace(split_axes=axes)

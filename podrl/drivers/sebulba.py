@@ -7,6 +7,7 @@ Each actor has a thread. The learner joins unrolls on the batch axis and calls
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 import dataclasses
+import itertools
 import math
 import threading
 import time
@@ -26,6 +27,9 @@ from podrl.drivers.tuner import Tuner
 from podrl.fields import SECONDS, Field, Range
 
 _FEW, _INDICES = Range(0, 1024), Range(0, 255)
+# The host starts a program for each slice of an update, so slices take at least
+# this time. To step environments usually takes an actor longer.
+_SLICE_SECONDS = 0.005
 
 FIELDS = {
   'sebulba.actor_devices': Field(
@@ -82,6 +86,9 @@ class Settings:
   env_threads: int = 1
   autotune: bool = False  # See `Tuner`; this needs the asynchronous mode.
   keeps_episodes: bool = False  # Whether reports have `finished`.
+  # Whether the update is split into `Learner.parts`, so that actors can use the
+  # device between them.
+  is_sliced: bool = False
 
 
 def _call(thread: ThreadPoolExecutor, function: Callable, *args: Any) -> Any:
@@ -121,6 +128,8 @@ class Sebulba:
     )
     self._num_actors = len(self.actor_devices) * settings.actors_per_device
     self._num_active = self._num_actors  # The other actors are parked.
+    self._num_slices = 1  # Slices of an update's optimiser steps.
+    self._update_seconds = 0.0  # Of an update, in the last `advance`.
     self._parking = Monitor()
     unrolls, max_lag = settings.unrolls_per_update, settings.max_lag
     self._exchange: Deterministic | Asynchronous = (
@@ -174,9 +183,16 @@ class Sebulba:
     return self._num_waits + sum(actor.num_waits for actor in self._actors)
 
   def plan(self) -> dict[str, Any]:
-    """Returns how many actors per process should act; the others are parked."""
-    tuner = self._tuner
-    return {'num_actors': tuner.num_actors if tuner else self._num_active}
+    """Returns how many actors per process should act, and how many slices the
+    updates should have. The other actors are parked.
+    """
+    tuner, parts = self._tuner, self.core.parts
+    num_slices = int(self._update_seconds / _SLICE_SECONDS)
+    num_slices = min(num_slices, parts.num_steps if parts else 1)
+    return {
+      'num_actors': tuner.num_actors if tuner else self._num_active,
+      'num_slices': max(1, num_slices),
+    }
 
   def describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what limits the run, and its `workload_ratio`."""
@@ -233,7 +249,8 @@ class Sebulba:
       self._resume(saved)
     self._update_key = spmd.place(self._update_key, mesh, spmd.REPLICATED)
     inputs = self._inputs((example,) * settings.unrolls_per_update)
-    self._update = spmd.map_update(self.core, mesh).lower(*inputs).compile()
+    lowered = spmd.lower_update(self.core, mesh, inputs, settings.is_sliced)
+    self._programs = {name: x.compile() for name, x in lowered.items()}
     try:
       if settings.autotune:
         self._tuner = self._make_tuner(saved[0]['num_actors'] if saved else 1)
@@ -245,9 +262,24 @@ class Sebulba:
       self._acting.append(thread.submit(self._run_actor, actor))
 
   def _inputs(self, trajectories: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments of one call of the compiled update."""
+    """Returns the arguments of one update; see `spmd.map_update`."""
     rest = self.state._replace(variables=())
     return self.state.variables, rest, trajectories, self._update_key
+
+  def _update(self, trajectories: tuple[Any, ...]) -> tuple[Any, types.Metrics]:
+    """Runs one update; returns the learner's state, and the metrics."""
+    inputs, parts = self._inputs(trajectories), self.core.parts
+    if 'update' in self._programs or parts is None:
+      return jax.block_until_ready(self._programs['update'](*inputs))
+    begin, steps, end = self._programs.values()
+    state, work, means = begin(*inputs)
+    bounds = np.linspace(0, parts.num_steps, self._num_slices + 1)
+    for first, last in itertools.pairwise(bounds.astype(np.int32)):
+      # An actor that chooses actions now waits only until the slice has ended.
+      state, means = jax.block_until_ready(
+        steps(state, work, means, first, last)
+      )
+    return jax.block_until_ready(end(state, means))
 
   def _make_tuner(self, num_actors: int) -> Tuner:
     """Makes a tuner; only the tuner of process 0 decides."""
@@ -358,9 +390,8 @@ class Sebulba:
       spmd.join_shards(unroll.shards, self.mesh, spmd.TRAJECTORY)
       for unroll in taken
     )
-    inputs = self._inputs(trajectories)
     with self._stages.updating():
-      self.state, metrics = jax.block_until_ready(self._update(*inputs))
+      self.state, metrics = self._update(trajectories)
     spend('update')
     metrics = spmd.fetch(metrics)
     is_finite = bool(np.isfinite(metrics['loss']))
@@ -414,6 +445,7 @@ class Sebulba:
       if plan:
         with self._parking.when():
           self._num_active = plan['num_actors']
+        self._num_slices = plan['num_slices']
       while len(rows) < num_updates:
         row = self._learn()
         if row is None:
@@ -447,6 +479,7 @@ class Sebulba:
     self._end_seconds = end
     stacked: Any = ({}, {}, types.Episodes(*np.zeros((3, 0))))
     if rows:
+      self._update_seconds = spent['time_update'] / len(rows)
       stacked = jax.tree.map(lambda *x: np.asarray(x), *rows)
     metrics, own, episodes = stacked
     seconds, spent = end - start, leave_out_parked(spent)

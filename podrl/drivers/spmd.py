@@ -272,6 +272,61 @@ def map_update(learner: Learner, mesh: Mesh) -> jax.stages.Wrapped:
   return device_map(update, mesh, in_specs, out_specs, donate=(1,))
 
 
+def lower_update(
+  learner: Learner, mesh: Mesh, inputs: tuple[Any, ...], is_sliced: bool
+) -> dict[str, jax.stages.Lowered]:
+  """Lowers Sebulba's update, as one program or in parts.
+
+  Args:
+    inputs: the arguments of `map_update`'s function, or their shapes.
+    is_sliced: whether to use `Learner.parts`, if the learner has them.
+
+  Returns:
+    'update', or the functions 'begin', 'steps' and 'end' of `Learner.parts`.
+    'begin' has the arguments of 'update', and donates the same. The others
+    donate the state, and 'steps' also the means.
+  """
+  if not is_sliced or learner.parts is None:
+    return {'update': map_update(learner, mesh).lower(*inputs)}
+  parts, state = learner.parts, specs(learner.split_axes)
+
+  def begin(variables, rest, trajectories, rng_key):
+    trajectory = join_unrolls(trajectories)
+    rng_key = jax.random.fold_in(rng_key, rest.num_updates)
+    state = rest._replace(variables=variables)
+    state, work, means = parts.begin(state, trajectory, rng_key)
+    # Each device has its own work, so add an axis of devices.
+    return state, jax.tree.map(lambda x: x[None], work), means
+
+  def steps(state, work, means, first, last):
+    work = jax.tree.map(lambda x: x[0], work)
+    return parts.steps(state, work, means, first, last)
+
+  in_specs = REPLICATED, state._replace(variables=()), TRAJECTORY, REPLICATED
+  made = state, BATCH, REPLICATED
+  begins = device_map(begin, mesh, in_specs, made, donate=(1,))
+  takes = device_map(
+    steps, mesh, (*made, REPLICATED, REPLICATED), (state, REPLICATED), (0, 2)
+  )
+  ends = device_map(
+    parts.end, mesh, (state, REPLICATED), (state, REPLICATED), (0,)
+  )
+
+  def placed(spec: PartitionSpec, tree: Tree) -> Tree:
+    own = NamedSharding(mesh, spec)
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), tree
+    )
+
+  shapes = jax.tree.map(placed, made, jax.eval_shape(begins, *inputs))
+  number = np.int32(0)
+  return {
+    'begin': begins.lower(*inputs),
+    'steps': takes.lower(*shapes, number, number),
+    'end': ends.lower(shapes[0], shapes[2]),
+  }
+
+
 def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
   """Copies a tree of arrays to a mesh.
 

@@ -614,6 +614,7 @@ def _make_sebulba(
     env_threads=layout.env_threads,
     autotune=config['sebulba.autotune'],
     keeps_episodes=config['log.episodes'],
+    is_sliced=layout.is_sliced,
   )
 
   def make_pool(actor: int) -> types.HostEnv:

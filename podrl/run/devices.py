@@ -60,6 +60,9 @@ class Layout(NamedTuple):
   num_actors: int  # Actors of this process.
   unrolls_per_update: int  # Unrolls of this process in one update.
   env_threads: int  # Threads that step the environments of one actor.
+  # Whether the update is split, because inference waits behind it: a device
+  # both acts and learns, and runs one program at a time. A CPU does not.
+  is_sliced: bool
 
 
 def _multiples_near(value: int, divisor: int) -> str:
@@ -273,7 +276,10 @@ def make_layout(
   needs_core = platform == 'cpu' and not is_expensive
   env_threads = max(1, (machine.num_cores - needs_core) // num_actors)
   env_threads = config['sebulba.env_threads'] or env_threads
-  return Layout(*devices, threads, num_actors, unrolls_per_update, env_threads)
+  is_sliced = platform != 'cpu' and not {*devices[0]}.isdisjoint(devices[1])
+  return Layout(
+    *devices, threads, num_actors, unrolls_per_update, env_threads, is_sliced
+  )
 
 
 def layout_warnings(

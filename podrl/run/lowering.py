@@ -291,7 +291,9 @@ class Program(NamedTuple):
   lowered: jax.stages.Lowered
   num_devices: int  # Devices that run it.
   calls: float  # Calls in `num_updates` updates, on each of these devices.
-  num_updates: int = 1  # Rounds of its loop over updates, if it has one.
+  # Rounds of its outermost loop, if the compiler does not know them. Anakin's
+  # loop is one over updates.
+  num_updates: int = 1
 
 
 class Lowered(NamedTuple):
@@ -309,8 +311,9 @@ def lower(config: Fields, machine: Machine) -> Lowered:
   """Lowers the programs of a run, for this machine or another one.
 
   Call this inside `spmd.compiling_for`. Anakin has one program, 'train'.
-  Sebulba has two: 'update' on the learner devices, and 'act', one step of an
-  actor. A user's mistake raises a ValueError, as in `build.make_run`.
+  Sebulba has those of `spmd.lower_update` on the learner devices, and 'act',
+  one step of an actor. A user's mistake raises a ValueError, as in
+  `build.make_run`.
   """
   run = build.make_run(config, machine=machine)
   if build.architecture(config) == 'sebulba':
@@ -376,8 +379,9 @@ def _lower_sebulba(
   joined = jax.eval_shape(spmd.join_unrolls, [trajectory] * unrolls)
   alone = build.make_learner(config, agent, spec, 1, 1, layout)
   state = jax.eval_shape(alone.init, key, joined)
-  update = spmd.map_update(learner, spmd.make_mesh(devices)).lower(
-    variables, state._replace(variables=()), (trajectory,) * unrolls, key
+  inputs = variables, state._replace(variables=()), (trajectory,) * unrolls, key
+  updates = spmd.lower_update(
+    learner, spmd.make_mesh(devices), inputs, layout.is_sliced
   )
   actor = machine.local_devices[layout.actor_devices[0]]
   sharding = jax.sharding.SingleDeviceSharding(actor)
@@ -389,11 +393,14 @@ def _lower_sebulba(
   act = step.lower(*arguments)
   num_actors = len(layout.actor_devices)
   overlaps = not {*layout.actor_devices} & {*layout.learner_devices}
-  return {
-    'update': Program(update, len(devices), 1),
+  programs = {k: Program(x, len(devices), 1) for k, x in updates.items()}
+  if learner.parts and 'steps' in programs:  # As one slice: one call an update.
+    rounds = learner.parts.num_steps
+    programs['steps'] = Program(updates['steps'], len(devices), rounds, rounds)
+  return programs | {
     'act': Program(
       act, num_actors * len(machine.hosts), length * unrolls / num_actors
-    ),
+    )
   }, overlaps and config['sebulba.max_lag'] > 0
 
 

@@ -82,14 +82,16 @@ def predict(
     like = reports[min((x for x in sizes if x >= n), default=sizes[-1])]
     times, all_reduce = [], 0.0
     for name, program in like.programs.items():
-      analyses = [reports[size].programs[name] for size in sizes]
+      # A core that acts and learns splits the update into other programs.
+      alike = [size for size in sizes if name in reports[size].programs]
+      analyses = [reports[size].programs[name] for size in alike]
       own = [sum(x.seconds.values()) - x.seconds[REDUCE] for x in analyses]
       devices = n * program.num_devices // like.num_devices
       reducing = sum(
         x.times * all_reduce_seconds(x.num_bytes, devices, target.chip)
         for x in analyses[-1].collectives
       )
-      now = float(np.interp(np.log2(n), np.log2(sizes), own))
+      now = float(np.interp(np.log2(n), np.log2(alike), own))
       times.append(now + reducing)
       all_reduce += reducing
     seconds = max(times) if like.overlaps else sum(times)

@@ -1,6 +1,7 @@
 """Tests the learner core: device counts, minibatches, collectives."""
 
 import functools
+import itertools
 import re
 
 import helpers
@@ -180,6 +181,49 @@ def test_one_two_and_four_devices_agree(name, core):
   for other in outcomes[1:]:
     for a, b in zip(jax.tree.leaves(outcomes[0]), jax.tree.leaves(other)):
       np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'name,is_full,num_devices,num_epochs',
+  [('ppo', True, 2, 2), ('impala', False, 1, 1)]
+  + [helpers.slow('ppo', False, 1, 2), helpers.slow('impala', True, 2, 2)],
+)
+def test_an_update_in_parts_has_the_same_bits(
+  name, is_full, num_devices, num_epochs
+):
+  agent = _agent(name, is_full)
+  trajectory = _trajectory(agent)
+  learner = learner_lib.make_learner(
+    agent, optax.adam(1e-2), num_epochs=num_epochs, num_minibatches=4
+  )
+  mesh = spmd.make_mesh(jax.devices()[:num_devices])
+  state = jax.jit(learner.init)(jax.random.key(0), trajectory)
+  state, key = spmd.place((state, jax.random.key(1)), mesh, spmd.REPLICATED)
+  trajectories = (spmd.place(trajectory, mesh, spmd.TRAJECTORY),)
+
+  def inputs():
+    rest = jax.tree.map(jnp.copy, state._replace(variables=()))
+    return state.variables, rest, trajectories, key
+
+  expected = spmd.map_update(learner, mesh)(*inputs())
+  lowered = spmd.lower_update(learner, mesh, inputs(), is_sliced=True)
+  begin, steps, end = (x.compile() for x in lowered.values())
+  num_steps = 4 * num_epochs
+  for bounds in ([0, num_steps], [0, 1, 3, num_steps], range(num_steps + 1)):
+    first, work, means = begin(*inputs())
+    new = first
+    for low, high in itertools.pairwise(map(np.int32, bounds)):
+      new, means = steps(new, work, means, low, high)
+    found = end(new, means)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # Only the state that actors still use is not donated.
+    assert all(x.is_deleted() for x in jax.tree.leaves(first.variables.params))
+  assert int(expected[0].num_sgd_steps) == num_steps
+
+
+def test_an_update_of_one_step_has_no_parts():
+  agent = _agent('a2c')
+  assert learner_lib.make_learner(agent, optax.sgd(1.0)).parts is None
 
 
 def test_an_update_is_the_gradient_of_the_loss():

@@ -96,6 +96,7 @@ def _driver(
   hang_seconds=60.0,
   loss=None,
   agent=None,
+  is_sliced=False,
 ):
   agent = agent or _agent(_config(agent_name))
   if loss:
@@ -110,6 +111,7 @@ def _driver(
     deterministic=deterministic,
     max_lag=max_lag,
     hang_seconds=hang_seconds,
+    is_sliced=is_sliced,
   )
   return sebulba.Sebulba(
     make_env,
@@ -166,6 +168,45 @@ def test_deterministic_runs_are_bitwise_equal(max_lag, core):
 
   for x, y in zip(*map(jax.tree.leaves, (params(0), params(1)))):
     np.testing.assert_array_equal(x, y)
+
+
+def test_a_run_with_slices_has_the_same_records(monkeypatch):
+  def run(is_sliced):
+    driver = _driver(is_sliced=is_sliced)
+    driver.start()
+    assert ('update' in driver._programs) != is_sliced
+    reports = [driver.advance(4, driver.plan())[0] for _ in range(3)]
+    assert driver.plan()['num_slices'] == 2  # Both optimiser steps.
+    monkeypatch.setattr(sebulba, '_SLICE_SECONDS', 60.0)
+    assert driver.plan()['num_slices'] == 1
+    outcome = jax.device_get(driver.learner_state.variables.params)
+    assert driver.close() == []
+    records = [(x.metrics, x.episodes, x.own['policy_lag']) for x in reports]
+    return records, outcome
+
+  outcomes = []
+  for is_sliced in (False, True):
+    monkeypatch.setattr(sebulba, '_SLICE_SECONDS', 1e-9)
+    outcomes.append(run(is_sliced))
+  jax.tree.map(np.testing.assert_array_equal, *outcomes)
+
+
+@pytest.mark.parametrize(
+  'platform,num_devices,expected',
+  [('cuda', 1, True), ('cuda', 2, False), ('cpu', 1, False)],
+)
+def test_an_update_is_sliced_where_an_accelerator_also_acts(
+  platform, num_devices, expected
+):
+  Device = collections.namedtuple('Device', 'platform process_index id')
+  local = [Device(platform, 0, i) for i in range(num_devices)]
+  config = _config()
+  config['sebulba.actor_devices'] = config['sebulba.learner_devices'] = ()
+  config['env.num_envs'] = 64
+  plan = layout.make_layout(
+    config, build.make_spec(config), layout.Machine(local, 0, 2)
+  )
+  assert plan.is_sliced == expected
 
 
 def test_runs_actors_processes_and_resumes_share_no_environments(monkeypatch):

@@ -327,7 +327,7 @@ def _run(driver, seconds, choose, at=lambda now: None):
   start, number, lag, changes = time.perf_counter(), 0, 0, []
   while (now := time.perf_counter() - start) < seconds:
     at(now)
-    (report,) = driver.advance(1, {'num_actors': num_actors})
+    (report,) = driver.advance(1, driver.plan() | {'num_actors': num_actors})
     number += report.num_updates
     lag = max(lag, report.own['policy_lag_max'].max())
     chosen = choose(report.seconds, report.own['queue_depth'][-1])
@@ -347,7 +347,7 @@ def _start(costs, num_cores=None, seed=0, num_active=1):
     autotune=True,  # It starts with one actor.
   )
   driver.start()
-  driver.advance(1, {'num_actors': num_active})
+  driver.advance(1, driver.plan() | {'num_actors': num_active})
   return driver
 
 
@@ -365,7 +365,7 @@ def test_a_parked_actor_waits_and_closing_wakes_it():
   assert report.own['num_actors'].tolist() == [1, 1]
   after = driver.progress()['num_unrolls']
   assert [y > x for x, y in zip(before, after)] == [True] + [False] * 7
-  driver.advance(4, {'num_actors': 3})
+  driver.advance(4, driver.plan() | {'num_actors': 3})
   assert [x > 0 for x in driver.progress()['num_unrolls']] == [True] * 3 + [
     False
   ] * 5

@@ -292,6 +292,28 @@ def test_sebulba_compiles_for_a_tpu_slice():
 
 
 @_needs_libtpu
+def test_the_parts_of_an_update_take_as_long_as_the_whole(monkeypatch):
+  config = helpers.fields_of('sebulba_cartpole')
+  config['unroll_length'], config['env.num_envs'] = 4, 64
+  parts, _ = _compile(config, 'v5e-1')
+  assert parts.programs.keys() == {'begin', 'steps', 'end', 'act'}
+  assert not parts.overlaps
+  make_layout = lowering.make_layout
+
+  def whole(*arguments):
+    return make_layout(*arguments)._replace(is_sliced=False)
+
+  monkeypatch.setattr(lowering, 'make_layout', whole)
+  expected, _ = _compile(config, 'v5e-1')
+  assert expected.programs.keys() == {'update', 'act'}
+  cycles = [
+    sum(x.cycles for k, x in report.programs.items() if k != 'act')
+    for report in (parts, expected)
+  ]
+  assert cycles[0] == pytest.approx(cycles[1], rel=0.1)
+
+
+@_needs_libtpu
 @pytest.mark.slow
 def test_the_compiler_says_how_much_memory_is_missing():
   config = helpers.fields_of('anakin_catch', 'impala')
