@@ -25,7 +25,7 @@ from podrl.core.learner import fold_into_rows, row_keys
 from podrl.drivers import culprits, info, spmd
 from podrl.drivers.culprits import Largest
 from podrl.drivers.exchange import Closed
-from podrl.drivers.stages import PARKED, STAGES, Busy
+from podrl.drivers.stages import BEHIND_UPDATE, PARKED, STAGES, Busy
 from podrl.messages import one_line
 
 _STACKED = 32  # One program stacks at most this many rows.
@@ -231,6 +231,9 @@ class Actor:
     self._seen_late = 0.0, 0.0
     seconds = dict.fromkeys((*STAGES, PARKED), 0.0)
     self._times = 'actor_waiting', time.perf_counter(), seconds
+    # The number and the seconds of inferences while no update ran.
+    self._free = 0, 0.0
+    self._behind_seconds = 0.0
 
   def skip(self, num_unrolls: int) -> None:
     """Skips the random numbers of `num_unrolls` unrolls."""
@@ -246,9 +249,27 @@ class Actor:
     self._times = stage, time.perf_counter(), self.seconds()
 
   def seconds(self) -> dict[str, float]:
-    """Returns the seconds spent in each stage, the current one included."""
+    """Returns the seconds spent in each stage, the current one included.
+
+    `BEHIND_UPDATE` is a part of the stage 'inference'.
+    """
     stage, since, seconds = self._times  # Read once: another thread writes it.
-    return seconds | {stage: seconds[stage] + time.perf_counter() - since}
+    return seconds | {
+      stage: seconds[stage] + time.perf_counter() - since,
+      BEHIND_UPDATE: self._behind_seconds,
+    }
+
+  def _add_inference(self, is_updating: bool, seconds: float) -> None:
+    """Adds what an inference waited for an update that ran when it began.
+
+    This is its time minus the mean of those that began while no update ran. A
+    negative difference counts too, so that noise adds nothing on average.
+    """
+    number, total = self._free
+    if not is_updating:
+      self._free = number + 1, total + seconds
+    elif number:
+      self._behind_seconds += seconds - total / number
 
   def hang(self, hang_seconds: float) -> str:
     """Returns a sentence if the actor hangs, or else an empty string.
@@ -382,12 +403,14 @@ class Actor:
         break
       if self.is_stopped:
         raise Closed
+      is_updating, start = self.clock.is_updating, time.perf_counter()
       row, self._carry = self.functions.step(
         variables, self._keys, _as_int32(self._num_steps), timestep, self._carry
       )
       rows.append(row)
       self._num_steps += 1
       action = np.asarray(row.action)
+      self._add_inference(is_updating, time.perf_counter() - start)
       self.enter('environment')
       timestep = self.env.step(action)
       self.enter('inference')

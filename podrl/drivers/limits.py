@@ -45,6 +45,11 @@ _SENTENCES = {  # `_words` fills the braces.
   'choosing actions, and the {cores}: too few actors work at the same time. '
   'Add actor threads (sebulba.threads_per_actor_device), or environments for '
   'each actor (env.num_envs).',
+  'waiting for updates': _WAITS + '. {actors_spend} {time_behind_update} of '
+  'the time waiting for an update on the same device: inference waits behind '
+  "the learner's update. Use a separate device for choosing actions "
+  '(sebulba.actor_devices), or smaller minibatches (num_minibatches), between '
+  'which actors can use the device.',
   'actor devices': _WAITS + ', and the {acting_devices} {busy_actor_devices} '
   'busy{with_updates}: this is the limit. Add actor devices '
   '(sebulba.actor_devices), or use fewer actors with more environments each '
@@ -97,8 +102,8 @@ class System(NamedTuple):
 class Limit(NamedTuple):
   """What limits a run."""
 
-  # 'cores', 'environments', 'inference latency', 'actor devices', 'learner
-  # devices', 'hand-off', 'lag' or 'slowest actor'.
+  # 'cores', 'environments', 'inference latency', 'waiting for updates', 'actor
+  # devices', 'learner devices', 'hand-off', 'lag' or 'slowest actor'.
   name: str
   sentence: str  # It says what shows the limit, and what to do about it.
 
@@ -146,8 +151,18 @@ def _find_case(record: Mapping[str, float], system: System) -> str:
   learner = record['time_update'] + record['time_hand_off']
   actors = 1 - record['time_actor_waiting']
   busy = record['busy_actor_devices']
-  # A CPU device can be busy although some cores are free, so ignore it.
+  # On a CPU, an update and an inference run at the same time.
+  behind = 0.0 if is_cpu else record.get('time_behind_update', 0.0)
+  parts = {
+    'environments': record['time_environment'],
+    'inference latency': record['time_inference'] - behind,
+    'waiting for updates': behind,
+  }
+  longest = max(parts, key=parts.__getitem__)
+  # A CPU device can be busy although some cores are free, so ignore it. While
+  # an inference waits for an update, its device counts as busy, too.
   is_device_busy = not is_cpu and busy >= _SATURATED
+  is_device_busy &= longest != 'waiting for updates'
   is_updating = system.is_shared and record['time_update'] >= busy / 2
   if learner >= max(actors, _SATURATED) or (is_device_busy and is_updating):
     is_hand_off = record['time_hand_off'] > record['time_update']
@@ -158,8 +173,7 @@ def _find_case(record: Mapping[str, float], system: System) -> str:
   if actors >= _SATURATED:  # Actors always work; devices are not always busy.
     if used_cores >= _SATURATED:
       return 'cores'
-    is_stepping = record['time_environment'] >= record['time_inference']
-    return 'environments' if is_stepping else 'inference latency'
+    return longest
   # No part works all the time: the mode or the lag makes the parts wait.
   if system.max_lag == 0:
     return 'no lag'

@@ -13,6 +13,8 @@ import numpy as np
 # Stages of an actor that may act; an actor that must not act is in PARKED.
 STAGES = ('environment', 'inference', 'actor_waiting')
 PARKED = 'parked'
+# The part of an actor's inference in which it waits for an update.
+BEHIND_UPDATE = 'behind_update'
 _LEARNER = ('update', 'learner_waiting', 'hand_off')  # Stages of the learner.
 
 _STAT = '/proc/stat'  # It contains the idle time of each core.
@@ -81,6 +83,8 @@ def idle_core_seconds(cores: Set[int]) -> float | None:
 
 class Busy:
   """Measures the seconds in which at least one of several threads works."""
+
+  is_updating = False  # Whether an update runs on the device of this clock.
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -151,10 +155,12 @@ class Stages:
     """Counts the learner devices as busy inside the context."""
     for clock in self._learner_clocks:
       clock.enter()
+      clock.is_updating = True
     try:
       yield
     finally:
       for clock in self._learner_clocks:
+        clock.is_updating = False
         clock.leave()
 
   def seconds(self, actors: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -188,4 +194,5 @@ def leave_out_parked(stages: Mapping[str, float]) -> dict[str, float]:
   parked = means.pop(f'time_{PARKED}')
   names = [f'time_{stage}' for stage in STAGES]
   scale = 1 + parked / max(sum(means[name] for name in names), 1e-9)
+  names += [x for x in means if x == f'time_{BEHIND_UPDATE}']
   return means | {name: means[name] * scale for name in names}

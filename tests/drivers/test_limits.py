@@ -83,6 +83,28 @@ _FREE = _GPU._replace(is_deterministic=False)
       _record(0.3, 0.69, 0.55, cores=0.3, actor_devices=0.69),
       _GPU._replace(num_actors=1, actor_devices=(0,)),
     ),
+    # Inference itself takes 14 % of the time, and waits 45 %.
+    (
+      'waiting for updates',
+      ('spend 45 % of the time waiting for an update', 'num_minibatches'),
+      _record(0.4, 0.59, 0.3, actor_devices=0.7) | {'time_behind_update': 0.45},
+      _ONE,
+    ),
+    # The device is busy because of both; measured with `synthetic.Host`.
+    (
+      'waiting for updates',
+      ('waits for data 50 %', 'separate device'),
+      _record(0.31, 0.68, 0.5, 0.0, actor_devices=0.8)
+      | {'time_behind_update': 0.43},
+      _ONE,
+    ),
+    # Here, it waits 19 %, which is less than the environments take.
+    (
+      'environments',
+      ('spend 60 % of the time in environments',),
+      _record(0.6, 0.39, 0.3, actor_devices=0.7) | {'time_behind_update': 0.19},
+      _ONE,
+    ),
     (
       'actor devices',
       ('2 actor devices are 97 % busy', 'waits for data 43 %'),

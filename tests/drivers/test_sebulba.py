@@ -191,6 +191,29 @@ def test_a_run_with_slices_has_the_same_records(monkeypatch):
   jax.tree.map(np.testing.assert_array_equal, *outcomes)
 
 
+def test_an_inference_waits_behind_an_update():
+  driver = _driver(num_learners=1)
+  driver.start()
+  actor, clock = driver._actors[0], driver._actors[0].clock
+  driver.stop()
+  assert driver.close() == []
+  before = actor.seconds()['behind_update']
+  actor._free = 0, 0.0
+  for is_updating, seconds in (
+    (True, 9.0),  # How long an inference takes is not known yet.
+    (False, 1.0),
+    (False, 3.0),
+    (True, 7.0),
+    (True, 1.5),
+  ):
+    actor._add_inference(is_updating, seconds)
+  # The mean of the inferences without an update is 2.
+  waited = (7.0 - 2.0) + (1.5 - 2.0)
+  assert actor.seconds()['behind_update'] - before == waited
+  # The learner's device is another one, so nothing waited.
+  assert before == 0.0 and not clock.is_updating
+
+
 @pytest.mark.parametrize(
   'platform,num_devices,expected',
   [('cuda', 1, True), ('cuda', 2, False), ('cpu', 1, False)],

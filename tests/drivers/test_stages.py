@@ -36,6 +36,8 @@ def test_a_device_that_learns_and_acts_counts_once(monkeypatch):
   found.clocks['b'].enter()  # An actor uses b from 0 to 3.
   now[0] = 2.0
   with found.updating():  # The update lasts from 2 to 6.
+    updating = [found.clocks[x].is_updating for x in 'abc']
+    assert updating == [False, True, True]
     now[0] = 3.0
     found.clocks['b'].leave()
     now[0] = 6.0
