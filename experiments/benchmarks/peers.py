@@ -46,7 +46,7 @@ _COMPARE = flags.DEFINE_enum(
   'compare', 'speed', ['speed', 'acting', 'learning'], 'what to compare'
 )
 _AGENT = flags.DEFINE_enum(
-  'agent', 'ppo', ['ppo', 'pqn', 'dqn'], 'agent; only `speed` takes others'
+  'agent', 'ppo', ['ppo', 'pqn', 'dqn'], 'agent; only `speed` allows pqn or dqn'
 )
 _TASKS = flags.DEFINE_list(
   'tasks',
@@ -60,7 +60,7 @@ _NUM_ENVS = flags.DEFINE_list(
   'num_envs', ['64'], 'numbers of environments, with one row for each'
 )
 _NUM_DEVICES = flags.DEFINE_integer(
-  'num_devices', 1, 'devices of podrl; only `speed` takes more', 1
+  'num_devices', 1, 'devices of podrl; only `speed` allows several', 1
 )
 _REPEATS = flags.DEFINE_integer('repeats', 7, 'measurements of speed', 1)
 _NUM_SEEDS = flags.DEFINE_integer('num_seeds', 20, 'seeds for learning', 1)
@@ -70,7 +70,7 @@ _TOTAL = flags.DEFINE_integer(
 
 _NUM_POINTS = 20  # Evaluations of a learning curve.
 _SECONDS = 1.5  # One measurement takes about this long.
-_MAX_UPDATES = 1024  # One measurement has at most this many.
+_MAX_UPDATES = 1024  # One measurement has at most this many updates.
 
 
 def _settings(task: str, num_envs: int) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _speed(task: str, num_envs: int) -> tuple[str, ...]:
   num_first = 1 + settings.get('replay.min_steps', 0) // steps
   counts = []
   for side in sides:
-    side(num_first)  # It compiles, and then it fills the memory.
+    side(num_first)  # The first call compiles, and fills the memory.
     seconds = side(num_first)['seconds'] / num_first
     counts.append(min(_MAX_UPDATES, max(1, round(_SECONDS / seconds))))
   found = []

@@ -16,26 +16,30 @@ from podrl.types import Agent, Array, EnvSpec, LossOutput, Metrics, Tree
 TARGET_RATE = {
   'agent.target_rate': Field(
     0.01,
-    'Part of the way that the targets then move.',
+    'An update moves the target parameters by this part of the way.',
     Range(0, 1, excludes_low=True),
   ),
 }
 TARGETS = {
   'agent.target_period': Field(
-    1, 'Optimiser steps between updates of the targets.', COUNT
+    1, 'Optimiser steps between updates of the target parameters.', COUNT
   ),
   **TARGET_RATE,
 }
-N_STEPS = {'agent.n_steps': Field(3, 'Rewards that a target adds up.', COUNT)}
+N_STEPS = {
+  'agent.n_steps': Field(3, 'Number of rewards that a target adds up.', COUNT)
+}
 _ATOMS = Range(-(10**9), 10**9)
 _OWN = {
   **N_STEPS,
   'agent.double': Field(
     True, 'The online network chooses the actions of the targets.'
   ),
-  'agent.duelling': Field(False, 'The head separates states from actions.'),
+  'agent.duelling': Field(
+    False, 'The head has a number for the state, and one for each action.'
+  ),
   'agent.num_atoms': Field(
-    1, 'Atoms of the distribution of returns; 1 means its mean.', COUNT
+    1, 'Atoms of the distribution of returns; 1 means only the mean.', COUNT
   ),
   'agent.min_value': Field(-10.0, 'The smallest atom.', _ATOMS),
   'agent.max_value': Field(10.0, 'The largest atom.', _ATOMS),
@@ -70,7 +74,7 @@ def check(fields: Fields) -> None:
 
 
 # Beyond this share of targets at the ends of a support, values are cut off. An
-# untrained network has 2 / 51 there.
+# untrained network has a share of 2 / 51.
 _MANY_AT_ENDS = 0.1
 
 
@@ -184,7 +188,8 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     discount = variables.hyperparams['gamma'] * timestep.discount[1:]
     zeros = jnp.zeros_like(timestep.reward)
 
-    # The target is `reward + discount * value`, for the value of one step.
+    # The target is `reward + discount * value`, with the value of the step
+    # `place`. `n_step` computes these three numbers.
     def n_step(values: Array, rewards: Array, discounts: Array) -> Array:
       return returns.n_step(values, rewards, discounts, weight, n=num_steps)[0]
 

@@ -25,8 +25,8 @@ _OWN = {
   ),
   'agent.n_steps': Field(
     10,
-    'Rewards in the value target of the last step of the model; the targets of '
-    'earlier steps end at the same time, so they have more.',
+    "Rewards in the value target of the model's last step. Targets of earlier "
+    'steps end at the same time step, so they have more rewards.',
     COUNT,
   ),
   'agent.support': Field(
@@ -40,7 +40,7 @@ _OWN = {
   ),
   'agent.target_rate': Field(
     1.0,
-    'Part of the way that these parameters then move.',
+    'An update moves the parameters that reanalyse by this part of the way.',
     Range(0, 1, excludes_low=True),
   ),
   **sac.RANDOM_FRACTION,
@@ -63,7 +63,7 @@ _OWN = {
   ),
   'search.uniform_fraction': Field(
     0.1,
-    "Part of the search's prior over actions that is uniform; not if greedy.",
+    "Part of the search's prior that is uniform, unless actions are greedy.",
     FRACTION,
   ),
   'search.reanalyse_fraction': Field(
@@ -172,8 +172,8 @@ def _num_unroll_steps(fields: Fields) -> int:
 class Batch(NamedTuple):
   """N sequences: where they start, the actions, and the targets."""
 
-  obs: Tree  # `[N, ...]`, of the first step.
-  action: Array  # `[N, K]`, the actions after it.
+  obs: Tree  # `[N, ...]`, the observation of the first step.
+  action: Array  # `[N, K]`, the actions from the first step on.
   targets: Targets
   importance: Array  # Float32 `[N]`, 0 if the sequence is not valid.
 
@@ -320,11 +320,11 @@ def make_agent(spec: EnvSpec, fields: Fields) -> Agent:
     """Predicts the values `[T+1, N]` of each row's last step; others are 0.
 
     A row ends at the end of its first episode. All targets of a row bootstrap
-    from there, so the network sees one observation for each row.
+    from its last step, so the network sees one observation for each row.
 
     Values that searches found earlier would be those of worse policies. MuZero
-    Reanalyze predicts them too, but with a target network (Schrittwieser et al.
-    2020, appendix H); here, the newest parameters do.
+    Reanalyze predicts them with a target network instead (Schrittwieser et al.
+    2020, appendix H); here, the newest parameters predict them.
     """
     params = jax.lax.stop_gradient(params)
     steps = jnp.sum(jnp.cumprod(returns.weights(timestep), axis=0), axis=0)

@@ -39,7 +39,7 @@ from podrl.types import (
 RANDOM_FRACTION = {
   'agent.random_fraction': Field(
     0.0,
-    'Part of the discrete actions that are random; not if greedy.',
+    'Part of the discrete actions that are random, unless they are greedy.',
     FRACTION,
   ),
 }
@@ -63,7 +63,7 @@ _OWN = {
   'agent.noise_steps': Field(
     1,
     'Steps for which the noise of an action stays the same. If actions with '
-    'new noise at each step never reach a reward, more steps may.',
+    'new noise at each step never reach a reward, use more steps.',
     COUNT,
   ),
   **RANDOM_FRACTION,

@@ -22,7 +22,9 @@ from podrl.types import Array, Box, Discrete, EnvSpec, Tree
 
 FIELDS = {
   'network.channels': Field(
-    0, 'Channels of a hidden state for images; 0: a vector.', Range(0, 2**16)
+    0,
+    'Channels of a hidden state for images; 0 means that it is a vector.',
+    Range(0, 2**16),
   )
 }
 
@@ -158,7 +160,7 @@ class _ImageModel(_Model):
   channels: int  # C.
   channels_first: bool  # Whether observations are CHW.
   num_strides: int  # How often the representation halves an image.
-  index: int  # Of the image among the leaves of an observation.
+  index: int  # Index of the image among an observation's leaves.
   scale: Any  # What the image is divided by.
   # Builds a torso for the other leaves; None if there are none.
   make_torso: Callable[[], nn.Module] | None

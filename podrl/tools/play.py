@@ -5,9 +5,9 @@
 
 The terminal shows episodes at about the speed of the real task; `podrl watch`
 writes the same episodes to a file. In a game of pgx for two, you play against
-the policy: at your turn, type the number of an action, or q to end. There,
---max_steps does nothing. A run that somebody else made may need --trust; see
-docs/how-to/policy.md.
+the policy: at your turn, type the number of an action, or q to end. In such a
+game, --max_steps has no effect. A run that somebody else made may need --trust;
+see docs/how-to/policy.md.
 """
 
 from collections.abc import Iterator, Sequence
@@ -91,7 +91,7 @@ def _ask(console: Console, legal: Sequence[int]) -> int | None:
       return None
     if text.isdecimal() and int(text) in legal:
       return int(text)
-    console.print('this is no legal action; type one of the numbers, or q')
+    console.print('this is not a legal action; type one of the numbers, or q')
 
 
 def _play(
@@ -152,7 +152,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
     return
   if not console.is_terminal:
     raise ValueError(
-      f'the output is no terminal; podrl watch {path} writes a GIF'
+      f'the output is not a terminal; podrl watch {path} writes a GIF'
     )
   console.print('recording')
   episodes, _, durations = video.make(

@@ -70,5 +70,5 @@ def test_a_terminal_shows_an_episode(run, monkeypatch, capsys):
 
 def test_a_file_is_no_terminal(run, capsys):
   assert run('r') == 2
-  message = 'the output is no terminal; podrl watch r writes a GIF'
+  message = 'the output is not a terminal; podrl watch r writes a GIF'
   assert capsys.readouterr().err == f'error: {message}\n'
