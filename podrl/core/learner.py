@@ -92,7 +92,8 @@ def make_learner(
     optimizer: an optax transformation of the agent's parameters. If it is
       `optimizers.elementwise`, it gets them as one vector, which is faster. If
       its `update` takes an argument `hyperparams`, the learner passes
-      `Variables.hyperparams`; likewise `metrics`, those of the loss.
+      `Variables.hyperparams`. For an argument `metrics`, it passes the metrics
+      of the loss.
     num_epochs: passes over each unroll. With a memory, the number of optimiser
       steps per update; each learns from a sample of its own.
     num_minibatches: optimiser steps in each pass. It must divide the number of
@@ -284,7 +285,7 @@ def make_learner(
     is_ready = waiting_share == 0.0
     state = state._replace(memory=priorities)
 
-    # Inlined, so that tracing it for the shapes and for `cond` is one trace.
+    # Inlined, so that JAX traces it only once, for the shapes and for `cond`.
     @functools.partial(jax.jit, inline=True)
     def take_steps(state):
       return learn(state, unpack, storage, rng_key)

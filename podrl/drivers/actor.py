@@ -52,7 +52,7 @@ class Unroll(NamedTuple):
   actor: int  # Index of the actor.
   largest: dict[str, Largest]  # Result of `find_largest`, on the actor device.
   first_env: int  # Global index of the actor's first environment.
-  info: dict[str, types.InfoSums]  # Of the episodes that ended in the unroll.
+  info: dict[str, types.InfoSums]  # Sums over the episodes that ended.
 
 
 class ActorFunctions(NamedTuple):
@@ -216,7 +216,8 @@ class Actor:
   functions: ActorFunctions
   unroll_length: int
   device: jax.Device  # The device that chooses actions.
-  learner_devices: Sequence[jax.Device]  # Each gets a shard of each unroll.
+  # Each device gets a shard of each unroll.
+  learner_devices: Sequence[jax.Device]
   rng_key: chex.PRNGKey  # All actors share this key.
   first_env: int  # Global index of the pool's first environment.
   # Measures the time in which actors choose actions on the device.
@@ -318,7 +319,7 @@ class Actor:
           (env_state, self._timestep), self.device
         )
     if self._env_state is not None:
-      self.is_stopped = True  # So that the environments do not step.
+      self.is_stopped = True  # The environments do not step in this call.
       shards, *_ = self._call_program(variables)
       self.is_stopped = False
       return shards

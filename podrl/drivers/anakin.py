@@ -274,7 +274,7 @@ def make_programs(
     after, metrics = learner.update(before, trajectory, update_key)
     if freezes:
       is_frozen |= ~jnp.isfinite(metrics['loss'])
-      # Without the memory, which would be copied; it stays valid.
+      # Leave out the memory: it stays valid, and selecting would copy it.
       kept, new = before._replace(memory=()), after._replace(memory=())
       kept = jax.tree.map(lambda x, y: jnp.where(is_frozen, x, y), kept, new)
       number = after.num_updates
@@ -289,7 +289,7 @@ def make_programs(
   def over_agents(function: Callable, in_axes: Any = 0) -> Callable:
     return jax.vmap(function, in_axes) if has_members else function
 
-  # Inlined, so that tracing it for the shapes and for the loop is one trace.
+  # Inlined, so that JAX traces it only once, for the shapes and for the loop.
   update_agents = jax.jit(over_agents(update), inline=True)
 
   def train(state, num_updates):
@@ -427,7 +427,8 @@ class Anakin:
   def start(self, restore: Restore = lambda state: (state, [])) -> None:
     """Makes the state and compiles."""
     state, saved = restore(self.programs.init(self.rng_key, self.hyperparams))
-    for process in reversed(saved):  # The first process counts.
+    # If several processes saved one, the first counts.
+    for process in reversed(saved):
       for agent, culprit in process.get('culprits', []):
         self._culprits[agent] = Culprit(*culprit)
     # Compile now, with zero updates, so that `advance` does not compile.

@@ -464,7 +464,7 @@ class Sebulba:
     except Exception as error:
       self.error = self.error or error
       self._stop()
-    if self.error and not rows:  # If there are rows, the next call raises it.
+    if self.error and not rows:  # Return rows first: the next call raises.
       raise self.error
     spent = {k: x - stages[k] for k, x in self._measure_stages().items()}
     num_unrolls = sum(self._num_unrolls) - num_unrolls

@@ -30,7 +30,8 @@ def is_plain() -> bool:
 @contextlib.contextmanager
 def only_plain() -> Iterator[None]:
   """A block in which functions are traced anew, with plain forms only."""
-  jax.clear_caches()  # Functions that were traced before have other forms.
+  # Functions that were traced before contain other forms, so forget them.
+  jax.clear_caches()
   token = _only_plain.set(True)
   try:
     yield

@@ -53,7 +53,7 @@ def collect(blocks: Array, order: Array) -> Array:
 
 
 def search(sums: Array, place: Array) -> Array:
-  """Returns how many of the increasing `sums` `[R]` each `place` reaches.
+  """Counts, for each `place`, the increasing `sums` `[R]` up to this place.
 
   `place` is `[N]`; the result is int `[N]`, as in `jnp.searchsorted` with
   side='right'.

@@ -50,7 +50,8 @@ def _make_error(api: int, error: BaseException) -> Any:
   """
   message = ctypes.c_char_p(one_line(error, with_kind=True).encode())
   address = _Word.from_buffer(message).value
-  fields = (_Word * 4)(32, 0, address, _INTERNAL)  # The first is their size.
+  # The first is the size in bytes.
+  fields = (_Word * 4)(32, 0, address, _INTERNAL)
   create: Any = _Handler(_word(api + _CREATE_ERROR))
   return create(ctypes.addressof(fields))
 
@@ -84,9 +85,10 @@ class _Pool:
     return error
 
 
-# By the address of envpool's object, which owns the `_Pool`.
+# The key is the address of envpool's object, which owns the `_Pool`.
 _pools: MutableMapping[int, _Pool] = weakref.WeakValueDictionary()
-_handlers: dict[str, Any] = {}  # By target. XLA may call them at any time.
+# By target. Kept: XLA may call a handler at any time.
+_handlers: dict[str, Any] = {}
 _frame_sizes: set[int] = set()  # What XLA reports when it registers handlers.
 
 
@@ -156,7 +158,7 @@ def make_xla_env(pool: Any) -> XlaEnv | None:
     function = jax.ffi.ffi_call(
       f'{prefix}.{name}',
       shapes,
-      input_output_aliases={0: 0},  # So that a skipped call keeps the handle.
+      input_output_aliases={0: 0},  # A skipped call must keep the handle.
     )
     return function(*arguments, handle=0)
 

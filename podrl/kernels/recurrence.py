@@ -13,7 +13,7 @@ def linear(decay: jax.Array, x: jax.Array, state: jax.Array) -> jax.Array:
   With a decay of 0, the state begins anew.
 
   Args:
-    decay: `[T, ...]`, real or complex, and so are the others.
+    decay: `[T, ...]`, real or complex, as the other arguments.
     x: `[T, ...]`.
     state: `[...]`, the state before the first step.
 

@@ -100,7 +100,7 @@ def _find(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   count = jnp.max(counts).astype(jnp.int32)
 
   def find_next(k: jax.Array, carry: Any) -> Any:
-    """Takes the lowest one of each row's word, or of its next word."""
+    """Takes the lowest 1 of each row's word, or of its next word."""
     summaries, index, word, columns = carry
     needs_word = word == 0
     remaining = []

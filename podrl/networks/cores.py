@@ -41,7 +41,7 @@ def initial_carry(
 
 
 def _unroll_cell(make_cell: Callable[[int], nn.Module]) -> Callable[..., Any]:
-  """Builds `Kind.unroll` of a cell that is stepped; `(size) -> cell`."""
+  """Builds `Kind.unroll` from `(size) -> cell`; a cell computes one step."""
 
   def unroll(core, x, is_first, carry):
     def step(cell, carry, inputs):
@@ -289,7 +289,7 @@ def lengthen(params: Tree, num_steps: int) -> Tree:
   """
   if not num_steps:
     return params
-  signs = {'hf': 1, 'hi': -1, 'iz': 1}  # LSTM, LSTM, GRU; flax's names.
+  signs = {'hf': 1, 'hi': -1, 'iz': 1}  # flax's names in LSTM, LSTM, GRU.
 
   def change(path: tuple[Any, ...], x: Array) -> Array:
     names = [entry.key for entry in path]

@@ -12,7 +12,7 @@ from podrl.types import Array
 
 _MAX_HEADS = 4
 _HIDDEN_FACTOR = 4  # Width of the hidden layer, divided by that of the core.
-_GATE_BIAS = 2.0  # With it, an untrained gate keeps most of its first input.
+_GATE_BIAS = 2.0  # Lets an untrained gate keep most of its first input.
 _MASKED = -1e30  # The softmax of this logit is exactly 0.
 
 
@@ -36,8 +36,8 @@ class Layer(nn.Module):
     y = gate(x, relu(attention(norm([stop_gradient(cache), x]))))
     output = gate(y, relu(mlp(norm(y))))
 
-  A step attends only to steps of its own episode. With a window of the same
-  length at each step, an unroll and single steps have the same outputs.
+  A step attends only to steps of its own episode. Each step has a window of the
+  same length, so an unroll and single steps give the same outputs.
 
   Source: Parisotto et al. 2019, arXiv:1910.06764, section 3.
   """

@@ -40,7 +40,7 @@ class ActionValues(nn.Module):
   num_actions: int
   num_atoms: int = 1
   is_duelling: bool = False
-  core: str = 'none'  # Or one of `cores.CORES`, placed before the head.
+  core: str = 'none'  # 'none' or one of `cores.CORES`, before the head.
   core_size: int = 64  # Width of the core.
   num_layers: int = 1  # Layers of the core.
   memory_steps: int = 0  # See the field.

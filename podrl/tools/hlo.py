@@ -75,7 +75,7 @@ def _arrays(shape: str) -> list[tuple[str, int]]:
 def num_bytes(shape: str) -> int:
   """Returns the bytes of an array, or of a tuple of arrays, without padding."""
   total = 0
-  for kind, size in _arrays(shape):  # Of types such as f32 or pred.
+  for kind, size in _arrays(shape):  # Types are f32, pred and so on.
     bits = 8 if kind == 'pred' else int(re.sub(r'\D', '', kind) or 0)
     total += size * bits // 8
   return total
