@@ -21,7 +21,7 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   if not is_actor_critic(agent):
     apply_kinds(config, 'small image')
   config.total_env_steps = 500_000  # The run takes a few seconds.
-  if agent in ('impala', 'a2c'):  # They use each unroll once.
+  if agent in ('impala', 'a2c'):  # These agents use each unroll once.
     config.optimizer.learning_rate = 3e-3
   return config
 

@@ -5,7 +5,7 @@ python experiments/anakin_lpg.py [--meta_steps=200] [--image=lpg.png]
 A population of agents learns small random environments. They share an update
 rule: a network that reads an unroll backwards and says how the policy and a
 vector of predictions should change. The rule learns from the agents' rewards.
-Then it trains a new agent on Catch, which it has never seen.
+Then the rule trains a new agent on Catch, which it has never seen.
 
 Source: Oh et al. 2020, arXiv:2007.08794.
 """
@@ -30,7 +30,7 @@ _IMAGE = flags.DEFINE_string('image', 'lpg.png', 'The picture to write.')
 
 _NUM_AGENTS, _NUM_ENVS, _UNROLL, _NUM_UPDATES = 48, 16, 20, 4
 _LIFETIME = 50  # Meta-steps after which an agent begins again in a new task.
-_NUM_STATES, _NUM_ACTIONS, _MAX_STEPS = 25, 4, 20  # Of the random tasks.
+_NUM_STATES, _NUM_ACTIONS, _MAX_STEPS = 25, 4, 20  # Sizes of the random tasks.
 _NUM_PREDICTIONS, _CATCH_UPDATES, _CATCH_ENVS = 16, 400, 64
 
 
@@ -103,8 +103,8 @@ def evaluate(network, variables, trajectory):
   """Returns log-probabilities.
 
   Returns:
-    Those of all actions `[T+1, B, A]`, of the chosen actions `[T, B]`, and of
-    the predictions `[T+1, B, P]`.
+    The log-probabilities of all actions `[T+1, B, A]`, of the chosen actions
+    `[T, B]`, and of the predictions `[T+1, B, P]`.
   """
   obs = trajectory.timestep.obs
   heads = network.apply(variables.params, obs.reshape(-1, *obs.shape[2:]))
@@ -190,7 +190,7 @@ def live(rule, member, rng_key):
   carry = state._replace(variables=variables), actors
   keys = jax.random.split(rng_key, _NUM_UPDATES)
   (state, actors), _ = jax.lax.scan(update, carry, keys)
-  # The next unroll uses the keys of `num_updates`, so this one uses others.
+  # The next unroll uses the keys of `num_updates`, so this unroll uses others.
   number = jnp.iinfo(jnp.int32).max - state.num_updates
   actors, trajectory, *_ = unroll(state.variables, actors, number)
   loss = outer_loss(state.variables, trajectory)

@@ -5,7 +5,8 @@ python experiments/anakin_meta.py [--agent=ppo|impala|a2c]
 
 On Catch, the weight of the entropy bonus begins at 5.0, so that the policy
 would stay random. In a corridor of six steps, gamma begins at 0.5, so that the
-agent would leave it at once. --config.meta.learning_rate=0 shows both.
+agent would leave the corridor at once. --config.meta.learning_rate=0 shows what
+happens without meta-gradients.
 """
 
 import jax
@@ -52,10 +53,11 @@ def get_config(agent: str = 'ppo', variant: str = '') -> ConfigDict:
   config.total_env_steps = 500_000  # The run takes a few seconds.
   config.eval.greedy = False
   config.meta.learning_rate = 0.1
-  if agent == 'ppo':  # More updates, because each moves the hyperparameters.
+  # Short unrolls give more updates, and each update moves the hyperparameters.
+  if agent == 'ppo':
     config.unroll_length = 8
     config.num_epochs = config.num_minibatches = 1
-  else:  # They use each unroll once.
+  else:  # IMPALA and A2C use each unroll once.
     config.optimizer.learning_rate = 3e-3
   if variant == 'corridor':
     config.env.suite = 'jax'

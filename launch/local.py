@@ -15,9 +15,9 @@ them. After kill_seconds more, it sends SIGKILL. If the script itself gets
 Ctrl-C or SIGTERM, it passes the signal to every process.
 
 With --restarts=M, the script starts all processes again after a failure, at
-most M times, with --resume. The command needs --workdir then. A mistake (exit
-code 2) and a signal to the script end it. These options exist, with their
-defaults:
+most M times, with --resume. The command needs --workdir then. After a mistake
+(exit code 2) or a signal to the script, it does not restart them. These options
+exist, with their defaults:
 
   --grace_seconds=30  time for the others to end after a failure
   --kill_seconds=30   time between SIGTERM and SIGKILL
@@ -163,7 +163,7 @@ def is_stopped(process: int) -> bool:
   try:
     with open(f'/proc/{process}/stat') as file:
       return file.read().rpartition(')')[2].split()[0] == 'T'
-  except OSError:  # It has ended, or this is macOS, which has no such file.
+  except OSError:  # The process has ended, or macOS has no /proc.
     return False
 
 
@@ -177,7 +177,8 @@ def guard(pipe: int, count: int, kill_seconds: int) -> None:
   with open(pipe) as file:
     words = file.read().split()
   if words[-1:] != ['done']:
-    groups = [int(word) for word in words[-count:]]  # Of the last attempt.
+    # The groups of the last attempt.
+    groups = [int(word) for word in words[-count:]]
     send(signal.SIGTERM, groups)
     end = time.monotonic() + kill_seconds
     while any(map(is_alive, groups)) and time.monotonic() < end:
@@ -245,7 +246,7 @@ def run(
       is_over = True
       send(number, groups)
       continue
-    index = running.pop(process, None)  # None: it is one of an earlier attempt.
+    index = running.pop(process, None)  # None if an earlier attempt started it.
     if number and not code and index is not None:
       code = 128 - number if number < 0 else number
       deadline = time.monotonic() + args.grace_seconds

@@ -37,7 +37,7 @@ def suggest(name: str, known: Collection[str], prefix: str = '') -> str:
   """Returns advice for an unknown name: similar names, or all known names."""
   if near := similar(name, known):
     return f'did you mean {" or ".join(prefix + x for x in near)}'
-  if len(known) > 200:  # Too many for a message.
+  if len(known) > 200:  # These are too many for a message.
     return 'no name is similar'
   names = ', '.join(prefix + x for x in known if x)
   return f'choose from {names or "none"}'

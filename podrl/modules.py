@@ -26,7 +26,7 @@ def current_directory() -> str:
 
 
 def check_table(what: str, name: str, table: Any) -> None:
-  """Raises a ValueError if the fields of a user's part are no table."""
+  """Raises a ValueError if the fields of a user's part are not a table."""
   if not isinstance(table, Mapping):
     raise ValueError(f'{what}={name}: fields must be a dict')
   for field, value in table.items():
@@ -111,7 +111,7 @@ def find(what: str, name: str, known: Collection[str]) -> Any:
   return getattr(module, attribute)
 
 
-# A parameter with a default of another type is no field.
+# A parameter with a default of another type is not a field.
 _TYPES = bool, int, float, str
 
 

@@ -157,7 +157,8 @@ class Signals:
     self.exit_code: int | None = None
     # The first signal calls this.
     self.on_signal: Callable[[], None] = lambda: None
-    self.grace_seconds: float | None = None  # Time to end after SIGTERM.
+    # Time that a run has to end after SIGTERM.
+    self.grace_seconds: float | None = None
     self.is_distributed = False
     self._is_guest = is_guest
     self._is_armed = False  # Whether the process ends after `grace_seconds`.
@@ -169,7 +170,7 @@ class Signals:
       numbers.clear()
     self._has_begun = False
     self._leave: Callable[[int], int] | None = None
-    self._lock = threading.Lock()  # Held while the process is left.
+    self._lock = threading.Lock()  # Held while a thread ends the process.
     self._watcher: threading.Thread | None = None
     self._previous = {x: signal.signal(x, self._handle) for x in numbers}
     if numbers and not is_guest:
@@ -188,7 +189,7 @@ class Signals:
     for signal_number, previous in self._previous.items():
       handler = previous if self._is_guest else signal.SIG_DFL
       if number == signal_number == signal.SIGHUP:
-        handler = signal.SIG_IGN  # The shell sends it too.
+        handler = signal.SIG_IGN  # The shell may send SIGHUP again.
       signal.signal(signal_number, handler)
     self._begin(number)
 

@@ -183,9 +183,9 @@ class EnvSpec(NamedTuple):
     cut: `(obs) -> obs`, runs on the host before `observe`. It converts the
       library's observations `[B, ...]` to 32 bits.
     has_turns: whether the agent plays both sides of a zero-sum game for two.
-      Each observation and reward is that of the player who moves. What is good
-      for one player is as bad for the other, so the value after a step counts
-      with the factor -1 if the other player moves next.
+      Each observation and reward is that of the player who moves. A gain for
+      one player is an equal loss for the other, so the value after a step is
+      multiplied by -1 if the other player moves next.
     simulate: `(rng_key, env_state, action) -> (env_state, TimeStep)`, a step of
       one environment that an agent imagines. `env_state` is an element of the
       state of a `DeviceEnv`. After the end of an episode, the discount is 0.
@@ -224,7 +224,7 @@ class DeviceEnv(NamedTuple):
       raises the library's error. It is None if the environment cannot be drawn.
     with_pool: `(choose) -> DeviceEnv`, the same environments, where `choose`,
       like `Agent.play_earlier` without the variables, moves for the earlier
-      versions of the agent. None if there are none.
+      versions of the agent. None if there are no earlier versions.
   """
 
   spec: EnvSpec
@@ -372,7 +372,8 @@ class Agent(NamedTuple):
       which version. None if there are no earlier versions.
     calibrate: `(variables, trajectory, mean) -> variables`, called at the start
       of each update. It sets statistics that have no value yet, from the first
-      unroll. `mean` is as in `prepare`. None means that there are none.
+      unroll. `mean` is as in `prepare`. None means that there are no such
+      statistics.
   """
 
   init: Callable[[chex.PRNGKey], Variables]
@@ -397,7 +398,7 @@ class Agent(NamedTuple):
   play_earlier: Callable[..., Array] | None = None
 
   def planning(self, env_state: Tree) -> dict[str, Tree]:
-    """Returns what `act` needs besides, by keyword.
+    """Returns the further arguments of `act`, by keyword.
 
     It is `env_state`, leaves `[B, ...]`, if the agent `plans`.
     """

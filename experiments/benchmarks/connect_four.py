@@ -3,11 +3,11 @@
   python experiments/benchmarks/connect_four.py RUN [RUN ...] [--games=100]
       [--depth=4]
 
-The opponent looks `depth` moves ahead. Where no game ends before, it counts the
-lines of four that only one side can still fill: 1, 4 and 16 for one, two and
-three stones. Of equal moves, it chooses at random. Actions of the runs are
-greedy; so the first move of each game is random, and the two sides begin half
-of the games each. The output has a line for each run.
+The opponent looks `depth` moves ahead. If no game ends within this depth, it
+counts the lines of four that only one side can still fill: 1, 4 and 16 points
+for one, two and three stones. Of equal moves, it chooses at random. The runs
+take greedy actions, so the first move of each game is random. Each side begins
+half of the games. The output has a line for each run.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ _GAMES = flags.DEFINE_integer('games', 100, 'Number of games of each run.', 2)
 _DEPTH = flags.DEFINE_integer('depth', 4, 'Moves of the search.', 1)
 
 _ROWS, _COLUMNS = 6, 7
-_ORDER = (3, 2, 4, 1, 5, 0, 6)  # The middle first, so that more is cut off.
+# The middle columns come first, so that the search cuts off more moves.
+_ORDER = (3, 2, 4, 1, 5, 0, 6)
 
 
 def _lines() -> list[int]:
@@ -76,7 +77,7 @@ def search(mine: int, theirs: int, depth: int, low: int, high: int) -> int:
 
   Args:
     mine: the stones of this player.
-    theirs: those of the other, who has just moved.
+    theirs: the stones of the other player, who has just moved.
     depth: the moves to look ahead.
     low: values up to this one need not be exact.
     high: values from this one on need not be exact.

@@ -5,9 +5,9 @@
       [--num_devices=2] [--one_program] [--workdir=runs/returns]
 
 The program trains each agent on each task. Under Anakin, the seeds train in one
-program, but agents with convolutions or replay memories one after the other,
-unless you add --one_program. The result of each seed becomes a row of
-docs/returns.csv. A seed that has a row is skipped, and a run that was
+program. Seeds of agents with convolutions or replay memories train one after
+the other instead, unless you add --one_program. The result of each seed becomes
+a row of docs/returns.csv. A seed that has a row is skipped, and a run that was
 interrupted is resumed. So the same command continues an interrupted benchmark.
 Several processes may work at the same time, on different tasks or agents. If
 you change the settings of a task, delete its rows. All tasks together take many
@@ -138,7 +138,7 @@ _TASKS = (
     'Acrobot-v1',
     -100,
     agents=('pqn',),
-    settings={'total_env_steps': 1_000_000},  # As many as PPO has.
+    settings={'total_env_steps': 1_000_000},  # PPO has as many.
   ),
   Task('anakin_catch', 'Catch-bsuite', 0.95, agents=_WITH_Q),
   Task(
@@ -192,7 +192,7 @@ _TASKS = (
     settings=_LUNAR_SMALL_BATCHES | {'network.activation': 'relu'},
   ),
   # With 0.01, 2 of 10 seeds of A2C stayed below 200; with relu, 2 of 3. With 2M
-  # steps, 1 of 20 runs did.
+  # steps, 1 of 20 runs stayed below 200.
   _LUNAR_PPO._replace(
     agents=('a2c',),
     settings=_LUNAR_SMALL_BATCHES
@@ -371,7 +371,7 @@ def draw(rows: Sequence[Row]) -> Figure:
   """
   groups: dict[tuple[str, str], list[Row]] = {}
   for (name, agent, _), group in _groups(rows).items():
-    groups.setdefault((name, agent), group)  # The first has most devices.
+    groups.setdefault((name, agent), group)  # The first group has most devices.
   names = list(dict.fromkeys(name for name, _ in groups))
   num_rows = -(-len(names) // 3)
   figure = Figure(figsize=(10, 2.6 * num_rows), layout='constrained')

@@ -50,7 +50,7 @@ def scores() -> dict[str, dict[str, np.ndarray]]:
   """Returns the scores of the seeds `[N]`, by agent and environment.
 
   An environment counts once: if several tasks have it, the first one counts.
-  Seeds with one device and with two count alike.
+  A run with one device counts as much as a run with two.
   """
   low, best = random_levels(), best_levels()
   found: dict[str, dict[str, np.ndarray]] = {}
@@ -108,7 +108,7 @@ def interval(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Bootstraps the 95 % interval of a statistic of agents (section 4.1).
 
-  The seeds of each task are drawn again, apart from those of other tasks.
+  The seeds of each task are drawn again, separately from those of other tasks.
   """
   rng = np.random.default_rng(0)
   samples = [

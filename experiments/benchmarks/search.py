@@ -10,8 +10,8 @@ number of simulations, the program prints:
 - the return with greedy actions, and its bootstrap 95 % interval. With one
   simulation, the action is the most probable one of the policy alone;
 - the speed of acting, in time steps per second;
-- the search's share of acting: 1 minus the time of the policy alone as a share
-  of the time with the search;
+- the search's share of the time of acting: 1 - (time with the policy alone) /
+  (time with the search);
 - the ratio of the speed to that of mctx alone, with the same network.
 
 The speeds are medians of turns; in each turn, every variant is measured once.

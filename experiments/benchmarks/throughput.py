@@ -93,7 +93,7 @@ def get_sebulba_config(name: str, num_envs: int) -> dict[str, Any]:
     config['unroll_length'] = 128 if agent == 'ppo' else 20
     if agent == 'ppo':
       config['num_epochs'], config['num_minibatches'] = 4, 4
-    is_pong = name == 'Pong-v5'  # It uses the Nature CNN.
+    is_pong = name == 'Pong-v5'  # Pong uses the Nature CNN.
     config['network.shared_torso'] = is_pong
     config['network.hidden_sizes'] = (512,) if is_pong else (64, 64)
   else:
@@ -317,7 +317,8 @@ def sebulba_programs(
   def learn(num_updates: int) -> None:
     nonlocal state, trajectories
     for _ in range(num_updates):
-      # A memory joins an unroll to the last one only if it goes on.
+      # A memory joins an unroll to the previous one only if `num_steps`
+      # continues.
       trajectories = tuple(
         x._replace(num_steps=x.num_steps + length) for x in trajectories
       )

@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / 'experiments'))  # For their settings.
 
 
 def run(command: Sequence[str]) -> None:
-  """Runs a program; if it fails, this one ends with the same exit status."""
+  """Runs a program; if it fails, ends with the same exit status."""
   process = subprocess.Popen(command)
   while process.returncode is None:
     try:

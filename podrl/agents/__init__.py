@@ -26,17 +26,17 @@ class AgentEntry(NamedTuple):
       or its network does not fit the environment. `make` adds the
       hyperparameters, see `Field.changeable`.
     fields: the fields that the agent and its parts read, by name; at least
-      `acting.FIELDS`. Those of a single optimiser are left out.
+      `acting.FIELDS`. The fields that only one optimiser has are left out.
     defaults: values of fields that are not the agent's own, such as
-      `env.num_envs`. A run ignores those that it does not have.
+      `env.num_envs`. A run ignores the fields that it does not have.
     kinds: values of fields for each kind of environment. Commands that get an
       environment's name, such as `podrl train NAME`, use these values.
     check: `(fields) -> None`, raises a ValueError if the configuration does
       not fit the agent.
     minibatch_unit: `(fields) -> 'steps' | 'environments'`, what is split into
       minibatches.
-    target_update: `(fields) -> target_update`; see `make_learner`. If it is or
-      returns None, the agent has no target parameters.
+    target_update: `(fields) -> target_update`; see `make_learner`. If it is
+      None or returns None, the agent has no target parameters.
     sequence_length: `(fields) -> int`, transitions of each sequence that the
       agent's memory gives. None means that the agent has no memory.
     warn: `(record) -> str`, a warning about a record of metrics, or ''.
@@ -119,7 +119,7 @@ def _check_mask(spec: EnvSpec) -> None:
     )
 
 
-# The agents with a policy and a value; the settings of experiments are theirs.
+# The agents with a policy and a value; experiments have settings for these.
 ACTOR_CRITICS = ('ppo', 'impala', 'a2c')
 
 
@@ -182,7 +182,7 @@ AGENTS = {
     warn=dqn.warn_of_ends,
   ),
 }
-# A program may add more, which the commands of podrl do not have.
+# A program may add more agents, which the commands of podrl do not have.
 BUILT_IN = frozenset(AGENTS)
 
 

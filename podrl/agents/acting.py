@@ -146,7 +146,7 @@ def bounded_distribution(action: Any) -> Distribution:
     return distributions.for_action_space(
       action, name, state_dependent_scale=True
     )
-  except ValueError as error:  # It names a field that the agent lacks.
+  except ValueError as error:  # Its text names a field that the agent lacks.
     box: Any = action
     raise ValueError(
       'the agent needs actions with bounds, but they are from '

@@ -56,11 +56,12 @@ KINDS: dict[str, Fields] = {
     'num_minibatches': 4,
     'optimizer.name': 'rmsprop',
     'optimizer.learning_rate': 6e-4,
-    # Cleanba's 40, for the mean over a minibatch; see `optimizers._RMS_EPS`.
+    # Cleanba clips to 40, for a sum over 640 steps instead of a mean; see
+    # `optimizers._RMS_EPS`.
     'optimizer.max_grad_norm': 40 / 640,
   },
-  # The short run needs more from each step. With the optimiser above and one
-  # pass, Pong-v5 stayed at -20 for 1.5M steps.
+  # The run is short, so the agent must learn more from each step. With the
+  # optimiser above and one pass, Pong-v5 stayed at -20 for 1.5M steps.
   'large image on a CPU': {
     'agent.normalize_observation': True,  # See `ppo.KINDS`.
     'unroll_length': 64,

@@ -29,7 +29,7 @@ class _Estimate(NamedTuple):
 
   reward: Array
   discount: Array  # Gamma included; negative if the turn passes.
-  value: Array  # Of the state after the step.
+  value: Array  # Value of the state after the step.
 
 
 class Codec(NamedTuple):
@@ -59,9 +59,9 @@ def value_range(tree: Any, has_turns: bool = False) -> tuple[Array, Array]:
   so its negative counts too.
 
   A search compares the values of actions on this scale (Schrittwieser et al.
-  2020, appendix B). mctx would use the values of one state's actions. That is
-  worse as long as values are not exact: if two actions are almost equal, their
-  errors then decide.
+  2020, appendix B). mctx would use the values of one state's actions. That
+  scale is worse as long as values are not exact: if two actions are almost
+  equal, their errors then decide.
   """
   is_used = tree.node_visits > 0
   low = jnp.min(jnp.where(is_used, tree.node_values, jnp.inf))
@@ -80,7 +80,8 @@ def gumbel_scores(tree: Any, node: Array, *, has_turns: bool = False) -> Array:
   scores = mctx.qtransform_completed_by_mix_value(
     tree, node, value_scale=0.1 / (high - low), rescale_values=False
   )
-  # Only differences count. Beside large scores, logits would be rounded away.
+  # Only differences count. Added to large scores, small logits would be lost in
+  # rounding.
   return scores - jnp.max(scores)
 
 
@@ -120,7 +121,8 @@ def make_search(
     has_turns: see `EnvSpec.has_turns`. The discount of a simulated step is then
       gamma times the expected sign of the value that follows.
     simulate: `EnvSpec.simulate`, to search in the environment itself, as
-      AlphaZero does (Silver et al. 2018); None: in the model.
+      AlphaZero does (Silver et al. 2018). None means that it searches in the
+      model.
 
   Returns:
     `(params, rng_key, obs, gamma, num_simulations, greedy, env_state=()) ->

@@ -18,14 +18,14 @@ class Targets(NamedTuple):
   termination have the reward 0, the value 0 and no policy.
   """
 
-  reward: Array  # Float32 `[K, N]`, of the steps 1 to K.
+  reward: Array  # Float32 `[K, N]`, the rewards of the steps 1 to K.
   value: Array  # Float32 `[K+1, N]`.
   policy: Array  # Float32 `[K+1, N, A]`.
   samples: Tree  # `[K+1, N, A, D]` or `()`; see `Extras`.
-  weight: Array  # Float32 `[K+1, N]`, of a step's reward and value.
+  weight: Array  # Float32 `[K+1, N]`, the weight of a step's reward and value.
   policy_weight: Array  # Float32 `[K+1, N]`.
-  # Float32 `[K, N]`, 1 if the player who moved moves again, 0 if the other one
-  # does, and where nobody does. It is `()` without turns.
+  # Float32 `[K, N]`, 1 where the same player moves again, else 0: the other
+  # player moves, or nobody. `()` if the agent does not play both sides.
   turn: Tree = ()
 
 

@@ -43,16 +43,15 @@ FIELDS = with_defaults(
 KINDS: dict[str, Fields] = {
   'numbers': {'unroll_length': 32, 'num_epochs': 4},
   # Many episodes end at the time limit, so all environments stay in the same
-  # part of an episode. If all actions are about as good in a part, normalised
-  # advantages are noise. With them, three seeds of Pendulum-v1 had -140 to -158
-  # after 1M of 20M steps, and -177 to -504 after 3M; without, -150 to -154.
-  # Rewards are normalised, so the scale of advantages is known.
-  # In brax:ant, the policy becomes almost certain, and each update changes it
-  # more: without `desired_kl`, the return stayed near 6,000 from 1M to 3M of
-  # 20M steps, and `approx_kl` rose to 0.16; with it, 7,800 after 3M and 8,105
-  # after 20M.
-  # With a learning rate of 7e-4, one of three seeds lost its good policy after
-  # half of 1M steps.
+  # part of an episode. If all actions are about equally good in this part,
+  # normalised advantages are noise. With them, three seeds of Pendulum-v1 had
+  # returns of -140 to -158 after 1M of 20M steps, and of -177 to -504 after 3M;
+  # without them, -150 to -154. Rewards are normalised, so the scale of
+  # advantages is known. In brax:ant, the policy becomes almost certain, and
+  # each update changes it more: without `desired_kl`, the return stayed near
+  # 6,000 from 1M to 3M of 20M steps, and `approx_kl` rose to 0.16; with it,
+  # 7,800 after 3M and 8,105 after 20M. With a learning rate of 7e-4, one of
+  # three seeds lost its good policy after half of 1M steps.
   'continuous': {
     'agent.normalize_reward': True,
     'agent.normalize_advantage': False,
@@ -76,8 +75,8 @@ KINDS: dict[str, Fields] = {
     'optimizer.learning_rate': 2.5e-4,
   },
   # With little entropy, the agent soon plays the same few games, and then loses
-  # to a player who plays others: with 0.1, two of five seeds lost some of 1,000
-  # games of tic-tac-toe to a random player.
+  # to a player who plays other games: with 0.1, two of five seeds lost some of
+  # 1,000 games of tic-tac-toe to a random player.
   'self-play': {'total_env_steps': 10_000_000, 'agent.entropy_cost': 0.2},
   'large image on a CPU': {
     # Small images show the ball of Breakout-v5 as one faint pixel. Without

@@ -94,7 +94,7 @@ KINDS: dict[str, Fields] = {
     'agent.normalize_reward': False,
     'agent.normalize_observation': False,
   },
-  # Without a task for it, a long memory is slower to learn with.
+  # If a task needs no long memory, learning with one is slower.
   'memory': {
     'network.recurrent': 'lstm',
     'network.memory_steps': 100,

@@ -95,7 +95,8 @@ class Storage(NamedTuple):
   rows: Rows
   head: Array  # Int32 `[1, B]`, the row that the next unroll begins with.
   num_rows: Array  # Int32 `[1, B]`, rows that are in use, up to R.
-  env_index: Array  # Int32 `[1, B]`, of each column's latest unroll.
+  # Int32 `[1, B]`, the environment of each column's latest unroll.
+  env_index: Array
   num_steps: Array  # Int32 `[1, B]`, steps of the environment until `head`.
   # Int32 `[1, B]`, latest rows that are neighbours, up to R. If it is negative,
   # the next rows cannot begin a sequence, because their stacks are not known.
@@ -201,7 +202,7 @@ def make_ring(
     obs: tree of `jax.ShapeDtypeStruct` for the observation of one environment.
     capacity: steps that a device stores. It is rounded up, so that the ring has
       a whole number of unrolls.
-    min_steps: steps on a device from which on the memory is ready, if it has a
+    min_steps: the memory of a device is ready when it has this many steps and a
       whole sequence.
     batch_size: sequences of a sample on each device.
     sequence_length: L, transitions of a sequence.
@@ -310,14 +311,15 @@ def make_ring(
 
     rows = jax.tree.map(write_unroll, storage.rows, unroll)
 
-    # A sequence is at its first row. `offset` is relative to the new rows.
+    # The priority of a sequence is stored at its first row. `offset` is
+    # relative to the new rows.
     def at(offset: Array | int) -> Array:
       return (head + offset) % size
 
-    # If the column does not go on, this sequence has lost its last row.
+    # If the unroll does not continue its column, this sequence has no last row.
     broken = jnp.where(follows[0], own(priorities[at(-length)][None])[0], 0.0)
     priorities = change(priorities, at(-length), broken)
-    # The oldest rows that remain have lost a part of their stack.
+    # The oldest rows that remain have lost a part of their frame stacks.
     overwritten = jnp.arange(unroll_length + frame_stack)
     priorities = change(priorities, at(overwritten), 0.0)
     completed = jnp.arange(unroll_length) - length + 1

@@ -31,7 +31,7 @@ OuterLoss = Callable[[Variables, Trajectory, chex.PRNGKey], Array]
 
 # The hyperparameters that can learn.
 NAMES = ('gamma', 'lambda_', 'entropy_cost', 'value_cost')
-_FRACTIONS = ('gamma', 'lambda_')  # Between 0 and 1; all others are above 0.
+_FRACTIONS = ('gamma', 'lambda_')  # From 0 to 1; the others are above 0.
 _SMALLEST = 1e-4  # The distance that a meta-parameter keeps from its bounds.
 
 # `fold_in` with a small number would give a key that `split` gives too.
@@ -138,7 +138,8 @@ def make_meta_learner(
   state does not keep an earlier unroll, and an update takes about 1 + 2 M times
   as long. If it has N optimiser steps, it has at most 2 N + 1 all-reduces: two
   in each step, for the gradient and its derivatives, and one for the
-  meta-gradient. XLA joins the two of a step. `Agent.prepare` may add others.
+  meta-gradient. XLA joins the two all-reduces of a step. `Agent.prepare` may
+  add others.
 
   Network outputs that enter a target are constants, as in the inner loss.
 

@@ -40,7 +40,7 @@ FIELDS = {
 _LARGEST = 10.0  # Values are clipped to this many standard deviations.
 _EPSILON = 1e-8
 _TINY = 1e-37  # Avoids a division by 0.
-_HUGE = 1e15  # A sum of many of its squares is a finite float32.
+_HUGE = 1e15  # The sum of the squares of many such numbers is a finite float32.
 # The measured deviation of a constant is at most this part of its mean.
 _ROUNDING = 1e-6
 
@@ -52,7 +52,7 @@ class Moments(NamedTuple):
     mean: float32 leaves.
     variance: float32 leaves.
     count: float32 `[]`, sum of `Measured.share` over the unrolls. It stops at
-      2^24. From there on, a new unroll has this part of the weight.
+      2^24; then, the weight of a new unroll no longer falls.
   """
 
   mean: Tree
@@ -183,7 +183,7 @@ def _clip(x: Array) -> Array:
 
 
 def _standardize(moments: Moments, obs: Tree) -> Tree:
-  """Normalises and clips observations `[..., *obs_shape]`; a mask stays."""
+  """Normalises and clips observations `[..., *obs_shape]`, but not a mask."""
   if isinstance(obs, Masked):
     return obs._replace(obs=_standardize(moments, obs.obs))
 

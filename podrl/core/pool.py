@@ -29,7 +29,8 @@ class Statistics(NamedTuple):
   num_updates: Array  # Int32 `[]`.
   last_join: Array  # Int32 `[]`, the number of updates when a version joined.
   # Uint32 `[2]`, the data of a fixed key; each update folds `num_updates` into
-  # it. Variables consist of numbers: what reads them may not know keys.
+  # it. It is not a key, because code that reads variables may accept only
+  # numbers.
   key_data: Array
 
 
@@ -73,7 +74,7 @@ def keep_earlier(agent: Agent, size: int) -> Agent:
     _, versions, number, num_updates, last_join, key_data = variables.statistics
     num_updates += 1
     total = variables.hyperparams['num_updates']
-    # The last update has no games to come.
+    # After the last update, no game follows.
     joins = (num_updates - last_join >= total / size) & (num_updates < total)
     key = jax.random.fold_in(jax.random.wrap_key_data(key_data), num_updates)
     replaced = jax.random.randint(key, (), min(1, size - 1), size)

@@ -24,7 +24,7 @@ def of_first_player(timestep: TimeStep, sign: Tree) -> tuple[Array, Tree]:
 
   Args:
     timestep: the step `[B]` after the move.
-    sign: float32 `[B]`, 1 if the player moved who began, else -1; or `()`
+    sign: float32 `[B]`, 1 if the player who began has moved, else -1; or `()`
       without turns (see `EnvSpec.has_turns`), where rewards stay as they are.
   """
   if isinstance(sign, tuple):

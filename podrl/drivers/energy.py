@@ -112,6 +112,6 @@ class Meter:
     self._moves = [n + (x > 0) for n, x in zip(self._moves, used)]
     stages = {
       JOULES: sum(used) / len(reports),
-      MOVES: min(self._moves) - least,  # Of the counter that moved least.
+      MOVES: min(self._moves) - least,  # Moves of the counter that moved least.
     }
     return [x._replace(stages=x.stages | stages) for x in reports]

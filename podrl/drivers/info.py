@@ -94,7 +94,7 @@ def by_name(ended: dict[tuple[str, ...], InfoSums]) -> dict[str, InfoSums]:
 
 
 class Averages:
-  """Does the same on the host, for one actor's environments.
+  """Computes the same sums on the host, for one actor's environments.
 
   A name may be missing in some steps. Only the first 100 names count.
   """

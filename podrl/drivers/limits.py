@@ -19,7 +19,8 @@ from podrl.messages import count, three_digits
 # were faster, the run would be at most a quarter faster. The value is below 1,
 # because step times vary.
 _SATURATED = 0.8
-OTHERS_WORTH_NAMING = 0.1  # Name other programs that use this share of cores.
+# Sentences name other programs that use at least this share of the cores.
+OTHERS_WORTH_NAMING = 0.1
 _FRAMES = 200_000_000  # The usual number of frames in Atari papers.
 _WAITS = 'The learner waits for data {time_learner_waiting} of the time'
 _BOTH_WAIT = (

@@ -50,7 +50,7 @@ TRAJECTORY: Any = PartitionSpec(None, DEVICE_AXIS)  # Axis 1 is the batch.
 MEMBERS: Any = PartitionSpec(MEMBER_AXIS)
 MEMBERS_BATCH: Any = PartitionSpec(MEMBER_AXIS, DEVICE_AXIS)
 
-_LIMIT = '/sys/fs/cgroup/memory.max'  # Of a container, in bytes.
+_LIMIT = '/sys/fs/cgroup/memory.max'  # Limit of a container, in bytes.
 _MEMORY = '/proc/meminfo'
 _config: Any = jax.config  # mypy does not know its fields.
 # The platform in `compiling_for`, or empty.
@@ -179,7 +179,8 @@ def _available_bytes() -> int:
     with contextlib.suppress(OSError):
       with open('/proc/self/statm', encoding='ascii') as file:
         limit -= page * int(file.read().split()[0])
-    # Each process has such a limit, but `_bytes_per_device` divides the result.
+    # Each process has this limit, but `_bytes_per_device` divides the result by
+    # the number of processes, so multiply.
     size = min(size, max(limit, 0) * _processes_here())
   return size
 
@@ -373,7 +374,7 @@ def fetch(tree: Tree) -> Tree:
   def to_numpy(x: jax.Array) -> np.ndarray:
     if x.is_fully_addressable or x.is_fully_replicated:
       return np.asarray(x)
-    parts = {  # By the place of their first element.
+    parts = {  # Keyed by the place of the first element.
       tuple(i.start or 0 for i in shard.index): np.asarray(shard.data)
       for shard in x.addressable_shards
     }
@@ -465,7 +466,7 @@ def _ignore_libtpu() -> None:
     jax.config.update('jax_platforms', ','.join(platforms))
 
 
-_ignore_libtpu()  # Now, because JAX looks for devices only once.
+_ignore_libtpu()  # Do it now: JAX looks for devices only once.
 
 
 def has_accelerator() -> bool:

@@ -33,7 +33,7 @@ class Decision(NamedTuple):
   seconds: float  # Seconds of training until the decision.
   num_actors: int  # Number of actors before the comparison.
   tried: int  # The other number.
-  is_kept: bool  # Whether the other number stays.
+  is_kept: bool  # Whether the tuner keeps the other number.
   rate: float  # Samples learned per second with `num_actors`.
   rate_tried: float  # Samples learned per second with `tried`.
   num_pairs: int  # Pairs of windows that were compared.

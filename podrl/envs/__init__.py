@@ -41,9 +41,9 @@ class Suite(NamedTuple):
       whether `HostEnv.render` will be called.
     make_spec: `(name, **options) -> EnvSpec`; raises the errors of `make`.
     names: `() -> list[str]`, the names that `make` accepts; imports no library
-      that is written in JAX, and returns none if `is_installed` is false.
+      that is written in JAX, and returns no names if `is_installed` is false.
     package: the distribution of the library; a run records its version.
-    unusable: maps environments that `names` lacks to the reason.
+    unusable: maps each environment that `names` leaves out to the reason.
     is_installed: `() -> bool`, whether the package is installed. If not, `pip
       install 'podrl[SUITE]'` installs it.
     training_options: options that evaluation does not use, because they change
@@ -99,10 +99,10 @@ def _device_suite(module: Any, package: str = '', **fields: Any) -> Suite:
   """Builds the row of an adapter for Anakin.
 
   Args:
-    module: the adapter. `NAMES` is the file of the library with the names of
-      its environments, and how they stand there, see `spaces.names_in`. An
-      adapter without `NAMES` has a function `names`. `UNUSABLE` says why podrl
-      lacks some environments.
+    module: the adapter. `NAMES` has the file of the library that contains the
+      names of its environments, and a pattern that finds them; see
+      `spaces.names_in`. An adapter without `NAMES` has a function `names`.
+      `UNUSABLE` says why podrl lacks some environments.
     package: what the adapter imports; the default is the name of the module.
   """
   suite = module.__name__.rpartition('.')[2]
@@ -187,7 +187,7 @@ SUITES = {
   ),
 }
 
-# A program may add more, which the commands of podrl do not have.
+# A program may add more suites, which the commands of podrl do not have.
 BUILT_IN = frozenset(SUITES)
 
 

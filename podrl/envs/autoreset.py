@@ -75,10 +75,10 @@ def make_device_env(
       format of `spec.obs`. Only the selected observation is converted, because
       this is faster.
     reset_chunk: with 0, each step of the batch computes a reset of every
-      environment, and selects; this is fast where a reset is cheap. Otherwise,
-      a loop resets `reset_chunk` environments at a time, and only those whose
-      episode has ended. Both give the same results. With chunks, a TPU does not
-      replace indices by comparisons.
+      environment, but uses only those of ended episodes; this is fast where a
+      reset is cheap. Otherwise, a loop resets `reset_chunk` environments at a
+      time, and only those whose episode has ended. Both give the same results.
+      With chunks, a TPU does not replace indices by comparisons.
     render: `(env_state) -> uint8 [H, W, 3]`, draws an environment on the host.
     info: `(env_state) -> dict` of numbers by name, for `TimeStep.info`. The
       metric `env/NAME` is the mean over the steps of an episode.
@@ -292,7 +292,8 @@ def _fail(name: str, method: str, error: BaseException) -> NoReturn:
   """Raises an `EnvironmentFailed` that names the environment."""
   raise_interrupt(error)
   text = one_line(error)
-  if not text.startswith(f'{name} '):  # The adapter has not named it.
+  # The message lacks the environment's name.
+  if not text.startswith(f'{name} '):
     text = f'environment {name} failed in {method}: {describe(error)}'
   raise EnvironmentFailed(text) from error
 
@@ -370,8 +371,9 @@ def _arrive(
 ) -> tuple[Array, TimeStep]:
   """Converts the results of one step of `envs`; see `make_host_env`.
 
-  `is_last`, bool `[B]`, says whether the previous step ended an episode; the
-  first result says so of this step. For traced arrays, `xp` is `jax.numpy`.
+  `is_last`, bool `[B]`, says whether the previous step ended an episode. The
+  first result says whether this step did. For traced arrays, `xp` is
+  `jax.numpy`.
   """
   is_first, is_real = is_last, ~is_last
   is_last = (terminated | truncated) & is_real

@@ -39,7 +39,7 @@ def make(
       pendulums; 'generalized' is exact; 'mjx' is MuJoCo's.
     episode_length: the number of steps after which an episode is truncated;
       brax's environments have no limit of their own.
-    **options: there are no others.
+    **options: must be empty.
   """
   from brax import envs
 

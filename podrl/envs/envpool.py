@@ -70,7 +70,7 @@ def small_options(name: str) -> dict[str, Any]:
 
 
 def steps_per_second(name: str) -> float:
-  """See `Suite.steps_per_second`; MuJoCo Playground's tasks say it."""
+  """See `Suite.steps_per_second`; only MuJoCo Playground's tasks state it."""
   config = _library().make_spec(name).config
   return 1 / getattr(config, 'ctrl_dt', float('inf'))
 
@@ -123,7 +123,7 @@ def _check(
   module = envpool.registration.registry.specs[name][0]
   if module == 'envpool.atari':
     spec = spec._replace(frame_stack=config['stack_num'])
-  if module == 'envpool.minigrid':  # Its space says 255.
+  if module == 'envpool.minigrid':  # The bound of its space is 255.
     scale = {**spec.obs_scale, 'image': _MINIGRID_SCALE}
     spec = spec._replace(obs_scale=scale)
   return spec, options

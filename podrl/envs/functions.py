@@ -21,7 +21,7 @@ def makes_device_env(value: Any) -> bool:
   if not inspect.isfunction(value):
     return False
   returns = value.__annotations__.get('return')
-  if isinstance(returns, str):  # With `from __future__ import annotations`.
+  if isinstance(returns, str):  # `from __future__ import annotations` is on.
     return returns.strip('\'"').rpartition('.')[2] == DeviceEnv.__name__
   return returns is DeviceEnv
 

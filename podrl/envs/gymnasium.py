@@ -27,8 +27,8 @@ _NAMESPACES = {
   'dm_control': ('shimmy', 'shimmy[dm-control]'),
 }
 _WATCHED_STEPS = 64  # A warning about precision looks at the first steps.
-_watched: set[str] = set()  # The environments that it has looked at.
-_warned: set[str] = set()  # The warnings of `_close`.
+_watched: set[str] = set()  # Environments that were checked for this warning.
+_warned: set[str] = set()  # Warnings that `_close` has printed.
 _ASYNC = (
   'with env.options.vectorization_mode=async, each environment has a process '
   'of its own and runs in its main thread'
@@ -186,7 +186,7 @@ def _close(name: str, close: Callable[[], None]) -> None:
   except BaseException as error:  # The environment's code can raise anything.
     autoreset.raise_interrupt(error)
     text = f'warning: {name} failed in close: {describe(error)}'
-    if text not in _warned:  # A pool has many environments.
+    if text not in _warned:  # All environments of a pool give the same text.
       print(text, file=sys.stderr)
     _warned.add(text)
 
@@ -248,7 +248,7 @@ def _make_guard(name: str, *, is_process: bool) -> Callable[[Any], Any]:
         return tuple(check(v, x, f'{place}[{i}]') for i, (v, x) in parts)
       try:
         x = np.asarray(obs)
-      except ValueError:  # Its rows have different lengths.
+      except ValueError:  # The rows have different lengths.
         x = np.asarray(obs, object)
       what = f'an observation{place} of'
       if x.dtype.kind not in 'biuf':

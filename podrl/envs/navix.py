@@ -32,7 +32,7 @@ def make(
       'rgb' is an image. With '_first_person', they show what the agent sees.
     max_steps: the number of steps after which an episode is truncated; 0 means
       the library's default.
-    **options: there are no others.
+    **options: must be empty.
   """
   import navix
   from navix import observations

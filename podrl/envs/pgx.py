@@ -45,7 +45,7 @@ def _game(env: Any) -> Game:
 
 def _observe(env: Any, state: Any, player: Array) -> Masked:
   """Returns a player's observation, with the legal actions of the next move."""
-  obs = state.observation  # That of the player whose turn it is.
+  obs = state.observation  # What the player who moves next sees.
   if env.num_players > 1:
     obs = env._observe(state, player)  # `observe` would warn.
   return Masked(obs, state.legal_action_mask)

@@ -93,7 +93,7 @@ def obs_spec(space: Any) -> Tree:
 
 
 def scale(dtype: Any, low: Any, high: Any) -> np.ndarray:
-  """Returns what a network divides numbers with these bounds by.
+  """Returns the scale of numbers with these bounds; networks divide by it.
 
   Integers become numbers in [-1, 1], and so do floats with bounds above 10. The
   scale is 1 without bounds, which may be infinite or above a million.
@@ -185,7 +185,7 @@ def same(obs: Tree) -> Tree:
 
 
 def is_rounded_away(wide: Sequence[Array], small: Sequence[Array]) -> bool:
-  """Returns whether a number changes only until it is a float of 32 bits.
+  """Returns whether a number changes in 64 bits but is constant in 32 bits.
 
   Changes of less than 1e-12 of a float may be rounding errors of 64 bits.
 

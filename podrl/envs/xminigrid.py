@@ -8,8 +8,9 @@ import numpy as np
 from podrl.envs import autoreset, spaces
 from podrl.types import Array, DeviceEnv, Discrete
 
-_MIN_SIDE = 5  # Of a grid; a smaller one may have no room for a wall or a door.
-# The parts of a ruleset, and how many numbers the library encodes each row in.
+# Side of a grid; a smaller grid may have no room for a wall or a door.
+_MIN_SIDE = 5
+# The parts of a ruleset, and how many numbers encode one row of each part.
 _RULESET = {'goal': 5, 'rules': 7, 'init_tiles': 2}
 _told: set[str] = set()  # The environments whose missing goal was mentioned.
 

@@ -121,10 +121,10 @@ def _raise(error: OSError) -> None:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-  """Returns the error for which the system did not read a file, if any.
+  """Returns the error of the system that kept a file from being read, if any.
 
-  A file that is missing is damage, but one that cannot be read, for example for
-  want of permission, may be intact.
+  A file that is missing is damage, but one that cannot be read, for example
+  because of its permissions, may be intact.
   """
   missing = FileNotFoundError, NotADirectoryError, IsADirectoryError
   while error:
@@ -312,8 +312,9 @@ def _check_space(directory: str, num_updates: int, tree: Tree) -> None:
 class HostCopy:
   """A copy of a run's state in the memory of this process.
 
-  If the run loses a process, this one can still write the copy. The loop renews
-  it without waiting: until a new copy has arrived, the earlier one counts.
+  If the run loses another process, this process can still write the copy. The
+  loop renews it without waiting: until a new copy has arrived, the earlier one
+  counts.
   """
 
   def __init__(self, path: str):
@@ -321,7 +322,8 @@ class HostCopy:
     # Each has the number of updates, the state and the progress.
     self._copy: tuple[int, Tree, Record] | None = None
     self._next: tuple[int, Tree, Record] | None = None
-    self._spare: Tree = None  # The state before the last, on a CPU.
+    # An older copy, whose memory is used again on a CPU.
+    self._spare: Tree = None
 
   def renew(
     self, num_updates: int, make: Callable[[Tree], Tree], progress: Record
@@ -380,7 +382,7 @@ class HostCopy:
       if steps(self._path)[:1] >= [number]:
         return None
       try:
-        os.mkdir(temporary)  # Only one process can.
+        os.mkdir(temporary)  # This succeeds in only one process.
       except FileExistsError:
         return None
       try:
@@ -394,7 +396,7 @@ class HostCopy:
         contents = {'format': _FORMAT, 'sha256': _digests(temporary)}
         workdir.write_json(os.path.join(temporary, 'digests.json'), contents)
         os.rename(temporary, directory)
-      except BaseException:  # A full disk must not stay full.
+      except BaseException:  # Free the space: the disk may be full.
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return number
@@ -488,7 +490,7 @@ def _read_copy(file: str, like: Tree) -> Tree:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-  """Orbax would warn that a file is missing that podrl does not write."""
+  """Hides a warning of orbax about a file that podrl does not write."""
   verbosity = logging.get_verbosity()
   logging.set_verbosity(logging.FATAL)
   try:
@@ -498,7 +500,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _without_new_fields(like: Tree, saved: Tree) -> Tree:
-  """Removes the new fields that `saved`, of dicts and lists, does not have.
+  """Removes the fields that are missing in `saved`, a tree of dicts and lists.
 
   A NamedTuple becomes a dict if a field of it, or below it, is removed.
   """
@@ -529,7 +531,7 @@ def _with_new_fields(like: Tree, read: Tree) -> Tree:
 def _read_progress(path: str, step: int) -> Record:
   with contextlib.suppress(ValueError):  # `_verify` finds damaged digests.
     contents = workdir.read_json(_directory(path, step, 'digests.json'))
-    if 'progress' in contents:  # It replaces the one below.
+    if 'progress' in contents:  # It is newer than the item below.
       return contents['progress']
   # Read the file without orbax, which would wait for the other processes.
   return workdir.read_json(_directory(path, step, 'progress', 'metadata'))

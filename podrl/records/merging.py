@@ -12,7 +12,7 @@ import numpy as np
 
 from podrl.records.workdir import Record
 
-# What `energy.Meter` adds to the stages of a report; both are no seconds.
+# What `energy.Meter` adds to the stages of a report; neither is in seconds.
 JOULES, MOVES = 'joules', 'counter_moves'
 _NUM_RESAMPLES = 2000  # Number of resampled means per bootstrap interval.
 
@@ -76,8 +76,8 @@ def spread(
   Args:
     returns: float `[N]`, the mean return of each agent.
     names: `[N]`, the names of the agents.
-    are_alike: whether the agents differ only in their seeds. Only then, the
-      mean has an interval.
+    are_alike: whether the agents differ only in their seeds. If not, the mean
+      has no interval.
   """
   values = np.array(returns, np.float64)
   worst = int(np.argmin(values))  # If there is a NaN, this is its index.

@@ -50,7 +50,7 @@ def join_seeds(path: str, directories: Sequence[str]) -> Record:
   """Averages the records of a run's finished seeds, and writes the means.
 
   It returns the summary. In the summary, times are sums over all seeds, and
-  values that are no numbers come from the last seed.
+  values that are not numbers come from the last seed.
   """
   runs = [
     {record['num_updates']: record for record in workdir.read_records(x)}
@@ -168,7 +168,7 @@ class Window:
     Call it before `add`. `env_steps` is the number of steps of the run at the
     end of the update in which the episode ended.
     """
-    # The rows of `report.episodes` may be those of several processes.
+    # The rows of `report.episodes` may come from several processes.
     number, updates = report.num_updates, [x for x, *_ in report.finished]
     num_resets = np.cumsum(np.bincount(updates, minlength=number))
     steps = np.arange(1, number + 1) * report.num_predictions // max(number, 1)

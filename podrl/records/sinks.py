@@ -19,7 +19,7 @@ from podrl.records.terminal import Terminal
 from podrl.records.workdir import Record, WriteError
 
 # The groups of metrics in TensorBoard and Weights & Biases. TensorBoard sorts
-# the groups, and its order has capital letters first.
+# the groups by name, with capital letters first.
 _GROUPS = {
   'Return': r'(episode|eval)_.*',
   'lag': r'policy_lag.*|queue_depth|num_(actors|actor_waits|unrolls_dropped)',
@@ -104,7 +104,7 @@ class Lines:
     self._append(self._form.to_lines(record))
 
   def sync(self) -> None:
-    """Waits until the disk has all lines, or the bucket that is mounted."""
+    """Waits until all lines are on the disk, or in the mounted bucket."""
     os.fsync(self._file)
 
   def _append(self, lines: Sequence[str]) -> None:
@@ -259,7 +259,7 @@ class Writer:
     self._error: WriteError | None = None
 
   def _call(self, sink: Sink, method: Callable, *arguments: Any) -> None:
-    """Calls a method of a sink; after a failure, only `sync` and `close`."""
+    """Calls a method of a sink, but no `write` or `show` after a failure."""
     try:
       if not arguments or self._error is None:
         method(*arguments)
@@ -293,7 +293,7 @@ class Writer:
     self._executor.submit(self._call, sink, method, *arguments)
 
   def flush(self, files: Sequence[Lines] = ()) -> None:
-    """Waits until all records are written, those of `files` to the disk."""
+    """Waits until all records are written, and `files` are on the disk."""
     for file in files:
       self._executor.submit(self._call, file, file.sync)
     self._executor.submit(self._check).result()

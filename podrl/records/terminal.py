@@ -138,7 +138,7 @@ class Terminal:
       os.dup2(null, sys.stdout.fileno())
       try:
         os.write(sys.stderr.fileno(), b'')
-      except OSError:  # It was the same terminal.
+      except OSError:  # stderr has lost the same terminal.
         os.dup2(null, sys.stderr.fileno())
 
   @_goes_on

@@ -49,12 +49,12 @@ MOVABLE = tuple(
   'env.path sebulba.actor_devices sebulba.learner_devices sebulba.env_threads '
   'sebulba.hang_seconds'.split()
 )
-# Fields (or prefixes of fields) in which runs may differ that are compared.
+# Fields, or prefixes of fields, in which compared runs may differ.
 SEEDS = ('seed', 'num_seeds') + MOVABLE
 _TASK = {'env.name', 'env.suite', 'agent.name'}
 _NAMES = 'agent.name', 'env.name', 'network.name', 'optimizer.name'
 _REQUIRED = {*_NAMES}
-# What a run must also say before its agent can be loaded.
+# The configuration of a run whose agent is loaded must also have these.
 _REQUIRED_TO_LOAD = _REQUIRED.union(
   'agent.normalize_reward env.num_envs env.suite total_env_steps'.split()
 )
@@ -184,7 +184,7 @@ def _write_config(path: str, config: Fields) -> None:
 
 
 def is_own(path: str, config: Fields) -> bool:
-  """Returns whether this user's key signed `config`, that of a run in `path`.
+  """Returns whether this user's key signed `config` of the run in `path`.
 
   The signature is that of the contents, so it holds in any directory.
   """

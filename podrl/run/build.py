@@ -34,14 +34,15 @@ _UNLIMITED_STEPS = 10_000
 _FIRST = 'first'  # The opponent that is the untrained policy of the seed.
 
 _MAX_UPDATES = 1024  # One call of Anakin's program runs at most this many.
-_EPISODES_BYTES = 2**26  # Of finished episodes, about, in one such call.
+# One call reports at most about this many bytes of finished episodes.
+_EPISODES_BYTES = 2**26
 
 
 class Run(NamedTuple):
   """Everything that `train` needs."""
 
   spec: types.EnvSpec
-  devices: Sequence[jax.Device]  # Those that the run uses, of all processes.
+  devices: Sequence[jax.Device]  # Used by the run, in all processes.
   driver: types.Driver
   evaluate: Callable[..., Evaluation | None]  # See `make_evaluate`.
   # Further evaluations of an agent that plays against itself, by opponent.
@@ -366,7 +367,7 @@ def load_agent(
   path, saved, seed = workdir.find_agent(path, seed)
   step = checkpoint.find(path, which)
   config = check_trust(path, saved, trust)
-  if trust:  # The user does not need to say it again.
+  if trust:  # Later commands then need no `trust`.
     workdir.sign(path, config)
   make_importable(config)
   config = complete(config)
@@ -493,7 +494,7 @@ def make_run(
     -(-config.get(f'{part}.every_env_steps', 0) // steps_per_update)
     for part in ('eval', 'checkpoint', 'population')
   )
-  if evolve_every and spec.has_turns:  # It compares what is evaluated.
+  if evolve_every and spec.has_turns:  # A population then compares evaluations.
     eval_every = evolve_every
   if num_steps < config.get('replay.min_steps', 0):
     warnings = [

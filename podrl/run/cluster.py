@@ -58,7 +58,7 @@ class Watchdog:
     self._process, self._abort_message = 0, ''
     self._client: Any = None
     self._num_beats = 0  # How often the main thread reported progress.
-    self._busy_until = 0.0  # While the main thread is in `busy`.
+    self._busy_until = 0.0  # End of the time that `busy` allows.
     self._num_contacts = 0  # How often process 0 answered.
     # For each process: its last sign of life, its last beat, and the number of
     # periods since each of the two changed.

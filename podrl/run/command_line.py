@@ -207,7 +207,7 @@ def explain_unknown(
     advice = f'write {" or ".join(write(x, value) for x in found)}'
   elif ' ' in meant:
     advice = meant
-  elif meant in known or meant.startswith('--'):  # Its values may differ.
+  elif meant in known or meant.startswith('--'):  # Other values may be needed.
     advice = f'write {write(meant.removeprefix("--"), "")}'
   elif found := [meant] if meant else _fields_named(word, sorted(every)):
     owner = owners(found[0])

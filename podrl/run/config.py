@@ -91,25 +91,25 @@ KINDS: Mapping[str, Fields] = {
     'network.shared_torso': True,
     'eval.num_episodes': 16,
   },
-  'large image on a CPU': {  # Added to the settings of a large image.
+  'large image on a CPU': {  # Applied after 'large image'.
     'total_env_steps': 1_500_000,
     'env.num_envs': 16,
     'network.name': 'conv',
   },
-  # Added to the settings of another kind.
+  # Applied after another kind.
   'continuous': {'agent.entropy_cost': 0.0},
-  # Added to 'continuous'. With 1.0, three seeds of HalfCheetah-v4 reached
+  # Applied after 'continuous'. With 1.0, three seeds of HalfCheetah-v4 reached
   # 1,800 instead of 5,300 to 7,600. An action of one number needs more noise:
   # with 0.5, MountainCarContinuous-v0 never leaves the valley.
   'action vector': {'network.initial_scale': 0.5},
-  # Added to 'action vector'. A real robot has only its sensors. Noise costs a
-  # robot energy, and its reward is never below 0: with a scale of 0.5, the
-  # episodes of Go1JoystickFlatTerrain-v1 returned 0.06 after 300k steps; with
-  # 0.2, they returned 9.5.
+  # Applied after 'action vector'. A real robot has only its sensors. Noise
+  # costs a robot energy, and its reward is never below 0: with a scale of 0.5,
+  # the episodes of Go1JoystickFlatTerrain-v1 returned 0.06 after 300k steps;
+  # with 0.2, they returned 9.5.
   'robot': {'network.policy_inputs': 'state', 'network.initial_scale': 0.2},
-  # Added to the settings of another kind. With normalisation and PPO's four
-  # epochs, one of three seeds never learned MemoryChain. With these settings,
-  # all six seeds learned it.
+  # Applied after another kind. With normalisation and PPO's four epochs, one of
+  # three seeds never learned MemoryChain. With these settings, all six seeds
+  # learned it.
   'memory': {
     'total_env_steps': 1_000_000,
     'agent.normalize_observation': False,
@@ -117,8 +117,9 @@ KINDS: Mapping[str, Fields] = {
     'network.recurrent': 'gru',
     'unroll_length': 32,
   },
-  'large rewards': {'agent.normalize_reward': True},  # Added to another kind.
-  # Added to another kind. A game is decided at its end.
+  # Applied after another kind.
+  'large rewards': {'agent.normalize_reward': True},
+  # Applied after another kind. A game is decided at its end.
   'self-play': {
     'agent.gamma': 1.0,
     'agent.normalize_observation': False,
@@ -262,7 +263,7 @@ def changeable(config: Fields) -> set[str]:
 
 
 def owners(name: str) -> str:
-  """Returns the architecture, the agents or the optimisers with a field."""
+  """Names the architecture, the agents or the optimisers that have a field."""
   found = [k for k, x in _OF_ARCHITECTURE.items() if name in x]
   found = found or [k for k, x in AGENTS.items() if name in x.fields]
   rows = optimizers.OPTIMIZERS.items()

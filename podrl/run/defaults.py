@@ -51,7 +51,7 @@ def base(task: Task, agent: str) -> dict[str, Any]:
 
 def kinds(task: Task, spec: EnvSpec, platform: str) -> list[str]:
   """Returns an environment's kinds; later kinds override earlier ones."""
-  size = max(image_sizes(spec))  # That of the largest image.
+  size = max(image_sizes(spec))  # The size of the largest image.
   leaves = jax.tree.leaves(spec.obs)
   if size >= _LARGE_SIDE:
     found = ['large image']
@@ -159,7 +159,7 @@ def _get_config(
   config = base(task, agent)
   kept = 'env.options', 'env.path'
   config |= {k: saved[k] for k in kept if k in saved}
-  # Another optimiser, which the kind of environment brings, may have a field.
+  # A field may belong to an optimiser that the kind of environment sets later.
   config, _ = command_line.apply(config, is_complete=False)
   # `make_spec` uses devices, so JAX must be set up first.
   build.set_up_jax(config, cluster.num_processes())

@@ -78,7 +78,7 @@ def _batch_size(config: Fields, num_envs: int) -> tuple[int, str]:
 
 
 def _replay_batch_size(config: Fields) -> int:
-  """Returns the sequences of an optimiser step; 0 for an agent without memory.
+  """Counts the sequences of an optimiser step; 0 for an agent without memory.
 
   The devices that learn must divide this number.
   """

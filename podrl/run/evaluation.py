@@ -131,7 +131,7 @@ def make_evaluate(
         return None
       end = min(t + _CHUNK_STEPS, settings.max_episode_steps)
       state = run_chunk(variables, keys, t, end, state)
-      if np.all(state.is_over):  # This is also true without episodes.
+      if np.all(state.is_over):  # True if this process has no episodes.
         break
     return Evaluation(np.asarray(state.returns), np.asarray(state.lengths))
 

@@ -155,7 +155,8 @@ def _row_function(policy: Policy, structure: Any, greedy: bool) -> Callable:
   """Makes the policy's function of one environment, without a batch axis.
 
   A program for any batch size maps it, so that an agent's own code never sees a
-  size that is not a number. Where an episode starts, the carry is the first.
+  size that is not a number. Where an episode starts, the carry is the initial
+  one.
   """
   is_masked = isinstance(policy.spec.obs, Masked) and _is_anakin(policy)
 
@@ -336,7 +337,7 @@ def _to_onnx(
   function = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
   num_carries = len(jaxpr.outvars) - 1
   outputs = ['action', *(f'new_carry_{i}' for i in range(num_carries))]
-  for name in 'jax2onnx', 'onnx_ir':  # They warn of what this does not use.
+  for name in 'jax2onnx', 'onnx_ir':  # Their warnings do not concern podrl.
     logging.getLogger(name).setLevel(logging.CRITICAL)
   options = onnxruntime.SessionOptions()
   options.log_severity_level = 3  # Errors only.

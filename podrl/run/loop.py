@@ -80,7 +80,7 @@ class Running:
     self.config = trainer.config
 
   def policy(self) -> policy.Policy:
-    """Returns the current policy; of several agents, that of the first."""
+    """Returns the current policy; with several agents, the first agent's."""
     trainer, run = self._trainer, self._trainer.run
     assert run.driver.learner_state is not None
     variables = spmd.copy_to_first_device(run.driver.learner_state.variables)
@@ -235,9 +235,9 @@ class Trainer:
   profile_end: int = 0  # The number of updates at which profiling ends.
   has_evaluated: bool = False  # Whether the evaluation is compiled.
   has_drawn: bool = False  # Whether an episode was drawn.
-  has_evolved: bool = False  # Whether the program that evolves is compiled.
+  has_evolved: bool = False  # Whether the population's program is compiled.
   is_stopped: bool = False  # Whether the run ends before its last update.
-  # Those that a population's members may differ in, after it has evolved.
+  # The hyperparameters of a population's members, after it has evolved.
   hyperparams: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
   def train(self) -> Outcome:
@@ -248,7 +248,7 @@ class Trainer:
       outcome = Outcome(self._train(), path)
     except _Mistake as mistake:
       outcome = Outcome(MISTAKE, path, str(mistake))
-    except KeyboardInterrupt:  # The second one, in a program that calls podrl.
+    except KeyboardInterrupt:  # A second Ctrl-C, in a program that calls podrl.
       outcome = Outcome(INTERRUPTED, path)
       raise
     except BaseException as exception:
@@ -278,7 +278,7 @@ class Trainer:
       self._save_copy(message)
       self._conclude(Outcome(FAILED, error=message))
 
-    if self.cluster.watchdog:  # It calls this if another process fails.
+    if self.cluster.watchdog:  # Called if another process fails.
       self.cluster.watchdog.on_failure = on_failure
     else:
       signals.on_signal = self.run.driver.stop
@@ -294,7 +294,8 @@ class Trainer:
     self.cluster.attempt(lambda: None)
     if not self.checkpoints:
       self._open_checkpoints()
-      if self.variables is not None:  # A resumed run cannot get them elsewhere.
+      # A resumed run cannot get the initial variables elsewhere.
+      if self.variables is not None:
         self._save()
     is_finished = self._loop()
     assert self.checkpoints is not None
@@ -321,7 +322,8 @@ class Trainer:
     """A block in which XLA may compile for long, and nothing can get lost.
 
     A signal then ends the process without waiting for XLA. Several processes
-    wait, because none of them may end alone, and none counts as hanging.
+    wait instead, because none of them may end alone; meanwhile, none of them
+    counts as hanging.
     """
     leave = None if self.cluster.is_distributed else self._leave
     with self.signals.leaving(leave), self.cluster.busy():
@@ -365,7 +367,8 @@ class Trainer:
     watchdog = None if is_nan else self.cluster.watchdog
     if watchdog:
       watchdog.fail(error, is_suspect=True)
-      self._save_copy(error)  # If all have failed, no other process does it.
+      # If all processes have failed, no other one saves it.
+      self._save_copy(error)
     with contextlib.suppress(WriteError):
       if self.checkpoints and not watchdog and not is_expected:
         leaves = jax.tree.leaves(self.run.driver.state)
@@ -452,7 +455,8 @@ class Trainer:
     with self.signals.leaving(None), self.cluster.busy():  # It changes files.
       state, progress = self._read_state(state)
       if self.variables is not None and not self.cluster.is_distributed:
-        # The driver compiles next. A resumed run cannot get them elsewhere.
+        # Save the variables before the driver compiles: a resumed run cannot
+        # get them elsewhere.
         self._open_checkpoints()
         self.save_and_wait(state)
     return state, progress
@@ -681,7 +685,7 @@ class Trainer:
     )
     rng_key = jax.random.fold_in(rng_key, recorder.num_updates)
     parents, values = driver.exploit(scores, rng_key)
-    # The others depend on the run's length, which a resumed run may change.
+    # Keep only these: others depend on the run's length, which may change.
     fields = configs.member_fields(self.config)
     own = {*map(short, fields)}
     self.hyperparams = {k: x for k, x in values.items() if k in own}

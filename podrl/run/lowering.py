@@ -32,14 +32,15 @@ class Chip(NamedTuple):
   memory_bandwidth: float
   peak: float  # TFLOP/s of matrix products in bfloat16.
   clock: float  # GHz; 0 if the compiler does not count cycles.
-  link_bandwidth: float  # From one device to its pod, in an all-reduce.
+  # Bandwidth from one device to its pod, in an all-reduce.
+  link_bandwidth: float
   torus_dims: int  # 0 means a switch, used as a tree.
   pod_size: int  # Devices of a pod; the network between pods is slower.
-  far_bandwidth: float  # From one device to other pods.
+  far_bandwidth: float  # Bandwidth from one device to other pods.
   host_cpus: float  # Virtual CPUs of the host per device.
   hop_seconds: float  # Latency between neighbours in a pod.
   far_hop_seconds: float  # Latency between pods.
-  size_of_chip: int = 1  # What a whole chip counts in the name of a target.
+  size_of_chip: int = 1  # How much a chip adds to the size in a name.
   devices_of_chip: int = 1  # Devices of JAX in a whole chip.
 
 
@@ -117,7 +118,7 @@ class Target(NamedTuple):
   name: str
   kind: str  # A key of `CHIPS`.
   num_slices: int
-  size: int  # As the name counts it.
+  size: int  # The size in the name.
 
   @property
   def num_chips(self) -> int:
@@ -191,8 +192,8 @@ def slice_shape(num_chips: int, torus_dims: int) -> tuple[int, ...]:
 _TPU_VARIABLES = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_WORKER_HOSTNAMES': 'localhost',
-  'TPU_ACCELERATOR_TYPE': 'v4-8',  # Not the target: any valid name will do.
-  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # It would lock a file.
+  'TPU_ACCELERATOR_TYPE': 'v4-8',  # Any valid name works; it is not the target.
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # Otherwise, libtpu locks a file.
 }
 
 
@@ -204,7 +205,7 @@ def _tpu_devices(target: Target) -> list[jax.Device]:
   is_single = chip.size_of_chip == 1 and target.num_chips <= 8
   host = shape if is_single else (2, 2)
   options: dict[str, Any] = {'chips_per_host_bounds': (*host, 1, 1)[:3]}
-  if chip.size_of_chip > chip.devices_of_chip:  # Two cores are one device.
+  if chip.size_of_chip > chip.devices_of_chip:  # Two cores form one device.
     options['chip_config_name'] = 'megacore'
   for name, value in _TPU_VARIABLES.items():
     os.environ.setdefault(name, value)
@@ -217,7 +218,7 @@ def _tpu_devices(target: Target) -> list[jax.Device]:
 class _Gpu(NamedTuple):
   """Fields of XLA's message GpuDeviceInfoProto that `Chip` does not have."""
 
-  generation: int  # Of its compute capability.
+  generation: int  # Major number of the compute capability.
   core_count: int
   fpus_per_core: int
   clock_rate_ghz: float

@@ -87,8 +87,8 @@ def _resume_run(
     )
   exit_stack.enter_context(workdir.lock(path))  # Lock it before reading it.
   saved = workdir.read_config(path)
-  # A run of an earlier version lacks newer fields. Their defaults leave it as
-  # it is; those of a kind of task may not.
+  # A run of an earlier version lacks newer fields. The general defaults of such
+  # fields do not change the run; the settings of a kind of task might.
   config, messages = workdir.restore_config(
     config,
     {**defaults(table_of(config)), **saved},

@@ -20,7 +20,7 @@ from podrl.messages import one_line
 from podrl.run import build, policy
 from podrl.types import Array, Box, EnvSpec, HostEnv, TimeStep, Tree, Variables
 
-ENDINGS = '.gif', '.mp4'  # Those of a file that `write` can write.
+ENDINGS = '.gif', '.mp4'  # Endings of files that `write` can write.
 _MAX_PICTURES = 600  # A file has at most about this many pictures.
 _MAX_FPS = 25  # More frames per second make the file larger, not better.
 _MIN_SIDE, _MAX_SIDE = 240, 320  # Pictures are scaled to about this size.
@@ -336,7 +336,7 @@ def _draw_bars(
   num_bars = min(values.shape[1], _MAX_BARS)
   top, bottom = 20, _SIZE[1] - 24
   base = (top + bottom) // 2 if (values < 0).any() else bottom
-  largest = np.abs(values).max(0, initial=1e-9)  # In the whole episode.
+  largest = np.abs(values).max(0, initial=1e-9)  # Over the whole episode.
   pitch = (_SIZE[0] - 12) / num_bars
   pictures = []
   for row, action in zip(values, actions):

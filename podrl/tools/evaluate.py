@@ -112,7 +112,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   # An environment may change the current directory.
   out = values.out or os.path.join(directory, 'evaluation.json')
   out = workdir.absolute(out)
-  if os.path.isdir(directory):  # If it is not, `load` says so.
+  if os.path.isdir(directory):  # Otherwise, `load` raises an error.
     tools.check_out(out)
   runs = [workdir.paths_of_agents(path) for path in paths]
   if len(paths) > 1:

@@ -230,7 +230,7 @@ def draw(
 def _draw_group(
   axes: Any, group: Group, x: str, y: str, label: str, index: int
 ) -> None:
-  """Draws a group's curve, its interval and, of returns, its evaluations."""
+  """Draws a group's curve, its interval and, for returns, its evaluations."""
   style, number = divmod(index, len(_COLORS))
   color, styles = _COLORS[number], ('-', '--', ':', '-.')
   points, returns = training_curve(group.runs, x, y)

@@ -23,7 +23,8 @@ class Population(NamedTuple):
   steps: np.ndarray
   # `[M, P]`, the values of each field from then on.
   values: dict[str, np.ndarray]
-  parents: np.ndarray  # Int `[M, P]`; the first column has the members.
+  # Int `[M, P]`; the first column has the members themselves.
+  parents: np.ndarray
   returns: np.ndarray  # `[M]`, the last evaluations.
 
 

@@ -56,7 +56,7 @@ class Row(NamedTuple):
   all_reduce: float  # Time in the all-reduces of all optimiser steps.
   steps_per_second: float  # Environment steps of all cores.
   efficiency: float  # Steps per second and core, relative to the first row.
-  is_compiled: bool  # Otherwise, it is interpolated.
+  is_compiled: bool  # Otherwise, the row is interpolated.
 
 
 def find_target(kind: str, num_cores: int) -> Target | None:

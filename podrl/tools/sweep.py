@@ -344,7 +344,7 @@ class _Plan(NamedTuple):
   programs: list[MemberGroup]
   population: Setting
   path: str  # Directory of the sweep.
-  arguments: list[str]  # Those that only `podrl sweep` has.
+  arguments: list[str]  # Arguments that only `podrl sweep` has.
 
   @property
   def directories(self) -> list[str]:
@@ -538,7 +538,7 @@ def _with_members(plan: _Plan, program: MemberGroup) -> Callable[..., Fields]:
 def _add_members(
   config: Fields, program: MemberGroup, population: Setting
 ) -> Fields:
-  """Returns a configuration with what one program of a sweep trains."""
+  """Returns the configuration of one program of a sweep."""
   config = configs.change(config, program.fields)
   if not program.members:
     return config

@@ -13,8 +13,8 @@ training, with its exploration.
 The ratings are Elo: a player with 400 points more scores ten times as many
 points, where a draw is half a point. They are the most likely ones under the
 model of Bradley and Terry, and their mean is 0. The interval is a Bayesian 95 %
-interval. For both, each pair has a third of a win, a draw and a loss more, so
-that a player who never loses has a finite rating.
+interval. For ratings and intervals, a third of a win, of a draw and of a loss
+is added to each pair, so that a player who never loses has a finite rating.
 
 The command prints a table, writes all results to FILE, which ends in .json, and
 draws the ratings in a .png file beside it. By default, FILE is tournament.json
@@ -44,8 +44,8 @@ from podrl.records import workdir
 from podrl.run import build, policy
 from podrl.types import Array, DeviceEnv, TimeStep, Tree
 
-_NUM_SAMPLES = 1000  # Of the probabilities of results.
-_PRIOR = 1 / 3  # Wins, draws and losses that each pair has more.
+_NUM_SAMPLES = 1000  # Samples of the probabilities of results.
+_PRIOR = 1 / 3  # Wins, draws and losses that are added to each pair.
 
 
 class Player(NamedTuple):
@@ -62,7 +62,7 @@ class Pair(NamedTuple):
   Each has the numbers of wins, draws and losses, int `[3]`.
   """
 
-  begins: np.ndarray  # The games that the first of them began.
+  begins: np.ndarray  # The games that the first player began.
   follows: np.ndarray  # The others.
 
 
@@ -303,7 +303,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   limit = build.episode_limit(config, env.spec)
   numbers = values.games, values.seed, values.random_moves, limit
   results = play(env, players, *numbers)
-  # Of several players from one run, each has the name of the run.
+  # Several players from one run all have the name of the run.
   start = os.path.dirname(directory) if workdir.is_run(directory) else directory
   names = [
     x.name if x.name == games.RANDOM else os.path.relpath(x.name, start)

@@ -33,7 +33,7 @@ def _act(paths: list[str], values: flags.FlagValues) -> None:
   out = workdir.absolute(values.out or os.path.join(path, 'episode.gif'))
   if not out.endswith(video.ENDINGS):
     raise ValueError(f'--out={out} must be a file that ends in .gif or .mp4')
-  if os.path.isdir(path):  # If it is not, `load` says so.
+  if os.path.isdir(path):  # Otherwise, `load` raises an error.
     tools.check_out(out)
   envpool.load_opengl()  # Call it before envpool is imported.
   loaded = policy.load(path, values.checkpoint, trust=values.trust)
