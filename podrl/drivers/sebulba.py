@@ -154,7 +154,7 @@ class Sebulba:
     # An actor's thread makes, resets, steps and closes its environments:
     # databases, OpenGL and others work only in the thread that made them.
     self._threads: list[ThreadPoolExecutor] = []
-    self._acting: list[Future] = []  # When done, an actor has ended.
+    self._acting: list[Future] = []  # Each is done when its actor has ended.
     self._stopper: threading.Thread | None = None
     # The first culprit; its update may still have had a finite loss.
     self._culprit: types.Culprit | None = None
