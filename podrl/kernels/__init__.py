@@ -15,8 +15,13 @@ import os
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+
+# Of a turn on a GPU. With eight steps, brax's inverted pendulum, whose step has
+# 13,000, took 87 s to compile on a CPU core.
+_MAX_EQUATIONS = 32_000
 
 _only_plain = contextvars.ContextVar('only_plain', default=False)
 
@@ -46,17 +51,32 @@ def scan(
   """`jax.lax.scan` whose turns have several steps on some platforms.
 
   Steps of the same turn share operations. Each operation has a fixed cost on a
-  TPU or a GPU. A CPU would only take longer to compile.
+  TPU or a GPU. A CPU would only take longer to compile. On a GPU, turns of long
+  steps have fewer steps, because XLA would compile them for minutes.
 
   Args:
     step: `(carry, input) -> (carry, output)`.
     first: the first carry.
     inputs: tree of arrays, one step after another on axis 0.
-    **steps_per_turn: by platform, 'tpu' or 'gpu'; 1 for others, and for
-      programs without a mesh.
+    **steps_per_turn: a power of two by platform, 'tpu' or 'gpu'; 1 for others,
+      and for programs without a mesh.
   """
   turn = steps_per_turn.get(_platform(), 1)
+  if _platform() == 'gpu':
+    one = jax.tree.map(lambda x: x[0], inputs)
+    size = _num_equations(jax.make_jaxpr(step)(first, one).jaxpr)
+    while turn > 1 and turn * size > _MAX_EQUATIONS:
+      turn //= 2
   return jax.lax.scan(step, first, inputs, unroll=turn)
+
+
+def _num_equations(jaxpr: core.Jaxpr) -> int:
+  """Counts the operations of a program, those of functions inside included."""
+  inside = jax.tree.leaves([list(x.params.values()) for x in jaxpr.eqns])
+  parts = [getattr(x, 'jaxpr', x) for x in inside]
+  return len(jaxpr.eqns) + sum(
+    _num_equations(x) for x in parts if isinstance(x, core.Jaxpr)
+  )
 
 
 def scan_means(

@@ -196,7 +196,7 @@ def compile_once(
     analyses,
     *lowered[1:],
     config['unroll_length'],
-    config['num_epochs'] * config.get('num_minibatches', 1),
+    build.sgd_steps_per_update(config),
   ), texts
 
 

@@ -56,11 +56,27 @@ def test_a_turn_has_several_steps_on_some_platforms(
   device = platform and AbstractDevice(platform, 1, platform)
   xs = jnp.arange(6.0)
   with use_abstract_mesh(AbstractMesh((1,), ('x',), abstract_device=device)):
-    (loop,) = jax.make_jaxpr(scan)(xs).eqns
+    *_, loop = jax.make_jaxpr(scan)(xs).eqns
   assert loop.params['unroll'] == expected
   last, rows = scan(xs)
   np.testing.assert_array_equal(last, 15)
   np.testing.assert_array_equal(rows, [0, 0, 2, 9, 24, 50])
+
+
+def test_a_turn_of_long_steps_on_a_gpu_is_short(monkeypatch):
+  def step(total, x):
+    inside = jax.jit(lambda y: y * y + 1.0)
+    return total + inside(x), x
+
+  def scan(xs):
+    return kernels.scan(step, 0.0, xs, gpu=8)
+
+  # A step has five: a call and the two inside, a conversion of 0.0, and a sum.
+  monkeypatch.setattr(kernels, '_MAX_EQUATIONS', 4 * 5)
+  device = AbstractDevice('gpu', 1, 'gpu')
+  with use_abstract_mesh(AbstractMesh((1,), ('x',), abstract_device=device)):
+    *_, loop = jax.make_jaxpr(scan)(jnp.arange(8.0)).eqns
+  assert loop.params['unroll'] == 4
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu'])
