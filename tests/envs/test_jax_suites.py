@@ -407,7 +407,7 @@ def test_a_person_plays_against_a_policy(seed, monkeypatch, capsys):
   monkeypatch.setattr(policy, 'load', lambda *_, trust: LowestSquare())
   # The policy takes 0, 1 and 3, and the person a diagonal: 4, 2 and 6.
   text = play_with('x', '4', '4', '9', '2', '6')
-  assert text.count('no legal action') == 3
+  assert text.count('not a legal action') == 3
   begins = text.startswith('the policy begins\nthe policy plays 0\n')
   assert begins or text.startswith('you begin\nlegal actions: 0 1 2 3 4 ')
   assert f'you win after {5 + begins} moves' in text
