@@ -2,7 +2,8 @@
 
 All arguments have the same shape; a weight is 0 at reset steps. A mean divides
 by the number of all slots, reset steps included. A mean without the reset steps
-would depend on how the batch is split over devices.
+would depend on how the batch is split over devices. The argument `mean`
+averages over the slots; with `per_slot`, a loss is `[...]`, a number per slot.
 
 Gradients flow through advantages and targets, for example to gamma. Callers
 stop gradients at the network outputs from which these are computed.

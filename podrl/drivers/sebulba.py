@@ -183,8 +183,9 @@ class Sebulba:
     return self._num_waits + sum(actor.num_waits for actor in self._actors)
 
   def plan(self) -> dict[str, Any]:
-    """Returns how many actors per process should act, and how many slices the
-    updates should have. The other actors are parked.
+    """Returns the number of actors per process, and of slices per update.
+
+    The other actors are parked.
     """
     tuner, parts = self._tuner, self.core.parts
     num_slices = int(self._update_seconds / _SLICE_SECONDS)

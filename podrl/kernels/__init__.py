@@ -62,7 +62,7 @@ def scan(
       and for programs without a mesh.
   """
   turn = steps_per_turn.get(_platform(), 1)
-  if _platform() == 'gpu':
+  if turn > 1 and _platform() == 'gpu':
     one = jax.tree.map(lambda x: x[0], inputs)
     size = _num_equations(jax.make_jaxpr(step)(first, one).jaxpr)
     while turn > 1 and turn * size > _MAX_EQUATIONS:
