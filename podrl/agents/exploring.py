@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from podrl.agents import acting
 from podrl.core.observations import hide_illegal
 from podrl.fields import FRACTION, Field, Fields, with_defaults
+from podrl.kernels import categorical
 from podrl.networks import cores, torsos
 from podrl.networks.q import QNetwork, make_network
 from podrl.types import Array, Discrete, EnvSpec, Masked, Tree, Variables
@@ -118,7 +119,7 @@ def choose(values: Array, action: Array) -> Array:
   """
   chex.assert_rank(values, action.ndim + 1)
   chex.assert_equal_shape_prefix([values, action], action.ndim)
-  return jnp.take_along_axis(values, action[..., None], axis=-1)[..., 0]
+  return categorical.select(values, action)
 
 
 def explore(

@@ -186,7 +186,7 @@ def make_unroll(
     first = actors.timestep
     carry = jax.tree.map(lambda x: x[None], actors.carry)
     actors = actors._replace(timestep=as_vectors(first))
-    actors, rows = kernels.scan(step, actors, keys, tpu=16, gpu=8)
+    actors, rows = kernels.scan(step, actors, keys, tpu=16, gpu=16)
     steps, actions, extras, (returns, lengths, ended_info) = rows
     actors = actors._replace(timestep=as_given(actors.timestep))
 

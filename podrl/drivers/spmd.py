@@ -430,6 +430,11 @@ def _find_accelerators() -> list[str]:
   ]
 
 
+def has_gpus() -> bool:
+  """Returns whether JAX can use GPUs of this machine."""
+  return not {'cuda', 'rocm'}.isdisjoint(_find_accelerators())
+
+
 def is_in_use() -> bool:
   """Returns whether JAX already has devices; their number is then fixed."""
   return xla_bridge.backends_are_initialized()

@@ -209,14 +209,13 @@ def make_network(
     return head, value.reshape(is_first.shape)
 
   forms = {'tpu': unroll_steps}
-  long_forms = forms | ({'cuda': unroll_twins} if _is_twin(module) else {})
+  if _is_twin(module):
+    forms['cuda'] = unroll_twins
 
   def unroll(params, obs, is_first, carry):
     # `module` joins time and batch. For that, a TPU would copy the observations
     # to another layout, so a TPU computes each step separately.
-    # While acting, a GPU computes the values of several steps together.
-    own = long_forms if len(is_first) > 1 else forms
-    head, value = kernels.choose(unroll_joined, params, obs, is_first, **own)
+    head, value = kernels.choose(unroll_joined, params, obs, is_first, **forms)
     return head, value, carry
 
   return network._replace(unroll=unroll)
@@ -233,7 +232,8 @@ def _is_twin(module: ActorCritic) -> bool:
 def _twin_layers(params: Tree) -> list[Tree]:
   """Joins the layers of both MLPs and both heads, `[2, F, G]` each.
 
-  The head of the value gets columns of zeros.
+  The first layer is `[F, 2 G]`, because both have the same inputs. The head of
+  the value gets columns of zeros.
   """
 
   def layers_of(name: str) -> list[Tree]:
@@ -244,17 +244,15 @@ def _twin_layers(params: Tree) -> list[Tree]:
     of_value = jnp.pad(of_value, [(0, n - m) for n, m in sizes])
     return jnp.stack([of_policy, of_value])
 
-  if 'TwinMLP_0' in params:  # First, one layer of both.
+  if 'TwinMLP_0' in params:  # Its first layer is joined already.
     first, *rest = layers_of('TwinMLP_0')
     half = len(rest) // 2
-    halves = [
-      jax.tree.map(lambda x: jnp.split(x, 2, -1)[i], first) for i in (0, 1)
-    ]
-    pairs = [halves, *zip(rest[:half], rest[half:], strict=True)]
+    pairs = [*zip(rest[:half], rest[half:], strict=True)]
   else:
-    pairs = [*zip(layers_of('MLP_0'), layers_of('MLP_1'), strict=True)]
+    pair, *pairs = zip(layers_of('MLP_0'), layers_of('MLP_1'), strict=True)
+    first = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *pair)
   pairs.append((params['Dense_0'], params['Dense_1']))
-  return [jax.tree.map(join, *pair) for pair in pairs]
+  return [first, *(jax.tree.map(join, *pair) for pair in pairs)]
 
 
 def _compute_twins(
@@ -267,16 +265,19 @@ def _compute_twins(
   of a bias is a sum over neighbours.
   """
   torso: Any = module.make_torso()
-  dtype = torso.dtype
   keep = jax.lax.optimization_barrier  # XLA would compute it several times.
-  *layers, heads = _twin_layers(params)
-  x, product = as_vector(obs, dtype, torso.scales), 'kfg,nf->kgn'
+  first, *layers, heads = _twin_layers(params)
+
+  def compute(layer: Tree, product: str, x: Array) -> jax.Array:
+    kernel, bias = (layer[k].astype(x.dtype) for k in ('kernel', 'bias'))
+    return jnp.einsum(product, keep(kernel), x) + bias[..., None]
+
+  vectors = as_vector(obs, torso.dtype, torso.scales)
+  x = keep(torso.activation(compute(first, 'fg,nf->gn', vectors)))
+  x = x.reshape(2, -1, x.shape[-1])
   for layer in layers:
-    kernel, bias = (layer[k].astype(dtype) for k in ('kernel', 'bias'))
-    x = jnp.einsum(product, keep(kernel), x) + bias[..., None]
-    x, product = keep(torso.activation(x)), 'kfg,kfn->kgn'
-  x = jnp.einsum(product, keep(heads['kernel']), x.astype(jnp.float32))
-  x += heads['bias'][..., None]
+    x = keep(torso.activation(compute(layer, 'kfg,kfn->kgn', x)))
+  x = compute(heads, 'kfg,kfn->kgn', x.astype(jnp.float32))
   head = x[0].T
   if module.num_constant_params:
     constant = params['constant']

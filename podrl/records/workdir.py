@@ -45,9 +45,9 @@ Record = dict[str, Any]
 # A resumed run may change these fields, because they do not change what it
 # learns, apart from rounding errors.
 MOVABLE = tuple(
-  'compilation_cache price_per_hour eval. stop. log. checkpoint. num_devices '
-  'env.path sebulba.actor_devices sebulba.learner_devices sebulba.env_threads '
-  'sebulba.hang_seconds'.split()
+  'compilation_cache gpu_deterministic price_per_hour eval. stop. log. '
+  'checkpoint. num_devices env.path sebulba.actor_devices '
+  'sebulba.learner_devices sebulba.env_threads sebulba.hang_seconds'.split()
 )
 # Fields, or prefixes of fields, in which compared runs may differ.
 SEEDS = ('seed', 'num_seeds') + MOVABLE

@@ -78,11 +78,32 @@ def architecture(config: Fields) -> str:
   return expected
 
 
+# XLA then measures no kernels, and avoids operations whose results depend on
+# timing. Without measurements, its own products have small tiles, so cuBLAS
+# computes all products.
+GPU_DETERMINISTIC: dict[str, str | bool] = {
+  'xla_gpu_deterministic_ops': True,
+  'xla_gpu_enable_triton_gemm': False,
+}
+
+
+def _missing_gpu_flags(config: Fields) -> list[str]:
+  """Returns the flags that a run needs and XLA_FLAGS does not contain."""
+  given = os.environ.get('XLA_FLAGS', '')
+  options = GPU_DETERMINISTIC if config['gpu_deterministic'] else {}
+  return [
+    f'--{k}={str(x).lower()}' for k, x in options.items() if k not in given
+  ]
+
+
 def set_up_jax(config: Fields, num_processes: int = 1) -> None:
   """Configures JAX for a run; call it before the first use of a device."""
   is_anakin = architecture(config) == 'anakin'
   # Programs are written for 32 bits; a profile may set JAX_ENABLE_X64.
   jax.config.update('jax_enable_x64', False)
+  if spmd.has_gpus() and not spmd.is_in_use():
+    given = os.environ.get('XLA_FLAGS', '').split()
+    os.environ['XLA_FLAGS'] = ' '.join(given + _missing_gpu_flags(config))
   # Keep the CPU devices that a test or XLA_FLAGS made.
   has_devices = jax.config.jax_num_cpu_devices > 0  # type: ignore
   has_devices |= 'device_count' in os.environ.get('XLA_FLAGS', '')
@@ -496,6 +517,13 @@ def make_run(
   )
   if evolve_every and spec.has_turns:  # A population then compares evaluations.
     eval_every = evolve_every
+  if run_devices[0].platform == 'gpu' and _missing_gpu_flags(config):
+    warnings = [
+      *warnings,
+      'JAX used the GPU before this run, so other runs with this seed can have '
+      'other results; begin the run in a new process, or set '
+      f'XLA_FLAGS="{" ".join(_missing_gpu_flags(config))}"',
+    ]
   if num_steps < config.get('replay.min_steps', 0):
     warnings = [
       *warnings,

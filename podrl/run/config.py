@@ -39,6 +39,11 @@ FIELDS = {
   'compilation_cache': Field(
     'auto', "'auto', 'off', or a directory for compiled programs."
   ),
+  'gpu_deterministic': Field(
+    True,
+    'On a GPU, equal seeds give equal bits; otherwise, XLA measures which '
+    'kernels are fastest.',
+  ),
   'price_per_hour': Field(
     0.0,
     'Hourly price of all machines, in any currency; 0 means unknown.',

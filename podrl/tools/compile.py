@@ -113,14 +113,16 @@ class TooLarge(ValueError):
   """
 
 
-def compile_program(program: Program, chip: Chip) -> tuple[dict[str, int], str]:
+def compile_program(
+  program: Program, chip: Chip, options: dict[str, str | bool] | None = None
+) -> tuple[dict[str, int], str]:
   """Compiles a program; returns its bytes on one device, by kind, and its text.
 
-  Raises `TooLarge` if the program does not fit.
+  `options` are those of XLA. It raises `TooLarge` if the program does not fit.
   """
   limit = chip.memory * 2**30
   try:
-    compiled: Any = program.lowered.compile()
+    compiled: Any = program.lowered.compile(options)
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
@@ -180,10 +182,12 @@ def compile_once(
 ) -> tuple[CompiledRun, dict[str, str]]:
   """Compiles like `compile_for`; raises `TooLarge` if the run does not fit."""
   lowered = lowering.lower(config, machine)
+  # XLA cannot measure kernels of a GPU that is not here.
+  options = build.GPU_DETERMINISTIC if target.platform == 'cuda' else None
   analyses, texts = {}, {}
   for name, program in lowered.programs.items():
     start = time.perf_counter()
-    memory, texts[name] = compile_program(program, target.chip)
+    memory, texts[name] = compile_program(program, target.chip, options)
     seconds = time.perf_counter() - start
     default = 'acting' if name == 'act' else hlo.REST
     found = analyse(texts[name], program, target, default)

@@ -10,6 +10,7 @@ from podrl.kernels import categorical
 
 _LOG_PROBS = categorical._log_prob, categorical._log_prob_in_columns
 _ENTROPIES = categorical._entropy, categorical._entropy_in_columns
+_SELECTIONS = categorical._select, categorical._select_columns
 
 
 def _inputs(num_actions):
@@ -45,6 +46,26 @@ def test_entropies(form, num_actions):
   log_probs = np.log(np.maximum(probs, 1e-300))
   expected = -probs * (log_probs + expected[..., None])
   np.testing.assert_allclose(gradient, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('form', _SELECTIONS)
+def test_selected_values(form):
+  values, action, _ = _inputs(6)
+  chosen = np.take_along_axis(values, action[..., None], -1)[..., 0]
+  np.testing.assert_array_equal(form(values, action), chosen)
+  gradient = jax.grad(lambda x: jnp.sum(form(x, action) ** 2))(values)
+  expected = 2 * chosen[..., None] * np.eye(6)[action]
+  np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
+def test_a_gpu_selects_values_without_a_scatter():
+  def total(values):
+    return jnp.sum(categorical.select(values, jnp.zeros(4, int)))
+
+  traced = jax.jit(jax.grad(total)).trace(jnp.zeros((4, 3)))
+  for platform in ('cpu', 'cuda'):
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ('stablehlo.scatter' in text) == (platform == 'cpu')
 
 
 @pytest.mark.parametrize('num_actions,is_short', [(16, True), (17, False)])

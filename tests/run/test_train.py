@@ -507,6 +507,36 @@ def test_atari_has_settings_for_each_machine(agent, monkeypatch):
     assert recurrent == expected
 
 
+@pytest.mark.parametrize(
+  'given,is_deterministic,is_in_use,expected',
+  [
+    ('', True, False, {'deterministic_ops=true', 'enable_triton_gemm=false'}),
+    ('', False, False, set()),
+    ('', True, True, set()),  # XLA has read the flags already.
+    (
+      '--xla_gpu_enable_triton_gemm=true',
+      True,
+      False,
+      {'deterministic_ops=true', 'enable_triton_gemm=true'},
+    ),
+  ],
+)
+def test_a_gpu_is_deterministic(
+  given, is_deterministic, is_in_use, expected, monkeypatch
+):
+  config = helpers.fields_of('anakin_catch')
+  config |= {'gpu_deterministic': is_deterministic, 'compilation_cache': 'off'}
+  monkeypatch.setattr(jax.config, 'update', lambda *_: None)
+  monkeypatch.setattr(spmd, 'is_in_use', lambda: is_in_use)
+  for has_gpus in (False, True):
+    monkeypatch.setenv('XLA_FLAGS', given)
+    monkeypatch.setattr(spmd, 'has_gpus', lambda: has_gpus)
+    build.set_up_jax(config)
+    flags = os.environ['XLA_FLAGS'].split()
+    wanted = [f'--xla_gpu_{x}' for x in expected] if has_gpus else given.split()
+    assert sorted(flags) == sorted(wanted)
+
+
 class _Reads(dict):
   """Remembers each key that is read alone."""
 
