@@ -430,9 +430,10 @@ def _find_accelerators() -> list[str]:
   ]
 
 
-def has_gpus() -> bool:
-  """Returns whether JAX can use GPUs of this machine."""
-  return not {'cuda', 'rocm'}.isdisjoint(_find_accelerators())
+def has_gpu_packages() -> bool:
+  """Returns whether packages are installed with which JAX can use GPUs."""
+  packages = [x for platform, x, _ in _ACCELERATORS if platform != 'tpu']
+  return any(map(importlib.util.find_spec, packages))
 
 
 def is_in_use() -> bool:

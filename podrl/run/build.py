@@ -101,7 +101,7 @@ def set_up_jax(config: Fields, num_processes: int = 1) -> None:
   is_anakin = architecture(config) == 'anakin'
   # Programs are written for 32 bits; a profile may set JAX_ENABLE_X64.
   jax.config.update('jax_enable_x64', False)
-  if spmd.has_gpus() and not spmd.is_in_use():
+  if spmd.has_gpu_packages() and not spmd.is_in_use():
     given = os.environ.get('XLA_FLAGS', '').split()
     os.environ['XLA_FLAGS'] = ' '.join(given + _missing_gpu_flags(config))
   # Keep the CPU devices that a test or XLA_FLAGS made.
@@ -494,6 +494,7 @@ def make_run(
   Raises:
     ValueError: for a user's mistake, before anything compiles.
   """
+  is_here = machine is None
   machine = machine or devices.this_machine()
   is_anakin = architecture(config) == 'anakin'
   env = make_env(config) if is_anakin else None
@@ -517,12 +518,13 @@ def make_run(
   )
   if evolve_every and spec.has_turns:  # A population then compares evaluations.
     eval_every = evolve_every
-  if run_devices[0].platform == 'gpu' and _missing_gpu_flags(config):
+  missing = _missing_gpu_flags(config)
+  if is_here and missing and run_devices[0].platform == 'gpu':
     warnings = [
       *warnings,
-      'JAX used the GPU before this run, so other runs with this seed can have '
-      'other results; begin the run in a new process, or set '
-      f'XLA_FLAGS="{" ".join(_missing_gpu_flags(config))}"',
+      'JAX used a device before this run, so other runs with this seed can '
+      'have other results; begin the run in a new process, or set '
+      f'XLA_FLAGS="{" ".join(missing)}"',
     ]
   if num_steps < config.get('replay.min_steps', 0):
     warnings = [

@@ -66,13 +66,15 @@ def test_a_turn_has_several_steps_on_some_platforms(
 def test_a_turn_of_long_steps_on_a_gpu_is_short(monkeypatch):
   def step(total, x):
     inside = jax.jit(lambda y: y * y + 1.0)
-    return total + inside(x), x
+    powers, _ = jax.lax.scan(lambda y, _: (y * y, None), x, length=3)
+    return total + inside(powers), x
 
   def scan(xs):
     return kernels.scan(step, 0.0, xs, gpu=8)
 
-  # A step has five: a call and the two inside, a conversion of 0.0, and a sum.
-  monkeypatch.setattr(kernels, '_MAX_EQUATIONS', 4 * 5)
+  # A step has nine: a scan and three products, a call and the two inside, a
+  # conversion of 0.0, and a sum.
+  monkeypatch.setattr(kernels, '_MAX_EQUATIONS', 4 * 9)
   device = AbstractDevice('gpu', 1, 'gpu')
   with use_abstract_mesh(AbstractMesh((1,), ('x',), abstract_device=device)):
     *_, loop = jax.make_jaxpr(scan)(jnp.arange(8.0)).eqns

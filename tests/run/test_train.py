@@ -530,7 +530,7 @@ def test_a_gpu_is_deterministic(
   monkeypatch.setattr(spmd, 'is_in_use', lambda: is_in_use)
   for has_gpus in (False, True):
     monkeypatch.setenv('XLA_FLAGS', given)
-    monkeypatch.setattr(spmd, 'has_gpus', lambda: has_gpus)
+    monkeypatch.setattr(spmd, 'has_gpu_packages', lambda: has_gpus)
     build.set_up_jax(config)
     flags = os.environ['XLA_FLAGS'].split()
     wanted = [f'--xla_gpu_{x}' for x in expected] if has_gpus else given.split()
