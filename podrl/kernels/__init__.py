@@ -75,7 +75,7 @@ def _num_equations(jaxpr: core.Jaxpr) -> int:
   total = 0
   for x in jaxpr.eqns:
     parts = [
-      getattr(p, 'jaxpr', p) for p in jax.tree.leaves([*x.params.values()])
+      getattr(p, 'jaxpr', p) for p in jax.tree.leaves(list(x.params.values()))
     ]
     inside = [_num_equations(p) for p in parts if isinstance(p, core.Jaxpr)]
     total += 1 + x.params.get('length', 1) * sum(inside)

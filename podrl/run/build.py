@@ -101,9 +101,10 @@ def set_up_jax(config: Fields, num_processes: int = 1) -> None:
   is_anakin = architecture(config) == 'anakin'
   # Programs are written for 32 bits; a profile may set JAX_ENABLE_X64.
   jax.config.update('jax_enable_x64', False)
-  if spmd.has_gpu_packages() and not spmd.is_in_use():
+  missing = _missing_gpu_flags(config)
+  if missing and spmd.has_gpu_packages() and not spmd.is_in_use():
     given = os.environ.get('XLA_FLAGS', '').split()
-    os.environ['XLA_FLAGS'] = ' '.join(given + _missing_gpu_flags(config))
+    os.environ['XLA_FLAGS'] = ' '.join(given + missing)
   # Keep the CPU devices that a test or XLA_FLAGS made.
   has_devices = jax.config.jax_num_cpu_devices > 0  # type: ignore
   has_devices |= 'device_count' in os.environ.get('XLA_FLAGS', '')

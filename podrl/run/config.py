@@ -41,8 +41,7 @@ FIELDS = {
   ),
   'gpu_deterministic': Field(
     True,
-    'On a GPU, equal seeds give equal bits; otherwise, XLA measures which '
-    'kernels are fastest.',
+    'On a GPU, XLA measures no kernels, so that equal seeds give equal bits.',
   ),
   'price_per_hour': Field(
     0.0,
